@@ -1,0 +1,1 @@
+"""Thin verbs: each parses its arguments and calls one function of the library."""

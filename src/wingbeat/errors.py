@@ -1,0 +1,55 @@
+"""Every exception wingbeat raises.
+
+::
+
+    WingbeatError
+    |-- UsageError        a value the user gave cannot work (also a ValueError; exit code 2)
+    |   `-- MismatchError   the ranks were given different models
+    |-- RendezvousError   the workers did not find each other (also a ConnectionError)
+    |-- PeerError         another worker failed or fell silent (also a ConnectionError)
+    `-- LabError          the emulated cluster could not be made
+
+A message is one line: what value, where, what is allowed, what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class WingbeatError(Exception):
+    """Base of every error that wingbeat raises on purpose."""
+
+
+class UsageError(WingbeatError, ValueError):
+    """A value given by the user cannot work; the message names it and what is allowed."""
+
+
+class MismatchError(UsageError):
+    """The ranks disagree about what they train; raised on every rank."""
+
+
+class RendezvousError(WingbeatError, ConnectionError):
+    """The workers did not find each other; names rank, address, interface and the wait."""
+
+
+class PeerError(WingbeatError, ConnectionError):
+    """A peer died or fell silent during a collective; names its rank and the collective."""
+
+
+class LabError(WingbeatError, RuntimeError):
+    """The emulated cluster could not be built on this machine; names the missing feature."""
+
+
+def unknown(kind: str, value: str, allowed: Iterable[str], *, where: str = "") -> UsageError:
+    """Build the error for a name that does not exist: the value, the nearest match, the list.
+
+    >>> str(unknown("strategy", "deer", ["ddp", "dear"]))
+    "unknown strategy 'deer' (did you mean 'dear'?); allowed: ddp, dear"
+    """
+    names = sorted(allowed)
+    close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    place = f" in {where}" if where else ""
+    return UsageError(f"unknown {kind} {value!r}{place}{hint}; allowed: {', '.join(names) or 'none'}")

@@ -1,0 +1,122 @@
+"""The words every other module speaks. No torch here, so that plans can be tested alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Half-open range ``[start, stop)`` of elements in a flat buffer."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether the two ranges share at least one element."""
+        return self.start < other.stop and other.start < self.stop
+
+    def cut(self, size: int) -> list[Span]:
+        """Cut into consecutive pieces of at most ``size`` elements, the last one the shortest."""
+        return [Span(s, min(s + size, self.stop)) for s in range(self.start, self.stop, size)]
+
+
+def split(span: Span, weights: Sequence[float]) -> list[Span]:
+    """Split ``span`` into consecutive spans whose lengths follow ``weights``.
+
+    Every element belongs to exactly one piece; a piece may be empty.
+
+    >>> split(Span(0, 10), [1, 1, 1])
+    [Span(start=0, stop=3), Span(start=3, stop=7), Span(start=7, stop=10)]
+    """
+    total = float(sum(weights))
+    bounds, acc = [span.start], 0.0
+    for weight in weights:
+        acc += weight
+        bounds.append(span.start + round(len(span) * acc / total))
+    bounds[-1] = span.stop
+    return [Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def blocks_of(length: int, size: int) -> list[Span]:
+    """One block per rank of a buffer of ``length`` elements: lengths differ by at most one."""
+    return [Span(length * i // size, length * (i + 1) // size) for i in range(size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``span`` of the buffer to rank ``peer`` over network interface ``interface``."""
+
+    peer: int
+    span: Span
+    interface: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Receive ``span`` from ``peer``; add it to what is there (``reduce``) or overwrite."""
+
+    peer: int
+    span: Span
+    reduce: bool
+    interface: int = 0
+
+
+Step = Send | Recv
+"""One worker's part in one transfer."""
+
+Round = tuple[Step, ...]
+"""Steps that may run at once; a Send depends on every earlier round's Recv of its elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a plan needs to know of one parameter.
+
+    ``name`` as in ``named_parameters()``; ``dtype`` as torch prints it, without ``torch.``;
+    ``itemsize`` in bytes; ``device`` as ``str(tensor.device)``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    device: str = "cpu"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters whose gradients travel together, as indices into the plan's tensor list."""
+
+    tensors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which tensors travel together, in the order in which their gradients become ready.
+
+    All workers hold the same plan and launch its buckets in its order, so no negotiation is
+    needed (DeAR, section III-B).
+    """
+
+    buckets: tuple[Bucket, ...]
