@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ def split(span: Span, weights: Sequence[float]) -> list[Span]:
         acc += weight
         bounds.append(span.start + round(len(span) * acc / total))
     bounds[-1] = span.stop
-    return [Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [Span(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def blocks_of(length: int, size: int) -> list[Span]:
@@ -120,3 +121,17 @@ class Plan:
     """
 
     buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """A strategy's answers, as the engine wants them.
+
+    ``schedule`` is ``"wfbp"`` (whole all-reduce under backward) or ``"dear"`` (split in two);
+    sizes are in bytes.
+    """
+
+    schedule: str
+    topology: str
+    bucket_bytes: int
+    first_bucket_bytes: int

@@ -49,8 +49,9 @@ _Row = tuple[str, int, int, int, int, str]
 class Event:
     """One thing that one worker did.
 
-    ``bucket`` is -1 where no bucket is meant; ``nbytes`` counts what this worker had to send;
-    ``lane`` is ``compute`` or the network interface's name.
+    ``bucket`` is -1 where no bucket is meant; ``nbytes`` is the size of the buffer worked on (what
+    went over a link is the kernel's to count, see `wingbeat lab stats`); ``lane`` is ``compute``
+    or the network interface's name.
     """
 
     worker: int
@@ -122,10 +123,11 @@ class Stream:
         Warns (``RuntimeWarning``) where events had to be dropped.
         """
         rows, self._rows = self._rows, []
-        if self._dropped > self._told:
+        lost = self._dropped - self._told
+        if lost:
             warnings.warn(
-                f"worker {self._worker}: {self._dropped - self._told} events were dropped; the stream keeps "
-                f"{self._limit}: take() more often, or trace fewer iterations",
+                f"worker {self._worker}: {lost} events were dropped, because the stream keeps "
+                f"{self._limit}; take() more often, or trace fewer iterations",
                 RuntimeWarning,
                 stacklevel=2,
             )

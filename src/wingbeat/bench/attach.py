@@ -1,0 +1,138 @@
+"""Making a row real inside a worker: the model wrapped, its optimizer made, and a way back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wingbeat.bench import tracing
+from wingbeat.bench.peers import Peer
+from wingbeat.bench.tracing import CommHook
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Attached:
+    """A model ready to train.
+
+    Attributes:
+        model: call it as the user would.
+        optimizer: step it as the user would.
+        detach: undo everything, so that the next row finds the process as it was.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    detach: Callable[[], None]
+
+
+def attach(
+    peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer, *, recorded: bool = False
+) -> Attached:
+    """Wrap ``model`` for ``peer``; the default process group must exist.
+
+    Args:
+        peer: the row.
+        model: on the CPU.
+        make_optimizer: called with the parameters, after they have their final form.
+        recorded: put DDP's collectives on the event stream too, which takes a hook in Python.
+
+    Raises:
+        UsageError: wingbeat refuses the model (``distribute``).
+    """
+    if peer.strategy is not None:
+        return _attach_strategy(peer, model, make_optimizer)
+    if peer.name == "single":
+        return Attached(model, make_optimizer(model.parameters()), _nothing)
+    if peer.name == "fsdp":
+        return _attach_fsdp(model, make_optimizer)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=peer.options["mb"])
+    _register_hook(peer, wrapped, recorded=recorded)
+    return Attached(wrapped, make_optimizer(wrapped.parameters()), _nothing)
+
+
+def _nothing() -> None:
+    """DDP and plain models end with their last reference."""
+
+
+def _attach_strategy(peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:
+    import wingbeat
+
+    optimizer = make_optimizer(model.parameters())
+    model, optimizer = wingbeat.distribute(model, optimizer, peer.strategy)
+    return Attached(model, optimizer, lambda: wingbeat.release(model, optimizer))
+
+
+def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:
+    """Shard each child that has parameters and then the root, as FSDP's guide does by block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Attached(model, make_optimizer(model.parameters()), _nothing)
+
+
+def _register_hook(peer: Peer, model: DistributedDataParallel, *, recorded: bool) -> None:
+    """Give DDP the peer's hook; DDP as it is has none, unless its collectives are recorded."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    state: Any = None
+    hook: CommHook | None = None
+    if peer.name == "ddp+fp16":
+        hook = default_hooks.fp16_compress_hook
+    elif peer.name == "ddp+powersgd":
+        hook = powerSGD_hook.powerSGD_hook
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=peer.options["rank"],
+            start_powerSGD_iter=2,
+        )
+    if recorded:
+        hook = tracing.recording(hook or default_hooks.allreduce_hook)
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+
+
+def step(made: Attached, next_loss: Callable[[nn.Module], torch.Tensor]) -> float:
+    """One iteration, as a user writes it; returns the loss."""
+    made.optimizer.zero_grad()
+    loss = next_loss(made.model)
+    loss.backward()
+    made.optimizer.step()
+    return float(loss.detach())
+
+
+@contextlib.contextmanager
+def attached(
+    peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer, *, recorded: bool = False
+) -> Iterator[Attached]:
+    """``attach`` for the length of a ``with`` block."""
+    made = attach(peer, model, make_optimizer, recorded=recorded)
+    try:
+        yield made
+    finally:
+        made.detach()
+
+
+def optimizer_maker(name: str, *, paced: bool) -> MakeOptimizer:
+    """What builds the optimizer called ``name`` (``sgd`` or ``adamw``).
+
+    A paced model gets a rate near zero: its gradients are not of a real loss.
+    """
+    settings: dict[str, Any]
+    if name == "adamw":
+        return lambda parameters: torch.optim.AdamW(parameters, lr=1e-6 if paced else 2e-3)
+    settings = {"lr": 1e-6 if paced else 0.05, "momentum": 0.9, "weight_decay": 1e-4}
+    return lambda parameters: torch.optim.SGD(parameters, **settings)

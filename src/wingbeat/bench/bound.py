@@ -1,0 +1,146 @@
+"""How short an iteration can be at all: for each kind of schedule, a floor no tuning gets under.
+
+Links are taken as perfect (no latency, no header, all of the line rate) and messages as fluid
+(cut anywhere, sent in the best order), so a real run stays above the floor by what headers and
+latency cost. Shards are taken as equal: every worker reduces 1/P of the gradients.
+
+Layers are in the order of execution. The floors are layer by layer: a gradient cannot travel
+before backward has made it, and a layer cannot run before its parameters are there. Dropping that
+gives the formula of DeAR (Zhang et al., 2023), the denominator of Eq. 6, in ``simple``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wingbeat.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's compute time in seconds and the bytes that its gradients take on the wire."""
+
+    forward_s: float
+    backward_s: float
+    nbytes: float
+
+
+FORMULAS = {
+    "single": "t_ff + t_bp (no communication)",
+    "allreduce": (
+        "t_ff + max over layers l of (time backward needs to reach the end of l"
+        " + t_ar of the gradients that are not ready before), at least t_ff + t_bp"
+    ),
+    "dear": (
+        "max over l of (time backward needs to reach the end of l + t_rs of the gradients that are"
+        " not ready before), at least t_bp; plus max over l of (t_ag of layers 1..l + forward of"
+        " layers l..L), at least t_ff; never less than DeAR's Eq. 6: max(t_bp, t_rs) + max(t_ff, t_ag)"
+    ),
+    "fsdp": "max(t_ff, t_ag) + max(t_bp, t_rs): parameters gathered once in forward",
+}
+"""The floor of each kind in words, as the report prints it."""
+
+TERMS = (
+    "t_ff, t_bp: forward and backward time; t_rs = t_ag = t_ar/2 = (H-1)/H * bytes / rate of the"
+    " slowest of the H hosts (all its rails together), or of a trunk where that takes longer"
+)
+"""What the letters in ``FORMULAS`` mean."""
+
+
+def seconds_per_byte(
+    host_rates: Sequence[float], trunks: Sequence[tuple[int, float]] = ()
+) -> float:
+    """Seconds that a perfect reduce-scatter (or all-gather) needs for each byte of its input.
+
+    With H hosts, whatever the number of workers on each, a host must send its sum for all shards
+    that live elsewhere: (H-1)/H of the bytes. A group of h hosts behind a trunk must send the
+    (H-h)/H that live outside and receive the h/H that live inside.
+
+    Args:
+        host_rates: each host's rate over all its interfaces, bytes per second, each direction.
+        trunks: for each leaf switch, its number of hosts and its trunk's rate in bytes per second.
+
+    >>> seconds_per_byte([125e6] * 4) * 100e6
+    0.6
+    """
+    hosts = len(host_rates)
+    if not hosts or min(host_rates) <= 0:
+        raise UsageError(f"host rates {list(host_rates)}: need at least one, all above 0 bytes/s")
+    slowest = (hosts - 1) / hosts / min(host_rates)
+    crossing = [
+        max(inside, hosts - inside) / hosts / rate for inside, rate in trunks if inside < hosts
+    ]
+    return max([slowest, *crossing])
+
+
+def floor(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
+    """Shortest iteration in seconds of a schedule of this kind; None where no floor is known.
+
+    Args:
+        kind: a key of ``FORMULAS``, or anything else for None.
+        layers: in the order in which forward runs them.
+        per_byte: from ``seconds_per_byte``.
+    """
+    forward = sum(layer.forward_s for layer in layers)
+    if kind == "single":
+        return forward + sum(layer.backward_s for layer in layers)
+    if kind == "allreduce":
+        return forward + _backward_floor(layers, 2 * per_byte)
+    if kind == "dear":
+        return _backward_floor(layers, per_byte) + _forward_floor(layers, per_byte)
+    if kind == "fsdp":
+        return simple("dear", layers, per_byte)
+    return None
+
+
+def simple(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
+    """The floor when only sums count: DeAR's Eq. 6 for ``dear``, its WFBP form for ``allreduce``."""
+    forward = sum(layer.forward_s for layer in layers)
+    backward = sum(layer.backward_s for layer in layers)
+    half = per_byte * sum(layer.nbytes for layer in layers)
+    if kind == "single":
+        return forward + backward
+    if kind == "allreduce":
+        return forward + max(backward, 2 * half)
+    if kind in ("dear", "fsdp"):
+        return max(forward, half) + max(backward, half)
+    return None
+
+
+def _backward_floor(layers: Sequence[Layer], per_byte: float) -> float:
+    """Time from the start of backward until the last gradient has arrived.
+
+    One link, jobs with release times: the last busy stretch begins at some layer's release and
+    holds everything released from then on, so the floor is the worst such stretch.
+    """
+    ready = 0.0
+    left = sum(layer.nbytes for layer in layers)
+    worst = 0.0
+    for layer in reversed(layers):
+        ready += layer.backward_s
+        worst = max(worst, ready + left * per_byte)
+        left -= layer.nbytes
+    return worst
+
+
+def _forward_floor(layers: Sequence[Layer], per_byte: float) -> float:
+    """Time from the first gather until forward ends: the mirror image of ``_backward_floor``."""
+    mirrored = [Layer(0.0, layer.forward_s, layer.nbytes) for layer in reversed(layers)]
+    return _backward_floor(mirrored, per_byte)
+
+
+def low_rank_bytes(shape: Sequence[int], rank: int, itemsize: int = 4) -> int:
+    """Bytes of one tensor under PyTorch's PowerSGD hook: two factors, if they take under half of it.
+
+    The hook views a tensor as a matrix of ``shape[0]`` rows; vectors always travel whole
+    (``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook._should_compress``).
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    if len(shape) <= 1 or not numel:
+        return numel * itemsize
+    rows, columns = shape[0], numel // shape[0]
+    factors = (rows + columns) * rank
+    return (factors if factors * 2 < numel else numel) * itemsize

@@ -1,0 +1,131 @@
+"""What one bench measures: checked in the parent, before any worker starts, without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wingbeat.bench import links, peers, workloads
+from wingbeat.bench.peers import Peer
+from wingbeat.bench.workloads import Workload
+from wingbeat.errors import UsageError, unknown
+from wingbeat.lab.spec import LabSpec
+
+OPTIMIZERS = ("adamw", "sgd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """One bench, as plain values; ``check`` turns the texts into what they mean.
+
+    Attributes:
+        lab: the lab's spec, before scaling.
+        model: ``digits``, or ``paced:NAME`` with ``@SCALE``.
+        strategies: the rows; the first is what the others are compared with.
+        iterations: timed iterations of each row, over all rounds.
+        rounds: how often the rows take turns.
+        warmup: iterations before the timed ones, in each round.
+        per_host: workers on each host.
+        optimizer: ``sgd`` (momentum 0.9, weight decay 1e-4) or ``adamw``.
+        stretch: slows a paced model's compute and the lab's links by this factor, so that a
+            machine with few cores has time to carry the traffic.
+        seed: of the model and of the data's order.
+        trace: whether to record a few iterations of each row after the timed ones.
+    """
+
+    lab: str
+    model: str
+    strategies: tuple[str, ...]
+    iterations: int = 30
+    rounds: int = 3
+    warmup: int = 3
+    per_host: int = 1
+    optimizer: str = "sgd"
+    stretch: float = 1.0
+    seed: int = 0
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("iterations", 1), ("rounds", 1), ("warmup", 0), ("per_host", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise UsageError(f"{name} = {value}; allowed: {least} or more")
+        if self.rounds > self.iterations:
+            raise UsageError(
+                f"{self.rounds} rounds share {self.iterations} iterations; allowed: at most as "
+                "many rounds as iterations"
+            )
+        if not self.strategies:
+            raise UsageError(f"no strategies; allowed: {', '.join(peers.names())}")
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+
+    def check(self) -> Checked:
+        """Parse every text.
+
+        Raises:
+            UsageError: the first that cannot work, in one line.
+        """
+        spec = LabSpec.parse(self.lab)
+        workload = workloads.parse(self.model, stretch=self.stretch)
+        rows = tuple(peers.parse(text) for text in self.strategies)
+        for row in rows:
+            needed = 3 if row.name == "ddp+powersgd" else 0
+            if self.warmup < needed:
+                raise UsageError(
+                    f"warmup = {self.warmup}; {row.name} compresses from its third iteration on: "
+                    f"allowed are {needed} or more"
+                )
+        if spec.hosts * self.per_host > 64:
+            raise UsageError(
+                f"{spec.hosts} hosts x {self.per_host} workers is too many for one machine; "
+                "allowed: up to 64 workers"
+            )
+        return Checked(self, spec, links.scaled(spec, workload.link_scale), workload, rows)
+
+    def share(self, round_: int) -> int:
+        """Timed iterations of each row in this round: ``iterations`` split as evenly as can be."""
+        each, more = divmod(self.iterations, self.rounds)
+        return each + (round_ < more)
+
+    def to_json(self) -> str:
+        """The values as text, for the workers."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> BenchConfig:
+        """Read what ``to_json`` wrote."""
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**values, "strategies": tuple(values["strategies"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A config and what its texts mean.
+
+    Attributes:
+        config: the plain values.
+        asked: the lab as the user wrote it.
+        lab: the lab as it is built: its rates follow the model's scale and the stretch.
+        model: the workload.
+        rows: what is compared, in the user's order.
+    """
+
+    config: BenchConfig
+    asked: LabSpec
+    lab: LabSpec
+    model: Workload
+    rows: tuple[Peer, ...]
+
+    @property
+    def workers(self) -> int:
+        """Workers in all."""
+        return self.lab.hosts * self.config.per_host
+
+    @property
+    def total_iterations(self) -> int:
+        """Iterations of the whole bench, warm-up included, tracing not."""
+        config = self.config
+        return len(self.rows) * (config.iterations + config.rounds * config.warmup)

@@ -1,0 +1,105 @@
+"""What stands in a bench's rows: wingbeat's strategies and what PyTorch itself offers.
+
+A row is written ``name`` or ``name:key=value,key=value``. Nothing here imports torch: a row is
+checked before any worker starts. ``attach`` makes it real inside a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wingbeat import strategies
+from wingbeat.bench.bound import low_rank_bytes
+from wingbeat.errors import UsageError, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class _Builtin:
+    kind: str
+    exact: bool
+    note: str
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+BUILTIN: dict[str, _Builtin] = {
+    "single": _Builtin("single", False, "no communication: every worker trains alone"),
+    "ddp": _Builtin("allreduce", True, "DistributedDataParallel as it is", {"mb": 25.0}),
+    "ddp+fp16": _Builtin(
+        "allreduce", False, "DDP with PyTorch's fp16_compress_hook", {"mb": 25.0}
+    ),
+    "ddp+powersgd": _Builtin(
+        "allreduce", False, "DDP with PyTorch's PowerSGD hook", {"mb": 25.0, "rank": 1}
+    ),
+    "fsdp": _Builtin("fsdp", True, "fully_shard over the children of the model"),
+}
+"""Rows that are not wingbeat's own: kind of bound, whether gradients stay exact, what it is."""
+
+_SCHEDULES = {"wfbp": "allreduce", "dear": "dear"}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One row of the table.
+
+    Attributes:
+        text: as the user wrote it.
+        name: a key of ``BUILTIN`` or a strategy's name.
+        kind: which floor of ``bound.FORMULAS`` holds; ``"other"`` where none is known.
+        exact: whether its gradients are the mean over all workers, up to rounding.
+        options: a built-in's options, defaults filled in; empty for strategies.
+        strategy: wingbeat's dataclass, or None for a built-in.
+    """
+
+    text: str
+    name: str
+    kind: str
+    exact: bool
+    options: dict[str, Any]
+    strategy: strategies.Strategy | None = None
+
+    def wire_bytes(self, shapes: Sequence[Sequence[int]], itemsize: int = 4) -> int:
+        """Bytes of the gradients of tensors of these shapes, as this peer puts them on the wire."""
+        if self.name == "ddp+powersgd":
+            return sum(low_rank_bytes(shape, self.options["rank"], itemsize) for shape in shapes)
+        numel = 0
+        for shape in shapes:
+            size = 1
+            for extent in shape:
+                size *= extent
+            numel += size
+        if self.name == "ddp+fp16":
+            return numel * 2
+        return 0 if self.name == "single" else numel * itemsize
+
+
+def names() -> list[str]:
+    """Every name that a row may have."""
+    return [*BUILTIN, *strategies.names()]
+
+
+def parse(text: str) -> Peer:
+    """Read one row.
+
+    >>> parse("ddp+powersgd:rank=4").options
+    {'mb': 25.0, 'rank': 4}
+
+    Raises:
+        UsageError: an unknown name or option, or a value that cannot work; names the nearest.
+    """
+    name, _, rest = text.partition(":")
+    name = name.lower()
+    if name in strategies.names():
+        strategy = strategies.parse(text)
+        kind = _SCHEDULES.get(strategy.choices().schedule, "other")
+        return Peer(text, name, kind, True, {}, strategy)
+    if name not in BUILTIN:
+        raise unknown("strategy", name, names())
+    known = BUILTIN[name]
+    kinds = {key: type(value) for key, value in known.defaults.items()}
+    given = strategies.options(rest, kinds, where=text)
+    for key, value in given.items():
+        if not 0 < value <= 4096:
+            raise UsageError(f"option {key}={value} in {text!r}: allowed are values from 0 to 4096")
+    return Peer(text, name, known.kind, known.exact, {**known.defaults, **given})

@@ -1,0 +1,183 @@
+"""From the workers' stamps to the figures: pure arithmetic, and the JSON that holds them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wingbeat.bench import bound
+from wingbeat.bench.config import Checked
+from wingbeat.bench.links import reduce_seconds_per_byte
+from wingbeat.bench.peers import Peer
+
+NOTES = {
+    "iteration_s": (
+        "seconds from the moment the last worker starts an iteration until the last worker starts"
+        " the next, so what is put off into the next forward counts; over all timed iterations"
+    ),
+    "ratio": "median iteration time over the first row's; below 1 is faster",
+    "bytes_per_iteration": (
+        "bytes one worker puts on its interfaces in an iteration, headers included, by the"
+        " kernel's counters; mean over workers"
+    ),
+    "exposed_s": (
+        "median iteration time minus the time to compute: forward + backward of a paced model,"
+        " the row 'single' for a real one (null without that row)"
+    ),
+    "bound_s": "no schedule of the row's kind can be faster; formula in the run; " + bound.TERMS,
+    "fraction_of_bound": "bound_s / median iteration time; 1 is perfect",
+    "final_loss": "loss of the last timed iteration, mean over workers",
+}
+"""What each field of a run is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one row did in one round.
+
+    Attributes:
+        row: index into the rows.
+        starts: for each worker, when each timed iteration began and, last, when the one after
+            them began; seconds of the machine's monotonic clock, one for all workers.
+        sent_bytes: for each worker, what its host's interfaces sent meanwhile.
+        loss: of the last timed iteration, mean over workers.
+        accuracy: on the test set after the block, 0 to 1; None for a paced model.
+    """
+
+    row: int
+    starts: list[list[float]]
+    sent_bytes: list[int]
+    loss: float
+    accuracy: float | None = None
+
+    def iterations_s(self) -> list[float]:
+        """Seconds between the last worker's start of one iteration and of the next."""
+        last = [max(stamps) for stamps in zip(*self.starts, strict=True)]
+        return [after - before for before, after in zip(last, last[1:], strict=False)]
+
+    def bytes_per_iteration(self, sharing: int) -> float:
+        """Bytes per worker and iteration, where ``sharing`` workers share a host's counters."""
+        return statistics.fmean(self.sent_bytes) / sharing / (len(self.starts[0]) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Median and the range that 80% of the values lie in, in seconds."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Quantiles:
+        """Quantiles of ``values``, between neighbours by linear interpolation."""
+        ordered = sorted(values)
+        return cls(*(_quantile(ordered, share) for share in (0.5, 0.1, 0.9)))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One row's figures; ``NOTES`` says what each is."""
+
+    strategy: str
+    iteration_s: Quantiles
+    ratio: float
+    bytes_per_iteration: float
+    exposed_s: float | None
+    bound_s: float | None
+    bound_eq6_s: float | None
+    bound_formula: str
+    fraction_of_bound: float | None
+    final_loss: float
+    accuracy: float | None
+    exact: bool
+    samples_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole bench: what was asked, where it ran, and what came out."""
+
+    lab: str
+    model: str
+    machine: dict[str, Any]
+    runs: list[Run]
+    asked_lab: str
+    workers: int
+    config: dict[str, Any]
+    command: str
+    date: str
+    versions: dict[str, str]
+    compute_s: dict[str, float] | None
+    notes: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; ``lab, model, machine, runs`` first."""
+        return asdict(self)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def runs(checked: Checked, blocks: Sequence[Block]) -> list[Run]:
+    """Turn the blocks into one run for each row, in the rows' order."""
+    by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
+    samples = [[s for block in own for s in block.iterations_s()] for own in by_row]
+    quantiles = [Quantiles.of(values) for values in samples]
+    compute = _compute_s(checked, quantiles)
+    per_byte = reduce_seconds_per_byte(checked.lab)
+    sharing = checked.config.per_host if checked.lab.shaped else checked.workers
+    out = []
+    for row, own, values, times in zip(checked.rows, by_row, samples, quantiles, strict=True):
+        floor, eq6, formula = _bounds(checked, row, per_byte)
+        out.append(
+            Run(
+                strategy=row.text,
+                iteration_s=times,
+                ratio=times.median / quantiles[0].median,
+                bytes_per_iteration=statistics.fmean(b.bytes_per_iteration(sharing) for b in own),
+                exposed_s=None if compute is None else max(0.0, times.median - compute),
+                bound_s=floor,
+                bound_eq6_s=eq6,
+                bound_formula=formula,
+                fraction_of_bound=None if floor is None else floor / times.median,
+                final_loss=own[-1].loss,
+                accuracy=own[-1].accuracy,
+                exact=row.exact,
+                samples_s=values,
+            )
+        )
+    return out
+
+
+def _compute_s(checked: Checked, quantiles: Sequence[Quantiles]) -> float | None:
+    times = checked.model.compute_s()
+    if times is not None:
+        return sum(times)
+    alone = [q.median for row, q in zip(checked.rows, quantiles, strict=True) if row.name == "single"]
+    return alone[0] if alone else None
+
+
+def _bounds(
+    checked: Checked, row: Peer, per_byte: float | None
+) -> tuple[float | None, float | None, str]:
+    """The floor, its simple form, and the formula or why there is none."""
+    layers = checked.model.layers(row)
+    if layers is None:
+        return None, None, f"none: {checked.model.name} is a real model without a stated compute time"
+    if row.kind not in bound.FORMULAS:
+        return None, None, f"none: no floor is known for {row.name}"
+    if per_byte is None and row.kind != "single":
+        return None, None, "none: the lab's links have no stated rate"
+    rate = per_byte or 0.0
+    return (
+        bound.floor(row.kind, layers, rate),
+        bound.simple(row.kind, layers, rate),
+        bound.FORMULAS[row.kind],
+    )

@@ -1,0 +1,148 @@
+"""The parent's side of a bench: workers on a lab, progress while they work, a report at the end."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import wingbeat
+from wingbeat import lab
+from wingbeat.bench import machine, protocol, results, tracing
+from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.progress import Progress
+from wingbeat.bench.results import Block, Report
+from wingbeat.errors import WingbeatError
+from wingbeat.observe import trace
+from wingbeat.observe.events import Event
+
+KEPT_LINES = 8
+"""Last lines of a worker's output that are shown if it fails."""
+
+
+class WorkerError(WingbeatError):
+    """A bench's worker failed; ``exit_code`` is its own, to be passed on."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Listener:
+    """Sorts what workers print: messages to the progress, the rest kept for a failure."""
+
+    progress: Progress
+    last: dict[int, deque[str]] = field(default_factory=dict)
+
+    def __call__(self, rank: int, line: str) -> None:
+        """Take one line of a worker's output."""
+        message = protocol.hear(line)
+        if message is None:
+            self.last.setdefault(rank, deque(maxlen=KEPT_LINES)).append(line)
+        elif message["kind"] == "progress":
+            self.progress.at(
+                message["done"], message["row"], message["round"], message["iteration"]
+            )
+        elif message["kind"] == "phase":
+            self.progress.phase(message["text"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A report, and the recorded events of each row (empty without a trace)."""
+
+    report: Report
+    events: list[list[Event]]
+
+
+def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False) -> Outcome:
+    """Measure. Nothing is left running or on disk.
+
+    Args:
+        config: what to measure.
+        command: what the user typed, for the report.
+        quiet: no progress on standard error.
+
+    Raises:
+        UsageError: a value in ``config`` cannot work; nothing was started.
+        LabError: this machine cannot make the lab.
+        WorkerError: a worker failed; names it and shows its last lines.
+    """
+    checked = config.check()
+    about = machine.describe()
+    with (
+        tempfile.TemporaryDirectory(prefix="wingbeat-bench-") as name,
+        Progress(checked, quiet=quiet) as progress,
+    ):
+        folder = Path(name)
+        config_path, result_path = folder / "config.json", folder / "result.json"
+        config_path.write_text(config.to_json(), encoding="utf-8")
+        listener = Listener(progress)
+        ended = lab.run(
+            checked.lab,
+            [sys.executable, "-m", "wingbeat.bench.worker", str(config_path), str(result_path)],
+            per_host=config.per_host,
+            env=_environment(),
+            on_line=listener,
+        )
+        if ended.exit_code:
+            raise _failure(ended, listener)
+        raw = json.loads(result_path.read_text(encoding="utf-8"))
+        blocks = [Block(**block) for block in raw]
+        events = _events(checked, folder) if config.trace else []
+    return Outcome(_report(checked, blocks, about, command), events)
+
+
+def _environment() -> dict[str, str]:
+    """Workers import the same wingbeat as this process, installed or not."""
+    source = str(Path(wingbeat.__file__).parents[1])
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [source, inherited]))}
+
+
+def _failure(ended: lab.RunResult, listener: Listener) -> WorkerError:
+    failure = ended.first_failure
+    if failure is None:
+        return WorkerError("the bench was ended before its workers were done", ended.exit_code)
+    lines = [line for line in listener.last.get(failure.rank, ()) if line.strip()]
+    said = "".join(f"\n  {line}" for line in lines) or " it said nothing"
+    return WorkerError(
+        f"rank {failure.rank} on {failure.host} ended with exit code {failure.code} after "
+        f"{failure.after:.1f} s; its last lines:{said}",
+        failure.code,
+    )
+
+
+def _events(checked: Checked, folder: Path) -> list[list[Event]]:
+    workers = range(checked.workers)
+    rows = range(len(checked.rows))
+    return [trace.merge([tracing.part(folder, row, rank) for rank in workers]) for row in rows]
+
+
+def _report(
+    checked: Checked, blocks: Sequence[Block], about: dict[str, object], command: Sequence[str]
+) -> Report:
+    times = checked.model.compute_s()
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return Report(
+        lab=str(checked.lab),
+        model=checked.model.name,
+        machine=about,
+        runs=results.runs(checked, blocks),
+        asked_lab=str(checked.asked),
+        workers=checked.workers,
+        config=asdict(checked.config),
+        command=shlex.join(command),
+        date=now.isoformat(timespec="seconds"),
+        versions=machine.versions(),
+        compute_s=None if times is None else {"forward": times[0], "backward": times[1]},
+        notes=results.NOTES,
+    )

@@ -1,0 +1,98 @@
+"""Recording a few iterations of a row on wingbeat's event stream, DDP's as well as its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wingbeat.observe import trace
+from wingbeat.observe.events import stream
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from wingbeat.bench.attach import Attached
+    from wingbeat.bench.peers import Peer
+
+CommHook = Callable[[Any, Any], Any]
+"""A DDP communication hook: state and bucket in, future of the bucket's mean out."""
+
+LANE = "ddp"
+"""DDP does not say which interface a bucket takes."""
+
+_last_bucket_ns = 0
+
+
+def recording(hook: CommHook) -> CommHook:
+    """The same hook, with each bucket's time on the wire recorded as an ``all_reduce``."""
+
+    def recorded(state: Any, bucket: Any) -> Any:
+        global _last_bucket_ns
+        begin = _last_bucket_ns = time.monotonic_ns()
+        index, nbytes = bucket.index(), bucket.buffer().nbytes
+
+        def done(future: Any) -> Any:
+            stream.record(
+                "all_reduce", begin, time.monotonic_ns(), bucket=index, nbytes=nbytes, lane=LANE
+            )
+            value = future.value()
+            return value[0] if isinstance(value, (list, tuple)) else value
+
+        return hook(state, bucket).then(done)
+
+    # DDP looks at the annotations by identity, which postponed annotations (strings) are not.
+    recorded.__annotations__ = {}
+    return recorded
+
+
+def record(
+    worker: int,
+    peer: Peer,
+    made: Attached,
+    next_loss: Callable[[nn.Module], torch.Tensor],
+    *,
+    iterations: int,
+) -> None:
+    """Run ``iterations`` with the stream on. ``save`` writes what came of it.
+
+    wingbeat's strategies record themselves; for the others the loop does it from outside.
+    """
+    from wingbeat.bench.attach import step
+
+    stream.start(worker)
+    for _ in range(iterations):
+        if peer.strategy is not None:
+            step(made, next_loss)
+        else:
+            _outside(made, next_loss)
+
+
+def _outside(made: Attached, next_loss: Callable[[nn.Module], torch.Tensor]) -> None:
+    begin = time.monotonic_ns()
+    made.optimizer.zero_grad()
+    loss = next_loss(made.model)
+    middle = time.monotonic_ns()
+    stream.record("forward", begin, middle)
+    loss.backward()
+    end = time.monotonic_ns()
+    stream.record("backward", middle, end)
+    if middle < _last_bucket_ns < end:
+        # Once its last bucket is handed over, backward has nothing to do but wait.
+        stream.record("wait", _last_bucket_ns, end)
+    made.optimizer.step()
+    stepped = time.monotonic_ns()
+    stream.record("update", end, stepped)
+    stream.record("step", end, stepped)
+
+
+def part(folder: Path, row: int, worker: int) -> Path:
+    """Where one worker's events of one row are kept until the parent merges them."""
+    return folder / f"row{row}-worker{worker}.json"
+
+
+def save(folder: Path, row: int, worker: int) -> None:
+    """Stop recording and write this worker's events."""
+    trace.save(stream.stop(), part(folder, row, worker))

@@ -1,0 +1,159 @@
+"""One worker of a bench: ``python -m wingbeat.bench.worker CONFIG RESULT``.
+
+Rows take turns, A B C A B C, so that a machine that slows down slows all of them. A row's model
+lives only as long as its turn: memory never holds two.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import wingbeat
+from wingbeat.bench import attach, tracing, workloads
+from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.protocol import say
+from wingbeat.bench.results import Block
+from wingbeat.errors import WingbeatError
+from wingbeat.lab import counters
+
+TRACED = 3
+"""Iterations recorded of each row when a trace is asked for."""
+
+
+@dataclass
+class Worker:
+    """What one process needs to know of itself."""
+
+    checked: Checked
+    rank: int
+    workers: int
+    done: int = 0
+    said: float = 0.0
+
+    def tick(self, row: int, round_: int, iteration: int) -> None:
+        """Count an iteration; rank 0 tells the parent, at most ten times a second."""
+        self.done += 1
+        now = time.monotonic()
+        if self.rank == 0 and now - self.said >= 0.1:
+            self.said = now
+            say("progress", done=self.done, row=row, round=round_, iteration=iteration)
+
+
+def run_block(worker: Worker, row: int, round_: int) -> Block | None:
+    """One row's turn; rank 0 gets the result, the others None."""
+    config = worker.checked.config
+    peer = worker.checked.rows[row]
+    built = _build(worker)
+    maker = attach.optimizer_maker(
+        config.optimizer, paced=worker.checked.model.profile is not None
+    )
+    count = config.share(round_)
+    # Before the warm-up and not after it: work put off into the next forward must not find time
+    # to finish while workers wait for each other.
+    dist.barrier()
+    with attach.attached(peer, built.model, maker) as made:
+        for i in range(config.warmup):
+            attach.step(made, built.loss)
+            worker.tick(row, round_, i - config.warmup)
+        before = _sent_bytes(worker)
+        starts = [time.monotonic()]
+        for i in range(count):
+            loss = attach.step(made, built.loss)
+            starts.append(time.monotonic())
+            worker.tick(row, round_, i)
+        sent = _sent_bytes(worker) - before
+        accuracy = built.accuracy(made.model)
+    return _gather(worker, row, starts, sent, loss, accuracy)
+
+
+def _build(worker: Worker) -> workloads.Built:
+    return workloads.build(
+        worker.checked.model,
+        rank=worker.rank,
+        workers=worker.workers,
+        seed=worker.checked.config.seed,
+    )
+
+
+def _sent_bytes(worker: Worker) -> int:
+    """What this host's interfaces have sent; without a lab, what went over the loopback."""
+    shaped = worker.checked.lab.shaped
+    return sum(c.tx_bytes for name, c in counters.read().items() if (name != "lo") == shaped)
+
+
+def _gather(
+    worker: Worker, row: int, starts: list[float], sent: int, loss: float, accuracy: float | None
+) -> Block | None:
+    own = {"starts": starts, "sent": sent, "loss": loss}
+    everyone: list[Any] | None = [None] * worker.workers if worker.rank == 0 else None
+    dist.gather_object(own, everyone)
+    if everyone is None:
+        return None
+    losses = [each["loss"] for each in everyone]
+    return Block(
+        row=row,
+        starts=[each["starts"] for each in everyone],
+        sent_bytes=[each["sent"] for each in everyone],
+        loss=sum(losses) / len(losses),
+        accuracy=accuracy,
+    )
+
+
+def _trace(worker: Worker, folder: Path) -> None:
+    """Record a few iterations of each row, apart from the timed ones."""
+    config = worker.checked.config
+    paced = worker.checked.model.profile is not None
+    maker = attach.optimizer_maker(config.optimizer, paced=paced)
+    for row, peer in enumerate(worker.checked.rows):
+        built = _build(worker)
+        dist.barrier()
+        with attach.attached(peer, built.model, maker, recorded=True) as made:
+            for _ in range(max(2, config.warmup)):
+                attach.step(made, built.loss)
+            tracing.record(worker.rank, peer, made, built.loss, iterations=TRACED)
+            tracing.save(folder, row, worker.rank)
+        del built, made
+        gc.collect()
+
+
+def main(argv: list[str]) -> int:
+    """Run the whole bench as one worker; rank 0 writes the blocks to the result file."""
+    torch.set_num_threads(1)
+    config_path, result_path = Path(argv[0]), Path(argv[1])
+    checked = BenchConfig.load(config_path).check()
+    wingbeat.init(timeout=120.0)
+    try:
+        worker = Worker(checked, dist.get_rank(), dist.get_world_size())
+        blocks = []
+        for round_ in range(checked.config.rounds):
+            for row in range(len(checked.rows)):
+                blocks.append(run_block(worker, row, round_))
+                gc.collect()
+        if checked.config.trace:
+            if worker.rank == 0:
+                say("phase", text="recording the timeline")
+            _trace(worker, result_path.parent)
+        if worker.rank == 0:
+            text = json.dumps([asdict(block) for block in blocks if block is not None])
+            result_path.write_text(text, encoding="utf-8")
+        dist.barrier()
+    finally:
+        wingbeat.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except WingbeatError as err:
+        print(f"wingbeat: {err}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,127 @@
+"""What a bench trains: a paced model, or a small real one on real data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wingbeat import paced
+from wingbeat.bench.bound import Layer
+from wingbeat.bench.peers import Peer
+from wingbeat.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model by name.
+
+    Attributes:
+        name: as the report prints it.
+        profile: the paced model's profile; None for ``digits``.
+        stretch: factor on a paced model's times.
+    """
+
+    name: str
+    profile: paced.Profile | None
+    stretch: float = 1.0
+
+    @property
+    def link_scale(self) -> float:
+        """Factor on the lab's rates that keeps communication over computation as it was."""
+        return 1.0 if self.profile is None else self.profile.scale / self.stretch
+
+    def compute_s(self) -> tuple[float, float] | None:
+        """Forward and backward seconds of an iteration; None for a real model."""
+        if self.profile is None:
+            return None
+        factor = self.stretch / 1e3
+        return self.profile.forward_ms * factor, self.profile.backward_ms * factor
+
+    def layers(self, peer: Peer) -> list[Layer] | None:
+        """Each layer's seconds and wire bytes under ``peer``; None for a real model."""
+        if self.profile is None:
+            return None
+        factor = self.stretch / 1e3
+        return [
+            Layer(
+                layer.forward_ms * factor,
+                layer.backward_ms * factor,
+                peer.wire_bytes([p.shape for p in layer.parameters]),
+            )
+            for layer in self.profile.layers
+        ]
+
+
+def names() -> list[str]:
+    """Every model that a bench can train."""
+    return ["digits", *(paced.profile.PREFIX + name for name in paced.names())]
+
+
+def parse(text: str, *, stretch: float = 1.0) -> Workload:
+    """Read ``digits``, ``paced:NAME`` or ``paced:NAME@SCALE``.
+
+    Raises:
+        UsageError: no such model, a scale or a stretch that cannot work.
+    """
+    if not (math.isfinite(stretch) and 1.0 <= stretch <= 100.0):
+        raise UsageError(f"stretch = {stretch:g}; allowed: 1 to 100")
+    if text.startswith(paced.profile.PREFIX):
+        return Workload(text, paced.parse(text), stretch)
+    if text != "digits":
+        raise unknown("model", text, names())
+    if stretch != 1.0:
+        raise UsageError(f"stretch = {stretch:g} with model 'digits'; only paced models stretch")
+    return Workload(text, None)
+
+
+@dataclass
+class Built:
+    """A workload inside a worker.
+
+    Attributes:
+        model: on the CPU, the same weights on every worker.
+        loss: runs the wrapped model on the next batch and returns the loss to differentiate.
+        accuracy: the wrapped model's share of right answers on the test set, or None.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+    accuracy: Callable[[nn.Module], float | None]
+
+
+def build(workload: Workload, *, rank: int, workers: int, seed: int) -> Built:
+    """Make the model and its data; the same for every row, so that rows can be compared."""
+    if workload.profile is not None:
+        model = paced.PacedModel(workload.profile, rank=rank, time_scale=workload.stretch)
+        return Built(model, lambda wrapped: _tensor(wrapped(None)), lambda _: None)
+    return _build_digits(rank=rank, workers=workers, seed=seed)
+
+
+def _build_digits(*, rank: int, workers: int, seed: int) -> Built:
+    from torch.nn.functional import cross_entropy
+
+    from wingbeat.bench import digits
+
+    images, names_, test_images, test_names = digits.data()
+    stream: Iterator[Any] = digits.batches(images, names_, rank=rank, workers=workers, seed=seed)
+
+    def loss(wrapped: nn.Module) -> Tensor:
+        batch, answers = next(stream)
+        return cross_entropy(wrapped(batch), answers)
+
+    return Built(
+        digits.network(seed),
+        loss,
+        lambda wrapped: digits.accuracy(wrapped, test_images, test_names),
+    )
+
+
+def _tensor(value: Any) -> Tensor:
+    """The model's loss; a wrapper's ``forward`` is untyped."""
+    loss: Tensor = value
+    return loss

@@ -1,0 +1,5 @@
+"""Doing it: executes Steps over the transport's links, several chunks in flight."""
+
+from wingbeat.collectives.engine import Collectives, Handle
+
+__all__ = ["Collectives", "Handle"]

@@ -1,0 +1,141 @@
+"""`Collectives`: queue a collective, get a handle; one executor thread per link does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from wingbeat import topologies
+from wingbeat.collectives.executor import Executor, Job
+from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
+from wingbeat.topologies import ring
+from wingbeat.transport.world import World
+from wingbeat.types import Round, Span, blocks_of, split
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Handle:
+    """A collective under way on one or more links."""
+
+    __slots__ = ("jobs",)
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+
+    def wait(self) -> None:
+        """Block until the collective is done on this worker.
+
+        Raises:
+            PeerError: a peer failed or was silent for too long; names it and the collective.
+        """
+        for job in self.jobs:
+            job.wait()
+
+    def wait_received(self) -> None:
+        """Block until the result can be read. It may be written to only after `wait`.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
+        for job in self.jobs:
+            job.wait_received()
+
+
+class Collectives:
+    """Queues collectives in the order of the calls, which must be the same on every worker.
+
+    Every collective works in place on a flat, contiguous tensor; rank ``r`` owns
+    ``owned(numel)``, the r-th of ``size`` nearly equal blocks. On several links, each block is
+    cut by the links' measured speed.
+    """
+
+    def __init__(self, world: World, topology: str = "ring") -> None:
+        self.world = world
+        self._topology = topology
+        topologies.get(topology)
+        self._executors = [Executor(world, index) for index in range(len(world.links))]
+
+    def owned(self, numel: int) -> Span:
+        """Return the span of a buffer of ``numel`` elements that this rank reduces."""
+        return blocks_of(numel, self.world.size)[self.world.rank]
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, bucket: int = -1) -> Handle:
+        """Sum all workers' buffers into each owner's block; the rest becomes scratch."""
+        return self._submit("reduce_scatter", buffer, bucket)
+
+    def all_gather(
+        self, buffer: torch.Tensor, *, bucket: int = -1, after: Handle | None = None
+    ) -> Handle:
+        """Spread each owner's block to everyone; starts when ``after`` is done."""
+        return self._submit("all_gather", buffer, bucket, after)
+
+    def all_reduce(self, buffer: torch.Tensor, *, bucket: int = -1) -> Handle:
+        """Sum all workers' buffers on every worker, with the same bits on each."""
+        return self._submit("all_reduce", buffer, bucket)
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> Handle:
+        """Overwrite every worker's buffer with that of rank ``root``."""
+        return self._submit(f"broadcast:{root}", buffer, -1)
+
+    def close(self) -> None:
+        """Stop the threads after what is queued; then no more can be submitted."""
+        for executor in self._executors:
+            executor.close()
+
+    def _submit(
+        self, what: str, buffer: torch.Tensor, bucket: int, after: Handle | None = None
+    ) -> Handle:
+        world = self.world
+        programs = _programs(
+            what,
+            self._topology,
+            world.rank,
+            world.size,
+            buffer.numel(),
+            buffer.element_size(),
+            world.weights,
+        )
+        jobs = [
+            executor.submit(program, buffer, what, bucket, after.jobs[i] if after else None)
+            for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True))
+        ]
+        return Handle(jobs)
+
+
+@lru_cache(maxsize=4096)
+def _programs(
+    what: str,
+    topology: str,
+    rank: int,
+    size: int,
+    numel: int,
+    itemsize: int,
+    weights: tuple[float, ...],
+) -> tuple[Program, ...]:
+    """One program per link. Cached: a training run repeats the same few collectives."""
+    blocks = blocks_of(numel, size)
+    stripes = [split(block, weights) for block in blocks]
+    chunk = chunk_elements(max(map(len, blocks)), itemsize)
+    return tuple(
+        compile_rounds(_rounds(what, topology, rank, [s[link] for s in stripes], link), chunk)
+        for link in range(len(weights))
+    )
+
+
+def _rounds(
+    what: str, topology: str, rank: int, blocks: Sequence[Span], link: int
+) -> list[Round]:
+    name, _, root = what.partition(":")
+    if name != "broadcast":
+        rounds: list[Round] = getattr(topologies.get(topology), name)(rank, blocks, link)
+        return rounds
+    # A broadcast has no owners: it passes the blocks one after the other.
+    return [
+        step
+        for block in blocks
+        if block
+        for step in ring.broadcast(rank, len(blocks), int(root), block, 1, link)
+    ]

@@ -1,0 +1,253 @@
+"""One thread per link that runs programs in the order in which they were submitted."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from wingbeat.collectives.program import Program, Transfer
+from wingbeat.errors import PeerError
+from wingbeat.observe.events import stream
+from wingbeat.transport.gloo import first_line
+from wingbeat.transport.world import World
+
+if TYPE_CHECKING:
+    from wingbeat.transport.link import Pending
+
+AHEAD = 32
+"""Receives announced before they are needed, so that the peer never waits for permission."""
+
+DEPTH = 4
+"""Collectives begun at once. One begins when the one before it has handed its last chunk to the
+link: then the link never idles, and no chunk queues behind a later collective's."""
+
+_TAGS_PER_JOB = 1 << 16
+_JOBS_IN_TAGS = 1 << 14
+
+_counter = itertools.count()
+
+
+class Job:
+    """One collective on one link."""
+
+    def __init__(
+        self, program: Program, buffer: torch.Tensor, what: str, bucket: int, after: Job | None
+    ) -> None:
+        self.program = program
+        self.buffer = buffer
+        self.what = what.partition(":")[0]
+        self.bucket = bucket
+        self.after = after
+        self.error: Exception | None = None
+        self.base_tag = 0
+        self.begin_ns = 0
+        self.next_receive = 0
+        self.announced: deque[tuple[Pending, torch.Tensor]] = deque()
+        self.sends: list[tuple[Pending, int]] = []
+        self.unsent = len(program.first) + sum(map(len, program.unlocks))
+        self._received = threading.Event()
+        self._done = threading.Event()
+
+    def __str__(self) -> str:
+        name = self.what.replace("_", "-")
+        return f"{name} of bucket {self.bucket}" if self.bucket >= 0 else name
+
+    def receive(self) -> None:
+        """Mark the result as complete, though parts of the buffer may still be on their way out."""
+        self._received.set()
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Mark as done, or as failed with ``error``, and wake whoever waits."""
+        self.error = error
+        self._received.set()
+        self._done.set()
+
+    def received(self) -> bool:
+        """Whether the result is complete (or the job failed)."""
+        return self._received.is_set()
+
+    def wait_received(self) -> None:
+        """Block until the result can be read; it must not be written to before `wait` returns."""
+        self._received.wait()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        """Block until done; every transfer inside has a deadline, so this ends."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Executor:
+    """Runs jobs first in, first out; up to `DEPTH` of them overlap on the link."""
+
+    def __init__(self, world: World, index: int) -> None:
+        self._link = world.links[index]
+        self._rank = world.rank
+        self._timeout = world.timeout
+        self._queue: deque[Job] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._failure: Exception | None = None
+        self._submitted = 0
+        self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._thread = threading.Thread(
+            target=self._run, name=f"wingbeat-{self._link.name}-{next(_counter)}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(
+        self, program: Program, buffer: torch.Tensor, what: str, bucket: int, after: Job | None
+    ) -> Job:
+        """Queue a program on ``buffer``; it begins when ``after`` is done.
+
+        Raises:
+            PeerError: an earlier job failed, so that the workers are no longer in step.
+        """
+        job = Job(program, buffer, what, bucket, after)
+        with self._wake:
+            if self._failure is not None:
+                raise self._failure
+            if self._closing:
+                raise PeerError(f"{job} was started after wingbeat.shutdown()")
+            job.base_tag = (self._submitted % _JOBS_IN_TAGS) * _TAGS_PER_JOB
+            self._submitted += 1
+            self._queue.append(job)
+            self._wake.notify()
+        return job
+
+    def close(self) -> None:
+        """End the thread once the queue is empty; wait for it."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(self._timeout)
+
+    def _run(self) -> None:
+        active: deque[Job] = deque()
+        draining: deque[Job] = deque()
+        try:
+            while self._wait_for_work(active):
+                self._begin_more(active)
+                job = active[0]
+                if job.next_receive < len(job.program.receives):
+                    self._advance(job)
+                if job.next_receive == len(job.program.receives):
+                    self._receive(active.popleft())
+                    draining.append(job)
+                    # Its last chunks may queue behind the next job's: let that one go on first.
+                    while len(draining) > (1 if active else 0):
+                        self._drain(draining.popleft())
+        except Exception as err:
+            self._fail([*draining, *active], err)
+
+    def _wait_for_work(self, active: deque[Job]) -> bool:
+        """Block until there is something to do; False when there never will be."""
+        with self._wake:
+            while not self._queue and not active and not self._closing:
+                self._wake.wait()
+            return bool(self._queue or active)
+
+    def _begin_more(self, active: deque[Job]) -> None:
+        while self._queue and len(active) < DEPTH and not (active and active[-1].unsent):
+            job = self._queue[0]
+            if job.after is not None and not job.after.received():
+                # Queued before this one, so it is among the active ones.
+                return
+            self._queue.popleft()
+            active.append(job)
+            job.begin_ns = time.monotonic_ns()
+            for _ in range(AHEAD):
+                self._announce(job)
+            for transfer in job.program.first:
+                self._send(job, transfer)
+
+    def _advance(self, job: Job) -> None:
+        """Take the next chunk, add or keep it, and send on what depends on it."""
+        index = job.next_receive
+        transfer = job.program.receives[index]
+        pending, into = job.announced.popleft()
+        self._await(job, pending, transfer.peer)
+        if transfer.reduce:
+            job.buffer[transfer.span.start : transfer.span.stop].add_(into)
+            self._give_scratch(into)
+        job.next_receive += 1
+        self._announce(job)
+        for send in job.program.unlocks[index]:
+            self._send(job, send)
+
+    def _drain(self, job: Job) -> None:
+        for pending, peer in job.sends:
+            self._await(job, pending, peer)
+        job.finish()
+
+    def _receive(self, job: Job) -> None:
+        if stream.on:
+            nbytes = job.buffer.numel() * job.buffer.element_size()
+            stream.record(
+                job.what,
+                job.begin_ns,
+                time.monotonic_ns(),
+                bucket=job.bucket,
+                nbytes=nbytes,
+                lane=self._link.name,
+            )
+        job.receive()
+
+    def _announce(self, job: Job) -> None:
+        index = job.next_receive + len(job.announced)
+        if index >= len(job.program.receives):
+            return
+        transfer = job.program.receives[index]
+        if transfer.reduce:
+            into = self._take_scratch(len(transfer.span), job.buffer.dtype)
+        else:
+            into = job.buffer[transfer.span.start : transfer.span.stop]
+        pending = self._link.recv(into, transfer.peer, job.base_tag + transfer.tag)
+        job.announced.append((pending, into))
+
+    def _send(self, job: Job, transfer: Transfer) -> None:
+        chunk = job.buffer[transfer.span.start : transfer.span.stop]
+        pending = self._link.send(chunk, transfer.peer, job.base_tag + transfer.tag)
+        job.sends.append((pending, transfer.peer))
+        job.unsent -= 1
+
+    def _await(self, job: Job, pending: Pending, peer: int) -> None:
+        begin = time.monotonic()
+        try:
+            pending.wait(self._timeout)
+        except RuntimeError as err:
+            raise PeerError(
+                f"rank {self._rank}: rank {peer} failed during {job} on interface "
+                f"{self._link.name} after {time.monotonic() - begin:.1f} s: {first_line(err)}"
+            ) from None
+
+    def _take_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        free = self._scratch.setdefault(dtype, [])
+        for position, tensor in enumerate(free):
+            if tensor.numel() >= numel:
+                return free.pop(position)[:numel]
+        return torch.empty(numel, dtype=dtype)
+
+    def _give_scratch(self, tensor: torch.Tensor) -> None:
+        whole = tensor._base if tensor._base is not None else tensor
+        free = self._scratch[tensor.dtype]
+        if len(free) < AHEAD * DEPTH:
+            free.append(whole)
+
+    def _fail(self, begun: list[Job], err: Exception) -> None:
+        """Fail everything that is begun or queued: after this the workers are out of step."""
+        where = f"rank {self._rank}: {begun[0] if begun else 'collective'}"
+        error = err if isinstance(err, PeerError) else PeerError(f"{where}: {err!r}")
+        with self._wake:
+            self._failure = error
+            waiting = [*begun, *self._queue]
+            self._queue.clear()
+        for job in waiting:
+            job.finish(error)

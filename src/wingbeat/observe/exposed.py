@@ -1,0 +1,91 @@
+"""How long a worker stood still for communication, computed from its events.
+
+What a schedule hides costs nothing; what is left is *exposed*: the main thread was blocked on a
+collective, which the engine records as ``wait``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from wingbeat.errors import UsageError
+from wingbeat.observe.events import Event
+
+Interval = tuple[int, int]
+"""Begin and end in nanoseconds of the monotonic clock, half-open."""
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same instants as disjoint intervals in order; empty ones vanish.
+
+    >>> union([(5, 9), (0, 3), (2, 4), (7, 7)])
+    [(0, 4), (5, 9)]
+    """
+    out: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((begin, end))
+    return out
+
+
+def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """What of the intervals lies inside the window.
+
+    >>> clip([(0, 4), (5, 9)], (3, 6))
+    [(3, 4), (5, 6)]
+    """
+    begin, end = window
+    cut = [(max(b, begin), min(e, end)) for b, e in intervals]
+    return [(b, e) for b, e in cut if e > b]
+
+
+def exposed_ns(events: Iterable[Event]) -> int:
+    """Nanoseconds in which one worker was blocked on communication.
+
+    Waits that overlap, as nested ones do, count once. Raises ``UsageError`` for events of several
+    workers: their waits go on at the same time, and a sum of them would mean nothing.
+
+    >>> waits = [Event(0, 1, "wait", 0, 4, 0, "compute"), Event(0, 2, "wait", 2, 6, 0, "compute")]
+    >>> exposed_ns(waits)
+    6
+    """
+    return sum(end - begin for begin, end in _waits(_of_one_worker(events)))
+
+
+def iterations(events: Iterable[Event]) -> list[Interval]:
+    """One worker's iterations: each ends where a ``step`` ends and begins where the last ended.
+
+    The first begins with the first event. Without any ``step``, everything is one iteration.
+    Events after the last ``step`` belong to an iteration that was not finished, and to none here.
+    """
+    listed = _of_one_worker(events)
+    if not listed:
+        return []
+    start = min(event.begin_ns for event in listed)
+    ends = sorted({event.end_ns for event in listed if event.what == "step"})
+    if not ends:
+        ends = [max(event.end_ns for event in listed)]
+    return list(zip([start, *ends[:-1]], ends, strict=True))
+
+
+def exposed_per_iteration(events: Iterable[Event]) -> list[int]:
+    """Exposed nanoseconds in each of one worker's ``iterations``."""
+    listed = _of_one_worker(events)
+    waits = _waits(listed)
+    return [sum(end - begin for begin, end in clip(waits, window)) for window in iterations(listed)]
+
+
+def _waits(events: Iterable[Event]) -> list[Interval]:
+    return union((event.begin_ns, event.end_ns) for event in events if event.what == "wait")
+
+
+def _of_one_worker(events: Iterable[Event]) -> Sequence[Event]:
+    listed = list(events)
+    workers = sorted({event.worker for event in listed})
+    if len(workers) > 1:
+        raise UsageError(f"events of several workers {workers}; allowed: those of one at a time")
+    return listed

@@ -1,0 +1,253 @@
+"""Events on disk: one part per worker, merged, and exported to Perfetto.
+
+Each worker saves its own part; one of them, or a person, merges the parts afterwards:
+
+>>> import pathlib, tempfile
+>>> from wingbeat.observe.events import Event
+>>> temporary = tempfile.TemporaryDirectory()
+>>> folder = pathlib.Path(temporary.name)
+>>> save([Event(0, -1, "forward", 10, 20, 0, "compute")], folder / "worker0.json")
+>>> save([Event(1, 2, "all_gather", 15, 25, 4096, "eth0")], folder / "worker1.json")
+>>> events = merge([folder / "worker0.json", folder / "worker1.json"])
+>>> [(e.worker, e.what) for e in events]
+[(0, 'forward'), (1, 'all_gather')]
+>>> write_perfetto(events, folder / "trace.json")    # open it at https://ui.perfetto.dev
+>>> temporary.cleanup()
+
+A part may come from another machine, so nothing in it is believed before it was checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from wingbeat.errors import UsageError, unknown
+from wingbeat.observe.events import WHATS, Event
+
+FORMAT = "wingbeat-events"
+VERSION = 1
+MAX_BYTES = 1 << 30
+"""The largest part that ``load`` reads."""
+
+_FIELDS = ("worker", "bucket", "what", "begin_ns", "end_ns", "nbytes", "lane")
+_INT64 = 1 << 63
+_MAX_LANE = 64
+_KEYS = {"format", "version", "boot", "wall_offset_ns", "fields", "events"}
+
+AnyPath = str | os.PathLike[str]
+
+
+def save(events: Iterable[Event], path: AnyPath) -> None:
+    """Write ``events`` as one JSON part, together with what ``merge`` needs to align clocks."""
+    rows = [[getattr(event, name) for name in _FIELDS] for event in events]
+    part = {
+        "format": FORMAT,
+        "version": VERSION,
+        "boot": _boot_id(),
+        "wall_offset_ns": time.time_ns() - time.monotonic_ns(),
+        "fields": list(_FIELDS),
+        "events": rows,
+    }
+    _write(part, path)
+
+
+def load(path: AnyPath) -> list[Event]:
+    """Read one part back.
+
+    Raises ``UsageError``, naming the file and the entry, where it is not a part written by
+    ``save``.
+    """
+    return _read(path)[2]
+
+
+def merge(paths: Sequence[AnyPath]) -> list[Event]:
+    """Read several workers' parts as one list, ordered by begin.
+
+    Parts written on one boot of one machine share the monotonic clock and stay as they are. Parts
+    from other machines are moved onto the first part's clock by the wall clocks, hence only as
+    exactly as NTP keeps those.
+    """
+    merged: list[Event] = []
+    first: tuple[str, int] | None = None
+    for path in paths:
+        boot, offset, events = _read(path)
+        if first is None:
+            first = (boot, offset)
+        shift = 0 if boot and boot == first[0] else offset - first[1]
+        merged += [_moved(event, shift) for event in events] if shift else events
+    merged.sort(key=lambda event: (event.begin_ns, event.worker))
+    return merged
+
+
+def write_perfetto(events: Iterable[Event], path: AnyPath) -> None:
+    """Write a trace that https://ui.perfetto.dev and chrome://tracing open.
+
+    One process per worker, one thread per lane; ``wait`` has a row of its own, since it says when
+    the main thread stood still and would otherwise hide inside forward or backward. Times start
+    at the first event.
+    """
+    listed = sorted(events, key=lambda event: (event.begin_ns, -event.end_ns))
+    zero = listed[0].begin_ns if listed else 0
+    rows = _rows(listed)
+    tids = {row: tid for tid, row in enumerate(sorted(set(rows), key=_row_key))}
+    out = _metadata(tids)
+    for event, row in zip(listed, rows, strict=True):
+        out.append(
+            {
+                "ph": "X",
+                "name": event.what if event.bucket < 0 else f"{event.what} {event.bucket}",
+                "cat": event.what,
+                "pid": event.worker,
+                "tid": tids[row],
+                "ts": (event.begin_ns - zero) / 1e3,
+                "dur": (event.end_ns - event.begin_ns) / 1e3,
+                "args": {"bucket": event.bucket, "bytes": event.nbytes, "lane": event.lane},
+            }
+        )
+    _write({"displayTimeUnit": "ms", "traceEvents": out}, path)
+
+
+_Row = tuple[int, str, int]
+"""Worker, lane, and which of the lane's rows."""
+
+
+def _rows(listed: Sequence[Event]) -> list[_Row]:
+    """The row of each event, ordered by begin.
+
+    Perfetto draws slices of one row inside each other or one after another and discards what
+    crosses, as the collectives of two buckets in flight do. Those go to a second row.
+    """
+    open_ends: dict[tuple[int, str], list[list[int]]] = {}
+    rows: list[_Row] = []
+    for event in listed:
+        lane = "exposed" if event.what == "wait" else event.lane
+        stacks = open_ends.setdefault((event.worker, lane), [])
+        rows.append((event.worker, lane, _nest(stacks, event)))
+    return rows
+
+
+def _nest(stacks: list[list[int]], event: Event) -> int:
+    """Put the event on the first stack of open ends that it does not cross; which one it was."""
+    for number, stack in enumerate(stacks):
+        while stack and stack[-1] <= event.begin_ns:
+            stack.pop()
+        if not stack or event.end_ns <= stack[-1]:
+            stack.append(event.end_ns)
+            return number
+    stacks.append([event.end_ns])
+    return len(stacks) - 1
+
+
+def _row_key(row: _Row) -> tuple[int, int, str, int]:
+    worker, lane, number = row
+    return worker, {"compute": 0, "exposed": 1}.get(lane, 2), lane, number
+
+
+def _metadata(tids: dict[_Row, int]) -> list[dict[str, Any]]:
+    """Names and order of the rows, as Perfetto's metadata events."""
+    out: list[dict[str, Any]] = []
+
+    def note(kind: str, pid: int, tid: int, args: dict[str, Any]) -> None:
+        out.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
+
+    for worker in sorted({worker for worker, _, _ in tids}):
+        note("process_name", worker, 0, {"name": f"worker {worker}"})
+        note("process_sort_index", worker, 0, {"sort_index": worker})
+    for (worker, lane, number), tid in tids.items():
+        name = lane if number == 0 else f"{lane} ({number + 1})"
+        note("thread_name", worker, tid, {"name": name})
+        note("thread_sort_index", worker, tid, {"sort_index": tid})
+    return out
+
+
+def _moved(event: Event, shift: int) -> Event:
+    begin, end = event.begin_ns + shift, event.end_ns + shift
+    return Event(event.worker, event.bucket, event.what, begin, end, event.nbytes, event.lane)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _write(value: Any, path: AnyPath) -> None:
+    """Write JSON whole or not at all: a reader never sees half a file."""
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(value, separators=(",", ":")), encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise UsageError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
+def _read(path: AnyPath) -> tuple[str, int, list[Event]]:
+    """The part's boot id, wall clock offset and events, all checked."""
+    part = _parse(path)
+    if not isinstance(part, dict) or part.get("format") != FORMAT:
+        raise UsageError(f"{str(path)!r} is not an event file: no 'format': {FORMAT!r} in it")
+    if part.get("version") != VERSION:
+        raise UsageError(
+            f"{str(path)!r} has version {_short(part.get('version'))}; allowed: {VERSION}"
+        )
+    if set(part) != _KEYS or part["fields"] != list(_FIELDS):
+        raise UsageError(f"{str(path)!r} has other keys or fields than version {VERSION} has")
+    boot, offset, rows = part["boot"], part["wall_offset_ns"], part["events"]
+    if not isinstance(boot, str) or not _is_int(offset) or not isinstance(rows, list):
+        raise UsageError(f"{str(path)!r}: 'boot', 'wall_offset_ns' or 'events' has a wrong type")
+    return boot, offset, [_event(row, f"event {i} of {str(path)!r}") for i, row in enumerate(rows)]
+
+
+def _parse(path: AnyPath) -> Any:
+    try:
+        size = os.path.getsize(path)
+        if size > MAX_BYTES:
+            raise UsageError(f"{str(path)!r} has {size} bytes; allowed: up to {MAX_BYTES}")
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except RecursionError:
+        raise UsageError(f"{str(path)!r} is not an event file: nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{str(path)!r} is not JSON: {error}") from None
+
+
+def _event(row: Any, where: str) -> Event:
+    """One checked event."""
+    if not isinstance(row, list) or len(row) != len(_FIELDS):
+        raise UsageError(f"{where} is not a list of {len(_FIELDS)} values: {_short(row)}")
+    for name, value in zip(_FIELDS, row, strict=True):
+        if not (isinstance(value, str) if name in ("what", "lane") else _is_int(value)):
+            raise UsageError(f"{where}: {name} has a wrong type: {_short(value)}")
+    event = Event(*row)
+    if event.what not in WHATS:
+        raise unknown("event", event.what[:40], WHATS, where=where)
+    if not 0 < len(event.lane) <= _MAX_LANE or not event.lane.isprintable():
+        raise UsageError(f"{where}: lane {_short(event.lane)} is empty, too long or unprintable")
+    if event.worker < 0 or event.bucket < -1 or event.nbytes < 0:
+        raise UsageError(f"{where}: worker, bucket or nbytes is negative: {_short(row)}")
+    if event.end_ns < event.begin_ns:
+        raise UsageError(f"{where} ends before it begins: {_short(row)}")
+    return event
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _INT64
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

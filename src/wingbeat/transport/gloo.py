@@ -1,0 +1,84 @@
+"""A link over gloo: one process group bound to one network interface."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from wingbeat.errors import RendezvousError
+from wingbeat.transport.interfaces import Interface
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GlooLink:
+    """All peers over one interface, each by a TCP connection of its own.
+
+    Raises:
+        RendezvousError: a peer could not be reached; names rank, address, interface and wait.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, interface: Interface, timeout: float
+    ) -> None:
+        self._name = interface.name
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        begin = time.monotonic()
+        try:
+            device = dist.ProcessGroupGloo.create_device(hostname=interface.address)
+            options._devices = [device]
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        except RuntimeError as err:
+            raise RendezvousError(
+                f"rank {rank} at {interface.address} on interface {interface.name} did not reach "
+                f"all {size} ranks after {time.monotonic() - begin:.1f} s: {first_line(err)}; "
+                "check that every host can reach this address, or name other interfaces"
+            ) from None
+
+    @property
+    def name(self) -> str:
+        """The interface's name."""
+        return self._name
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooPending:
+        """Start sending; the tensor must stay unchanged until the wait returns."""
+        return GlooPending(self._group.send([tensor], peer, tag))
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooPending:
+        """Start receiving; announcing it early lets the peer send without asking."""
+        return GlooPending(self._group.recv([tensor], peer, tag))
+
+    def close(self) -> None:
+        """Close the sockets. Gloo does so when its group is destroyed."""
+        if hasattr(self, "_group"):
+            del self._group
+
+
+class GlooPending:
+    """A gloo transfer under way."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self, seconds: float) -> None:
+        """Block until it is done, without holding the interpreter's lock.
+
+        Raises:
+            RuntimeError: the connection broke or ``seconds`` passed.
+        """
+        self._work.wait(timedelta(seconds=seconds))
+
+
+def first_line(err: BaseException) -> str:
+    """Return an exception's message without the C++ stack trace that torch may append."""
+    text = str(err).strip().splitlines()
+    line = text[0] if text else type(err).__name__
+    # "[/path/to/gloo/file.cc:123] what happened": the path helps nobody here.
+    return line.partition("] ")[2] if line.startswith("[") and "] " in line else line

@@ -1,0 +1,129 @@
+"""Which network interfaces join the workers: found, or named by the user. Pure but for `local`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from wingbeat.errors import UsageError, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """An IPv4 interface of one host. ``subnet`` as in ``10.0.0.0/24``."""
+
+    name: str
+    address: str
+    subnet: str
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What one rank tells the others: an identity of its host and the host's interfaces."""
+
+    identity: str
+    interfaces: tuple[Interface, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `World.exchange`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Any) -> Host:
+        """Check and rebuild what a peer sent.
+
+        Raises:
+            ValueError: it is not what `to_json` makes.
+        """
+        try:
+            interfaces = [
+                Interface(str(i["name"]), str(i["address"]), str(ipaddress.ip_network(i["subnet"])))
+                for i in data["interfaces"]
+            ]
+            return Host(str(data["identity"]), tuple(interfaces))
+        except (KeyError, TypeError) as err:
+            raise ValueError(f"malformed list of interfaces: {err}") from None
+
+
+def local() -> Host:
+    """Describe this host: interfaces that are up and have an IPv4 address, loopback last."""
+    stats = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family == socket.AF_INET and entry.netmask and stats[name].isup:
+                net = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
+                found.append(Interface(name, entry.address, str(net)))
+    found.sort(key=lambda i: (_is_loopback(i), i.name))
+    return Host(_identity(), tuple(found))
+
+
+def _identity() -> str:
+    """Tell apart hosts and also network namespaces of one host."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> list[Interface]:
+    """Choose this rank's interfaces, the same networks in the same order on every rank.
+
+    Named interfaces are taken as they are, on each host its own. Otherwise every subnet counts
+    in which all hosts have an address of their own; container bridges, which have the same
+    address on each host, fall out by that. Workers of one single host use loopback.
+
+    Raises:
+        UsageError: a named interface does not exist here, or nothing joins all hosts.
+    """
+    if named is not None:
+        return [_find(hosts[rank], name) for name in named]
+    if len({host.identity for host in hosts}) == 1:
+        return [i for i in hosts[rank].interfaces if _is_loopback(i)][:1] or list(
+            hosts[rank].interfaces[:1]
+        )
+    subnets = sorted(_shared_subnets(hosts), key=ipaddress.ip_network)
+    if not subnets:
+        listing = "; ".join(
+            f"rank {r}: " + (", ".join(f"{i.name} {i.address}" for i in h.interfaces) or "none")
+            for r, h in enumerate(hosts)
+        )
+        raise UsageError(
+            f"no IPv4 subnet has an interface of every host ({listing}); name the interfaces: "
+            "wingbeat.init(interfaces=['eth0'])"
+        )
+    return [next(i for i in hosts[rank].interfaces if i.subnet == s) for s in subnets]
+
+
+def _find(host: Host, name: str) -> Interface:
+    for interface in host.interfaces:
+        if interface.name == name:
+            return interface
+    raise unknown("interface", name, [i.name for i in host.interfaces], where="init(interfaces=)")
+
+
+def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
+    address_of: dict[str, dict[str, str]] = defaultdict(dict)
+    for host in hosts:
+        for interface in host.interfaces:
+            if not _is_loopback(interface):
+                address_of[interface.subnet].setdefault(host.identity, interface.address)
+    count = len({host.identity for host in hosts})
+    return [
+        subnet
+        for subnet, by_host in address_of.items()
+        if len(by_host) == count and len(set(by_host.values())) == count
+    ]
+
+
+def _is_loopback(interface: Interface) -> bool:
+    return ipaddress.ip_address(interface.address).is_loopback

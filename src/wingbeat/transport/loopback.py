@@ -1,0 +1,137 @@
+"""An in-memory transport: ranks are threads of one process. For tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from wingbeat.transport.world import World
+
+T = TypeVar("T")
+
+
+class Switchboard:
+    """Holds the messages between all ranks; ``fail(rank)`` makes a rank vanish."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._mail: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self._dead: set[int] = set()
+        self._values: dict[str, str] = {}
+
+    def fail(self, rank: int) -> None:
+        """Make every transfer with ``rank`` fail from now on, as a closed socket would."""
+        with self.changed:
+            self._dead.add(rank)
+            self.changed.notify_all()
+
+    def post(self, key: tuple[str, int, int, int], tensor: torch.Tensor) -> None:
+        """Leave a copy of the tensor under (link, source, destination, tag)."""
+        with self.changed:
+            if key[2] in self._dead:
+                raise RuntimeError("connection closed by peer")
+            self._mail[key].append(tensor.clone())
+            self.changed.notify_all()
+
+    def take(self, key: tuple[str, int, int, int], out: torch.Tensor, seconds: float) -> None:
+        """Copy the oldest message under ``key`` into ``out``; wait for it if need be."""
+        deadline = time.monotonic() + seconds
+        with self.changed:
+            while not self._mail[key]:
+                if key[1] in self._dead:
+                    raise RuntimeError("connection closed by peer")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise RuntimeError(f"timed out after {seconds:g} s")
+                self.changed.wait(left)
+            out.copy_(self._mail[key].popleft())
+
+    def set(self, key: str, value: str) -> None:
+        """Store interface: publish ``value`` under ``key``."""
+        with self.changed:
+            self._values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str, seconds: float) -> str:
+        """Store interface: wait for ``key``.
+
+        Raises:
+            TimeoutError: nobody published it within ``seconds``.
+        """
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self._values, seconds):
+                raise TimeoutError(key)
+            return self._values[key]
+
+
+class LoopbackLink:
+    """One rank's end of the switchboard, under one interface's name."""
+
+    def __init__(self, board: Switchboard, rank: int, name: str) -> None:
+        self._board, self._rank, self._name = board, rank, name
+
+    @property
+    def name(self) -> str:
+        """Name of the pretended interface."""
+        return self._name
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Done:
+        """Deliver a copy at once."""
+        self._board.post((self._name, self._rank, peer, tag), tensor)
+        return _Done()
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Later:
+        """Take the message when waited for."""
+        return _Later(self._board, (self._name, peer, self._rank, tag), tensor)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Done:
+    def wait(self, seconds: float) -> None:
+        """Nothing to wait for."""
+
+
+class _Later:
+    def __init__(
+        self, board: Switchboard, key: tuple[str, int, int, int], out: torch.Tensor
+    ) -> None:
+        self._board, self._key, self._out = board, key, out
+
+    def wait(self, seconds: float) -> None:
+        self._board.take(self._key, self._out, seconds)
+
+
+def worlds(size: int, *, interfaces: int = 1, timeout: float = 20.0) -> list[World]:
+    """Make ``size`` connected worlds in this process, each for one thread."""
+    return worlds_on(Switchboard(), size, interfaces=interfaces, timeout=timeout)
+
+
+def worlds_on(
+    board: Switchboard, size: int, *, interfaces: int = 1, timeout: float = 20.0
+) -> list[World]:
+    """As `worlds`, on a switchboard that the caller keeps, for example to fail a rank."""
+    return [
+        World(
+            rank=rank,
+            size=size,
+            links=tuple(LoopbackLink(board, rank, f"lo{i}") for i in range(interfaces)),
+            weights=(1.0,) * interfaces,
+            timeout=timeout,
+            store=board,
+        )
+        for rank in range(size)
+    ]
+
+
+def run(members: list[World], body: Callable[[World], T]) -> list[T]:
+    """Run ``body`` once per world, each in its own thread; return the results by rank."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        return [f.result() for f in [pool.submit(body, world) for world in members]]

@@ -1,0 +1,166 @@
+"""`init` and `shutdown`: find the other workers and connect, one link per interface."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.transport import interfaces as nic
+from wingbeat.transport import world as world_module
+from wingbeat.transport.gloo import GlooLink, first_line
+from wingbeat.transport.speed import measure_weights
+from wingbeat.transport.world import World
+
+DEFAULT_TIMEOUT = 300.0
+_generation = itertools.count()
+
+
+class TorchStore:
+    """`Store` on top of torch's own, whose values are bytes."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Publish ``value`` under ``key``."""
+        self._store.set(key, value)
+
+    def get(self, key: str, seconds: float) -> str:
+        """Wait for ``key``.
+
+        Raises:
+            TimeoutError: nobody published it within ``seconds``.
+        """
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+            return self._store.get(key).decode()
+        except (RuntimeError, UnicodeDecodeError) as err:
+            raise TimeoutError(f"{key}: {first_line(err)}") from None
+
+
+def init(
+    *, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None
+) -> World:
+    """Join the other workers, as torchrun (or ``wingbeat lab run``) started them.
+
+    Connects one process group per network interface, measures the interfaces' speed when there
+    are several, and starts ``torch.distributed``'s default group if the script has not.
+    Without torchrun's environment this is a world of one worker.
+
+    Args:
+        timeout: seconds any single wait may take, here and in training.
+        interfaces: names of the interfaces to use on this host, in the same order of networks
+            on all hosts; default: all networks that join all hosts.
+
+    Returns:
+        The world, which `distribute` then uses by itself.
+
+    Raises:
+        UsageError: torchrun's environment is incomplete or an interface does not exist.
+        RendezvousError: workers were missing; names rank, address, interface and the wait.
+    """
+    if timeout <= 0:
+        raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
+    if world_module.set_current(None) is not None:
+        raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
+    rank, size, store = _rendezvous(timeout)
+    # A world may be closed and made again in one process: keep the keys of each apart.
+    store = dist.PrefixStore(f"wingbeat/{next(_generation)}", store)
+    world = World(rank, size, (), (), timeout, TorchStore(store))
+    if size > 1:
+        chosen = _choose_interfaces(world, interfaces)
+        _start_default_group(store, world, chosen)
+        world.links = tuple(
+            GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, timeout)
+            for i, interface in enumerate(chosen)
+        )
+        world.weights = measure_weights(world)
+    elif not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        world._close = dist.destroy_process_group
+    world_module.set_current(world)
+    return world
+
+
+def shutdown() -> None:
+    """Leave: stop wingbeat's threads and close its connections. Does nothing before `init`."""
+    world = world_module.set_current(None)
+    if world is not None:
+        world.close()
+
+
+def _rendezvous(timeout: float) -> tuple[int, int, dist.Store]:
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return dist.get_rank(), dist.get_world_size(), store
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 1, dist.HashStore()
+    missing = [
+        k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ
+    ]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not set in the environment: start the script with torchrun or "
+            "`wingbeat lab run`, which set it"
+        )
+    begin = time.monotonic()
+    try:
+        store, rank, size = next(
+            iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        )
+    except (RuntimeError, ValueError) as err:
+        env = os.environ
+        raise RendezvousError(
+            f"rank {env['RANK']} did not reach the store at {env['MASTER_ADDR']}:"
+            f"{env['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT) after "
+            f"{time.monotonic() - begin:.1f} s: {first_line(err)}"
+        ) from None
+    store.set_timeout(timedelta(seconds=timeout))
+    return rank, size, store
+
+
+def _choose_interfaces(world: World, named: Sequence[str] | None) -> list[nic.Interface]:
+    answers = world.exchange("interfaces", nic.local().to_json())
+    try:
+        hosts = [nic.Host.from_json(answer) for answer in answers]
+    except ValueError as err:
+        raise RendezvousError(f"rank {world.rank}: a peer sent a {err}") from None
+    return nic.choose(hosts, world.rank, named)
+
+
+def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.Interface]) -> None:
+    """Start torch's default group, on an interface that joins the hosts.
+
+    By itself gloo listens where the host's name resolves to, which on many distributions is a
+    loopback address that no other host can reach.
+    """
+    if dist.is_initialized():
+        return
+    with _environment("GLOO_SOCKET_IFNAME", chosen[0].name):
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("default", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=world.timeout),
+        )
+    world._close = dist.destroy_process_group
+
+
+@contextlib.contextmanager
+def _environment(key: str, default: str) -> Iterator[None]:
+    if key in os.environ:
+        yield
+        return
+    os.environ[key] = default
+    try:
+        yield
+    finally:
+        del os.environ[key]

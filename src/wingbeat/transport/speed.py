@@ -1,0 +1,55 @@
+"""How fast each link is, so that tensors are striped over them in proportion."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from wingbeat.errors import PeerError
+from wingbeat.transport.link import Link
+from wingbeat.transport.world import World
+
+_FIRST_BYTES = 128 << 10
+_LONG_ENOUGH_S = 0.04
+_LAST_BYTES = 16 << 20
+
+
+def measure_weights(world: World) -> tuple[float, ...]:
+    """Measure all links at once and return each one's share, equal on every rank.
+
+    Each rank sends to the next while it receives from the one before, on one link after the
+    other, with messages that grow until one takes 40 ms. A link is as fast as its slowest rank.
+
+    Raises:
+        PeerError: a transfer failed or took longer than the world's timeout.
+    """
+    if len(world.links) <= 1 or world.size == 1:
+        return (1.0,) * len(world.links)
+    speeds = []
+    for link in world.links:
+        nbytes = _FIRST_BYTES
+        while True:
+            seconds = max(world.exchange("speed", _exchange_seconds(world, link, nbytes)))
+            if seconds >= _LONG_ENOUGH_S or nbytes >= _LAST_BYTES:
+                break
+            nbytes *= 2
+        speeds.append(nbytes / seconds)
+    return tuple(speed / sum(speeds) for speed in speeds)
+
+
+def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+    begin = time.monotonic()
+    receive = link.recv(incoming, before, 0)
+    send = link.send(outgoing, after, 0)
+    try:
+        receive.wait(world.timeout)
+        send.wait(world.timeout)
+    except RuntimeError as err:
+        raise PeerError(
+            f"rank {world.rank}: measuring interface {link.name} with ranks {before} and {after} "
+            f"failed after {time.monotonic() - begin:.1f} s: {str(err).splitlines()[0]}"
+        ) from None
+    return time.monotonic() - begin

@@ -1,0 +1,108 @@
+"""Who takes part, and over which links."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.transport.link import Link
+
+
+class Store(Protocol):
+    """A small key-value store that all workers reach; carries text only, never pickles."""
+
+    def set(self, key: str, value: str) -> None:
+        """Publish ``value`` under ``key``."""
+
+    def get(self, key: str, seconds: float) -> str:
+        """Wait for ``key``.
+
+        Raises:
+            TimeoutError: nobody published it within ``seconds``.
+        """
+
+
+@dataclass
+class World:
+    """This worker's place among all of them.
+
+    Attributes:
+        rank: this worker's number, 0 to ``size - 1``.
+        size: number of workers.
+        links: one per network interface in use.
+        weights: share of each tensor that each link carries, in proportion to measured speed.
+        timeout: seconds after which any wait gives up and names the peer it waited for.
+    """
+
+    rank: int
+    size: int
+    links: tuple[Link, ...]
+    weights: tuple[float, ...]
+    timeout: float
+    store: Store
+    _close: Callable[[], None] | None = None
+    _exchanges: int = 0
+    _users: list[Callable[[], None]] = field(default_factory=list)
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Give every worker everyone's ``value``, by rank. Values travel as JSON.
+
+        Called the same number of times on every rank, in the same order.
+
+        Raises:
+            RendezvousError: a rank published nothing within the timeout, or something that is
+                not JSON; names the rank and ``what``.
+        """
+        self._exchanges += 1
+        prefix = f"{self._exchanges}/{what}"
+        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
+        return [self._fetch(what, prefix, peer) for peer in range(self.size)]
+
+    def _fetch(self, what: str, prefix: str, peer: int) -> Any:
+        try:
+            return json.loads(self.store.get(f"{prefix}/{peer}", self.timeout))
+        except (TimeoutError, ValueError) as err:
+            kind = "sent no answer" if isinstance(err, TimeoutError) else "sent no valid JSON"
+            raise RendezvousError(
+                f"rank {self.rank}: rank {peer} {kind} for {what!r} within {self.timeout:g} s; "
+                "check that it is running the same script"
+            ) from None
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once before the links are closed."""
+        self._users.append(callback)
+
+    def close(self) -> None:
+        """Stop the threads that use the links, then close the links. Safe to call twice."""
+        users, self._users = self._users, []
+        for callback in users:
+            callback()
+        for link in self.links:
+            link.close()
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+
+_current: World | None = None
+
+
+def current() -> World:
+    """Return the world made by `init`.
+
+    Raises:
+        UsageError: `init` has not been called.
+    """
+    if _current is None:
+        raise UsageError("wingbeat is not initialised: call wingbeat.init() before distribute()")
+    return _current
+
+
+def set_current(world: World | None) -> World | None:
+    """Install ``world`` as the current one and return the one before."""
+    global _current
+    before, _current = _current, world
+    return before

@@ -1,0 +1,1 @@
+"""Suites that every implementation of an interface has to pass."""

@@ -1,0 +1,273 @@
+"""Every optimizer, parameter groups, clipping and learning-rate schedules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+from ..models import adamw, cross_entropy, mlp, sgd, train
+from ..registry import Grid, add, scenario
+from ..sides import Side
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (optim.SGD, {"lr": 0.2}),
+    "sgd_momentum_decay": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02}),
+    "sgd_nesterov": (
+        optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
+    "sgd_dampening_maximize": (
+        optim.SGD,
+        {"lr": 0.01, "momentum": 0.8, "dampening": 0.1, "maximize": True},
+    ),
+    "sgd_foreach": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "sgd_single": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
+    "sgd_fused": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adam_amsgrad": (optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01}),
+    "adamw": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw_foreach": (optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "adamw_single": (optim.AdamW, {"lr": 0.01, "foreach": False}),
+    "adamw_fused": (optim.AdamW, {"lr": 0.01, "fused": True}),
+    "rmsprop": (optim.RMSprop, {"lr": 0.003, "momentum": 0.5, "centered": True}),
+    "adagrad": (optim.Adagrad, {"lr": 0.05, "lr_decay": 0.01}),
+    "adadelta": (optim.Adadelta, {"lr": 1.0}),
+    "nadam": (optim.NAdam, {"lr": 0.01}),
+    "radam": (optim.RAdam, {"lr": 0.01}),
+}
+
+
+def _with_optimizer(cls: Any, options: dict[str, Any]) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        model = mlp()
+        train(side, *side.setup(model, cls(model.parameters(), **options)), range(8))
+
+    return play
+
+
+for _name, (_cls, _options) in OPTIMIZERS.items():
+    add(_with_optimizer(_cls, _options), f"optimizer_{_name}")
+
+
+@scenario(Grid(worlds=(1, 2, 4)))
+def initial_weights_are_rank_zeros(side: Side) -> None:
+    torch.manual_seed(100 + side.rank)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+    model[1].running_mean.fill_(float(side.rank))  # type: ignore[union-attr,operator]
+    train(side, *side.setup(model, sgd(model)), range(3))
+
+
+@scenario()
+def groups_with_different_settings(side: Side) -> None:
+    model = mlp()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    groups = [
+        {"params": biases, "lr": 0.3, "weight_decay": 0.0, "momentum": 0.0},
+        {"params": weights[:1], "lr": 0.05, "nesterov": True},
+        {"params": weights[1:][::-1], "weight_decay": 0.1},
+    ]
+    optimizer = optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+    train(side, *side.setup(model, optimizer), range(8))
+
+
+@scenario()
+def adamw_groups(side: Side) -> None:
+    model = mlp()
+    half = list(model.parameters())
+    groups = [
+        {"params": half[:2], "lr": 0.02, "betas": (0.8, 0.9)},
+        {"params": half[2:5], "weight_decay": 0.3},
+        {"params": half[5:], "lr": 0.0},
+    ]
+    train(side, *side.setup(model, optim.AdamW(groups, lr=0.005)), range(8))
+
+
+@scenario()
+def optimizer_has_part_of_the_model(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, optim.Adam(list(model.parameters())[2:], lr=0.01))
+    train(side, model, optimizer)
+
+
+def _clipped(norm: float, limit: float) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        model = mlp()
+        model, optimizer = side.setup(model, sgd(model))
+        for step in range(6):
+            x, y = side.batch(step)
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            side.note("total norm", side.clip(model, optimizer, limit, norm))
+            optimizer.step()
+
+    return play
+
+
+for _norm in (2.0, 1.0, float("inf"), 3.0):
+    add(_clipped(_norm, 0.05), f"clip_norm_{_norm}")
+add(_clipped(2.0, 1e6), "clip_that_does_nothing")
+
+
+@scenario()
+def clip_with_torch(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, adamw(model))
+    for step in range(6):
+        x, y = side.batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        side.note("total norm", total)
+        optimizer.step()
+
+
+@scenario()
+def clip_values_through_param_groups(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(6):
+        x, y = side.batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.01)
+        optimizer.step()
+
+
+@scenario(Grid(strategies=("allreduce",)))
+def clip_a_list_made_before_training(side: Side) -> None:
+    model = mlp()
+    kept = list(model.parameters())
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(4):
+        x, y = side.batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        side.note("total norm", nn.utils.clip_grad_norm_(kept, 0.05))
+        optimizer.step()
+
+
+class _WithSpare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(5, 5)
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+@scenario()
+def clip_a_model_with_unused_parameters(side: Side) -> None:
+    model: Any = _WithSpare()
+    model, optimizer = side.setup(model, adamw(model))
+    for step in range(4):
+        x, y = side.batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        side.note("total norm", side.clip(model, optimizer, 0.05))
+        optimizer.step()
+
+
+Schedule = Callable[[Any], Any]
+
+
+def _warm_up(optimizer: Any) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+
+
+def _one_cycle(optimizer: Any) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=12)
+
+
+def _step_lr(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def _chained(optimizer: Any) -> Any:
+    first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    then = lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    return lr_scheduler.SequentialLR(optimizer, [first, then], milestones=[3])
+
+
+def _scheduled(schedule: Schedule, before: bool, make: Any) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        model = mlp()
+        optimizer = make(model)
+        scheduler = schedule(optimizer) if before else None
+        model, optimizer = side.setup(model, optimizer)
+        scheduler = scheduler or schedule(optimizer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+            for step in range(9):
+                train(side, model, optimizer, [step])
+                scheduler.step()
+                side.note("lr", scheduler.get_last_lr()[0])
+
+    return play
+
+
+for _schedule in (_warm_up, _one_cycle, _step_lr):
+    for _before in (True, False):
+        _when = "before" if _before else "after"
+        _title = f"schedule{_schedule.__name__}_made_{_when}_distribute"
+        add(_scheduled(_schedule, _before, sgd), _title)
+add(_scheduled(_one_cycle, False, adamw), "schedule_one_cycle_of_adamw")
+add(_scheduled(_step_lr, True, adamw), "schedule_step_lr_of_adamw")
+add(_scheduled(_chained, False, sgd), "schedule_sequential")
+
+
+@scenario()
+def learning_rate_set_by_hand_right_after_step(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(6):
+        train(side, model, optimizer, [step])
+        for group in optimizer.param_groups:
+            group["lr"] = 0.3 / (step + 1)
+            group["momentum"] = 0.5 + 0.05 * step
+
+
+@scenario()
+def learning_rate_set_by_hand_between_backward_and_step(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, adamw(model))
+    for step in range(6):
+        x, y = side.batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
+        optimizer.step()
+
+
+@scenario(Grid(strategies=("allreduce",)))
+def step_with_a_closure(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(4):
+        x, y = side.batch(step)
+
+        def closure(x: Any = x, y: Any = y) -> Any:
+            optimizer.zero_grad()
+            loss = cross_entropy(model, x, y)
+            loss.backward()
+            return loss
+
+        side.note("loss", optimizer.step(closure))
+
+
+@scenario()
+def step_hooks_of_the_user(side: Side) -> None:
+    model = mlp()
+    calls = {"pre": 0, "post": 0}
+    optimizer = sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: calls.update(pre=calls["pre"] + 1))
+    optimizer.register_step_post_hook(lambda *_: calls.update(post=calls["post"] + 1))
+    train(side, *side.setup(model, optimizer), range(4))
+    side.note("calls of the pre hook", calls["pre"])
+    side.note("calls of the post hook", calls["post"])

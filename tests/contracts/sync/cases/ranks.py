@@ -1,0 +1,151 @@
+"""What only some ranks do, and several models at once: DDP asks for no cooperation here."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..models import adamw, cross_entropy, mlp, sgd, train
+from ..registry import Grid, scenario
+from ..sides import Side
+
+
+@scenario(Grid(worlds=(2, 3, 4)))
+def rank_zero_alone_saves(side: Side) -> None:
+    model = mlp()
+    bare = model
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(5):
+        train(side, model, optimizer, [step])
+        if side.rank == 0:
+            file = io.BytesIO()
+            torch.save((bare.state_dict(), optimizer.state_dict()), file)
+            side.note("saved weight", bare.state_dict()["0.weight"])
+
+
+@scenario()
+def rank_zero_alone_evaluates(side: Side) -> None:
+    model = mlp()
+    bare = model
+    model, optimizer = side.setup(model, adamw(model))
+    for step in range(5):
+        train(side, model, optimizer, [step])
+        if side.rank == 0:
+            bare.eval()
+            with torch.no_grad():
+                side.note("output", bare(side.batch(70)[0]))
+            bare.train()
+
+
+@scenario()
+def last_rank_alone_reads_gradients(side: Side) -> None:
+    model = mlp()
+    bare = model
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(5):
+        optimizer.zero_grad()
+        cross_entropy(model, *side.batch(step)).backward()
+        if side.rank == side.size - 1:
+            grads = [p.grad for p in bare.parameters() if p.grad is not None]
+            side.note("norm", torch.stack([g.norm() for g in grads]).norm())
+        optimizer.step()
+
+
+@scenario()
+def one_rank_reads_parameters_the_others_read_later(side: Side) -> None:
+    model = mlp()
+    bare = model
+    model, optimizer = side.setup(model, adamw(model))
+    for step in range(6):
+        train(side, model, optimizer, [step])
+        if step % side.size == side.rank:
+            side.note("sum", sum(p.detach().sum() for p in bare.parameters()))
+
+
+@scenario()
+def two_models_alternating(side: Side) -> None:
+    """Generator and discriminator, each with its own optimizer, as a GAN is trained."""
+    generator: Any = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+    critic: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    generator, generator_step = side.setup(generator, adamw(generator))
+    critic, critic_step = side.setup(critic, sgd(critic, lr=0.05))
+    for step in range(6):
+        real, _ = side.batch(step)
+        noise, _ = side.batch(200 + step, width=4)
+        critic_step.zero_grad()
+        with torch.no_grad():
+            made = generator(noise)
+        scores = critic(torch.cat([real, made]))
+        truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(made), 1)])
+        F.binary_cross_entropy_with_logits(scores, truth).backward()
+        critic_step.step()
+
+        generator_step.zero_grad()
+        for p in side.bare(critic).parameters():
+            p.requires_grad_(False)
+        scores = side.bare(critic)(generator(noise))
+        F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores)).backward()
+        for p in side.bare(critic).parameters():
+            p.requires_grad_(True)
+        generator_step.step()
+
+
+@scenario()
+def two_models_and_gradients_thrown_away(side: Side) -> None:
+    """The usual shortcut: the critic's gradients of the generator's loss are zeroed later."""
+    generator: Any = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+    critic: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    generator, generator_step = side.setup(generator, sgd(generator))
+    critic, critic_step = side.setup(critic, adamw(critic))
+    for step in range(6):
+        real, _ = side.batch(step)
+        noise, _ = side.batch(200 + step, width=4)
+        made = generator(noise)
+        generator_step.zero_grad()
+        F.softplus(-critic(made)).mean().backward()
+        generator_step.step()
+        critic_step.zero_grad()
+        scores = critic(torch.cat([real, made.detach()]))
+        truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(made), 1)])
+        F.binary_cross_entropy_with_logits(scores, truth).backward()
+        critic_step.step()
+
+
+@scenario()
+def two_models_in_one_loss(side: Side) -> None:
+    encoder: Any = nn.Sequential(nn.Linear(8, 12), nn.Tanh())
+    decoder: Any = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+    encoder, encoder_step = side.setup(encoder, sgd(encoder))
+    decoder, decoder_step = side.setup(decoder, adamw(decoder))
+    for step in range(6):
+        x, y = side.batch(step)
+        encoder_step.zero_grad()
+        decoder_step.zero_grad()
+        F.cross_entropy(decoder(encoder(x)), y).backward()
+        encoder_step.step()
+        decoder_step.step()
+
+
+@scenario(Grid(worlds=(1,)))
+def one_worker(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, adamw(model))
+    for step in range(0, 8, 2):
+        optimizer.zero_grad()
+        with side.no_sync(model):
+            cross_entropy(model, *side.batch(step)).backward()
+        cross_entropy(model, *side.batch(step + 1)).backward()
+        side.note("total norm", side.clip(model, optimizer, 0.1))
+        optimizer.step()
+    with side.join(model):
+        train(side, model, optimizer, range(20, 23))
+
+
+@scenario(Grid(worlds=(1,)))
+def one_worker_with_batch_norm(side: Side) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+    train(side, *side.setup(model, sgd(model)))

@@ -1,0 +1,73 @@
+"""What needs worker processes of its own: fresh starts, resuming, and workers that die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.pool import Outcome, Pool
+
+from .cases import errors, lifecycle
+from .registry import BOTH, LARGE, TINY
+
+FreshPool = Callable[..., Pool]
+TIMEOUT = 4.0
+"""Seconds the workers of these tests wait for a silent peer."""
+
+SLACK = 8.0
+"""Seconds on top of it for two busy cores."""
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize("size", [1, 2])
+def test_init_makes_and_shutdown_closes_the_default_group(
+    strategy: str, size: int, fresh_pool: FreshPool
+) -> None:
+    fresh_pool(size).run(lifecycle.without_a_default_group, strategy, TINY)
+
+
+def test_resuming_in_fresh_processes_equals_going_on(
+    fresh_pool: FreshPool, pool_of: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    kinds = [(strategy, mb) for strategy in BOTH for mb in (TINY, LARGE)]
+    for strategy, mb in kinds:
+        pool_of(2).run(lifecycle.save_in_the_middle, strategy, mb, str(tmp_path))
+    fresh = fresh_pool(2, default_group=True)
+    for strategy, mb in kinds:
+        fresh.run(lifecycle.resume_and_compare, strategy, mb, str(tmp_path))
+
+
+def _survivors(outcomes: list[Outcome], victim: int) -> list[Outcome]:
+    """Everyone but the victim, each having named it within the timeout."""
+    others = [o for o in outcomes if o.rank != victim]
+    for o in others:
+        assert o.kind == "ok", f"rank {o.rank} {o.kind}: {o.error}\n{o.detail}"
+        assert o.value < TIMEOUT + SLACK, f"rank {o.rank} took {o.value:.1f} s to notice"
+    return others
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(
+    ("size", "where", "mb"), [(2, "between", LARGE), (3, "backward", TINY), (3, "between", TINY)]
+)
+def test_a_worker_that_dies_is_named_by_the_others(
+    strategy: str, size: int, where: str, mb: float, fresh_pool: FreshPool
+) -> None:
+    outcomes = fresh_pool(size).outcomes(
+        errors.victim_of, strategy, mb, where, "dies", 1, TIMEOUT, grace=TIMEOUT + 2 * SLACK
+    )
+    assert outcomes[1].kind == "died", outcomes[1]
+    assert len(_survivors(outcomes, victim=1)) == size - 1
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+def test_a_worker_that_falls_silent_is_named_by_the_other(
+    strategy: str, fresh_pool: FreshPool
+) -> None:
+    outcomes = fresh_pool(2).outcomes(
+        errors.victim_of, strategy, TINY, "backward", "stops", 1, TIMEOUT, deadline=40.0
+    )
+    assert outcomes[1].kind == "hung", outcomes[1]
+    assert len(_survivors(outcomes, victim=1)) == 1

@@ -1,0 +1,60 @@
+"""The other end of a `helpers.pool.Pool`: takes cases from a pipe until it closes."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import functools
+import importlib
+import os
+import signal
+import sys
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this worker when the test run is killed (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def answer(module: str, name: str, args: tuple[Any, ...]) -> tuple[str, Any, str, str]:
+    """Run one case: ``(kind, value, error, traceback)``."""
+    try:
+        case = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        return "ok", case(*args), "", ""  # type: ignore[operator]
+    except Exception as error:
+        return "raised", None, f"{type(error).__name__}: {error}", traceback.format_exc()
+
+
+def main() -> None:
+    """Serve cases until the parent closes the pipe."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with_parent()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*find_unused_parameters=True.*")
+    if sys.argv[2] == "join":
+        dist.init_process_group("gloo", timeout=timedelta(seconds=45))
+    pipe = Connection(int(sys.argv[1]))
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            break
+        pipe.send(answer(module, name, args))
+    sys.stdout.flush()
+    os._exit(0)  # the peers are leaving too: an orderly goodbye would only wait for them
+
+
+if __name__ == "__main__":
+    main()

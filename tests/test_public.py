@@ -1,0 +1,74 @@
+"""The public face is what ``__all__`` says: no less, no more, documented, and light to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import wingbeat
+
+PUBLIC = ["AllReduce", "DeAR", "distribute", "init", "release", "shutdown"]
+
+
+def _fresh(code: str) -> str:
+    """Run code in a new interpreter, where nothing has been imported yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_all_is_the_surface_agreed_on() -> None:
+    assert sorted(wingbeat.__all__) == PUBLIC
+    assert len(set(wingbeat.__all__)) == len(wingbeat.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_can_be_had_and_has_a_docstring(name: str) -> None:
+    value = getattr(wingbeat, name)
+    assert value.__name__ == name
+    assert value.__doc__
+    assert value.__doc__.strip()
+    # A dataclass without a docstring gets its signature as one.
+    assert not value.__doc__.startswith(f"{name}(")
+
+
+def test_dir_shows_nothing_beyond_all() -> None:
+    shown = {name for name in dir(wingbeat) if not name.startswith("_")}
+    assert shown == set(wingbeat.__all__)
+
+
+def test_a_star_import_brings_exactly_all() -> None:
+    code = (
+        "from wingbeat import *;"
+        "print(sorted(n for n in globals() if not n.startswith('_')))"
+    )
+    assert _fresh(code) == repr(PUBLIC)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Dear'"):
+        wingbeat.Dear  # noqa: B018
+
+
+def test_importing_wingbeat_does_not_import_torch() -> None:
+    code = "import sys, wingbeat; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    assert _fresh(code) == "[]"
+
+
+def test_strategies_do_not_need_torch() -> None:
+    code = "import sys, wingbeat; wingbeat.DeAR(mb=5); print('torch' in sys.modules)"
+    assert _fresh(code) == "False"
+
+
+def test_the_version_is_the_packages() -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("wingbeat")
+    except PackageNotFoundError:
+        pytest.skip("run from the source tree without being installed")
+    assert installed == wingbeat.__version__
