@@ -23,8 +23,7 @@ def _why_no_lab() -> str:
     """Why this machine cannot make an emulated cluster; empty if it can."""
     from wingbeat.lab import available
 
-    can, reason = available()
-    return "" if can else reason
+    return available() or ""
 
 
 @cache

@@ -42,10 +42,7 @@ def test_dir_shows_nothing_beyond_all() -> None:
 
 
 def test_a_star_import_brings_exactly_all() -> None:
-    code = (
-        "from wingbeat import *;"
-        "print(sorted(n for n in globals() if not n.startswith('_')))"
-    )
+    code = "from wingbeat import *;print(sorted(n for n in globals() if not n.startswith('_')))"
     assert _fresh(code) == repr(PUBLIC)
 
 

@@ -63,6 +63,7 @@ def _worker_env(rank: int, size: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONFAULTHANDLER": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 
 

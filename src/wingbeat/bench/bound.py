@@ -35,7 +35,7 @@ FORMULAS = {
     "dear": (
         "max over l of (time backward needs to reach the end of l + t_rs of the gradients that are"
         " not ready before), at least t_bp; plus max over l of (t_ag of layers 1..l + forward of"
-        " layers l..L), at least t_ff; never less than DeAR's Eq. 6: max(t_bp, t_rs) + max(t_ff, t_ag)"
+        " layers l..L), at least t_ff; never less than Eq. 6's max(t_bp, t_rs) + max(t_ff, t_ag)"
     ),
     "fsdp": "max(t_ff, t_ag) + max(t_bp, t_rs): parameters gathered once in forward",
 }
@@ -95,7 +95,7 @@ def floor(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
 
 
 def simple(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
-    """The floor when only sums count: DeAR's Eq. 6 for ``dear``, its WFBP form for ``allreduce``."""
+    """The floor when only sums count: DeAR's Eq. 6, and its WFBP form for ``allreduce``."""
     forward = sum(layer.forward_s for layer in layers)
     backward = sum(layer.backward_s for layer in layers)
     half = per_byte * sum(layer.nbytes for layer in layers)
@@ -131,7 +131,7 @@ def _forward_floor(layers: Sequence[Layer], per_byte: float) -> float:
 
 
 def low_rank_bytes(shape: Sequence[int], rank: int, itemsize: int = 4) -> int:
-    """Bytes of one tensor under PyTorch's PowerSGD hook: two factors, if they take under half of it.
+    """Bytes of one tensor under PyTorch's PowerSGD hook: two factors, if those halve it.
 
     The hook views a tensor as a matrix of ``shape[0]`` rows; vectors always travel whole
     (``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook._should_compress``).

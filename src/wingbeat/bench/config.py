@@ -72,18 +72,28 @@ class BenchConfig:
         workload = workloads.parse(self.model, stretch=self.stretch)
         rows = tuple(peers.parse(text) for text in self.strategies)
         for row in rows:
-            needed = 3 if row.name == "ddp+powersgd" else 0
-            if self.warmup < needed:
-                raise UsageError(
-                    f"warmup = {self.warmup}; {row.name} compresses from its third iteration on: "
-                    f"allowed are {needed} or more"
-                )
+            self._check_row(row, workload)
         if spec.hosts * self.per_host > 64:
             raise UsageError(
                 f"{spec.hosts} hosts x {self.per_host} workers is too many for one machine; "
                 "allowed: up to 64 workers"
             )
+        scale = 1.0 if workload.profile is None else workload.profile.scale
+        rows = tuple(row.at_scale(scale) for row in rows)
         return Checked(self, spec, links.scaled(spec, workload.link_scale), workload, rows)
+
+    def _check_row(self, row: Peer, workload: Workload) -> None:
+        """Refuse what would run and measure something else than it says."""
+        if row.name == "ddp+powersgd" and self.warmup < 3:
+            raise UsageError(
+                f"warmup = {self.warmup}; {row.name} compresses from its third iteration on: "
+                "allowed are 3 or more"
+            )
+        if row.name == "fsdp" and workload.profile is not None:
+            raise UsageError(
+                f"fsdp with model {workload.name!r}: FSDP replaces the parameters that a paced "
+                "model keeps its time by; allowed: digits"
+            )
 
     def share(self, round_: int) -> int:
         """Timed iterations of each row in this round: ``iterations`` split as evenly as can be."""

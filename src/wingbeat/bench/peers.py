@@ -7,7 +7,7 @@ checked before any worker starts. ``attach`` makes it real inside a worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from wingbeat import strategies
@@ -26,9 +26,7 @@ class _Builtin:
 BUILTIN: dict[str, _Builtin] = {
     "single": _Builtin("single", False, "no communication: every worker trains alone"),
     "ddp": _Builtin("allreduce", True, "DistributedDataParallel as it is", {"mb": 25.0}),
-    "ddp+fp16": _Builtin(
-        "allreduce", False, "DDP with PyTorch's fp16_compress_hook", {"mb": 25.0}
-    ),
+    "ddp+fp16": _Builtin("allreduce", False, "DDP with PyTorch's fp16_compress_hook", {"mb": 25.0}),
     "ddp+powersgd": _Builtin(
         "allreduce", False, "DDP with PyTorch's PowerSGD hook", {"mb": 25.0, "rank": 1}
     ),
@@ -50,6 +48,7 @@ class Peer:
         exact: whether its gradients are the mean over all workers, up to rounding.
         options: a built-in's options, defaults filled in; empty for strategies.
         strategy: wingbeat's dataclass, or None for a built-in.
+        scale: factor on every bucket size, the model's scale.
     """
 
     text: str
@@ -58,6 +57,19 @@ class Peer:
     exact: bool
     options: dict[str, Any]
     strategy: strategies.Strategy | None = None
+    scale: float = 1.0
+
+    def at_scale(self, scale: float) -> Peer:
+        """The same row for a model of ``scale`` of its size: buckets shrink with the model.
+
+        Otherwise a model of eight buckets would become one of two, and lose its overlap.
+        """
+        strategy = self.strategy
+        if strategy is not None:
+            sizes = [f.name for f in fields(strategy) if f.name in ("mb", "first_mb")]
+            changes = {name: getattr(strategy, name) * scale for name in sizes}
+            strategy = replace(strategy, **changes)
+        return replace(self, strategy=strategy, scale=scale)
 
     def wire_bytes(self, shapes: Sequence[Sequence[int]], itemsize: int = 4) -> int:
         """Bytes of the gradients of tensors of these shapes, as this peer puts them on the wire."""

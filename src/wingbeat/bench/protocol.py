@@ -1,8 +1,9 @@
-"""How rank 0 tells the parent where it is: one marked JSON line on standard output. No torch."""
+"""What workers and parent agree on: marked JSON lines on standard output, and files' names."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 MARK = "@wingbeat-bench "
@@ -23,3 +24,8 @@ def hear(line: str) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         return None
     return message if isinstance(message, dict) and "kind" in message else None
+
+
+def part(folder: Path, row: int, worker: int) -> Path:
+    """Where one worker's events of one row are kept until the parent merges them."""
+    return folder / f"row{row}-worker{worker}.json"

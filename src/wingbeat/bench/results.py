@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -55,7 +56,7 @@ class Block:
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
         last = [max(stamps) for stamps in zip(*self.starts, strict=True)]
-        return [after - before for before, after in zip(last, last[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(last)]
 
     def bytes_per_iteration(self, sharing: int) -> float:
         """Bytes per worker and iteration, where ``sharing`` workers share a host's counters."""
@@ -160,8 +161,10 @@ def _compute_s(checked: Checked, quantiles: Sequence[Quantiles]) -> float | None
     times = checked.model.compute_s()
     if times is not None:
         return sum(times)
-    alone = [q.median for row, q in zip(checked.rows, quantiles, strict=True) if row.name == "single"]
-    return alone[0] if alone else None
+    for row, own in zip(checked.rows, quantiles, strict=True):
+        if row.name == "single":
+            return own.median
+    return None
 
 
 def _bounds(
@@ -170,7 +173,7 @@ def _bounds(
     """The floor, its simple form, and the formula or why there is none."""
     layers = checked.model.layers(row)
     if layers is None:
-        return None, None, f"none: {checked.model.name} is a real model without a stated compute time"
+        return None, None, f"none: {checked.model.name} has no stated compute time"
     if row.kind not in bound.FORMULAS:
         return None, None, f"none: no floor is known for {row.name}"
     if per_byte is None and row.kind != "single":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import wingbeat
 from wingbeat import lab
-from wingbeat.bench import machine, protocol, results, tracing
+from wingbeat.bench import machine, protocol, results
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.progress import Progress
 from wingbeat.bench.results import Block, Report
@@ -124,7 +124,7 @@ def _failure(ended: lab.RunResult, listener: Listener) -> WorkerError:
 def _events(checked: Checked, folder: Path) -> list[list[Event]]:
     workers = range(checked.workers)
     rows = range(len(checked.rows))
-    return [trace.merge([tracing.part(folder, row, rank) for rank in workers]) for row in rows]
+    return [trace.merge([protocol.part(folder, row, rank) for rank in workers]) for row in rows]
 
 
 def _report(

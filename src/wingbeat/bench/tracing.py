@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from wingbeat.bench import protocol
 from wingbeat.observe import trace
 from wingbeat.observe.events import stream
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from wingbeat.bench.attach import Attached
     from wingbeat.bench.peers import Peer
 
@@ -60,7 +61,7 @@ def record(
 
     wingbeat's strategies record themselves; for the others the loop does it from outside.
     """
-    from wingbeat.bench.attach import step
+    from wingbeat.bench.attach import step  # attach imports this module
 
     stream.start(worker)
     for _ in range(iterations):
@@ -76,7 +77,7 @@ def _outside(made: Attached, next_loss: Callable[[nn.Module], torch.Tensor]) -> 
     loss = next_loss(made.model)
     middle = time.monotonic_ns()
     stream.record("forward", begin, middle)
-    loss.backward()
+    torch.autograd.backward(loss)
     end = time.monotonic_ns()
     stream.record("backward", middle, end)
     if middle < _last_bucket_ns < end:
@@ -88,11 +89,6 @@ def _outside(made: Attached, next_loss: Callable[[nn.Module], torch.Tensor]) -> 
     stream.record("step", end, stepped)
 
 
-def part(folder: Path, row: int, worker: int) -> Path:
-    """Where one worker's events of one row are kept until the parent merges them."""
-    return folder / f"row{row}-worker{worker}.json"
-
-
 def save(folder: Path, row: int, worker: int) -> None:
     """Stop recording and write this worker's events."""
-    trace.save(stream.stop(), part(folder, row, worker))
+    trace.save(stream.stop(), protocol.part(folder, row, worker))

@@ -53,9 +53,7 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
     config = worker.checked.config
     peer = worker.checked.rows[row]
     built = _build(worker)
-    maker = attach.optimizer_maker(
-        config.optimizer, paced=worker.checked.model.profile is not None
-    )
+    maker = attach.optimizer_maker(config.optimizer, paced=worker.checked.model.profile is not None)
     count = config.share(round_)
     # Before the warm-up and not after it: work put off into the next forward must not find time
     # to finish while workers wait for each other.

@@ -77,7 +77,7 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
@@ -170,7 +170,7 @@ def _row(
     table.add_row(host, interface, way, name, *(f"{n:,}" for n in numbers))
 
 
-DOCTOR_HELP = """Say which kernel features and tools the lab finds here, and what each missing one costs.
+DOCTOR_HELP = """Which kernel features and tools are here, and what each missing one costs the lab.
 
 \b
 Every feature is tried, not looked up. Exit code 0 if the lab works here, 1 if not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ class Collectives:
         self.world = world
         self._topology = topology
         topologies.get(topology)
-        self._executors = [Executor(world, index) for index in range(len(world.links))]
+        self._executors = _executors_of(world)
 
     def owned(self, numel: int) -> Span:
         """Return the span of a buffer of ``numel`` elements that this rank reduces."""
@@ -80,11 +81,6 @@ class Collectives:
         """Overwrite every worker's buffer with that of rank ``root``."""
         return self._submit(f"broadcast:{root}", buffer, -1)
 
-    def close(self) -> None:
-        """Stop the threads after what is queued; then no more can be submitted."""
-        for executor in self._executors:
-            executor.close()
-
     def _submit(
         self, what: str, buffer: torch.Tensor, bucket: int, after: Handle | None = None
     ) -> Handle:
@@ -103,6 +99,22 @@ class Collectives:
             for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True))
         ]
         return Handle(jobs)
+
+
+_executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
+
+
+def _executors_of(world: World) -> list[Executor]:
+    """One thread per link, shared by everything in this world.
+
+    So collectives of several models keep the order of their calls, equal on all workers.
+    """
+    if world not in _executors:
+        executors = [Executor(world, index) for index in range(len(world.links))]
+        _executors[world] = executors
+        for executor in executors:
+            world.on_close(executor.close)
+    return _executors[world]
 
 
 @lru_cache(maxsize=4096)

@@ -88,6 +88,7 @@ class Executor:
     """Runs jobs first in, first out; up to `DEPTH` of them overlap on the link."""
 
     def __init__(self, world: World, index: int) -> None:
+        # The thread must not keep the world alive: take from it what it needs.
         self._link = world.links[index]
         self._rank = world.rank
         self._timeout = world.timeout

@@ -140,7 +140,7 @@ def gather(
     out: Mapping[str, Mapping[str, dict[str, ClassCounters]]],
     ports: Mapping[str, dict[str, ClassCounters]],
 ) -> LabStats:
-    """Put readings together; ``interfaces`` and ``out`` by host and interface, ``ports`` by port."""
+    """Put readings together: two by host and interface, ``ports`` by switch port."""
     hosts = {
         host.name: {
             i.name: PortStats(

@@ -171,7 +171,7 @@ def _try(prefix: tuple[str, ...], script: str) -> tuple[bool, str]:
 
 
 def _congestion_control() -> Finding:
-    """Report the TCP congestion control that workers get (the system's; the lab changes nothing)."""
+    """Report the TCP congestion control that workers get: the system's, left as it is."""
     folder = Path("/proc/sys/net/ipv4")
     try:
         used = (folder / "tcp_congestion_control").read_text().strip()

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import wingbeat
 from wingbeat.errors import LabError, UsageError
 from wingbeat.lab import kernel, registry
 from wingbeat.lab.counters import LabStats
@@ -38,7 +37,7 @@ OnEvent = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first worker that failed: who, its exit code (128 + n for signal n), seconds from start."""
+    """The first worker that failed; ``code`` is 128 + n for signal n, ``after`` in seconds."""
 
     rank: int
     host: str
@@ -205,9 +204,7 @@ def isolation() -> tuple[str, ...]:
     reason = ""
     for candidate in (UNSHARE, rootless) if os.geteuid() == 0 else (rootless,):
         try:
-            done = subprocess.run(
-                [*candidate, "true"], capture_output=True, text=True, check=False
-            )
+            done = subprocess.run([*candidate, "true"], capture_output=True, text=True, check=False)
         except FileNotFoundError:
             raise LabError("unshare not found: the lab needs Linux with util-linux") from None
         if done.returncode == 0:
@@ -221,7 +218,7 @@ def _start(
     job: dict[str, Any], spec: LabSpec, listener: socket.socket, cwd: str | Path | None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the inner process and give it its job; it is dead when the body ends."""
-    source = str(Path(wingbeat.__file__).parents[1])
+    source = str(Path(__file__).parents[2])
     # Isolated and without site: only the standard library and wingbeat.lab are needed there, and
     # neither the working folder nor PYTHONPATH can put another module in their place.
     python = [sys.executable, "-I", "-S", "-c", _INNER, source]

@@ -43,8 +43,10 @@ class Network:
         batch("tc", realise.switch_shaping(self.plan))
         for host in self.plan.hosts:
             with kernel.inside(self._files[host.index]):
-                if any(h.routes for h in self.plan.hosts):
+                if self.spec.kind == "bcube":
                     _forward_packets()
+                if self.plan.prio:
+                    _answer_in_kind()
                 batch("ip", realise.host_links(host))
                 batch("tc", realise.host_shaping(host, self.plan.prio))
         _name_hosts(self.plan.hosts_file())
@@ -67,7 +69,7 @@ class Network:
         return found
 
     def set_link(self, host: int, interface: int | None, up: bool) -> None:
-        """Plug a cable (or all cables of a host) in or out, at the switch: the host loses carrier."""
+        """Plug a cable (or all of a host's) in or out, at the switch: the host loses carrier."""
         state = "up" if up else "down"
         batch("ip", [f"link set dev {i.port} {state}" for i in self._select(host, interface)])
 
@@ -141,6 +143,16 @@ def _forward_packets() -> None:
     for name in ("all", "default"):
         (ipv4 / "conf" / name / "rp_filter").write_text("0")
         (ipv4 / "conf" / name / "send_redirects").write_text("0")
+
+
+def _answer_in_kind() -> None:
+    """Have accepted connections answer in the class of the caller, where the kernel can (5.10).
+
+    Acknowledgements left in the lowest class would starve behind urgent data going their way, and
+    the urgent flow that waits for them with them.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_reflect_tos").write_text("1")
 
 
 def _name_hosts(text: str) -> None:

@@ -163,12 +163,13 @@ def _bcube(spec: LabSpec) -> NetworkPlan:
 
 
 def _digit(host: int, level: int, alpha: int) -> int:
-    return host // alpha**level % alpha
+    low: int = alpha**level
+    return host // low % alpha
 
 
 def _bcube_switch(host: int, level: int, alpha: int) -> int:
     """The level's switch of a host: its number without digit ``level``."""
-    low = alpha**level
+    low: int = alpha**level
     return host // (low * alpha) * low + host % low
 
 
@@ -184,9 +185,7 @@ def _bcube_routes(host: int, spec: LabSpec) -> tuple[Route, ...]:
     """
     alpha, routes = spec.alpha, []
     for other in range(spec.hosts):
-        differ = [
-            k for k in range(spec.rails) if _digit(host, k, alpha) != _digit(other, k, alpha)
-        ]
+        differ = [k for k in range(spec.rails) if _digit(host, k, alpha) != _digit(other, k, alpha)]
         if not differ:
             continue
         level = differ[0]

@@ -60,9 +60,7 @@ def switch_links(plan: NetworkPlan, netns: dict[int, str]) -> list[str]:
             )
             lines += _port_up(i.port, i.switch, i.rate)
     for trunk in plan.trunks:
-        lines.append(
-            f"link add {trunk.lower_port} type veth peer name {trunk.upper_port}"
-        )
+        lines.append(f"link add {trunk.lower_port} type veth peer name {trunk.upper_port}")
         lines += _port_up(trunk.lower_port, trunk.lower, trunk.rate)
         lines += _port_up(trunk.upper_port, trunk.upper, trunk.rate)
     return lines
@@ -120,7 +118,9 @@ def shape(device: str, rate: int, prio: int) -> list[str]:
 
 def reshape(device: str, rate: int, prio: int) -> list[str]:
     """``tc`` lines that change the rate of a device that ``shape`` set up."""
-    return _htb("change", device, rate, prio) if prio else [f"qdisc change dev {device} {_tbf(rate)}"]
+    return (
+        _htb("change", device, rate, prio) if prio else [f"qdisc change dev {device} {_tbf(rate)}"]
+    )
 
 
 def resize(device: str, rate: int) -> str:
@@ -141,7 +141,7 @@ def _up(device: str, options: str = "") -> list[str]:
 
 
 def _gso(rate: int) -> str:
-    return f"gso_max_size {min(GSO_MAX, burst_bytes(rate) - HEADROOM)}"
+    return f"gso_max_size {min(GSO_MAX, burst_bytes(rate) - HEADROOM, max(4096, rate // 8000))}"
 
 
 def _tbf(rate: int) -> str:

@@ -28,7 +28,7 @@ else:  # pragma: no cover - only on Python 3.10
     import tomli as tomllib
 
 ACTIONS = ("down", "kill", "rate", "up")
-_VICTIM = re.compile(r"h(\d+)(?:\.(\d+))?")
+_VICTIM = re.compile(r"h([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,13 @@ class FailEvent:
 
     def to_text(self) -> str:
         """As written in a script."""
+        at = f"{self.at:.6f}".rstrip("0").rstrip(".")
         if self.action == "kill":
-            return f"{self.at:g}s kill h{self.host}" + ("" if self.part is None else f".{self.part}")
+            return f"{at}s kill h{self.host}" + ("" if self.part is None else f".{self.part}")
         target = f"h{self.host}" + ("" if self.part is None else f".eth{self.part}")
         if self.action == "rate":
-            return f"{self.at:g}s rate {target} {format_rate(self.rate)}"
-        return f"{self.at:g}s {target} {self.action}"
+            return f"{at}s rate {target} {format_rate(self.rate)}"
+        return f"{at}s {target} {self.action}"
 
 
 def parse_script(text_or_path: str | Path, spec: LabSpec, per_host: int = 1) -> list[FailEvent]:
@@ -95,7 +96,7 @@ def _toml_line(entry: Any, path: str) -> str:
 
 def _parse_event(line: str, spec: LabSpec, per_host: int) -> FailEvent:
     words = line.split()
-    at = parse_time(words[0], where=line)
+    at = round(parse_time(words[0], where=line), 6)
     match words[1:]:
         case ["kill", victim]:
             return FailEvent(at, "kill", *_parse_victim(victim, line, spec, per_host))
@@ -104,8 +105,9 @@ def _parse_event(line: str, spec: LabSpec, per_host: int) -> FailEvent:
             return FailEvent(at, "rate", host, part, parse_rate(rate, where=line))
         case [target, ("down" | "up") as action]:
             return FailEvent(at, action, *_parse_link(target, line, spec))
-        case [_, action] | [action, *_] if action not in ACTIONS:
-            raise unknown("action", action, ACTIONS, where=repr(line))
+    actions = [word for word in words[1:] if not _VICTIM.match(word)]
+    if actions and actions[0] not in ACTIONS:
+        raise unknown("action", actions[0], ACTIONS, where=repr(line))
     raise UsageError(
         f"cannot read {line!r}; allowed: '10s h2.eth0 down', '10s h2 up', '10s kill h1', "
         "'10s rate h3 100mbit'"
@@ -120,9 +122,7 @@ def _parse_link(target: str, line: str, spec: LabSpec) -> tuple[int, int | None]
     return host, interface
 
 
-def _parse_victim(
-    victim: str, line: str, spec: LabSpec, per_host: int
-) -> tuple[int, int | None]:
+def _parse_victim(victim: str, line: str, spec: LabSpec, per_host: int) -> tuple[int, int | None]:
     match = _VICTIM.fullmatch(victim)
     if match is None:
         raise UsageError(f"{victim!r} in {line!r} is not a host (h1) or one of its workers (h1.0)")

@@ -37,16 +37,17 @@ MAX_BCUBE_HOSTS = 250
 MAX_RAILS = 16
 MAX_PRIO = 4
 
+_N = "[0-9]{1,6}"
 _SHAPES = {
-    "star": (re.compile(r"(?P<hosts>\d+)(x(?P<rails>\d+))?"), "star:4@1gbit or star:4x2@1gbit"),
-    "bcube": (re.compile(r"(?P<alpha>\d+)x(?P<levels>\d+)"), "bcube:3x2@250mbit"),
+    "star": (re.compile(rf"(?P<hosts>{_N})(x(?P<rails>{_N}))?"), "star:4@1gbit or star:4x2@1gbit"),
+    "bcube": (re.compile(rf"(?P<alpha>{_N})x(?P<levels>{_N})"), "bcube:3x2@250mbit"),
     "fat-tree": (
-        re.compile(r"(?P<hosts>\d+)(x(?P<rails>\d+))?/(?P<leaf>\d+)"),
+        re.compile(rf"(?P<hosts>{_N})(x(?P<rails>{_N}))?/(?P<leaf>{_N})"),
         "fat-tree:8/4@1gbit+500mbit",
     ),
-    "loopback": (re.compile(r"(?P<hosts>\d+)"), "loopback:4"),
+    "loopback": (re.compile(rf"(?P<hosts>{_N})"), "loopback:4"),
 }
-_TARGET = re.compile(r"h(?P<host>\d+)(\.eth(?P<interface>\d+))?")
+_TARGET = re.compile(rf"h(?P<host>{_N})(\.eth(?P<interface>{_N}))?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -114,7 +115,8 @@ class LabSpec:
     @property
     def alpha(self) -> int:
         """BCube's switch size: the whole number whose ``rails``-th power is ``hosts``."""
-        return round(self.hosts ** (1 / self.rails))
+        alpha: int = round(self.hosts ** (1 / self.rails))
+        return alpha
 
     @property
     def shaped(self) -> bool:
@@ -271,7 +273,9 @@ def _parse_text(text: str) -> dict[str, Any]:
     for option in options:
         name, at, rate = option.partition("@")
         if at:
-            overrides.append(Override(*parse_target(name, where=text), parse_rate(rate, where=text)))
+            overrides.append(
+                Override(*parse_target(name, where=text), parse_rate(rate, where=text))
+            )
         else:
             values["prio"] = _parse_prio(option, text)
     return {"kind": kind, "overrides": tuple(overrides), **values}
@@ -280,8 +284,10 @@ def _parse_text(text: str) -> dict[str, Any]:
 def _parse_prio(option: str, text: str) -> int:
     name, equals, value = option.partition("=")
     if name != "prio":
-        raise unknown("option", name, ["prio", "h<N>@<rate>", "h<N>.eth<K>@<rate>"], where=repr(text))
-    if equals and not value.isdecimal():
+        raise unknown(
+            "option", name, ["prio", "h<N>@<rate>", "h<N>.eth<K>@<rate>"], where=repr(text)
+        )
+    if equals and not re.fullmatch(_N, value):
         raise UsageError(f"prio={value!r} in {text!r}; allowed: 0 (off) or 2 to {MAX_PRIO}")
     return int(value) if equals else 2
 
@@ -291,7 +297,7 @@ def _sizes(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     if kind != "bcube":
         return values
     alpha, levels = values.pop("alpha"), values.pop("levels")
-    if not (2 <= alpha and 1 <= levels <= MAX_RAILS and alpha**levels <= MAX_BCUBE_HOSTS):
+    if not (alpha >= 2 and 1 <= levels <= MAX_RAILS and alpha**levels <= MAX_BCUBE_HOSTS):
         raise UsageError(
             f"bcube:{alpha}x{levels} is out of range; allowed: alpha from 2, levels from 1, "
             f"alpha ** levels up to {MAX_BCUBE_HOSTS} hosts"
@@ -299,7 +305,7 @@ def _sizes(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "hosts": alpha**levels, "rails": levels}
 
 
-_KEYS = {
+_KEYS: dict[str, dict[str, type]] = {
     "star": {"hosts": int, "rails": int, "rate": str},
     "bcube": {"alpha": int, "levels": int, "rate": str},
     "fat-tree": {"hosts": int, "rails": int, "rate": str, "leaf": int, "trunk": str},
@@ -312,7 +318,7 @@ def _parse_toml(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = data.get("kind")
     if kind not in KINDS:
         raise unknown("lab kind", str(kind), KINDS, where=where)
-    types = {**_KEYS[kind], "kind": str, "prio": int, "override": dict}
+    types: dict[str, type] = {**_KEYS[kind], "kind": str, "prio": int, "override": dict}
     for key, value in data.items():
         if key not in types:
             raise unknown("key", key, types, where=where)

@@ -11,7 +11,7 @@ RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 TIME_UNITS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60)}
 MIN_RATE, MAX_RATE = 10**6, 100 * 10**9
 
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([a-zA-Z/]*)")
+_NUMBER = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([a-zA-Z/]*)")
 
 
 def parse_rate(text: str, *, where: str = "") -> int:

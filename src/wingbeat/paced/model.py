@@ -31,8 +31,10 @@ class PacedLayer(nn.Module):
             seconds = layer.backward_ms * 1e-3 * time_scale * share
             # Registered at birth, so before anybody else's: the time is over before others hear
             # that the gradient is there, and writing the gradient is part of the time.
-            parameter.register_hook(_entering(clock))
-            parameter.register_post_accumulate_grad_hook(_spending(clock, seconds))
+            parameter.register_hook(_entering(clock))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _spending(clock, seconds)
+            )
 
     def forward(self, activation: Tensor) -> Tensor:
         """Sleep the layer's forward time; add the layer's part of the loss to ``activation``."""
@@ -55,33 +57,33 @@ def _spending(clock: Clock, seconds: float) -> Callable[[Tensor], None]:
 
 
 class _PacedFunction(torch.autograd.Function):
+    # Plain numbers rather than one-element tensors wherever possible: hundreds of layers share
+    # their host's cores with the communication that is measured.
+
     @staticmethod
     def forward(ctx: Any, layer: PacedLayer, activation: Tensor, *parameters: Tensor) -> Tensor:
         clock = layer.clock
         clock.enter()
         # Read here and not at the start of the pass: an overlapped optimizer may finish a layer's
         # update just before the layer runs.
-        firsts = [p.detach().reshape(-1)[0].clone() for p in parameters]
+        firsts = [p.as_strided((), ()).item() for p in parameters]
         ctx.layer = layer
-        ctx.firsts = firsts
-        ctx.shapes = [p.shape for p in parameters]
-        part = torch.zeros_like(activation)
-        for first in firsts:
-            part += first.to(activation.dtype) ** 2
+        ctx.specs = [(f, p.shape, p.dtype) for f, p in zip(firsts, parameters, strict=True)]
+        out = activation + 0.5 * layer.factor * sum(f * f for f in firsts)
         clock.spend(layer.forward_s)
-        return activation + 0.5 * layer.factor * part
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         layer: PacedLayer = ctx.layer
         layer.clock.enter()
-        slope = grad * layer.factor
+        slope = grad.item() * layer.factor
         # One value, expanded: autograd's accumulation writes the real bytes, in one pass, either
         # into the gradient that is there or into a new one.
         out = [
-            (slope * first).to(first.dtype).expand(shape)
-            for first, shape in zip(ctx.firsts, ctx.shapes, strict=True)
+            torch.scalar_tensor(slope * first, dtype=dtype).expand(shape)
+            for first, shape, dtype in ctx.specs
         ]
         layer.clock.spend(layer.own_backward_s)
         return (None, grad, *out)
@@ -96,7 +98,7 @@ class _FirstNode(torch.autograd.Function):
         return seed.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *_grads: Tensor) -> tuple[None, None]:
         ctx.clock.enter()
         ctx.clock.settle()
         return None, None
@@ -152,10 +154,11 @@ class PacedModel(nn.Module):
             child = PacedLayer(layer, self._clock, factor=1.0 + 0.1 * rank, time_scale=time_scale)
             self.add_module(layer.name.replace(".", "_"), child)
 
-    def forward(self, x: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Run the layers at their pace and return the loss; ``x`` is not looked at."""
         self._clock.restart()
-        seed = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        # float64: a sum over hundreds of layers should show small differences between strategies.
+        seed = torch.zeros((), dtype=torch.float64, requires_grad=torch.is_grad_enabled())
         out: Tensor = _FirstNode.apply(self._clock, seed)
         for layer in self.children():
             out = layer(out)

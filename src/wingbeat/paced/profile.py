@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def load_profile(name: str) -> Profile:
     return _bundled(name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _bundled(name: str) -> Profile:
     file = resources.files("wingbeat.paced") / "profiles" / f"{name}.json"
     return decode(file.read_text(encoding="utf-8"), where=f"{name}.json")
@@ -259,10 +259,10 @@ def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
 
 def _time(data: Mapping[str, Any], key: str, where: str) -> float:
     value = data.get(key)
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or value < 0:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= float(value or 0) < math.inf:
         raise UsageError(f"profile {where}: field {key!r} must be a number >= 0, is {value!r}")
-    return float(value)
+    return float(value or 0)
 
 
 def _layer(row: Any, where: str) -> Layer:

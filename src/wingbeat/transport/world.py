@@ -25,7 +25,7 @@ class Store(Protocol):
         """
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
     """This worker's place among all of them.
 

@@ -1,0 +1,74 @@
+# Every target that needs the environment makes it first; the second time that costs nothing.
+PYTHON ?= python3
+PIP_ARGS ?=
+LAB ?= star:4@1gbit
+MODEL ?= paced:resnet50@0.25
+STRATEGIES ?= ddp allreduce dear
+ITERATIONS ?= 30
+TESTS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP_ARGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-slow test-gpu lint format bench docs clean distclean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY) ## Make .venv and install wingbeat with the tested versions (once)
+	@echo "ready: .venv"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "wingbeat needs Python 3.10 or newer as $(PYTHON); choose one: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv || \
+	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "Installing into .venv; PyTorch is large, so this takes some minutes, once."
+	$(PIP) -e '.[dev,bench]'
+	@touch $@
+
+demo: $(READY) ## Train on four emulated hosts: DDP, AllReduce, DeAR (under 5 minutes)
+	$(BIN)/wingbeat demo
+
+test: $(READY) ## Run the tests, those marked slow or gpu excepted
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS)
+
+test-slow: $(READY) ## Run the tests that take long or belong to a figure
+	$(BIN)/python -m pytest -m "slow and not gpu" $(TESTS)
+
+test-gpu: $(READY) ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+lint: $(READY) ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## Put the code into the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Compare strategies; LAB=, MODEL=, STRATEGIES= and ITERATIONS= choose what
+	@mkdir -p out
+	$(BIN)/wingbeat bench --lab $(LAB) --model $(MODEL) --strategies $(STRATEGIES) \
+	  --iterations $(ITERATIONS) --json out/bench.json --png out/bench.png --trace out/bench-trace.json
+
+docs: $(DOCS_READY) ## Build the documentation into docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+$(DOCS_READY): $(READY)
+	$(PIP) -q -e '.[docs]'
+	@touch $@
+
+clean: ## Remove caches and built documentation
+	rm -rf docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the virtual environment too
+	rm -rf .venv

@@ -1,0 +1,75 @@
+"""A report as a table for people."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from wingbeat.bench.results import Report, Run
+
+MISSING = "-"
+"""Stands where there is no figure; the JSON says why."""
+
+_COLUMNS = (
+    "strategy",
+    "ms / iteration",
+    "p10 .. p90",
+    "ratio",
+    "MB / worker / it.",
+    "exposed ms",
+    "bound ms",
+    "of bound",
+    "loss",
+)
+
+
+def render(report: Report) -> Table:
+    """One row for each run, in the report's order."""
+    compute = report.compute_s
+    times = (
+        f"; compute {1e3 * compute['forward']:.0f} + {1e3 * compute['backward']:.0f} ms"
+        if compute
+        else ""
+    )
+    table = Table(
+        title=f"{report.model} on {report.lab}, {report.workers} workers{times}",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+    for run in report.runs:
+        table.add_row(*cells(run))
+    if any(not run.exact for run in report.runs):
+        inexact = ", ".join(sorted({run.strategy for run in report.runs if not run.exact}))
+        table.caption = f"not exact (other weights than DDP's): {inexact}"
+    return table
+
+
+def cells(run: Run) -> list[str]:
+    """The run as text, one string a column."""
+    times = run.iteration_s
+    return [
+        run.strategy,
+        milliseconds(times.median),
+        f"{milliseconds(times.p10)} .. {milliseconds(times.p90)}",
+        f"{run.ratio:.3f}",
+        megabytes(run.bytes_per_iteration),
+        milliseconds(run.exposed_s),
+        milliseconds(run.bound_s),
+        MISSING if run.fraction_of_bound is None else f"{run.fraction_of_bound:.3f}",
+        f"{run.final_loss:.5g}",
+    ]
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds: one decimal under 1000, none above."""
+    if seconds is None:
+        return MISSING
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def megabytes(count: float) -> str:
+    """Bytes as MB (10**6), with as many decimals as make sense."""
+    value = count / 1e6
+    return f"{value:.1f}" if value >= 10 else f"{value:.3f}"

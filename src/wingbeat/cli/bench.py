@@ -1,0 +1,165 @@
+"""``wingbeat bench``: strategies and PyTorch's own, one against the other, in one run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from wingbeat.errors import UsageError
+
+if TYPE_CHECKING:
+    from wingbeat.bench.runner import Outcome
+
+MANY = "--strategies"
+
+
+class ManyValues(TyperCommand):
+    """A command whose ``--strategies`` takes every word up to the next option.
+
+    The parser behind typer knows options with one value only, so ``--strategies a b`` is rewritten
+    to ``--strategies a --strategies b`` before it looks.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Rewrite, then parse as usual."""
+        return super().parse_args(ctx, spread(args))
+
+
+def spread(args: list[str]) -> list[str]:
+    """Repeat the flag before each of its words.
+
+    >>> spread(["--strategies", "ddp", "dear:mb=5", "--rounds", "2"])
+    ['--strategies', 'ddp', '--strategies', 'dear:mb=5', '--rounds', '2']
+    """
+    out: list[str] = []
+    collecting = False
+    for word in args:
+        if collecting and not word.startswith("-"):
+            if out[-1] != MANY:
+                out.append(MANY)
+            out.append(word)
+            continue
+        collecting = word == MANY
+        out.append(word)
+    return out
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("bench", cls=ManyValues)(bench)
+
+
+def bench(
+    model: Annotated[
+        str, typer.Option(help="digits, or paced:NAME with @SCALE, as in paced:resnet50@0.25")
+    ] = "paced:resnet50@0.25",
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rows: names with options, as in: ddp dear:mb=10. The first is the reference.",
+            show_default="ddp allreduce dear",
+        ),
+    ] = None,
+    lab: Annotated[
+        str, typer.Option(help="The cluster; see wingbeat lab --help.")
+    ] = "star:4@1gbit",
+    iterations: Annotated[int, typer.Option(help="Timed iterations of each row.")] = 30,
+    rounds: Annotated[int, typer.Option(help="How often the rows take turns.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Untimed iterations before each turn.")] = 3,
+    per_host: Annotated[int, typer.Option(help="Workers on each host.")] = 1,
+    optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
+    stretch: Annotated[
+        float, typer.Option(help="Slow a paced model and the links down by this factor.")
+    ] = 1.0,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw a timeline of all rows here.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev here.")
+    ] = None,
+) -> None:
+    """Measure strategies against each other, and against what PyTorch brings, in one run.
+
+    Rows take turns (A B C A B C), so that they meet the same machine. Rates of the lab's links are
+    multiplied by the model's scale. Every figure and how it was made is in the JSON.
+    """
+    from wingbeat.bench.config import BenchConfig
+
+    config = BenchConfig(
+        lab=lab,
+        model=model,
+        strategies=tuple(strategies or ("ddp", "allreduce", "dear")),
+        iterations=iterations,
+        rounds=min(rounds, iterations) if rounds > 0 else rounds,
+        warmup=warmup,
+        per_host=per_host,
+        optimizer=optimizer,
+        stretch=stretch,
+        trace=png is not None or trace is not None,
+    )
+    config.check()
+    for path in (json_out, png, trace):
+        if path is not None:
+            check_writable(path)
+    outcome = measure(config)
+    show(outcome)
+    write(outcome, json_out, png, trace)
+
+
+def check_writable(path: Path) -> None:
+    """Find out before minutes of measuring that their result cannot be kept.
+
+    Raises:
+        UsageError: ``path`` cannot be written; names the reason.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as err:
+        raise UsageError(f"cannot write {str(path)!r}: {err.strerror or err}") from None
+
+
+def measure(config: Any) -> Outcome:
+    """Run the bench; a worker's failure ends this process with the worker's exit code."""
+    from wingbeat.bench import runner
+
+    try:
+        return runner.run(config, command=["wingbeat", *sys.argv[1:]])
+    except runner.WorkerError as err:
+        print(f"wingbeat: {err}", file=sys.stderr)
+        raise typer.Exit(err.exit_code) from None
+
+
+def show(outcome: Outcome) -> None:
+    """Print the table."""
+    from rich.console import Console
+
+    from wingbeat.bench import table
+
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width).print(table.render(outcome.report))
+
+
+def write(outcome: Outcome, json_out: Path | None, png: Path | None, trace: Path | None) -> None:
+    """Write what was asked for, and say where it is."""
+    if json_out is not None:
+        text = json.dumps(outcome.report.to_json(), indent=2)
+        json_out.write_text(text + "\n", encoding="utf-8")
+        print(f"figures: {json_out}")
+    names = [run.strategy for run in outcome.report.runs]
+    if png is not None:
+        from wingbeat.bench import picture
+
+        title = f"{outcome.report.model} on {outcome.report.lab}"
+        picture.draw_png(names, outcome.events, png, title=title)
+        print(f"timeline: {png}")
+    if trace is not None:
+        from wingbeat.bench import picture
+
+        picture.write_trace(names, outcome.events, trace)
+        print(f"trace: {trace} (open it at https://ui.perfetto.dev)")

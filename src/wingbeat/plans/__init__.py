@@ -1,0 +1,1 @@
+"""What travels together: pure functions from tensors to a `Plan`."""

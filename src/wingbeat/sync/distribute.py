@@ -1,0 +1,167 @@
+"""`distribute` and `release`: the one line that a training script changes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from wingbeat.collectives import Collectives
+from wingbeat.errors import MismatchError, UsageError
+from wingbeat.sync.buffers import broadcast_now
+from wingbeat.sync.dear import DearEngine
+from wingbeat.sync.engine import Engine, spec_of
+from wingbeat.sync.single import SingleEngine
+from wingbeat.sync.upgrade import (
+    DistributedModel,
+    DistributedOptimizer,
+    downgrade,
+    engine_of,
+    upgrade,
+)
+from wingbeat.sync.wfbp import WfbpEngine
+from wingbeat.transport.world import World, current
+from wingbeat.types import Choices
+
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+_ENGINES: dict[str, type[Engine]] = {"wfbp": WfbpEngine, "dear": DearEngine}
+
+
+class HasChoices(Protocol):
+    """A strategy: anything that answers the design's questions."""
+
+    def choices(self) -> Choices:
+        """Return the answers."""
+
+
+def distribute(
+    model: ModelT,
+    optimizer: OptimizerT,
+    strategy: HasChoices,
+    *,
+    world: World | None = None,
+) -> tuple[ModelT, OptimizerT]:
+    """Train ``model`` with all the workers; the training loop stays as it is.
+
+    Both objects are upgraded in place and returned. The model gains ``no_sync()``, ``join()``
+    and ``flush()``, the optimizer ``clip_grad_norm_(max_norm)``. Parameters and buffers of rank
+    0 are taken over by all.
+
+    Args:
+        model: any module; parameters that require no gradient are left alone.
+        optimizer: any ``torch.optim`` optimizer over parameters of ``model``.
+        strategy: ``wingbeat.AllReduce()``, ``wingbeat.DeAR()``...
+        world: the workers; default: those of `wingbeat.init`.
+
+    Raises:
+        UsageError: no `init` before, something is already distributed, or the optimizer has
+            parameters that the model has not.
+        MismatchError: the ranks' models differ; on every rank, naming the first parameter.
+    """
+    _check(model, optimizer, strategy)
+    world = world or current()
+    if world.size == 1:
+        kind: type[Engine] = SingleEngine
+    else:
+        kind = _ENGINES[strategy.choices().schedule]
+    collectives = Collectives(world, strategy.choices().topology)
+    if world.size > 1:
+        _check_same_model(model, world, strategy)
+        with torch.no_grad():
+            tensors = [*model.parameters(), *model.buffers()]
+            broadcast_now([t.detach() for t in tensors], collectives, root=0)
+    engine = kind(
+        model, optimizer, strategy.choices(), world, collectives, type(optimizer).step
+    )
+    upgrade(model, DistributedModel, engine)
+    upgrade(optimizer, DistributedOptimizer, engine)
+    return model, optimizer
+
+
+def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
+    """Undo `distribute`: finish pending work, and return plain objects without hooks.
+
+    Raises:
+        UsageError: they were not distributed together.
+    """
+    engine = engine_of(model)
+    if engine is None or engine is not engine_of(optimizer):
+        raise UsageError("release(): this model and optimizer were not distributed together")
+    engine.detach()
+    downgrade(model)
+    downgrade(optimizer)
+    return model, optimizer
+
+
+def _check(model: Any, optimizer: Any, strategy: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"distribute(model={type(model).__name__}): pass a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"distribute(optimizer={type(optimizer).__name__}): pass a torch.optim.Optimizer"
+        )
+    if isinstance(strategy, type) or not hasattr(strategy, "choices"):
+        raise UsageError(
+            f"distribute(strategy={strategy!r}): pass an instance, such as wingbeat.DeAR()"
+        )
+    if engine_of(model) is not None or engine_of(optimizer) is not None:
+        raise UsageError(
+            "distribute() was called twice on the same model or optimizer: call "
+            "wingbeat.release(model, optimizer) first"
+        )
+    known = set(model.parameters())
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in known:
+                raise UsageError(
+                    f"parameter {position} of the optimizer's group {number}, shape "
+                    f"{tuple(param.shape)}, does not belong to the model: make the optimizer "
+                    "from model.parameters()"
+                )
+    for name, param in model.named_parameters():
+        if param.is_complex():
+            raise UsageError(f"parameter {name!r} is complex; real dtypes are supported")
+
+
+def _check_same_model(model: torch.nn.Module, world: World, strategy: HasChoices) -> None:
+    """Compare every rank's parameters and buffers with rank 0's, on every rank."""
+    tensors = [
+        *((name, t, bool(t.requires_grad)) for name, t in model.named_parameters()),
+        *((name, t, False) for name, t in model.named_buffers()),
+    ]
+    mine = []
+    for name, tensor, trained in tensors:
+        spec = spec_of(name, tensor)
+        mine.append([name, list(spec.shape), spec.dtype, trained])
+    answers = world.exchange("model", {"strategy": repr(strategy), "tensors": mine})
+    for rank, answer in enumerate(answers):
+        _compare(answers[0], answer, rank)
+
+
+def _compare(first: Any, other: Any, rank: int) -> None:
+    if first["strategy"] != other["strategy"]:
+        raise MismatchError(
+            f"rank 0 uses {first['strategy']}, rank {rank} uses {other['strategy']}; "
+            "all ranks must use the same strategy"
+        )
+    for a, b in zip(first["tensors"], other["tensors"], strict=False):
+        if a != b:
+            raise MismatchError(
+                f"parameter {a[0]!r} differs: rank 0 has {_describe(a)}, rank {rank} has "
+                f"{_describe(b)}; all ranks must build the same model"
+            )
+    if len(first["tensors"]) != len(other["tensors"]):
+        longer = max(first["tensors"], other["tensors"], key=len)
+        extra = longer[min(len(first["tensors"]), len(other["tensors"]))]
+        raise MismatchError(
+            f"parameter {extra[0]!r} is missing: rank 0 has {len(first['tensors'])} parameters "
+            f"and buffers, rank {rank} has {len(other['tensors'])}; all ranks must build the "
+            "same model"
+        )
+
+
+def _describe(entry: Any) -> str:
+    name, shape, dtype, trained = entry
+    return f"{name!r} {dtype} {tuple(shape)}{'' if trained else ' (not trained)'}"

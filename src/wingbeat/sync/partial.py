@@ -1,0 +1,97 @@
+"""Run any torch optimizer on some of its parameters, with the settings of an earlier moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from wingbeat.errors import UsageError
+
+GroupSnapshot = list[dict[str, Any]]
+"""Each param group's settings (learning rate and so on) at the moment of ``step()``."""
+
+
+class PartialOptimizer:
+    """Splits one ``step()`` into several, one for each bucket whose gradients have arrived.
+
+    Right for every optimizer that updates each parameter from its own gradient and state, as
+    those of ``torch.optim`` do (LBFGS excepted, which needs a closure).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plain_step: Any) -> None:
+        self._optimizer = optimizer
+        self._plain_step = plain_step
+        self._group_of: dict[torch.Tensor, int] = {}
+        self._proved = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read again which group each parameter belongs to."""
+        groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
+        self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer updates ``param``."""
+        return param in self._group_of
+
+    def params(self) -> list[torch.Tensor]:
+        """Return all the optimizer's parameters."""
+        return list(self._group_of)
+
+    def snapshot(self) -> GroupSnapshot:
+        """Copy the groups' settings, because a scheduler may change them before the update."""
+        groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
+        return [
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in groups
+        ]
+
+    def whole_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the optimizer's own step, on all its parameters."""
+        return self._plain_step(self._optimizer, *([closure] if closure else []))
+
+    def step(self, params: Iterable[torch.Tensor], snapshot: GroupSnapshot) -> None:
+        """Update ``params`` from their ``grad`` with the settings in ``snapshot``.
+
+        Raises:
+            UsageError: the optimizer keeps state in its groups, so that it cannot be split.
+        """
+        members: dict[int, list[torch.Tensor]] = {}
+        for param in params:
+            if param in self._group_of:
+                members.setdefault(self._group_of[param], []).append(param)
+        groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
+        before = None if self._proved else [dict(group) for group in groups]
+        inside = self._optimizer.__dict__
+        saved = {k: inside[k] for k in _SWAPPED}
+        # The user's hooks and groups belong to the whole step, not to each part of it.
+        inside.update(
+            param_groups=groups, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={}
+        )
+        try:
+            self._plain_step(self._optimizer)
+        finally:
+            inside.update(saved)
+        if before is not None and groups:
+            self._prove(before, groups)
+
+    def _prove(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+        for old, new in zip(before, after, strict=True):
+            changed = [k for k in new if k != "params" and new[k] is not old.get(k, _ABSENT)]
+            if changed:
+                raise UsageError(
+                    f"optimizer {type(self._optimizer).__name__} keeps state in its param groups "
+                    f"({', '.join(changed)}), so its step cannot be split by bucket; "
+                    "use wingbeat.AllReduce() with it"
+                )
+        self._proved = True
+
+
+_SWAPPED = ("param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_ABSENT = object()

@@ -1,0 +1,179 @@
+"""The user's own model and optimizer, given new methods in place.
+
+Their classes are swapped for subclasses, as torch's ``fully_shard`` does: the objects, their
+attributes and the keys of their state dicts stay the same, so that one line of a training
+script is enough. Copies and pickles of them are plain objects again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from wingbeat.errors import UsageError
+from wingbeat.sync.engine import Engine
+from wingbeat.sync.join import joined
+
+_KEY = "_wingbeat"
+
+
+class DistributedModel:
+    """What `distribute` adds to a model's class."""
+
+    @property
+    def _engine(self) -> Engine:
+        engine: Engine = self.__dict__[_KEY]
+        return engine
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients without communication, as DDP's ``no_sync``."""
+        return self._engine.no_sync()
+
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """Train with uneven numbers of batches per worker, as DDP's ``Join``.
+
+        A worker that leaves the context early takes part in the others' exchanges with
+        gradients of zero. Afterwards all hold the parameters and the optimizer state of a worker
+        that was in it to the end. Averages divide by the number of all workers, as DDP's do.
+        """
+        return joined(self._engine)
+
+    def flush(self) -> None:
+        """Apply updates that are still under way; happens by itself where it is needed."""
+        self._engine.flush()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """As `torch.nn.Module.named_parameters`, with values and gradients made current."""
+        self._engine.settle()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.nn.Module.zero_grad`, without waiting for what is under way."""
+        self._engine.zero_grad(set_to_none)
+        for param in _plain_parameters(self):
+            _zero(param, set_to_none)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._engine.settle()
+        return _plain_copy(self).__reduce_ex__(protocol)
+
+
+class DistributedOptimizer:
+    """What `distribute` adds to an optimizer's class."""
+
+    @property
+    def _engine(self) -> Engine:
+        engine: Engine = self.__dict__[_KEY]
+        return engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups; read between backward and step, gradients are made whole first."""
+        self._engine.settle_gradients()
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def step(self, closure: Any = None) -> Any:
+        """Run one step; with `DeAR`, parameters are updated as the next forward needs them.
+
+        Raises:
+            UsageError: a closure together with a strategy that defers the update.
+        """
+        # A scheduler made before `distribute` had wrapped the old step to know that it ran.
+        self.__dict__["_opt_called"] = True
+        return self._engine.step(closure)
+
+    # Schedulers patch `step` unless they find this mark; the line above serves them instead.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # The optimizer's hooks are run by its own step, which the engine calls.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.optim.Optimizer.zero_grad`, without waiting for what is under way."""
+        self._engine.zero_grad(set_to_none)
+        for group in self.__dict__["param_groups"]:
+            for param in group["params"]:
+                _zero(param, set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the averaged gradients of all the optimizer's parameters by their global norm.
+
+        Returns:
+            The norm before clipping, a float32 scalar, equal on every worker.
+        """
+        return self._engine.clip_grad_norm_(float(max_norm), float(norm_type))
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Refused: the plan is made.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "add_param_group() after distribute() is not possible: add the group before, or call "
+            "wingbeat.release(model, optimizer), add it, and distribute() again"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._engine.settle()
+        return _plain_copy(self).__reduce_ex__(protocol)
+
+
+def upgrade(target: Any, extra: type, engine: Engine) -> None:
+    """Swap ``target``'s class for a subclass with the methods of ``extra``."""
+    plain = type(target)
+    target.__dict__[_KEY] = engine
+    # A scheduler's wrapper around the old step would hide ours.
+    target.__dict__.pop("step", None)
+    target.__class__ = type(
+        f"Distributed{plain.__name__}", (extra, plain), {"__doc__": plain.__doc__}
+    )
+
+
+def downgrade(target: Any) -> None:
+    """Give ``target`` its old class back."""
+    plain = plain_class(target)
+    del target.__dict__[_KEY]
+    target.__class__ = plain
+
+
+def engine_of(target: Any) -> Engine | None:
+    """Return the engine of a distributed model or optimizer, None for a plain one."""
+    engine: Engine | None = target.__dict__.get(_KEY)
+    return engine
+
+
+def plain_class(target: Any) -> Any:
+    """Return the class that a distributed model or optimizer had before."""
+    return type(target).__mro__[2]
+
+
+def _plain_copy(target: Any) -> Any:
+    copy = object.__new__(plain_class(target))
+    copy.__dict__.update({k: v for k, v in target.__dict__.items() if k != _KEY})
+    return copy
+
+
+def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                yield param
+
+
+def _zero(param: torch.Tensor, set_to_none: bool) -> None:
+    if param.grad is None:
+        return
+    if set_to_none:
+        param.grad = None
+    else:
+        param.grad.detach_().zero_() if param.grad.grad_fn else param.grad.requires_grad_(
+            False
+        ).zero_()

@@ -1,0 +1,51 @@
+"""Wait-free backpropagation: whole all-reduces under backward, as DDP and Horovod do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wingbeat.sync.bucket import Bucket, Prior, Slot
+from wingbeat.sync.engine import Engine
+
+
+class WfbpEngine(Engine):
+    """All-reduces each bucket as it completes; gradients are whole when backward returns."""
+
+    def launch(self, bucket: Bucket) -> None:
+        """Start the bucket's all-reduce."""
+        bucket.handle = self.collectives.all_reduce(bucket.flat, bucket=bucket.index)
+
+    def store(self, slot: Slot) -> None:
+        """Show the bucket's view as the gradient."""
+        if slot.used:
+            slot.param.grad = slot.view
+            slot.prior = Prior.NONE
+
+    def finish_backward(self) -> None:
+        """Wait for all buckets, so that the user sees averaged gradients."""
+        with self.exposed():
+            for bucket in self.buckets:
+                bucket.settle()
+        for bucket in self.buckets:
+            if bucket.dense:
+                continue
+            for slot in bucket.contributed():
+                slot.param.grad = slot.view
+                slot.prior = Prior.NONE
+
+    def discard(self) -> None:
+        """Nothing is kept outside of ``p.grad``."""
+        for bucket in self.buckets:
+            bucket.settle()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the optimizer's own step: gradients are whole."""
+        self.recover()
+        return self.partial.whole_step(closure)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip the whole gradients, equal on every worker."""
+        return torch.nn.utils.clip_grad_norm_(self.partial.params(), max_norm, norm_type)

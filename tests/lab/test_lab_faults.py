@@ -1,0 +1,82 @@
+"""Scripted faults: what the workers see, and when."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+WAIT = """if True:
+    import os, subprocess, sys, time
+    if os.environ["RANK"] == "1":
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        time.sleep(600)
+    time.sleep(1)
+    print("still here")
+"""
+
+# Samples the carrier and prints each change; ends after three states.
+CARRIER = """if True:
+    import pathlib, time
+    state, seen = pathlib.Path("/sys/class/net/eth1/carrier"), []
+    end = time.monotonic() + 20
+    while len(seen) < 3 and time.monotonic() < end:
+        now = state.read_text().strip()
+        if [now] != seen[-1:]:
+            seen.append(now)
+        time.sleep(0.01)
+    print(*seen)
+"""
+
+
+@pytest.mark.parametrize(
+    "spec", ["loopback:2", pytest.param("star:2@1gbit", marks=pytest.mark.lab)]
+)
+def test_kill_ends_one_hosts_processes(spec: str, run_python: Callable[..., Any]) -> None:
+    events: list[str] = []
+    ran = run_python(spec, WAIT, fail="300ms kill h1", on_event=events.append)
+    assert ran.result.exit_codes == (0, 128 + signal.SIGKILL)
+    assert ran.result.first_failure.host == "h1"
+    assert 0.3 <= ran.result.first_failure.after < 5
+    assert ran.lines[0] == ["still here"]
+    assert events == ["0.3s kill h1"]
+
+
+def test_kill_one_local_worker(run_lab: Callable[..., Any]) -> None:
+    ran = run_lab("loopback:1", ["sleep", "1"], per_host=2, fail="100ms kill h0.1")
+    assert ran.result.exit_codes == (0, 128 + signal.SIGKILL)
+
+
+@pytest.mark.lab
+def test_a_cut_cable_is_seen_by_its_host_alone_and_can_be_mended(
+    run_python: Callable[..., Any],
+) -> None:
+    code = f"import os\nif os.environ['RANK'] == '1':\n    exec({CARRIER!r})"
+    ran = run_python("star:2x2@1gbit", code, fail="500ms h1.eth1 down; 1s h1.eth1 up")
+    assert ran.lines[1] == ["1 0 1"]
+    other = run_python("star:2x2@1gbit", CARRIER.replace("20", "1.2"), fail="500ms h1.eth0 down")
+    assert other.lines[1] == ["1"]
+
+
+@pytest.mark.lab
+def test_traffic_stops_while_cut_and_goes_on_after(measure: Callable[..., Any]) -> None:
+    whole, _ = measure("star:2@100mbit", [[0, 1, "10.0.0.2", 0]], seconds=1.5)
+    cut, _ = measure(
+        "star:2@100mbit", [[0, 1, "10.0.0.2", 0]], seconds=1.5, fail="400ms h1 down; 1s h1 up"
+    )
+    assert cut[0] < 0.75 * whole[0]
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("prio", [0, 2])
+def test_changed_rate_holds_both_ways(prio: int, measure: Callable[..., Any]) -> None:
+    flows = [[0, 1, "10.0.0.2", 0], [1, 0, "10.0.0.1", 0]]
+    measured, _ = measure(
+        f"star:2@20mbit,prio={prio}", flows, fail="0s rate h1 100mbit; 0s rate h0 100mbit"
+    )
+    assert min(measured) > 0.8 * 1e8
+    measured, _ = measure(f"star:2@100mbit,prio={prio}", flows, fail="0s rate h1.eth0 20mbit")
+    assert max(measured) < 1.3 * 2e7, json.dumps(measured)

@@ -1,0 +1,154 @@
+"""Links as asked for: real TCP flows between hosts, measured by their receivers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.lab
+
+Measure = Callable[..., tuple[list[float], Any]]
+EF, AF41 = 0xB8, 0x88
+ATTEMPTS = 3
+"""A busy machine can only make a flow slower, so the lower bound may be met by any attempt."""
+
+
+def assert_rates(measure: Measure, spec: str, flows: list[Any], rates: list[float]) -> Any:
+    """Each flow within 3% below its rate in one attempt, in none more than 1% above."""
+    for attempt in range(ATTEMPTS):
+        measured, stats = measure(spec, flows)
+        shares = [m / r for m, r in zip(measured, rates, strict=True)]
+        assert max(shares) <= 1.01, shares
+        if min(shares) >= 0.97:
+            return stats
+    raise AssertionError(f"{shares} of the asked rates after {attempt + 1} attempts")
+
+
+@pytest.mark.parametrize(("text", "rate"), [("10mbit", 1e7), ("1gbit", 1e9)])
+def test_rate_both_ways(measure: Measure, text: str, rate: float) -> None:
+    flows = [[0, 1, "10.0.0.2", 0]]
+    assert_rates(measure, f"star:2@{text}", flows, [rate])
+
+
+def test_ring_at_line_rate_loses_nothing(measure: Measure) -> None:
+    flows = [[n, (n + 1) % 4, f"10.0.0.{(n + 1) % 4 + 1}", 0] for n in range(4)]
+    stats = assert_rates(measure, "star:4@250mbit", flows, [25e7] * 4)
+    for ports in stats.hosts.values():
+        port = ports["eth0"]
+        assert (port.out["all"].drops, port.into["all"].drops) == (0, 0)
+        # A second at 250 Mbit/s is 31 MB; acknowledgements ride on top.
+        assert 0.97 * 31.25e6 < port.out["all"].bytes < 1.5 * 31.25e6
+        assert port.into["all"].bytes > 0.97 * 31.25e6
+
+
+def test_two_rails_carry_twice(measure: Measure) -> None:
+    flows = [[0, 1, "10.0.0.2", 0], [0, 1, "10.1.0.2", 0]]
+    assert_rates(measure, "star:2x2@250mbit", flows, [25e7, 25e7])
+
+
+def test_overrides_hold_both_ways_and_only_there(measure: Measure) -> None:
+    flows = [
+        [0, 1, "10.0.0.2", 0],
+        [1, 0, "10.1.0.1", 0],
+        [2, 0, "10.2.0.1", 0],
+        [0, 2, "10.2.0.3", 0],
+    ]
+    spec = "star:3x3@200mbit,h1.eth0@50mbit,h2@100mbit"
+    assert_rates(measure, spec, flows, [5e7, 2e8, 1e8, 1e8])
+
+
+def test_trunk_is_the_bottleneck_between_leaf_switches(measure: Measure) -> None:
+    across, inside = [0, 2, "10.0.0.3", 0], [0, 1, "10.0.0.2", 0]
+    stats = assert_rates(measure, "fat-tree:4/2@300mbit+100mbit", [across], [1e8])
+    assert stats.trunks["leaf0-0 -> spine0"]["all"].bytes > 0.97e8 / 8
+    stats = assert_rates(measure, "fat-tree:4/2@300mbit+100mbit", [inside], [3e8])
+    assert stats.trunks["leaf0-0 -> spine0"]["all"].bytes < 10_000
+
+
+def test_many_senders_share_the_receivers_link(measure: Measure) -> None:
+    flows = [[n, 0, "10.0.0.1", 0] for n in (1, 2, 3)]
+    measured, _ = measure("star:4@300mbit", flows)
+    assert 0.9 * 3e8 < sum(measured) < 1.05 * 3e8
+
+
+@pytest.mark.parametrize("prio", [2, 3])
+def test_urgent_flow_takes_the_link(measure: Measure, prio: int) -> None:
+    flows = [[0, 2, "10.0.0.3", EF], [1, 2, "10.0.0.3", AF41]]
+    (urgent, other), stats = measure(f"star:3@300mbit,prio={prio}", flows)
+    assert urgent > 0.93 * 3e8
+    assert other < 0.07 * 3e8
+    classes = stats.hosts["h2"]["eth0"].into
+    second = "af41" if prio == 3 else "be"
+    assert classes["ef"].bytes > 0.93 * 3e8 / 8 > 10 * classes[second].bytes > 0
+    assert stats.hosts["h0"]["eth0"].out["ef"].bytes > 0.93 * 3e8 / 8
+
+
+def test_without_priorities_flows_share(measure: Measure) -> None:
+    flows = [[0, 2, "10.0.0.3", EF], [1, 2, "10.0.0.3", 0]]
+    (urgent, other), _ = measure("star:3@300mbit", flows, seconds=2)
+    assert 0.2 < urgent / (urgent + other) < 0.8
+
+
+def test_urgent_flows_both_ways_are_not_held_up_by_their_acknowledgements(
+    measure: Measure,
+) -> None:
+    flows = [
+        [0, 1, "10.0.0.2", EF],
+        [1, 0, "10.0.0.1", EF],
+        [0, 1, "10.0.0.2", 0],
+        [1, 0, "10.0.0.1", 0],
+    ]
+    (there, back, *_), stats = measure("star:2@200mbit,prio=2", flows)
+    assert min(there, back) > 0.9 * 2e8
+    for host in ("h0", "h1"):
+        port = stats.hosts[host]["eth0"]
+        assert all(c.drops == 0 for c in (*port.out.values(), *port.into.values()))
+
+
+def test_bcube_hosts_reach_each_other(run_python: Callable[..., Any]) -> None:
+    """Every host calls every address of every other, also of those it shares no switch with."""
+    code = """if True:
+        import json, os, socket, threading, time
+        me = int(os.environ["RANK"])
+        server = socket.create_server(("0.0.0.0", 7000), backlog=64)
+        targets = {}
+        for other in range(9):
+            if other != me:
+                low, high = other % 3, other // 3
+                targets[f"10.0.{high}.{low + 1}"] = targets[f"10.1.{low}.{high + 1}"] = other
+        def answer():
+            for _ in range(16):
+                connection, _ = server.accept()
+                connection.sendall(bytes([me]))
+                connection.close()
+        answering = threading.Thread(target=answer)
+        answering.start()
+        right = 0
+        for address, other in targets.items():
+            s = socket.socket()
+            while s.connect_ex((address, 7000)):
+                s.close(); s = socket.socket(); time.sleep(0.01)
+            right += s.recv(1) == bytes([other])
+        answering.join()
+        print(json.dumps({"right": right, "of": len(targets)}))
+    """
+    ran = run_python("bcube:3x2@250mbit", code)
+    assert ran.result.exit_code == 0
+    for rank in range(9):
+        assert json.loads(ran.lines[rank][0]) == {"right": 16, "of": 16}
+
+
+def test_bcube_switches_work_at_the_same_time(measure: Measure) -> None:
+    flows = [[0, 1, "10.0.0.2", 0], [0, 2, "10.1.0.2", 0]]
+    assert_rates(measure, "bcube:2x2@150mbit", flows, [15e7, 15e7])
+
+
+def test_idle_network_is_silent(run_lab: Callable[..., Any]) -> None:
+    """So that every byte counted is the job's."""
+    stats = run_lab("star:3x2@1gbit", ["sleep", "0.5"]).result.stats
+    for ports in stats.hosts.values():
+        for port in ports.values():
+            assert port.interface.rx_bytes == port.interface.tx_bytes == 0

@@ -1,0 +1,233 @@
+"""Profiles: the files that come with wingbeat, scaling, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wingbeat.errors import UsageError
+from wingbeat.paced import Parameter, by_kind, load_profile, names, parse, table
+from wingbeat.paced.profile import decode, encode
+
+# Millions of parameters as the papers and libraries print them.
+PUBLISHED = {
+    "alexnet": 61.1,
+    "vgg16": 138.36,
+    "vgg19": 143.67,
+    "resnet50": 25.557,
+    "densenet201": 20.01,
+    "inception_v3": 27.16,  # with the auxiliary classifier
+    "inception_v4": 42.68,
+    "yolo": 271.7,
+    "bert_base": 110.1,
+    "bert_large": 336.2,
+    "lstm_ptb": 66.03,
+}
+# Tensors: DeAR's table I, and figure 9 of OMGS-SGD's models for the LSTM (11 merged layers).
+TENSORS = {"resnet50": 161, "densenet201": 604, "inception_v4": 449, "lstm_ptb": 2 * 4 + 3}
+
+TINY = {
+    "name": "tiny",
+    "device": "none",
+    "batch_size": 2,
+    "samples_per_second": 100.0,
+    "source": "invented for a test",
+    "shapes_from": "nowhere",
+    "split": "by hand",
+    "layers": [
+        {
+            "name": "a.b",
+            "kind": "linear",
+            "parameters": {"weight": [8, 4], "bias": [8]},
+            "forward_ms": 6.0,
+            "backward_ms": 14.0,
+        }
+    ],
+}
+
+
+def test_the_names_are_the_published_models() -> None:
+    assert set(names()) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_totals_match_the_published_count_and_the_stated_throughput(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.params / 1e6 == pytest.approx(PUBLISHED[name], rel=5e-4)
+    assert profile.tensors == TENSORS.get(name, profile.tensors)
+    iteration_ms = 1e3 * profile.batch_size / profile.samples_per_second
+    assert profile.forward_ms + profile.backward_ms == pytest.approx(iteration_ms, rel=1e-4)
+    assert profile.backward_ms == pytest.approx(2 * profile.forward_ms, rel=1e-4)
+    assert profile.source.startswith(("measured: ", "derived"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["alexnet", "vgg16", "vgg19", "resnet50", "densenet201", "inception_v3"],
+)
+def test_shapes_are_those_of_torchvision(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    models = pytest.importorskip("torchvision.models")
+    options = {"aux_logits": True, "init_weights": False} if name == "inception_v3" else {}
+    with torch.device("meta"):
+        real = getattr(models, name)(weights=None, **options)
+    want = {key: tuple(p.shape) for key, p in real.named_parameters()}
+    have = {
+        f"{layer.name}.{p.name}": p.shape
+        for layer in load_profile(name).layers
+        for p in layer.parameters
+    }
+    assert have == want
+
+
+def test_inception_v3_without_its_auxiliary_classifier_is_the_other_published_count() -> None:
+    layers = load_profile("inception_v3").layers
+    kept = sum(layer.numel for layer in layers if not layer.name.startswith("AuxLogits"))
+    assert kept / 1e6 == pytest.approx(23.83, rel=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "depth"), [("bert_base", 768, 12), ("bert_large", 1024, 24)]
+)
+def test_bert_counts_its_tied_embedding_once(name: str, hidden: int, depth: int) -> None:
+    profile = load_profile(name)
+    words = [
+        layer
+        for layer in profile.layers
+        if any(p.shape == (30522, hidden) for p in layer.parameters)
+    ]
+    assert [layer.kind for layer in words] == ["embedding"]
+    assert sum(layer.kind == "attention" for layer in profile.layers) == depth
+    assert all(not layer.parameters for layer in profile.layers if layer.kind == "attention")
+
+
+def test_layers_come_in_the_order_of_execution() -> None:
+    # torchvision defines a block's downsample after bn3 but runs it between bn3 and the addition;
+    # inception_v3 defines its auxiliary classifier before the layers that run after it.
+    order = [layer.name for layer in load_profile("resnet50").layers]
+    assert order[:2] == ["conv1", "bn1"]
+    assert order[-1] == "fc"
+    yolo = [layer.name for layer in load_profile("yolo").layers]
+    assert yolo == [f"body.conv{i}" for i in range(1, 25)] + ["fc1", "fc2"]
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("scale", [0.5, 0.25, 0.1])
+def test_scale_shrinks_parameters_and_leaves_times(name: str, scale: float) -> None:
+    whole = load_profile(name)
+    small = whole.scaled(scale)
+    assert small.scale == scale
+    assert small.params == pytest.approx(scale * whole.params, rel=0.01)
+    assert small.tensors == whole.tensors
+    assert (small.forward_ms, small.backward_ms) == (whole.forward_ms, whole.backward_ms)
+    for layer, full in zip(small.layers, whole.layers, strict=True):
+        for p, q in zip(layer.parameters, full.parameters, strict=True):
+            assert 1 <= p.numel <= q.numel
+            assert len(p.shape) == len(q.shape)
+
+
+def test_scales_multiply_and_a_tensor_keeps_an_element() -> None:
+    assert load_profile("alexnet").scaled(0.5).scaled(0.5).scale == 0.25
+    assert Parameter("bias", (3,)).scaled(0.01).shape == (1,)
+    assert Parameter("weight", (64, 3, 7, 7)).scaled(0.25).shape == (16, 3, 7, 7)
+
+
+def test_parse_reads_name_and_scale() -> None:
+    assert parse("paced:resnet50") == load_profile("resnet50")
+    assert parse("paced:resnet50@0.25") == load_profile("resnet50").scaled(0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("paced:resnet5", ["'resnet5'", "did you mean 'resnet50'?", "vgg16"]),
+        ("paced:resnet5@0.5", ["'resnet5'", "did you mean 'resnet50'?"]),
+        ("resnet50", ["'resnet50'", "paced:resnet50"]),
+        ("paced:resnet50@half", ["'half'", "more than 0 and at most 1"]),
+        ("paced:resnet50@", ["''", "more than 0 and at most 1"]),
+        ("paced:resnet50@0", ["scale 0 ", "more than 0 and at most 1"]),
+        ("paced:resnet50@nan", ["scale nan", "at most 1"]),
+        ("paced:resnet50@2", ["scale 2 ", "at most 1"]),
+        ("paced:/does/not/exist.json", ["/does/not/exist.json", "No such file"]),
+    ],
+)
+def test_parse_refuses_in_one_line(text: str, parts: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_profile_of_ones_own_loads_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY), encoding="utf-8")
+    profile = parse(f"paced:{path}@0.5")
+    assert [p.shape for p in profile.layers[0].parameters] == [(4, 4), (4,)]
+    assert (profile.forward_ms, profile.backward_ms) == (6.0, 14.0)
+
+
+def test_encode_and_decode_are_inverse() -> None:
+    profile = load_profile("bert_base")
+    assert decode(encode(profile), where="here") == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"name": None}, "'name' must be a str"),
+        ({"batch_size": 0}, "must be > 0"),
+        ({"batch_size": True}, "'batch_size' must be a int"),
+        ({"samples_per_second": -1}, "'samples_per_second' must be a number >= 0"),
+        ({"samples_per_second": 50.0}, "but its layers make 20.000 ms"),
+        ({"params": 41}, "params is 41 but its layers make 40"),
+        ({"layers": ["x"]}, "layer 0: must be a JSON object"),
+        ({"layers": TINY["layers"] * 2, "samples_per_second": 50.0}, "more than once"),
+        ({"layers": [{**TINY["layers"][0], "parameters": {"w": [0]}}]}, "positive sizes"),
+        ({"layers": [{**TINY["layers"][0], "parameters": {"w.x": [1]}}]}, "without dots"),
+        ({"layers": [{**TINY["layers"][0], "forward_ms": "6"}]}, "'forward_ms' must be a number"),
+    ],
+)
+def test_a_broken_profile_is_refused_naming_the_field(change: dict[str, object], part: str) -> None:
+    with pytest.raises(UsageError, match=r"profile my\.json") as caught:
+        decode(json.dumps({**TINY, **change}), where="my.json")
+    assert part in str(caught.value)
+
+
+def test_text_that_is_not_json_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"profile my\.json: not JSON"):
+        decode("{", where="my.json")
+
+
+def test_loading_profiles_does_not_import_torch() -> None:
+    code = (
+        "import sys; from wingbeat.paced import parse, names\n"
+        "for name in names(): parse(f'paced:{name}')\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tables_show_the_profiles_numbers() -> None:
+    profile = load_profile("lstm_ptb")
+    rows = table([profile]).splitlines()
+    assert rows[2] == "| lstm_ptb | 100 | 4 | 11 | 66.03 | 264.1 | 66.4 | 132.7 |"
+    kinds = by_kind(profile).splitlines()
+    assert [row.split("|")[1].strip() for row in kinds[2:]] == ["embedding", "linear", "lstm"]
+
+
+@pytest.mark.slow
+def test_the_files_are_what_the_generator_makes() -> None:
+    for module in ("torchvision", "transformers"):
+        pytest.importorskip(module)
+    tool = Path(__file__).resolve().parents[2] / "tools" / "make_profiles.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), "--check"], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok") == len(PUBLISHED)

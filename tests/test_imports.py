@@ -1,0 +1,72 @@
+"""Only transport, and the bench with the peers it measures against, touch torch.distributed.
+
+import-linter cannot forbid a part of a package from outside, so this contract is held here; the
+others are in pyproject.toml and are held by `make lint`.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import wingbeat
+
+ROOT = Path(wingbeat.__file__).parent
+ALLOWED = {"transport", "bench"}
+
+
+def touches_distributed(source: str) -> bool:
+    """Whether source imports torch.distributed, or reaches it as an attribute of torch.
+
+    What only a type checker imports does not count.
+    """
+    tree = ast.parse(source)
+    for node in _at_run_time(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [f"{node.value.id}.{node.attr}"]
+        else:
+            continue
+        if any(f"{name}.".startswith("torch.distributed.") for name in names):
+            return True
+    return False
+
+
+def _at_run_time(node: ast.AST) -> list[ast.AST]:
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        below: list[ast.AST] = list(node.orelse)
+    else:
+        below = list(ast.iter_child_nodes(node))
+    return [node, *(found for child in below for found in _at_run_time(child))]
+
+
+@pytest.mark.parametrize(
+    ("source", "touches"),
+    [
+        ("import torch.distributed as dist", True),
+        ("from torch import nn, distributed", True),
+        ("from torch.distributed import Store", True),
+        ("import torch.distributed.nn", True),
+        ("import torch\nif torch.distributed.is_initialized(): pass", True),
+        ("def f():\n    import torch.distributed", True),
+        ("if TYPE_CHECKING:\n    import torch.distributed", False),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import torch.distributed", True),
+        ("import torch\nfrom torch import nn", False),
+        ("import torch.distributions", False),
+    ],
+)
+def test_the_rule_sees_what_it_should(source: str, touches: bool) -> None:
+    assert touches_distributed(source) is touches
+
+
+def test_only_transport_and_bench_touch_torch_distributed() -> None:
+    files = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py"))]
+    outside = [path for path in files if path.parts[0] not in ALLOWED]
+    assert outside
+    found = [str(p) for p in outside if touches_distributed((ROOT / p).read_text("utf-8"))]
+    assert found == []
