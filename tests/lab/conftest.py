@@ -26,6 +26,15 @@ class Ran:
     lines: dict[int, list[str]] = field(default_factory=dict)
 
 
+@dataclass
+class Measured:
+    """Rates on the wire in bit/s: of each flow while it lasted, and of all over the whole time."""
+
+    rates: list[float]
+    together: float
+    stats: lab.LabStats
+
+
 @pytest.fixture
 def run_lab() -> Callable[..., Ran]:
     def run(spec: str, command: list[str], **options: Any) -> Ran:
@@ -50,16 +59,22 @@ def run_python(run_lab: Callable[..., Ran]) -> Callable[..., Ran]:
 
 
 @pytest.fixture
-def measure(run_lab: Callable[..., Ran]) -> Callable[..., tuple[list[float], lab.LabStats]]:
-    """Rates on the wire in bit/s of simultaneous flows (source, target, address, TOS)."""
+def measure(run_lab: Callable[..., Ran]) -> Callable[..., Measured]:
+    """Run simultaneous flows (source, target, address, TOS)."""
 
-    def run(
-        spec: str, flows: list[Flow], seconds: float = 1.2, **options: Any
-    ) -> tuple[list[float], lab.LabStats]:
+    def run(spec: str, flows: list[Flow], seconds: float = 1.2, **options: Any) -> Measured:
         command = [sys.executable, "-S", str(FLOW), str(seconds), json.dumps(flows)]
         ran = run_lab(spec, command, **options)
         assert ran.result.exit_code == 0, ran
-        reports = [json.loads(line) for lines in ran.lines.values() for line in lines]
-        return [r["rate"] for r in sorted(reports, key=lambda r: r["flow"])], ran.result.stats
+        reports: list[dict[str, float]] = [{} for _ in flows]
+        for line in (line for lines in ran.lines.values() for line in lines):
+            report = json.loads(line)
+            reports[report["flow"]].update(report)
+        whole = max(r["ended"] for r in reports) - min(r["began"] for r in reports)
+        return Measured(
+            [r["bits"] / (r["ended"] - r["began"]) for r in reports],
+            sum(r["bits"] for r in reports) / whole,
+            ran.result.stats,
+        )
 
     return run

@@ -1,4 +1,4 @@
-"""Worker of the lab tests: TCP flows between hosts; each receiver prints its rate on the wire.
+"""Worker of the lab tests: TCP flows between hosts; each receiver prints its bits on the wire.
 
 Usage: ``flow.py SECONDS '[[src, dst, address, tos], ...]'``. Plain sockets, standard library.
 """
@@ -16,16 +16,18 @@ FIRST_PORT = 5000
 WIRE_PER_PAYLOAD = 1514 / 1448
 
 
+def report(**values):
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
 def receive(server, index):
     connection, _ = server.accept()
-    buffer = bytearray(1 << 20)
-    connection.recv_into(buffer)
-    began, total = time.monotonic(), 0
+    buffer, total = bytearray(1 << 20), 0
     while count := connection.recv_into(buffer):
         total += count
-    seconds = time.monotonic() - began
-    rate = total * 8 * WIRE_PER_PAYLOAD / seconds
-    print(json.dumps({"flow": index, "rate": rate, "seconds": seconds}), flush=True)
+    ended = time.monotonic()
+    report(flow=index, bits=total * 8 * WIRE_PER_PAYLOAD, ended=ended)
 
 
 def send(index, address, tos):
@@ -36,7 +38,11 @@ def send(index, address, tos):
         if time.monotonic() > deadline:
             raise SystemExit(f"flow {index}: {address} does not answer")
         time.sleep(0.005)
-    data, end = bytes(1 << 17), time.monotonic() + SECONDS
+    # The sender's clock, which is the receiver's too: a receiver that wakes up late would count
+    # bytes that arrived before its own first look.
+    began = time.monotonic()
+    report(flow=index, began=began)
+    data, end = bytes(1 << 17), began + SECONDS
     while time.monotonic() < end:
         flow.sendall(data)
     flow.close()

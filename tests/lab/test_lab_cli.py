@@ -83,7 +83,7 @@ def test_stats_asks_which_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LabError, match="12-ab, 34-cd"):
         lab.stats()
     assert lab.stats("34-cd").spec == "34-cd"
-    with pytest.raises(UsageError, match="'34-ce'.*did you mean '34-cd'"):
+    with pytest.raises(UsageError, match=r"'34-ce'.*did you mean '34-cd'"):
         lab.stats("34-ce")
     shown = cli.invoke(app, ["stats", "12-ab", "--json"])
     assert json.loads(shown.output) == {"spec": "12-ab", "hosts": {}, "trunks": {}}

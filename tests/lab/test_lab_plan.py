@@ -117,10 +117,14 @@ def test_loopback_has_no_network() -> None:
 @given(st.integers(MIN_RATE, MAX_RATE))
 def test_pieces_fit_the_burst_and_bursts_stay_below_a_percent_of_a_second(rate: int) -> None:
     burst = realise.burst_bytes(rate)
-    assert realise._gso(rate) == f"gso_max_size {min(65536, burst - realise.HEADROOM)}"
+    assert 2 * 1514 < realise.piece_bytes(rate) <= burst - realise.HEADROOM
     assert burst <= 96 * 1024
     assert burst <= max(realise.MIN_BURST, rate / 8 * 0.01)
     assert realise.queue_bytes(rate) >= max(1_000_000, rate // 8 // 20)
+
+
+def test_fast_links_take_whole_pieces() -> None:
+    assert realise.piece_bytes(10**9) == 65536
 
 
 def test_every_direction_of_every_link_is_shaped_to_its_own_rate() -> None:

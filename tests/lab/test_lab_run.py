@@ -6,13 +6,14 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from wingbeat import lab
 from wingbeat.errors import LabError, UsageError
 
-Run = Callable[..., "object"]
+Run = Callable[..., Any]
 EVERYWHERE = ["loopback:3", pytest.param("star:3@1gbit", marks=pytest.mark.lab)]
 
 SHOW = (
@@ -51,9 +52,19 @@ def test_workers_meet_at_the_master_address(spec: str, run_python: Run) -> None:
 
 
 @pytest.mark.parametrize("spec", EVERYWHERE)
-def test_first_failing_exit_code_is_passed_on(spec: str, run_python: Run) -> None:
-    # Rank 2 fails once rank 1 has already, which its file tells.
-    code = "import os, sys, time; r = int(os.environ['RANK']); time.sleep(r * 0.4); sys.exit([0, 7, 9][r])"
+def test_first_failing_exit_code_is_passed_on(spec: str, run_python: Run, tmp_path: Path) -> None:
+    # Ranks 0 and 2 wait until rank 1's file is there, which it makes as it fails.
+    code = f"""if True:
+        import os, pathlib, sys, time
+        rank, mark = int(os.environ["RANK"]), pathlib.Path({str(tmp_path / "failed")!r})
+        if rank == 1:
+            mark.touch()
+            os._exit(7)
+        while not mark.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        sys.exit(9 if rank == 2 else 0)
+    """
     result = run_python(spec, code).result
     assert result.exit_codes == (0, 7, 9)
     assert result.exit_code == 7
@@ -76,16 +87,14 @@ def test_grace_lets_others_report_then_ends_them(spec: str, run_python: Run) -> 
     assert ran.lines[1] == ["h0 is gone"]
 
 
-def test_a_worker_that_ignores_sigterm_is_killed(
-    run_python: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed(run_python: Run) -> None:
     code = """if True:
         import os, signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("ready")
         time.sleep(600)
     """
-    ran = run_python("loopback:1", code, timeout=0.5)
+    ran = run_python("loopback:1", code, timeout=1.0)
     assert ran.result.timed_out
     assert ran.result.exit_codes == (128 + signal.SIGKILL,)
     assert ran.result.exit_code == 124
@@ -119,7 +128,7 @@ def test_prefix_names_local_worker(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_long_and_odd_output_arrives_whole(run_python: Run) -> None:
-    code = "import sys; sys.stdout.write('x' * 50_000 + '\\n'); sys.stdout.buffer.write(b'\\xff\\r\\nend')"
+    code = "import sys; w = sys.stdout.buffer.write; w(b'x' * 50_000 + b'\\n' + b'\\xff\\r\\nend')"
     ran = run_python("loopback:1", code)
     assert ran.lines[0] == ["x" * 50_000, "\N{REPLACEMENT CHARACTER}", "end"]
 

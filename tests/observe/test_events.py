@@ -67,6 +67,19 @@ def test_a_full_stream_drops_and_says_so() -> None:
         assert len(stream.stop()) == 1
 
 
+def test_a_block_is_timed_also_where_it_raises() -> None:
+    stream = Stream()
+    with stream.timed("forward"):
+        pass
+    stream.start(worker=0)
+    before = time.monotonic_ns()
+    with pytest.raises(KeyError), stream.timed("backward", lane="side"):
+        raise KeyError
+    [event] = stream.stop()
+    assert (event.what, event.lane, event.bucket) == ("backward", "side", -1)
+    assert before <= event.begin_ns <= event.end_ns <= time.monotonic_ns()
+
+
 def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(UsageError, match="event limit 0"):
         Stream(limit=0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from wingbeat.observe.events import stream
@@ -14,14 +17,21 @@ from wingbeat.observe.events import stream
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "timeline.md"
 
 
-_clock = count(10**12, 10**10)
+def _script(rank: int) -> dict[str, Any]:
+    """What a training script has by then; each backward waits for a millisecond."""
+    clock = count(time.monotonic_ns(), 10_000_000)
 
+    def backward() -> None:
+        begin = next(clock)
+        stream.record("wait", begin, begin + 1_000_000, bucket=0)
 
-def _train_step(x: int, y: int) -> None:
-    begin = next(_clock)
-    stream.record("forward", begin, begin + x)
-    stream.record("wait", begin + x, begin + x + y)
-    stream.record("step", begin + x, begin + x + y)
+    return {
+        "rank": rank,
+        "loader": [(1, 1)] * 3,
+        "model": lambda x: x,
+        "loss_fn": lambda out, y: SimpleNamespace(backward=backward),
+        "optimizer": SimpleNamespace(zero_grad=lambda: None, step=lambda: None),
+    }
 
 
 def test_the_pages_examples_run(
@@ -31,12 +41,11 @@ def test_the_pages_examples_run(
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     record, rest = blocks[0], blocks[1:]
     assert len(rest) == 3
-    space: dict[str, Any] = {"train_step": _train_step, "loader": [(4_000_000, 1_000_000)] * 3}
     for rank in (1, 0):
-        exec(record, space | {"rank": rank})
-    space.update(stream=stream, x=4_000_000, y=1_000_000)
+        exec(record, _script(rank))
+    space: dict[str, Any] = {"stream": stream, "tensor": np.ones(4), "exchange": lambda _: None}
     for block in rest:
         exec(block, space)
     assert "3.0 ms in all" in capsys.readouterr().out
     assert Path("out/timeline.png").stat().st_size > 10_000
-    assert len(space["events"]) == 2 * 3 * 3
+    assert len(space["events"]) == 2 * 3 * (3 + 1)

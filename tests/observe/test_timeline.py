@@ -114,7 +114,8 @@ def test_the_legend_names_what_is_there_and_nothing_else(sketch: Sketch) -> None
         "update",
         "all-reduce",
         "exposed: waiting for the network",
-        "end of step()",
+        "rest of step()",
+        "end of iteration",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wingbeat import sync
 from wingbeat.bench import ddp, tracing
 from wingbeat.bench.peers import Peer
 from wingbeat.bench.tracing import CommHook
@@ -27,11 +29,13 @@ class Attached:
         model: call it as the user would.
         optimizer: step it as the user would.
         detach: undo everything, so that the next row finds the process as it was.
+        settle: finish work that was put off into the next iteration.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     detach: Callable[[], None]
+    settle: Callable[[], None]
 
 
 def attach(
@@ -51,37 +55,41 @@ def attach(
     if peer.strategy is not None:
         return _attach_strategy(peer, model, make_optimizer)
     if peer.name == "single":
-        return Attached(model, make_optimizer(model.parameters()), _nothing)
+        return Attached(model, make_optimizer(model.parameters()), _nothing, _nothing)
     if peer.name == "fsdp":
         return _attach_fsdp(model, make_optimizer)
     wrapped = ddp.wrap(model, mb=peer.options["mb"], scale=peer.scale)
     _register_hook(peer, wrapped, recorded=recorded)
-    return Attached(wrapped, make_optimizer(wrapped.parameters()), _nothing)
+    return Attached(wrapped, make_optimizer(wrapped.parameters()), _nothing, _nothing)
 
 
 def _nothing() -> None:
-    """DDP and plain models end with their last reference."""
+    """DDP and plain models put nothing off, and end with their last reference."""
 
 
 def _attach_strategy(peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:
-    import wingbeat
-
+    assert peer.strategy is not None
     optimizer = make_optimizer(model.parameters())
-    model, optimizer = wingbeat.distribute(model, optimizer, peer.strategy)
-    return Attached(model, optimizer, lambda: wingbeat.release(model, optimizer))
+    model, optimizer = sync.distribute(model, optimizer, peer.strategy)
+
+    def detach() -> None:
+        sync.release(model, optimizer)
+
+    flush: Callable[[], None] = getattr(model, "flush")  # noqa: B009 - `distribute` adds it
+    return Attached(model, optimizer, detach, flush)
 
 
 def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:
     """Shard each child that has parameters and then the root, as FSDP's guide does by block."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for child in model.children():
         if any(True for _ in child.parameters()):
-            fully_shard(child, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return Attached(model, make_optimizer(model.parameters()), _nothing)
+            fsdp.fully_shard(child, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    return Attached(model, make_optimizer(model.parameters()), _nothing, _nothing)
 
 
 def _register_hook(peer: Peer, model: DistributedDataParallel, *, recorded: bool) -> None:

@@ -20,8 +20,8 @@ NOTES = {
     ),
     "ratio": "median iteration time over the first row's; below 1 is faster",
     "bytes_per_iteration": (
-        "bytes one worker puts on its interfaces in an iteration, headers included, by the"
-        " kernel's counters; mean over workers"
+        "bytes one worker puts on its interfaces in an iteration, by the kernel's counters, which"
+        " count the headers of each piece of up to 64 KB that TCP hands down; mean over workers"
     ),
     "exposed_s": (
         "median iteration time minus the time to compute: forward + backward of a paced model,"
@@ -42,14 +42,15 @@ class Block:
         row: index into the rows.
         starts: for each worker, when each timed iteration began and, last, when the one after
             them began; seconds of the machine's monotonic clock, one for all workers.
-        sent_bytes: for each worker, what its host's interfaces sent meanwhile.
+        sent_bytes: for each worker, what its host's interfaces sent in each iteration, over the
+            timed ones and the last warm-up, with nothing under way before and after.
         loss: of the last timed iteration, mean over workers.
         accuracy: on the test set after the block, 0 to 1; None for a paced model.
     """
 
     row: int
     starts: list[list[float]]
-    sent_bytes: list[int]
+    sent_bytes: list[float]
     loss: float
     accuracy: float | None = None
 
@@ -60,7 +61,7 @@ class Block:
 
     def bytes_per_iteration(self, sharing: int) -> float:
         """Bytes per worker and iteration, where ``sharing`` workers share a host's counters."""
-        return statistics.fmean(self.sent_bytes) / sharing / (len(self.starts[0]) - 1)
+        return statistics.fmean(self.sent_bytes) / sharing
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ MISSING = "-"
 
 _COLUMNS = (
     "strategy",
-    "ms / iteration",
-    "p10 .. p90",
-    "ratio",
-    "MB / worker / it.",
-    "exposed ms",
-    "bound ms",
-    "of bound",
-    "loss",
+    "ms per\niteration",
+    "\np10 .. p90",
+    "\nratio",
+    "MB a worker\nan iteration",
+    "exposed\nms",
+    "bound\nms",
+    "of\nbound",
+    "final\nloss",
 )
 
 
@@ -36,7 +36,7 @@ def render(report: Report) -> Table:
         title_style="bold",
     )
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "strategy" else "right")
     for run in report.runs:
         table.add_row(*cells(run))
     if any(not run.exact for run in report.runs):

@@ -59,34 +59,27 @@ def record(
 ) -> None:
     """Run ``iterations`` with the stream on. ``save`` writes what came of it.
 
-    wingbeat's strategies record themselves; for the others the loop does it from outside.
+    wingbeat records its collectives and waits itself, and DeAR its updates, which are not in
+    ``step``; where the rest begins and ends is seen from the loop.
     """
-    from wingbeat.bench.attach import step  # attach imports this module
-
     stream.start(worker)
     for _ in range(iterations):
-        if peer.strategy is not None:
-            step(made, next_loss)
-        else:
-            _outside(made, next_loss)
-
-
-def _outside(made: Attached, next_loss: Callable[[nn.Module], torch.Tensor]) -> None:
-    begin = time.monotonic_ns()
-    made.optimizer.zero_grad()
-    loss = next_loss(made.model)
-    middle = time.monotonic_ns()
-    stream.record("forward", begin, middle)
-    torch.autograd.backward(loss)
-    end = time.monotonic_ns()
-    stream.record("backward", middle, end)
-    if middle < _last_bucket_ns < end:
-        # Once its last bucket is handed over, backward has nothing to do but wait.
-        stream.record("wait", _last_bucket_ns, end)
-    made.optimizer.step()
-    stepped = time.monotonic_ns()
-    stream.record("update", end, stepped)
-    stream.record("step", end, stepped)
+        begin = time.monotonic_ns()
+        made.optimizer.zero_grad()
+        loss = next_loss(made.model)
+        middle = time.monotonic_ns()
+        stream.record("forward", begin, middle)
+        torch.autograd.backward(loss)
+        end = time.monotonic_ns()
+        stream.record("backward", middle, end)
+        made.optimizer.step()
+        stepped = time.monotonic_ns()
+        stream.record("step", end, stepped)
+        if peer.kind != "dear":
+            stream.record("update", end, stepped)
+        if middle < _last_bucket_ns < end:
+            # Once DDP has its last bucket, backward has nothing to do but wait.
+            stream.record("wait", _last_bucket_ns, end)
 
 
 def save(folder: Path, row: int, worker: int) -> None:

@@ -55,20 +55,23 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
     built = _build(worker)
     maker = attach.optimizer_maker(config.optimizer, paced=worker.checked.model.profile is not None)
     count = config.share(round_)
-    # Before the warm-up and not after it: work put off into the next forward must not find time
-    # to finish while workers wait for each other.
-    dist.barrier()
+    # Workers wait for each other before the last warm-up iteration, never right before a timed
+    # one: work put off into the next forward would find time to finish unseen.
     with attach.attached(peer, built.model, maker) as made:
-        for i in range(config.warmup):
+        lead = min(1, config.warmup)
+        for i in range(config.warmup - lead):
             attach.step(made, built.loss)
             worker.tick(row, round_, i - config.warmup)
-        before = _sent_bytes(worker)
+        before = _settled_bytes(worker, made)
+        for _ in range(lead):
+            attach.step(made, built.loss)
+            worker.tick(row, round_, -1)
         starts = [time.monotonic()]
         for i in range(count):
             loss = attach.step(made, built.loss)
             starts.append(time.monotonic())
             worker.tick(row, round_, i)
-        sent = _sent_bytes(worker) - before
+        sent = (_settled_bytes(worker, made) - before) / (count + lead)
         accuracy = built.accuracy(made.model)
     return _gather(worker, row, starts, sent, loss, accuracy)
 
@@ -82,14 +85,20 @@ def _build(worker: Worker) -> workloads.Built:
     )
 
 
-def _sent_bytes(worker: Worker) -> int:
-    """What this host's interfaces have sent; without a lab, what went over the loopback."""
+def _settled_bytes(worker: Worker, made: attach.Attached) -> int:
+    """What this host's interfaces have sent, once nothing is under way anywhere.
+
+    Without a lab, what went over the loopback. Work that was put off is waited for, so that a
+    number of iterations has all of its bytes and no other's.
+    """
+    made.settle()
+    dist.barrier()
     shaped = worker.checked.lab.shaped
     return sum(c.tx_bytes for name, c in counters.read().items() if (name != "lo") == shaped)
 
 
 def _gather(
-    worker: Worker, row: int, starts: list[float], sent: int, loss: float, accuracy: float | None
+    worker: Worker, row: int, starts: list[float], sent: float, loss: float, accuracy: float | None
 ) -> Block | None:
     own = {"starts": starts, "sent": sent, "loss": loss}
     everyone: list[Any] | None = [None] * worker.workers if worker.rank == 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -102,12 +103,26 @@ def bench(
         trace=png is not None or trace is not None,
     )
     config.check()
+    if png is not None:
+        need_matplotlib()
     for path in (json_out, png, trace):
         if path is not None:
             check_writable(path)
     outcome = measure(config)
     show(outcome)
     write(outcome, json_out, png, trace)
+
+
+def need_matplotlib() -> None:
+    """Find out before minutes of measuring that nothing can be drawn.
+
+    Raises:
+        UsageError: matplotlib is missing; says how to install it.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "a timeline needs matplotlib; install it with: pip install 'wingbeat[bench]'"
+        )
 
 
 def check_writable(path: Path) -> None:
@@ -141,7 +156,7 @@ def show(outcome: Outcome) -> None:
 
     from wingbeat.bench import table
 
-    width = None if sys.stdout.isatty() else 160
+    width = None if sys.stdout.isatty() else 120
     Console(width=width).print(table.render(outcome.report))
 
 

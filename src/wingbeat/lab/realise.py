@@ -9,7 +9,9 @@ Numbers that matter:
 * **Burst 96 KB.** The kernel hands TCP data down in pieces of up to 64 KB; a token bucket smaller
   than one piece makes ``tbf`` cut it up in software, which costs more CPU than the training.
   A burst also is what a sender may exceed the rate by, once: 96 KB is 0.8 ms at 1 Gbit/s. Slow
-  links get less (8 ms of their rate) and the interface is told to make smaller pieces.
+  links get less (8 ms of their rate).
+* **Pieces of 1 ms.** Below 0.5 Gbit/s interfaces are told to make smaller pieces, because an
+  acknowledgement has to wait for the piece in front of it: at 100 Mbit/s 64 KB are 5 ms.
 * **Queue 50 ms, at least 1 MB.** Enough that TCP fills the link and loses nothing in a ring.
 * **Strict priority** is ``htb``: every class may borrow up to the whole rate, lower ``prio``
   first, and is guaranteed only a thousandth, which keeps a starved TCP connection alive.
@@ -25,6 +27,8 @@ BURST_SECONDS = 0.008
 QUEUE_SECONDS = 0.05
 MIN_QUEUE = 1_000_000
 GSO_MAX = 65536
+MIN_GSO = 4096
+GSO_SECONDS = 0.001
 HEADROOM = 2048
 """Between a burst and the largest piece: the headers of its segments, which shapers count."""
 
@@ -40,6 +44,11 @@ def class_names(prio: int) -> tuple[str, ...]:
 def burst_bytes(rate: int) -> int:
     """Token bucket size for a rate in bit/s."""
     return min(BURST, max(MIN_BURST, int(rate / 8 * BURST_SECONDS)))
+
+
+def piece_bytes(rate: int) -> int:
+    """Largest piece that TCP may hand down at a rate in bit/s; always fits the burst."""
+    return min(GSO_MAX, burst_bytes(rate) - HEADROOM, max(MIN_GSO, int(rate / 8 * GSO_SECONDS)))
 
 
 def queue_bytes(rate: int) -> int:
@@ -141,7 +150,7 @@ def _up(device: str, options: str = "") -> list[str]:
 
 
 def _gso(rate: int) -> str:
-    return f"gso_max_size {min(GSO_MAX, burst_bytes(rate) - HEADROOM, max(4096, rate // 8000))}"
+    return f"gso_max_size {piece_bytes(rate)}"
 
 
 def _tbf(rate: int) -> str:

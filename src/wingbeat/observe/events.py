@@ -18,7 +18,10 @@ All times are from ``time.monotonic_ns()``.
 
 from __future__ import annotations
 
+import contextlib
+import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from wingbeat.errors import UsageError
@@ -116,6 +119,26 @@ class Stream:
             self._dropped += 1
             return
         rows.append((what, begin_ns, end_ns, bucket, nbytes, lane))
+
+    @contextlib.contextmanager
+    def timed(self, what: str, *, lane: str = "compute") -> Iterator[None]:
+        """Record how long the block takes, also where it raises; for a training loop's own parts.
+
+        >>> own = Stream()
+        >>> own.start(worker=0)
+        >>> with own.timed("forward"):
+        ...     _ = sum(range(10))
+        >>> [event.what for event in own.stop()]
+        ['forward']
+        """
+        if not self.on:
+            yield
+            return
+        begin = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.record(what, begin, time.monotonic_ns(), lane=lane)
 
     def take(self) -> list[Event]:
         """Hand over what was recorded so far, and go on recording if the stream is on.

@@ -37,8 +37,9 @@ COLOURS = {
     "all_reduce": "#a577b8",
     "broadcast": "#c9b458",
 }
-"""Fill by event; ``wait`` is hatched instead, and ``step`` only marks where iterations end."""
+"""Fill by event; ``wait`` is hatched instead, and ``step`` lies pale behind the rest."""
 
+_STEP = "#d3d7dd"
 _WAIT_FILL, _WAIT_EDGE = "#fbdad6", "#c8281e"
 _INK, _FAINT, _BAND = "#2b2f36", "#9aa1ab", "#f4f5f7"
 _ROW, _BAR, _GAP = 1.0, 0.78, 0.55
@@ -155,7 +156,9 @@ def _summary(events: list[Event], last: int) -> str:
 
 
 def _draw_compute(axes: Axes, events: list[Event], window: Interval, top: float) -> None:
-    """Forward, backward and update, and over them what was spent waiting."""
+    """Step, forward, backward and update, and over them what was spent waiting."""
+    steps = [(event.begin_ns, event.end_ns) for event in events if event.what == "step"]
+    _bars(axes, clip(steps, window), window, top + 0.11, _BAR, facecolor=_STEP, zorder=2)
     for what in ("forward", "backward", "update"):
         spans = [(event.begin_ns, event.end_ns) for event in events if event.what == what]
         _bars(axes, clip(spans, window), window, top + 0.11, _BAR, facecolor=COLOURS[what])
@@ -255,8 +258,9 @@ def _legend(figure: Figure, seen: set[str]) -> None:
         wait.set_label("exposed: waiting for the network")
         handles.append(wait)
     if "step" in seen:
+        handles.append(Patch(facecolor=_STEP, label="rest of step()"))
         dashes = Line2D([], [], color=_FAINT, linewidth=1, linestyle=(0, (3, 2)))
-        dashes.set_label("end of step()")
+        dashes.set_label("end of iteration")
         handles.append(dashes)
     if handles:
         inches = figure.get_size_inches()[1]
