@@ -137,9 +137,7 @@ def _programs(
     )
 
 
-def _rounds(
-    what: str, topology: str, rank: int, blocks: Sequence[Span], link: int
-) -> list[Round]:
+def _rounds(what: str, topology: str, rank: int, blocks: Sequence[Span], link: int) -> list[Round]:
     name, _, root = what.partition(":")
     if name != "broadcast":
         rounds: list[Round] = getattr(topologies.get(topology), name)(rank, blocks, link)

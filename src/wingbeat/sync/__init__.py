@@ -1,5 +1,5 @@
 """When, relative to forward and backward: hooks on a model and its optimizer."""
 
-from wingbeat.sync.distribute import distribute, release
+from wingbeat.sync.entry import distribute, release
 
 __all__ = ["distribute", "release"]

@@ -122,8 +122,4 @@ class Bucket:
         if self.dense:
             return self.slots
         flags = self.flags.tolist()
-        return [
-            slot
-            for slot, flag in zip(self.slots, flags, strict=True)
-            if flag > 0 or slot.used
-        ]
+        return [slot for slot, flag in zip(self.slots, flags, strict=True) if flag > 0 or slot.used]

@@ -217,4 +217,5 @@ class DearEngine(Engine):
         if norms:
             each[rank] = torch.linalg.vector_norm(torch.stack(norms).double(), norm_type)
         self.collectives.all_gather(each).wait()
-        return torch.linalg.vector_norm(each, norm_type).float()
+        total: torch.Tensor = torch.linalg.vector_norm(each, norm_type).float()
+        return total

@@ -58,6 +58,7 @@ class Engine:
         self.sync = True
         self.buffer_root = 0
         self.last_clip: tuple[float, float] | None = None
+        self.before_synced_forward: Callable[[], Any] | None = None
         self._choices = choices
         self._scale = 1.0 / world.size
         self._buckets_of: dict[torch.nn.Module, list[Bucket]] = {}
@@ -213,11 +214,8 @@ class Engine:
             self.recover()
         if self._ready_order is not None and not self.forward_order.watching:
             self.forward_order.start()
-        if self.sync:
-            self.on_training_forward()
-
-    def on_training_forward(self) -> None:
-        """Called as a forward begins whose backward will be synchronised; for `join`."""
+        if self.sync and self.before_synced_forward is not None:
+            self.before_synced_forward()
 
     def _after_forward(self, _model: torch.nn.Module, _args: Any, _out: Any) -> None:
         if self.forward_order.watching:
@@ -271,7 +269,7 @@ class Engine:
         self._replan()
         for bucket in self.buckets:
             bucket.reopen()
-        torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(
             functools.partial(_on_backward_end, weakref.ref(self))
         )
 

@@ -18,6 +18,7 @@ class ModuleHook:
         self._method = method
 
     def __call__(self, *args: Any) -> None:
+        """Pass the hook's arguments on, while the engine lives."""
         engine = self._engine()
         if engine is not None:
             getattr(engine, self._method)(*args)

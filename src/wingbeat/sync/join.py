@@ -21,17 +21,14 @@ def joined(engine: Engine) -> Iterator[None]:
     if engine.world.size == 1:
         yield
         return
-    engine.on_training_forward = lambda: _announce(engine, True)  # type: ignore[method-assign]
+    engine.before_synced_forward = lambda: _announce(engine, True)
     try:
         yield
     finally:
-        del engine.on_training_forward  # back to the class's own
-    last = range(engine.world.size)
-    while True:
-        active = _announce(engine, False)
-        if not active:
-            break
-        last = active  # type: ignore[assignment]
+        engine.before_synced_forward = None
+    last = list(range(engine.world.size))
+    while active := _announce(engine, False):
+        last = active
         engine.shadow_backward()
         if engine.last_clip is not None:
             engine.clip_grad_norm_(*engine.last_clip)

@@ -12,7 +12,7 @@ from wingbeat.sync.engine import Engine
 class SingleEngine(Engine):
     """Leaves forward and backward alone; the added methods work as with many workers."""
 
-    def _build(self, ready_order: Any) -> None:
+    def _build(self, _ready_order: Any) -> None:
         self.buckets = []
 
     def _attach(self) -> None:

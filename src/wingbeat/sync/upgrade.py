@@ -110,7 +110,7 @@ class DistributedOptimizer:
         """
         return self._engine.clip_grad_norm_(float(max_norm), float(norm_type))
 
-    def add_param_group(self, group: dict[str, Any]) -> None:
+    def add_param_group(self, _group: dict[str, Any]) -> None:
         """Refused: the plan is made.
 
         Raises:

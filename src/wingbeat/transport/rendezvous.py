@@ -40,14 +40,13 @@ class TorchStore:
         """
         try:
             self._store.wait([key], timedelta(seconds=seconds))
-            return self._store.get(key).decode()
+            value: bytes = self._store.get(key)
+            return value.decode()
         except (RuntimeError, UnicodeDecodeError) as err:
             raise TimeoutError(f"{key}: {first_line(err)}") from None
 
 
-def init(
-    *, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None
-) -> World:
+def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
     """Join the other workers, as torchrun (or ``wingbeat lab run``) started them.
 
     Connects one process group per network interface, measures the interfaces' speed when there

@@ -72,9 +72,7 @@ def distribute(
         with torch.no_grad():
             tensors = [*model.parameters(), *model.buffers()]
             broadcast_now([t.detach() for t in tensors], collectives, root=0)
-    engine = kind(
-        model, optimizer, strategy.choices(), world, collectives, type(optimizer).step
-    )
+    engine = kind(model, optimizer, strategy.choices(), world, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
     upgrade(optimizer, DistributedOptimizer, engine)
     return model, optimizer

@@ -1,0 +1,118 @@
+"""What a bench accepts, and the one line it refuses with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wingbeat import strategies
+from wingbeat.bench import peers, workloads
+from wingbeat.bench.config import BenchConfig
+from wingbeat.errors import UsageError
+
+
+def config(**changes: Any) -> BenchConfig:
+    values: dict[str, Any] = {
+        "lab": "star:4@1gbit",
+        "model": "paced:resnet50",
+        "strategies": ("ddp", "dear"),
+    }
+    return BenchConfig(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lab": "sta:4@1gbit"}, ["'sta'", "star"]),
+        ({"model": "digit"}, ["'digit'", "'digits'"]),
+        ({"model": "paced:resnet5"}, ["'resnet5'", "'resnet50'"]),
+        ({"model": "paced:resnet50@2"}, ["2", "at most 1"]),
+        ({"strategies": ("ddp", "deer")}, ["'deer'", "'dear'"]),
+        ({"strategies": ("ddp+fp61",)}, ["'ddp+fp61'", "'ddp+fp16'"]),
+        ({"strategies": ("ddp:bm=5",)}, ["'bm'", "'mb'"]),
+        ({"strategies": ("dear:plan=fixd",)}, ["'fixd'", "'fixed'"]),
+        ({"strategies": ("ddp+powersgd:rank=0",)}, ["rank=0"]),
+        ({"strategies": ()}, ["no strategies", "ddp"]),
+        ({"optimizer": "sdg"}, ["'sdg'", "'sgd'"]),
+        ({"iterations": 0}, ["iterations = 0", "1 or more"]),
+        ({"rounds": 4, "iterations": 3}, ["4 rounds", "3 iterations"]),
+        ({"stretch": 0.5}, ["stretch", "1 to 100"]),
+        ({"model": "digits", "stretch": 2.0}, ["stretch", "digits"]),
+        ({"per_host": 17}, ["64"]),
+        ({"lab": "star:4@1mbit", "model": "paced:resnet50@0.5"}, ["scale by at least 1"]),
+        ({"strategies": ("ddp+powersgd",), "warmup": 2}, ["warmup = 2", "3 or more"]),
+        ({"strategies": ("fsdp",)}, ["fsdp", "digits"]),
+    ],
+)
+def test_what_cannot_work_is_one_line(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        config(**changes).check()
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_rates_follow_the_models_scale_and_the_stretch() -> None:
+    checked = config(model="paced:resnet50@0.5", stretch=2.0).check()
+    assert str(checked.lab) == "star:4@250mbit"
+    assert str(checked.asked) == "star:4@1gbit"
+    whole = config().check()
+    times, stretched = whole.model.compute_s(), checked.model.compute_s()
+    assert times is not None
+    assert stretched == pytest.approx((2 * times[0], 2 * times[1]))
+
+
+def test_buckets_follow_the_models_scale() -> None:
+    checked = config(model="paced:resnet50@0.5", strategies=("ddp", "allreduce:mb=8")).check()
+    ddp, allreduce = checked.rows
+    assert ddp.scale == 0.5
+    assert allreduce.strategy == strategies.AllReduce(mb=4.0, first_mb=0.5)
+
+
+def test_iterations_are_shared_by_the_rounds() -> None:
+    made = config(iterations=8, rounds=3)
+    assert [made.share(i) for i in range(3)] == [3, 3, 2]
+    assert made.check().total_iterations == 2 * (8 + 3 * made.warmup)
+
+
+def test_workers_read_what_the_parent_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    made = config(trace=True, stretch=3.0)
+    path.write_text(made.to_json(), encoding="utf-8")
+    assert BenchConfig.load(path) == made
+
+
+def test_rows_know_their_kind_and_their_bytes() -> None:
+    shapes = [(100, 100), (100,)]
+    expected = {
+        "single": ("single", 0),
+        "ddp": ("allreduce", 40_400),
+        "ddp+fp16": ("allreduce", 20_200),
+        "ddp+powersgd:rank=3": ("allreduce", 2_400 + 400),
+        "fsdp": ("fsdp", 40_400),
+        "allreduce": ("allreduce", 40_400),
+        "dear:mb=5": ("dear", 40_400),
+    }
+    for text, (kind, nbytes) in expected.items():
+        row = peers.parse(text)
+        assert (row.kind, row.wire_bytes(shapes)) == (kind, nbytes), text
+    assert set(peers.names()) == {peers.parse(text).name for text in expected}
+
+
+def test_a_strategy_is_the_dataclass_that_python_users_write() -> None:
+    assert peers.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0)
+
+
+def test_layers_of_a_paced_model_add_up_to_the_profile() -> None:
+    workload = workloads.parse("paced:resnet50")
+    layers = workload.layers(peers.parse("ddp"))
+    assert workload.profile is not None
+    assert layers is not None
+    assert sum(layer.nbytes for layer in layers) == workload.profile.nbytes
+    seconds = sum(layer.forward_s + layer.backward_s for layer in layers)
+    assert seconds == pytest.approx(
+        (workload.profile.forward_ms + workload.profile.backward_ms) / 1e3
+    )

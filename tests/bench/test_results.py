@@ -1,0 +1,158 @@
+"""From stamps to figures, on stamps whose figures are known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from wingbeat.bench import bound, demo, results, table
+from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.results import Block, Quantiles, Report
+
+FIELDS = {
+    "strategy",
+    "iteration_s",
+    "ratio",
+    "bytes_per_iteration",
+    "exposed_s",
+    "bound_s",
+    "fraction_of_bound",
+    "final_loss",
+}
+
+
+def checked(model: str = "paced:resnet50", lab: str = "star:2@1gbit", **more: Any) -> Checked:
+    rows = more.pop("strategies", ("ddp", "dear"))
+    return BenchConfig(
+        lab=lab, model=model, strategies=rows, iterations=2, rounds=1, **more
+    ).check()
+
+
+def block(row: int, seconds: float, sent: float = 100.0, **more: Any) -> Block:
+    """Two workers, the second always 1 s behind, two iterations of ``seconds``."""
+    first = [0.0, seconds, 2 * seconds]
+    return Block(row, [first, [at + 1.0 for at in first]], [sent, sent + 50.0], 0.5, **more)
+
+
+def test_an_iteration_lasts_from_the_last_start_to_the_last_start() -> None:
+    # The second worker is late for the second iteration, and the first for the third.
+    uneven = Block(0, [[0.0, 1.0, 4.5], [0.1, 2.0, 3.0]], [0.0, 0.0], 0.0)
+    assert uneven.iterations_s() == pytest.approx([1.9, 2.5])
+
+
+def test_quantiles_lie_between_neighbours() -> None:
+    assert Quantiles.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Quantiles(3.0, 1.4, 4.6)
+    assert Quantiles.of([7.0]) == Quantiles(7.0, 7.0, 7.0)
+
+
+def test_figures_of_a_run() -> None:
+    asked = checked()
+    ddp, dear = results.runs(asked, [block(0, 2.0), block(1, 1.5)])
+    compute = sum(asked.model.compute_s() or ())
+    assert (ddp.ratio, dear.ratio) == (1.0, 0.75)
+    assert ddp.iteration_s.median == 2.0
+    assert ddp.bytes_per_iteration == 125.0
+    assert dear.exposed_s == pytest.approx(1.5 - compute)
+    layers = asked.model.layers(asked.rows[1])
+    assert layers is not None
+    floor = bound.floor("dear", layers, 0.5 / 125e6)
+    assert dear.bound_s == floor
+    assert dear.fraction_of_bound == pytest.approx((floor or 0) / 1.5)
+    assert dear.bound_formula == bound.FORMULAS["dear"]
+    assert dear.final_loss == 0.5
+
+
+def test_exposed_time_is_never_negative() -> None:
+    ddp, _ = results.runs(checked(), [block(0, 0.01), block(1, 0.01)])
+    assert ddp.exposed_s == 0.0
+
+
+def test_workers_that_share_a_host_share_its_counters() -> None:
+    ddp, _ = results.runs(checked(lab="star:1@1gbit", per_host=2), [block(0, 2.0), block(1, 2.0)])
+    assert ddp.bytes_per_iteration == 62.5
+    ddp, _ = results.runs(checked(lab="loopback:2"), [block(0, 2.0), block(1, 2.0)])
+    assert ddp.bytes_per_iteration == 62.5
+
+
+def test_a_real_model_has_no_bound_and_is_exposed_against_training_alone() -> None:
+    rows = ("ddp", "single")
+    ddp, _ = results.runs(checked("digits", strategies=rows), [block(0, 2.0), block(1, 1.5)])
+    assert ddp.bound_s is None
+    assert ddp.bound_formula.startswith("none: digits")
+    assert ddp.exposed_s == 0.5
+    ddp, _ = results.runs(checked("digits"), [block(0, 2.0), block(1, 1.5)])
+    assert ddp.exposed_s is None
+
+
+def test_unshaped_links_have_no_bound() -> None:
+    ddp, _ = results.runs(checked(lab="loopback:2"), [block(0, 2.0), block(1, 2.0)])
+    assert ddp.bound_s is None
+    assert "no stated rate" in ddp.bound_formula
+
+
+def report(model: str = "paced:resnet50") -> Report:
+    asked = checked(model)
+    accuracy = 0.97 if model == "digits" else None
+    blocks = [block(0, 2.0, accuracy=accuracy), block(1, 1.5, accuracy=accuracy)]
+    return Report(
+        lab=str(asked.lab),
+        model=asked.model.name,
+        machine={"cores": 2},
+        runs=results.runs(asked, blocks),
+        asked_lab=str(asked.asked),
+        workers=asked.workers,
+        config={},
+        command="wingbeat bench",
+        date="2025-01-01T00:00:00+00:00",
+        versions={},
+        compute_s=None,
+        notes=results.NOTES,
+    )
+
+
+def test_the_json_has_the_fields_it_promises() -> None:
+    data = json.loads(json.dumps(report().to_json()))
+    assert list(data)[:4] == ["lab", "model", "machine", "runs"]
+    for run in data["runs"]:
+        assert set(run) >= FIELDS
+        assert set(run["iteration_s"]) == {"median", "p10", "p90"}
+    assert set(data["notes"]) >= FIELDS - {"strategy"}
+
+
+def test_a_table_row_holds_the_figures() -> None:
+    _, dear = report().runs
+    cells = table.cells(dear)
+    assert cells[:4] == ["dear", "1500", "1500 .. 1500", "0.750"]
+    assert len(cells) == len(table.render(report()).columns)
+
+
+def test_a_missing_figure_is_a_dash() -> None:
+    assert table.milliseconds(None) == table.MISSING
+    assert table.milliseconds(0.01234) == "12.3"
+    assert table.megabytes(434_000) == "0.434"
+    assert table.megabytes(153.4e6) == "153.4"
+
+
+def test_the_demos_table_says_which_row_is_which() -> None:
+    made = demo.render(report("digits"), report())
+    columns = [list(column.cells) for column in made.columns]
+    assert columns[0] == ["digits (real)", "", "resnet50 (paced)", ""]
+    assert columns[-1] == ["97.0%", "97.0%", table.MISSING, table.MISSING]
+
+
+def test_the_demo_runs_at_one_gigabit() -> None:
+    plan = demo.plan(None)
+    assert str(plan.digits.check().lab) == "star:4@1gbit"
+    assert str(plan.paced.check().lab) == "star:4@1gbit"
+    assert plan.digits.rounds == 1
+
+
+def test_the_demo_says_so_when_links_are_unshaped() -> None:
+    plan = demo.plan("ip is not found: install iproute2 (apt install iproute2)")
+    assert plan.digits.check().lab.kind == plan.paced.check().lab.kind == "loopback"
+    text = "\n".join(demo.about(plan))
+    assert "UNSHAPED" in text
+    assert "apt install iproute2" in text
+    assert demo.to_json(plan, report("digits"), report())["links"] == "unshaped"

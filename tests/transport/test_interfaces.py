@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from wingbeat.errors import UsageError
+from wingbeat.transport.interfaces import Host, Interface, choose, local
+
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
+
+
+def host(identity: str, *interfaces: Interface) -> Host:
+    return Host(identity, (*interfaces, LO))
+
+
+def eth(number: int, address: int, name: str = "") -> Interface:
+    return Interface(name or f"eth{number}", f"10.0.{number}.{address}", f"10.0.{number}.0/24")
+
+
+def test_every_network_that_joins_all_hosts_is_used_in_the_same_order() -> None:
+    hosts = [host("a", eth(1, 1), eth(0, 1)), host("b", eth(0, 2), eth(1, 2, "enp3s0"))]
+    assert [i.name for i in choose(hosts, 0, None)] == ["eth0", "eth1"]
+    assert [i.name for i in choose(hosts, 1, None)] == ["eth0", "enp3s0"]
+
+
+def test_a_container_bridge_with_one_address_on_all_hosts_is_no_network() -> None:
+    hosts = [host("a", eth(0, 1), DOCKER), host("b", eth(0, 2), DOCKER)]
+    assert [i.name for i in choose(hosts, 1, None)] == ["eth0"]
+
+
+def test_several_workers_of_a_host_share_its_interfaces() -> None:
+    a, b = host("a", eth(0, 1)), host("b", eth(0, 2))
+    assert [i.name for i in choose([a, a, b, b], 1, None)] == ["eth0"]
+
+
+def test_workers_of_one_host_use_loopback() -> None:
+    assert choose([host("a", eth(0, 1))] * 2, 1, None) == [LO]
+
+
+def test_a_named_interface_is_taken_and_a_wrong_name_refused() -> None:
+    hosts = [host("a", eth(0, 1), eth(1, 1))] * 2
+    assert [i.name for i in choose(hosts, 0, ["eth1"])] == ["eth1"]
+    with pytest.raises(UsageError, match=r"unknown interface 'eth2' .*did you mean 'eth[01]'"):
+        choose(hosts, 0, ["eth2"])
+
+
+def test_hosts_without_a_common_network_are_told_what_each_has() -> None:
+    hosts = [host("a", eth(0, 1)), host("b", eth(1, 2))]
+    with pytest.raises(UsageError, match=r"rank 0: eth0 10.0.0.1.*rank 1: eth1 10.0.1.2"):
+        choose(hosts, 0, None)
+
+
+def test_this_hosts_own_description_survives_the_journey() -> None:
+    here = local()
+    assert any(i.address.startswith("127.") for i in here.interfaces)
+    assert Host.from_json(here.to_json()) == here
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        {},
+        {"identity": "a"},
+        {"identity": "a", "interfaces": [{"name": "x"}]},
+        {"identity": "a", "interfaces": [{"name": "x", "address": "y", "subnet": "z"}]},
+    ],
+)
+def test_a_malformed_description_is_refused(bad: object) -> None:
+    with pytest.raises(ValueError, match=r"malformed|does not appear"):
+        Host.from_json(bad)
