@@ -52,4 +52,6 @@ def unknown(kind: str, value: str, allowed: Iterable[str], *, where: str = "") -
     close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     place = f" in {where}" if where else ""
-    return UsageError(f"unknown {kind} {value!r}{place}{hint}; allowed: {', '.join(names) or 'none'}")
+    return UsageError(
+        f"unknown {kind} {value!r}{place}{hint}; allowed: {', '.join(names) or 'none'}"
+    )

@@ -211,12 +211,14 @@ def test_hosts_have_names_interfaces_and_a_view_of_their_own(run_python: Run) ->
         print(socket.gethostname(), socket.gethostbyname("h1"), socket.gethostbyname("h1-eth1"))
         print(names, os.environ["GLOO_SOCKET_IFNAME"])
         print(socket.gethostbyname("localhost"), os.path.exists("/sys/class/net/eth1"))
+        print(socket.getnameinfo(("::ffff:10.0.0.1", 0), socket.NI_NAMEREQD)[0])
     """
     ran = run_python("star:2x2@1gbit", code)
     assert ran.lines[1] == [
         "h1 10.0.0.2 10.1.0.2",
         "['eth0', 'eth1', 'lo'] eth0,eth1",
         "127.0.0.1 True",
+        "h0.lab",
     ]
 
 

@@ -125,8 +125,12 @@ def _backward_floor(layers: Sequence[Layer], per_byte: float) -> float:
 
 
 def _forward_floor(layers: Sequence[Layer], per_byte: float) -> float:
-    """Time from the first gather until forward ends: the mirror image of ``_backward_floor``."""
-    mirrored = [Layer(0.0, layer.forward_s, layer.nbytes) for layer in reversed(layers)]
+    """Time from the first gather until forward ends.
+
+    Seen backwards in time a layer's parameters leave when it has run, the last layer first, which
+    is ``_backward_floor`` with forward's times.
+    """
+    mirrored = [Layer(0.0, layer.forward_s, layer.nbytes) for layer in layers]
     return _backward_floor(mirrored, per_byte)
 
 

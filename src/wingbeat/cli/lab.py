@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from wingbeat import lab
@@ -26,15 +27,17 @@ RUN_HELP = """Run CMD on every host of an emulated cluster, with the environment
 \b
 Examples:
   wingbeat lab run star:4@1gbit -- python train.py
-  wingbeat lab run star:4x2@1gbit --per-host 2 -- python train.py      two network cards a host
-  wingbeat lab run bcube:3x2@250mbit -- python train.py                BCube, 9 hosts
-  wingbeat lab run fat-tree:8/4@1gbit+500mbit -- python train.py       4 hosts a leaf switch
-  wingbeat lab run star:4@1gbit,h3@200mbit -- python train.py          one slow host
+  wingbeat lab run star:4x2@1gbit -- python train.py         two network cards
+  wingbeat lab run bcube:3x2@250mbit -- python train.py      BCube, 9 hosts
+  wingbeat lab run fat-tree:8/4@1gbit+500mbit -- python train.py
+  wingbeat lab run star:4@1gbit,h3@200mbit -- python train.py
   wingbeat lab run star:4@1gbit --fail '5s kill h2' -- python train.py
-  wingbeat lab run lab.toml -- python train.py                         the same as a TOML file
-  wingbeat lab run loopback:4 -- python train.py                       no namespaces, unshaped
+  wingbeat lab run lab.toml -- python train.py
+  wingbeat lab run loopback:4 -- python train.py             links unshaped
 
-The exit code is the first failing worker's (128 + n for signal n), 124 at the time limit.
+\b
+The exit code is the first failing worker's (128 + n for signal n); it is 124
+at the time limit. docs/how-to/lab.md has the whole of SPEC and of --fail.
 """
 
 
@@ -203,11 +206,12 @@ def doctor(
 
 
 def _print_findings(findings: list[lab.Finding]) -> None:
-    table = Table()
-    for heading in ("feature", "here", "detail", "without it", "remedy"):
-        table.add_column(heading)
+    table = Table("feature", "here", "note", show_lines=False)
     for f in findings:
-        missing = "[red]no[/]" if f.required else "[yellow]no[/]"
-        cost, remedy = ("", "") if f.found else (f.cost, f.remedy)
-        table.add_row(f.name, "yes" if f.found else missing, f.detail, cost, remedy)
+        if f.found:
+            table.add_row(f.name, "yes", f.detail)
+            continue
+        mark = "[red]no[/]" if f.required else "[yellow]no[/]"
+        note = f"{escape(f.detail)}\nwithout it: {f.cost}\nremedy: {escape(f.remedy)}"
+        table.add_row(f.name, mark, note.strip())
     Console().print(table)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-import click
 import typer
 
 from wingbeat.cli import bench, demo, lab
 from wingbeat.errors import UsageError, WingbeatError
+
+# Typer brings its own copy of click, under a private name: reach its error through a public class.
+_BAD_INPUT: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
     name="wingbeat",
@@ -32,15 +35,16 @@ def main(argv: list[str] | None = None) -> None:
         code = _say(err, 2)
     except WingbeatError as err:
         code = _say(err, 1)
-    except click.exceptions.Abort:
+    except typer.Abort:
         code = _say("interrupted", 130)
-    except click.ClickException as err:
+    except _BAD_INPUT as err:
         code = _say(err.format_message(), 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _say(message: object, code: int) -> int:
-    print(f"wingbeat: {message}", file=sys.stderr)
+    if str(message):  # empty when the help has just been printed
+        print(f"wingbeat: {message}", file=sys.stderr)
     return code
 
 

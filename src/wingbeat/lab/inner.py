@@ -60,9 +60,8 @@ class Lab:
     def _prepare(self) -> None:
         if not self.spec.shaped:
             return
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.supervisor.file_limit = limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))  # one file a host
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each host is an open file
         with contextlib.suppress(OSError):  # containers that mask /proc refuse a fresh one
             kernel.mount("proc", "/proc", "proc")
             self.own_proc = True

@@ -77,6 +77,8 @@ class NetworkPlan:
         for host in self.hosts:
             lines.append(f"{host.address} {host.name}")
             lines += [f"{i.address} {host.name}-{i.name}" for i in host.interfaces]
+            # Servers that listen for both IP versions (torch's store does) ask for names this way.
+            lines += [f"::ffff:{i.address} {host.name}.lab" for i in host.interfaces]
         return "\n".join(lines) + "\n"
 
 

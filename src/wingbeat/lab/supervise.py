@@ -43,7 +43,10 @@ class Worker:
 
 
 class Supervisor:
-    """Runs workers until all have ended; tells ``emit`` every line and every exit."""
+    """Runs workers until all have ended; tells ``emit`` every line and every exit.
+
+    Workers get the limit of open files that holds now, whatever the lab itself needs later.
+    """
 
     def __init__(self, emit: Emit, *, grace: float, namespaced: bool) -> None:
         self.workers: list[Worker] = []
@@ -55,6 +58,7 @@ class Supervisor:
         self._order = itertools.count()
         self._failed = False
         self._began = time.monotonic()
+        self._file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._watch_children()
 
     def watch(self, file: int | socket.socket, call: Callable[[], None]) -> None:
@@ -92,12 +96,10 @@ class Supervisor:
         env: Mapping[str, str],
         enter: Callable[[int], None],
     ) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-
         def prepare() -> None:
             kernel.die_with_parent()
             enter(rank)
-            resource.setrlimit(resource.RLIMIT_NOFILE, self.file_limit or limit)
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._file_limit)
 
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
@@ -123,9 +125,6 @@ class Supervisor:
         worker = Worker(rank, process.pid, reader)
         self.workers.append(worker)
         self.watch(reader, lambda: self._read(worker))
-
-    file_limit: tuple[int, int] | None = None
-    """RLIMIT_NOFILE for workers, where the lab needed more than the user's own."""
 
     @property
     def running(self) -> list[Worker]:

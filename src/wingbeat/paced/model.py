@@ -31,10 +31,8 @@ class PacedLayer(nn.Module):
             seconds = layer.backward_ms * 1e-3 * time_scale * share
             # Registered at birth, so before anybody else's: the time is over before others hear
             # that the gradient is there, and writing the gradient is part of the time.
-            parameter.register_hook(_entering(clock))  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _spending(clock, seconds)
-            )
+            parameter.register_hook(_entering(clock))
+            parameter.register_post_accumulate_grad_hook(_spending(clock, seconds))
 
     def forward(self, activation: Tensor) -> Tensor:
         """Sleep the layer's forward time; add the layer's part of the loss to ``activation``."""

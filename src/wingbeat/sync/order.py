@@ -53,13 +53,13 @@ class ForwardOrder:
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         self._stack = [self._model]
         self._mode = _Watch(self._see)
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Stop watching. Safe to call when not watching."""
         mode, self._mode = self._mode, None
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

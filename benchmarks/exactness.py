@@ -1,0 +1,145 @@
+"""How far wingbeat's weights are from DDP's after training on real data.
+
+    python benchmarks/exactness.py --json out/exactness.json
+
+Four workers on emulated hosts train a small network on scikit-learn's digits for 50 steps: with
+DDP, then with each strategy from the same weights on the same batches; for SGD with momentum and
+weight decay, and for AdamW. The figure is the largest difference of a weight over the largest
+weight of its tensor. Exit code 1 if one is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wingbeat
+from wingbeat import lab, strategies
+from wingbeat.bench import attach, digits, machine
+
+LIMIT = 1e-5
+OPTIMIZERS = ("sgd", "adamw")
+
+
+def train(strategy: str | None, optimizer_name: str, steps: int) -> list[torch.Tensor]:
+    """Weights after ``steps``; ``strategy`` None is DDP."""
+    images, answers, _, _ = digits.data()
+    batches = digits.batches(
+        images, answers, rank=dist.get_rank(), workers=dist.get_world_size(), seed=1
+    )
+    network = digits.network(0)
+    optimizer = attach.optimizer_maker(optimizer_name, paced=False)(network.parameters())
+    model: nn.Module = network
+    if strategy is None:
+        model = DistributedDataParallel(network)
+    else:
+        model, optimizer = wingbeat.distribute(network, optimizer, strategies.parse(strategy))
+    for _ in range(steps):
+        batch, names = next(batches)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch), names).backward()
+        optimizer.step()
+    if strategy is not None:
+        wingbeat.release(model, optimizer)
+    return [p.detach().clone() for p in network.parameters()]
+
+
+def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max())
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def same_everywhere(weights: list[torch.Tensor]) -> bool:
+    """Whether all workers hold the same bits."""
+    flat = torch.cat([w.flatten() for w in weights])
+    mine = flat.clone()
+    dist.broadcast(flat, src=0)
+    differs = torch.tensor(float(not torch.equal(mine, flat)))
+    dist.all_reduce(differs)
+    return float(differs) == 0.0
+
+
+def worker(path: Path, steps: int) -> None:
+    torch.set_num_threads(1)
+    wingbeat.init(timeout=120.0)
+    results: list[dict[str, Any]] = []
+    for optimizer in OPTIMIZERS:
+        theirs = train(None, optimizer, steps)
+        start = train(None, optimizer, 0)
+        for strategy in strategies.names():
+            ours = train(strategy, optimizer, steps)
+            same = same_everywhere(ours)
+            results.append(
+                {
+                    "strategy": strategy,
+                    "optimizer": optimizer,
+                    "steps": steps,
+                    "max_relative_difference": difference(ours, theirs),
+                    "same_bits_on_all_workers": same,
+                    "moved": difference(theirs, start),
+                }
+            )
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(results), encoding="utf-8")
+    wingbeat.shutdown()
+
+
+def run(spec: str, steps: int) -> list[dict[str, Any]]:
+    """Start the workers and return rank 0's results."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "results.json"
+        command = [sys.executable, __file__, "--worker", str(path), "--steps", str(steps)]
+        ended = lab.run(spec, command)
+        if ended.exit_code:
+            sys.exit(ended.exit_code)
+        results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lab", default="star:4@1gbit", help="the cluster (default star:4@1gbit)")
+    parser.add_argument("--steps", type=int, default=50, help="training steps (default 50)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.steps)
+        return 0
+    results = run(options.lab, options.steps)
+    for r in results:
+        print(
+            f"{r['strategy']:10} {r['optimizer']:6} after {r['steps']} steps: "
+            f"{r['max_relative_difference']:.2e} from DDP's weights "
+            f"(which moved by {r['moved']:.2f}); same bits on all workers: "
+            f"{'yes' if r['same_bits_on_all_workers'] else 'NO'}"
+        )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "lab": options.lab,
+            "limit": LIMIT,
+            "machine": machine.describe(),
+            "versions": machine.versions(),
+            "results": results,
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    good = all(
+        r["max_relative_difference"] <= LIMIT and r["same_bits_on_all_workers"] for r in results
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What `wingbeat.distribute` adds to an iteration of a run with one worker.
+
+    python benchmarks/overhead.py --json out/overhead.json
+
+Two models, one plain and one distributed, take turns iteration by iteration in one process, the
+first mover changing each time; so both meet the same machine. The figure is the median over pairs
+of (distributed - plain) / plain, in percent, with a 95% interval from resampling the pairs.
+Exit code 1 if a figure is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import wingbeat
+from wingbeat import paced, strategies
+from wingbeat.bench import digits, machine
+
+LIMIT_PERCENT = 1.0
+Loop = Callable[[], None]
+
+
+def digits_loop() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """A real network on real images, 256 in a batch so that an iteration takes milliseconds."""
+    images, answers, _, _ = digits.data()
+    batch, names = images[:256], answers[:256]
+    return digits.network(0), lambda model: nn.functional.cross_entropy(model(batch), names)
+
+
+def paced_loop() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """ResNet-50's 161 parameter tensors at a twentieth of their size, at a V100's pace."""
+    return paced.PacedModel(paced.parse("paced:resnet50@0.05")), lambda model: model(None)
+
+
+MODELS = {"digits": digits_loop, "paced:resnet50@0.05": paced_loop}
+
+
+def iteration(model: nn.Module, optimizer: Any, loss: Callable[..., torch.Tensor]) -> Loop:
+    def run() -> None:
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+
+    return run
+
+
+def timed(run: Loop) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def measure(name: str, strategy: str, pairs: int) -> dict[str, Any]:
+    loops = []
+    for distributed in (False, True):
+        model, loss = MODELS[name]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        if distributed:
+            model, optimizer = wingbeat.distribute(model, optimizer, strategies.parse(strategy))
+        loops.append(iteration(model, optimizer, loss))
+    for run in loops * 10:
+        run()
+    plain: list[float] = []
+    ours: list[float] = []
+    for number in range(pairs):
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        seconds = {which: timed(loops[which]) for which in order}
+        plain.append(seconds[0])
+        ours.append(seconds[1])
+    shares = [100 * (b - a) / a for a, b in zip(plain, ours, strict=True)]
+    low, high = interval(shares)
+    return {
+        "model": name,
+        "strategy": strategy,
+        "pairs": pairs,
+        "plain_s": statistics.median(plain),
+        "distributed_s": statistics.median(ours),
+        "overhead_percent": statistics.median(shares),
+        "interval_percent": [low, high],
+    }
+
+
+def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
+    """Where the median lies with 95% confidence, by resampling with a fixed seed."""
+    generator = random.Random(0)
+    medians = sorted(
+        statistics.median(generator.choices(values, k=len(values))) for _ in range(resamples)
+    )
+    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=300, help="pairs of iterations (default 300)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    if options.pairs < 2:
+        parser.error(f"--pairs {options.pairs}: allowed are 2 or more")
+    torch.set_num_threads(1)
+    about = machine.describe()
+    wingbeat.init()
+    results = []
+    for name in MODELS:
+        for strategy in strategies.names():
+            result = measure(name, strategy, options.pairs)
+            results.append(result)
+            low, high = result["interval_percent"]
+            print(
+                f"{name:22} {strategy:10} {1e3 * result['plain_s']:8.2f} ms plain "
+                f"{result['overhead_percent']:+6.2f} %  (95%: {low:+.2f} .. {high:+.2f})",
+                flush=True,
+            )
+    wingbeat.shutdown()
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "limit_percent": LIMIT_PERCENT,
+            "machine": about,
+            "versions": machine.versions(),
+            "results": results,
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return int(any(result["overhead_percent"] > LIMIT_PERCENT for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

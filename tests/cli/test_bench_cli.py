@@ -1,0 +1,144 @@
+"""``wingbeat bench`` and ``wingbeat demo`` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wingbeat.cli.bench import spread
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def wingbeat(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wingbeat.cli.main", *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--strategies", "a", "b"], ["--strategies", "a", "--strategies", "b"]),
+        (["--strategies", "a", "--strategies", "b"], ["--strategies", "a", "--strategies", "b"]),
+        (["--strategies=a", "--lab", "x"], ["--strategies=a", "--lab", "x"]),
+        (
+            ["--strategies", "a", "b:c=1", "--png", "p"],
+            ["--strategies", "a", "--strategies", "b:c=1", "--png", "p"],
+        ),
+        (["--strategies"], ["--strategies"]),
+    ],
+)
+def test_strategies_are_separated_by_spaces_or_repeated(
+    args: list[str], expected: list[str]
+) -> None:
+    assert spread(args) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--lab", "sta:4@1gbit"], ["'sta'", "star"]),
+        (["--lab", "star:4@1gbti"], ["gbti", "gbit"]),
+        (["--model", "paced:resnet5"], ["'resnet5'", "'resnet50'"]),
+        (["--strategies", "ddp", "deer"], ["'deer'", "'dear'"]),
+        (["--strategies", "ddp", "--strategies", "dear:mbb=3"], ["'mbb'", "'mb'"]),
+        (["--iterations", "0"], ["iterations", "1 or more"]),
+        (["--iterations", "many"], ["many"]),
+        (["--optimizer", "adam"], ["'adam'", "'adamw'"]),
+        (["--json", "/proc/none/out.json"], ["/proc/none/out.json"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(args: list[str], words: list[str]) -> None:
+    done = wingbeat("bench", *args)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    for word in words:
+        assert word in line
+
+
+def run_bench(tmp_path: Path, *args: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    done = wingbeat("bench", *args, "--json", str(out), timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "ms per" in done.stdout
+    data: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return data
+
+
+def check_exact(runs: list[dict[str, Any]]) -> None:
+    """Strategies that are exact train the same weights, so their losses agree."""
+    losses = [run["final_loss"] for run in runs if run["exact"]]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+def test_loopback_with_real_data(tmp_path: Path) -> None:
+    data = run_bench(
+        tmp_path, "--lab", "loopback:2", "--model", "digits", "--iterations", "3",
+        "--rounds", "1", "--warmup", "1", "--strategies", "ddp", "allreduce", "dear",
+    )  # fmt: skip
+    runs = data["runs"]
+    assert [run["strategy"] for run in runs] == ["ddp", "allreduce", "dear"]
+    check_exact(runs)
+    assert {run["bound_s"] for run in runs} == {None}
+    assert all(0.0 <= run["accuracy"] <= 1.0 for run in runs)
+    # Two workers send every gradient once: the network's 71,000 floats, plus headers.
+    for run in runs:
+        assert run["bytes_per_iteration"] == pytest.approx(4 * 71_754, rel=0.1)
+
+
+@pytest.mark.lab
+def test_star_with_a_paced_model(tmp_path: Path) -> None:
+    png, trace = tmp_path / "out.png", tmp_path / "trace.json"
+    data = run_bench(
+        tmp_path, "--lab", "star:2@1gbit", "--model", "paced:resnet50@0.02",
+        "--iterations", "4", "--rounds", "2", "--warmup", "2",
+        "--strategies", "ddp", "dear", "--strategies", "single",
+        "--png", str(png), "--trace", str(trace),
+    )  # fmt: skip
+    assert data["lab"] == "star:2@20mbit"
+    assert data["asked_lab"] == "star:2@1gbit"
+    ddp, dear, single = data["runs"]
+    check_exact(data["runs"])
+    for run in (ddp, dear, single):
+        assert run["bound_s"] <= run["iteration_s"]["median"]
+        assert run["iteration_s"]["p10"] <= run["iteration_s"]["median"]
+        assert len(run["samples_s"]) == 4
+    # 2 % of ResNet-50's 102 MB, once out of each of two workers.
+    for run in (ddp, dear):
+        assert run["bytes_per_iteration"] == pytest.approx(2.05e6, rel=0.1)
+    assert single["bytes_per_iteration"] < 20_000
+    assert single["iteration_s"]["median"] < ddp["iteration_s"]["median"]
+    assert png.read_bytes().startswith(PNG)
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {f"{s}, worker {w}" for s in ("ddp", "dear", "single") for w in (0, 1)}
+    kinds = {e["cat"] for e in events if e["ph"] == "X"}
+    assert kinds >= {"forward", "backward", "all_reduce", "reduce_scatter", "all_gather"}
+
+
+@pytest.mark.slow
+@pytest.mark.lab
+def test_the_demo_shows_a_table_and_leaves_its_files(tmp_path: Path) -> None:
+    done = wingbeat("demo", "--quick", "--out", str(tmp_path / "demo"), timeout=175)
+    assert done.returncode == 0, done.stderr
+    for word in ("digits (real)", "resnet50 (paced)", "allreduce", "timeline.png", "perfetto"):
+        assert word in done.stdout
+    assert (tmp_path / "demo" / "timeline.png").read_bytes().startswith(PNG)
+    figures = json.loads((tmp_path / "demo" / "demo.json").read_text(encoding="utf-8"))
+    digits, paced = figures["benches"]
+    assert figures["links"] == "shaped"
+    assert digits["lab"] == paced["lab"] == "star:4@1gbit"
+    check_exact(digits["runs"])
+    check_exact(paced["runs"])
