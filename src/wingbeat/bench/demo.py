@@ -110,7 +110,8 @@ def render(digits: Report, paced: Report) -> Table:
                 end_section=number == len(report.runs) - 1,
             )
     table.caption = (
-        "ratio below 1: faster than DDP; MB: the kernel's counters; paced models cannot learn"
+        "ratio below 1: faster than DDP; MB: by the kernel's counters\n"
+        "real: trains on data; paced: real bytes, emulated computation, cannot learn"
     )
     return table
 

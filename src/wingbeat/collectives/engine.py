@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from wingbeat import topologies
+from wingbeat.collectives import native
 from wingbeat.collectives.executor import Executor, Job
 from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
 from wingbeat.topologies import ring
@@ -23,7 +24,7 @@ class Handle:
 
     __slots__ = ("jobs",)
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[Job | native.NativeJob]) -> None:
         self.jobs = jobs
 
     def wait(self) -> None:
@@ -50,7 +51,7 @@ class Collectives:
 
     Every collective works in place on a flat, contiguous tensor; rank ``r`` owns
     ``owned(numel)``, the r-th of ``size`` nearly equal blocks. On several links, each block is
-    cut by the links' measured speed.
+    cut by the links' measured speed. Tensors on a GPU must be a multiple of ``size`` long.
     """
 
     def __init__(self, world: World, topology: str = "ring") -> None:
@@ -84,7 +85,10 @@ class Collectives:
     def _submit(
         self, what: str, buffer: torch.Tensor, bucket: int, after: Handle | None = None
     ) -> Handle:
+        """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
         world = self.world
+        if buffer.is_cuda:
+            return Handle([native.start(world, what, buffer)])
         programs = _programs(
             what,
             self._topology,
@@ -95,10 +99,15 @@ class Collectives:
             world.weights,
         )
         jobs = [
-            executor.submit(program, buffer, what, bucket, after.jobs[i] if after else None)
+            executor.submit(program, buffer, what, bucket, _job_of(after, i))
             for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True))
         ]
         return Handle(jobs)
+
+
+def _job_of(handle: Handle | None, link: int) -> Job | None:
+    job = handle.jobs[link] if handle is not None else None
+    return job if isinstance(job, Job) else None
 
 
 _executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()

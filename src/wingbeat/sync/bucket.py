@@ -66,21 +66,23 @@ class Bucket:
     that the sum tells, at no extra message, whether any worker used the parameter.
 
     Attributes:
-        flat: the gradients, end to end, then the flags.
+        flat: the gradients, end to end, then the flags, then zeros up to ``multiple``.
         handle: the last collective on ``flat``.
         snapshot: the settings of a step whose update is due when ``handle`` is done.
         kept: whether the gradients in ``flat`` still count, as nobody has zeroed them.
         missing: how many gradients the bucket still waits for in this backward.
     """
 
-    def __init__(self, index: int, slots: Sequence[Slot]) -> None:
+    def __init__(self, index: int, slots: Sequence[Slot], multiple: int = 1) -> None:
         self.index = index
         self.slots = list(slots)
         params = [slot.param for slot in slots]
         self.numel = sum(p.numel() for p in params)
         first = params[0]
-        self.flat = torch.zeros(self.numel + len(slots), dtype=first.dtype, device=first.device)
-        self.flags = self.flat[self.numel :]
+        used = self.numel + len(slots)
+        length = -(-used // multiple) * multiple
+        self.flat = torch.zeros(length, dtype=first.dtype, device=first.device)
+        self.flags = self.flat[self.numel : used]
         self.handle: Handle | None = None
         self.snapshot: GroupSnapshot | None = None
         self.kept = False

@@ -119,7 +119,7 @@ class Engine:
             self._choices.first_bucket_bytes,
         )
         self.buckets = [
-            Bucket(i, [self.slots[t] for t in bucket.tensors])
+            Bucket(i, [self.slots[t] for t in bucket.tensors], multiple=self.world.size)
             for i, bucket in enumerate(plan.buckets)
         ]
         self._order_forward()

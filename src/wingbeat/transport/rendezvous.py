@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -15,6 +17,7 @@ from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink, first_line
+from wingbeat.transport.native import nccl_group
 from wingbeat.transport.speed import measure_weights
 from wingbeat.transport.world import World
 
@@ -81,10 +84,13 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
             for i, interface in enumerate(chosen)
         )
         world.weights = measure_weights(world)
+        world.make_native = functools.partial(nccl_group, rank, size)
     elif not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         world._close = dist.destroy_process_group
     world_module.set_current(world)
+    # Threads that still use gloo's sockets while the interpreter ends would crash it.
+    atexit.register(shutdown)
     return world
 
 
@@ -92,6 +98,7 @@ def shutdown() -> None:
     """Leave: stop wingbeat's threads and close its connections. Does nothing before `init`."""
     world = world_module.set_current(None)
     if world is not None:
+        atexit.unregister(shutdown)
         world.close()
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport.link import Link
+
+if TYPE_CHECKING:
+    from wingbeat.transport.native import NativeGroup
 
 
 class Store(Protocol):
@@ -35,6 +38,8 @@ class World:
         links: one per network interface in use.
         weights: share of each tensor that each link carries, in proportion to measured speed.
         timeout: seconds after which any wait gives up and names the peer it waited for.
+        store: where the workers exchange small texts.
+        make_native: makes the group that carries tensors on GPUs; None where there is none.
     """
 
     rank: int
@@ -43,6 +48,8 @@ class World:
     weights: tuple[float, ...]
     timeout: float
     store: Store
+    make_native: Callable[[], NativeGroup] | None = None
+    _native: NativeGroup | None = None
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
     _users: list[Callable[[], None]] = field(default_factory=list)
@@ -70,6 +77,19 @@ class World:
                 f"rank {self.rank}: rank {peer} {kind} for {what!r} within {self.timeout:g} s; "
                 "check that it is running the same script"
             ) from None
+
+    @property
+    def native(self) -> NativeGroup:
+        """The group for tensors on GPUs, made on first use, by every rank alike.
+
+        Raises:
+            UsageError: this world has none.
+        """
+        if self._native is None:
+            if self.make_native is None:
+                raise UsageError("this world carries CPU tensors only; move the model to the CPU")
+            self._native = self.make_native()
+        return self._native
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once before the links are closed."""

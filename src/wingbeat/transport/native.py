@@ -1,0 +1,68 @@
+"""Collectives that a library brings itself: NCCL for tensors on GPUs.
+
+NCCL schedules its own chunks over all network cards, in streams of its own, so it is given
+whole collectives rather than Steps. Waiting orders streams; the host is never blocked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from wingbeat.errors import RendezvousError
+from wingbeat.transport.gloo import first_line
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NativeGroup:
+    """In-place collectives of one ``torch.distributed`` group.
+
+    Buffers are flat and a multiple of ``size`` long; rank ``r`` owns the r-th of the equal blocks.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+
+    def reduce_scatter(self, buffer: torch.Tensor) -> dist.Work:
+        """Sum into this rank's block."""
+        return dist.reduce_scatter_tensor(
+            self._mine(buffer), buffer, group=self._group, async_op=True
+        )
+
+    def all_gather(self, buffer: torch.Tensor) -> dist.Work:
+        """Spread this rank's block."""
+        return dist.all_gather_into_tensor(
+            buffer, self._mine(buffer), group=self._group, async_op=True
+        )
+
+    def all_reduce(self, buffer: torch.Tensor) -> dist.Work:
+        """Sum everywhere."""
+        return dist.all_reduce(buffer, group=self._group, async_op=True)
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work:
+        """Copy from rank ``root``."""
+        return dist.broadcast(buffer, root, group=self._group, async_op=True)
+
+    def _mine(self, buffer: torch.Tensor) -> torch.Tensor:
+        block = buffer.numel() // self._size
+        return buffer[self._rank * block : (self._rank + 1) * block]
+
+
+def nccl_group(rank: int, size: int) -> NativeGroup:
+    """Make an NCCL group of all ranks; every rank must call it.
+
+    Raises:
+        RendezvousError: this build of torch has no NCCL, or the ranks did not meet.
+    """
+    try:
+        return NativeGroup(dist.new_group(backend="nccl"), rank, size)
+    except RuntimeError as err:
+        raise RendezvousError(
+            f"rank {rank}: no NCCL group of {size} ranks: {first_line(err)}; "
+            "check that each rank has a GPU of its own (torch.cuda.set_device(LOCAL_RANK))"
+        ) from None
