@@ -13,19 +13,14 @@ count from the moment all workers have been started.
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wingbeat.errors import UsageError, unknown
 from wingbeat.lab.spec import LabSpec, check_target, parse_target
+from wingbeat.lab.toml import parse_toml, read_toml
 from wingbeat.lab.units import format_rate, parse_rate, parse_time
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover - only on Python 3.10
-    import tomli as tomllib
 
 ACTIONS = ("down", "kill", "rate", "up")
 _VICTIM = re.compile(r"h([0-9]{1,6})(?:\.([0-9]{1,6}))?")
@@ -73,12 +68,7 @@ def parse_script(text_or_path: str | Path, spec: LabSpec, per_host: int = 1) -> 
 
 
 def _toml_lines(path: str) -> list[str]:
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as err:
-        raise UsageError(f"cannot read fail script {path!r}: {err.strerror}") from None
-    except tomllib.TOMLDecodeError as err:
-        raise UsageError(f"{path} is not TOML: {err}") from None
+    data = parse_toml(read_toml(path, "fail script"), path)
     for key in data:
         if key != "fail":
             raise unknown("key", key, ["fail"], where=path)

@@ -15,19 +15,14 @@ The text is ``kind:size[@rate[+trunk]][,option]...``::
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from wingbeat.errors import UsageError, unknown
+from wingbeat.lab.toml import parse_toml, read_toml
 from wingbeat.lab.units import format_rate, parse_rate
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover - only on Python 3.10
-    import tomli as tomllib
 
 KINDS = ("bcube", "fat-tree", "loopback", "star")
 MAX_HOSTS = 1000
@@ -144,10 +139,7 @@ class LabSpec:
         """
         text = str(text_or_path)
         if text.endswith(".toml"):
-            try:
-                return cls.from_toml(Path(text).read_text(encoding="utf-8"), where=text)
-            except OSError as err:
-                raise UsageError(f"cannot read lab file {text!r}: {err.strerror}") from None
+            return cls.from_toml(read_toml(text, "lab file"), where=text)
         return cls(**_parse_text(text.strip()))
 
     def to_text(self) -> str:
@@ -191,11 +183,7 @@ class LabSpec:
         Raises:
             UsageError: not TOML, a key that does not exist, or a value that cannot work.
         """
-        try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as err:
-            raise UsageError(f"{where} is not TOML: {err}") from None
-        return cls(**_parse_toml(data, where))
+        return cls(**_parse_toml(parse_toml(text, where), where))
 
     def _check_loopback(self) -> None:
         if self.rate or self.prio or self.overrides or self.rails != 1:

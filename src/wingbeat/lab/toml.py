@@ -1,0 +1,34 @@
+"""Reading TOML with errors in one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from wingbeat.errors import UsageError
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Read a document; UsageError naming ``where`` if it is not TOML."""
+    # Here and not above: the process inside a lab has the standard library only, and on
+    # Python 3.10 that has no TOML. Only the launcher reads files.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        data: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as err:
+        raise UsageError(f"{where} is not TOML: {err}") from None
+    return data
+
+
+def read_toml(path: str, kind: str) -> str:
+    """Read a file's text; UsageError naming the ``kind`` of file if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as err:
+        raise UsageError(f"cannot read {kind} {path!r}: {err.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{kind} {path!r} is not UTF-8 text") from None
