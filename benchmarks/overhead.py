@@ -102,7 +102,7 @@ def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=300, help="pairs of iterations (default 300)")
+    parser.add_argument("--pairs", type=int, default=150, help="pairs of iterations (default 150)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     if options.pairs < 2:

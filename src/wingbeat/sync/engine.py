@@ -203,9 +203,10 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for slot in self.slots:
-            if slot.param.grad is slot.view:
-                slot.param.grad = slot.view.clone()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.param.grad is slot.view:
+                    slot.param.grad = slot.view.clone()
 
     def _before_forward(self, model: torch.nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled() or not model.training:

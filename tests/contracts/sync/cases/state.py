@@ -321,8 +321,8 @@ def _interrupted(where: str) -> Callable[[Side], None]:
 
 def _fail_on_purpose(side: Side, bare: Any, model: Any, optimizer: Any, where: str) -> None:
     bare.armed = where
+    optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="the trap"):
-        optimizer.zero_grad()
         cross_entropy(model, *side.batch(60)).backward()
     bare.armed = ""
 
