@@ -54,7 +54,7 @@ def test_strategies_are_separated_by_spaces_or_repeated(
         (["--strategies", "ddp", "deer"], ["'deer'", "'dear'"]),
         (["--strategies", "ddp", "--strategies", "dear:mbb=3"], ["'mbb'", "'mb'"]),
         (["--iterations", "0"], ["iterations", "1 or more"]),
-        (["--iterations", "many"], ["many"]),
+        (["--iterations", "many"], ["--iterations", "integer"]),
         (["--optimizer", "adam"], ["'adam'", "'adamw'"]),
         (["--json", "/proc/none/out.json"], ["/proc/none/out.json"]),
     ],
@@ -72,7 +72,7 @@ def run_bench(tmp_path: Path, *args: str) -> dict[str, Any]:
     out = tmp_path / "out.json"
     done = wingbeat("bench", *args, "--json", str(out), timeout=170)
     assert done.returncode == 0, done.stderr
-    assert "ms per" in done.stdout
+    assert "p10 .. p90" in done.stdout
     data: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return data
 
@@ -102,17 +102,18 @@ def test_loopback_with_real_data(tmp_path: Path) -> None:
 def test_star_with_a_paced_model(tmp_path: Path) -> None:
     png, trace = tmp_path / "out.png", tmp_path / "trace.json"
     data = run_bench(
-        tmp_path, "--lab", "star:2@1gbit", "--model", "paced:resnet50@0.02",
+        tmp_path, "--lab", "star:2@2gbit", "--model", "paced:resnet50@0.02",
         "--iterations", "4", "--rounds", "2", "--warmup", "2",
         "--strategies", "ddp", "dear", "--strategies", "single",
         "--png", str(png), "--trace", str(trace),
     )  # fmt: skip
-    assert data["lab"] == "star:2@20mbit"
-    assert data["asked_lab"] == "star:2@1gbit"
+    assert data["lab"] == "star:2@40mbit"
+    assert data["asked_lab"] == "star:2@2gbit"
     ddp, dear, single = data["runs"]
     check_exact(data["runs"])
     for run in (ddp, dear, single):
-        assert run["bound_s"] <= run["iteration_s"]["median"]
+        # A shaper lets 8 ms of its rate through at once after a pause, which counts at this scale.
+        assert run["bound_s"] <= 1.05 * run["iteration_s"]["median"]
         assert run["iteration_s"]["p10"] <= run["iteration_s"]["median"]
         assert len(run["samples_s"]) == 4
     # 2 % of ResNet-50's 102 MB, once out of each of two workers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import os
 import signal
@@ -30,7 +31,10 @@ def die_with_parent() -> None:
 def answer(module: str, name: str, args: tuple[Any, ...]) -> tuple[str, Any, str, str]:
     """Run one case: ``(kind, value, error, traceback)``."""
     try:
+        known = module in sys.modules
         case = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        if not known:
+            gc.freeze()  # a full collection would go through all of torch, for each case
         return "ok", case(*args), "", ""  # type: ignore[operator]
     except Exception as error:
         return "raised", None, f"{type(error).__name__}: {error}", traceback.format_exc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.table import Table
 
 from wingbeat.bench.results import Report, Run
@@ -11,10 +12,10 @@ MISSING = "-"
 
 _COLUMNS = (
     "strategy",
-    "ms per\niteration",
-    "\np10 .. p90",
-    "\nratio",
-    "MB a worker\nan iteration",
+    "time\nms",
+    "p10 .. p90\nms",
+    "ratio",
+    "sent\nMB",
     "exposed\nms",
     "bound\nms",
     "of\nbound",
@@ -34,14 +35,18 @@ def render(report: Report) -> Table:
         title=f"{report.model} on {report.lab}, {report.workers} workers{times}",
         title_justify="left",
         title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for run in report.runs:
         table.add_row(*cells(run))
-    if any(not run.exact for run in report.runs):
-        inexact = ", ".join(sorted({run.strategy for run in report.runs if not run.exact}))
-        table.caption = f"not exact (other weights than DDP's): {inexact}"
+    table.caption = "time: median of an iteration; sent: by one worker in an iteration"
+    inexact = sorted({run.strategy for run in report.runs if not run.exact})
+    if inexact:
+        table.caption += f"\nnot exact (other weights than DDP's): {', '.join(inexact)}"
     return table
 
 
@@ -62,11 +67,11 @@ def cells(run: Run) -> list[str]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds: one decimal under 1000, none above."""
+    """Seconds as milliseconds: one decimal under 100, none above."""
     if seconds is None:
         return MISSING
     value = seconds * 1e3
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def megabytes(count: float) -> str:

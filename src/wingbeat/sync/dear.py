@@ -79,7 +79,7 @@ class DearEngine(Engine):
             )
         self.recover()
         if self.phase is not Phase.REDUCED:
-            self.flush()
+            self.settle()
             self.phase = Phase.IDLE
             return self.partial.whole_step()
         self.phase = Phase.IDLE

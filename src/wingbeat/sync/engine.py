@@ -263,13 +263,16 @@ class Engine:
         if bucket.missing == 0:
             self._launch_complete()
 
-    def _begin_backward(self) -> None:
-        self._in_backward = True
+    def _open_backward(self) -> None:
         self._next = 0
         self.before_backward()
         self._replan()
         for bucket in self.buckets:
             bucket.reopen()
+
+    def _begin_backward(self) -> None:
+        self._open_backward()
+        self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(
             functools.partial(_on_backward_end, weakref.ref(self))
         )
@@ -334,15 +337,11 @@ class Engine:
 
     def shadow_backward(self) -> None:
         """Take part in one backward of the others with gradients of zero."""
+        self._open_backward()
+        self.zero_grad(True)
         for slot in self.slots:
             slot.param.grad = None
-            slot.prior = Prior.NONE
         self._in_backward = True
-        self._next = 0
-        self.before_backward()
-        self._replan()
-        for bucket in self.buckets:
-            bucket.reopen()
         self.end_backward()
 
     def zero_grad(self, set_to_none: bool) -> None:

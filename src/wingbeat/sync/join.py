@@ -21,18 +21,22 @@ def joined(engine: Engine) -> Iterator[None]:
     if engine.world.size == 1:
         yield
         return
-    engine.before_synced_forward = lambda: _announce(engine, True)
+    last = list(range(engine.world.size))
+
+    def announce_batch() -> None:
+        last[:] = _announce(engine, True)
+
+    engine.before_synced_forward = announce_batch
     try:
         yield
     finally:
         engine.before_synced_forward = None
-    last = list(range(engine.world.size))
     while active := _announce(engine, False):
         last = active
         engine.shadow_backward()
         if engine.last_clip is not None:
             engine.clip_grad_norm_(*engine.last_clip)
-        engine.optimizer.step()
+        engine.step()
         engine.zero_grad(True)
         for slot in engine.slots:
             slot.param.grad = None

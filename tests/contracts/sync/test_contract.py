@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from helpers.pool import Pool
 
 from . import cases, play
-from .registry import CHECKS, SCENARIOS, Check, Scenario
+from .registry import CHECKS, LARGE, SCENARIOS, Check, Scenario
 
 assert cases, "importing the package registers the cases"
 
 
-def _grid(named: Mapping[str, Scenario | Check]) -> list[object]:
+def _grid(named: Mapping[str, Scenario | Check]) -> list[ParameterSet]:
     rows = [
         (world, case.name, strategy, mb)
         for case in named.values()
@@ -23,7 +24,15 @@ def _grid(named: Mapping[str, Scenario | Check]) -> list[object]:
         for mb in case.grid.mbs
     ]
     rows.sort(key=lambda row: row[0])  # one pool after the other
-    return [pytest.param(*row, id=f"{row[1]}-{row[2]}-{row[3]:g}MB-{row[0]}") for row in rows]
+    return [
+        pytest.param(
+            *(world, name, strategy, mb),
+            id=f"{name}-{strategy}-{mb:g}MB-{world}",
+            # One bucket on many workers: nothing that the rest of the grid does not see.
+            marks=[pytest.mark.slow] if world > 2 and mb == LARGE else [],
+        )
+        for world, name, strategy, mb in rows
+    ]
 
 
 @pytest.mark.parametrize(("world", "name", "strategy", "mb"), _grid(SCENARIOS))
