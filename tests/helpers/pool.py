@@ -26,6 +26,9 @@ import torch.distributed as dist
 GRACE = 5.0
 """Seconds the other workers get to report once one has failed."""
 
+SHOWN = 2000
+"""Characters shown of the beginning and of the end of a failed worker's output."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -131,7 +134,7 @@ class Pool:
         bad = [o for o in outcomes if o.kind != "ok"]
         if bad:
             lines = [f"rank {o.rank} {o.kind}: {o.error}" for o in bad]
-            details = [f"--- rank {o.rank}\n{o.detail}" for o in bad]
+            details = [f"--- rank {o.rank}\n{o.detail}" for o in bad if o.detail]
             raise CaseFailed("\n".join([*lines, *details]))
         return [o.value for o in outcomes]
 
@@ -188,7 +191,9 @@ class Pool:
 
     def _tail(self, rank: int) -> str:
         text = self._logs[rank].read_text(errors="replace")
-        return f"\noutput of rank {rank}:\n{text[-3000:]}" if text.strip() else ""
+        if len(text) > 2 * SHOWN:
+            text = f"{text[:SHOWN]}\n[...]\n{text[-SHOWN:]}"
+        return f"\noutput of rank {rank}:\n{text}" if text.strip() else ""
 
     def _stack(self, rank: int) -> str:
         """Where a silent worker stands: it prints its stacks on SIGUSR1."""

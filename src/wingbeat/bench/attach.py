@@ -58,7 +58,10 @@ def attach(
         return Attached(model, make_optimizer(model.parameters()), _nothing, _nothing)
     if peer.name == "fsdp":
         return _attach_fsdp(model, make_optimizer)
-    wrapped = ddp.wrap(model, mb=peer.options["mb"], scale=peer.scale)
+    # PowerSGD's hook waits inside gloo's two worker threads, so that two buckets at once would wait
+    # for each other for ever: everything goes into one.
+    mb = peer.options.get("mb", ddp.ONE_BUCKET_MB)
+    wrapped = ddp.wrap(model, mb=mb, scale=peer.scale)
     _register_hook(peer, wrapped, recorded=recorded)
     return Attached(wrapped, make_optimizer(wrapped.parameters()), _nothing, _nothing)
 

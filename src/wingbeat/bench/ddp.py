@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 DEFAULT_MB = 25.0
 """DDP's own bucket size; its first bucket is smaller, 1 MB, only where this is left alone."""
 
+ONE_BUCKET_MB = 1_000_000.0
+"""More than any model: all gradients travel together."""
+
 
 class ScaledDDP(DistributedDataParallel):
     """DDP as it is by default, with both of its bucket sizes multiplied by ``scale``.

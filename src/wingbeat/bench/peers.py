@@ -28,7 +28,7 @@ BUILTIN: dict[str, _Builtin] = {
     "ddp": _Builtin("allreduce", True, "DistributedDataParallel as it is", {"mb": 25.0}),
     "ddp+fp16": _Builtin("allreduce", False, "DDP with PyTorch's fp16_compress_hook", {"mb": 25.0}),
     "ddp+powersgd": _Builtin(
-        "allreduce", False, "DDP with PyTorch's PowerSGD hook", {"mb": 25.0, "rank": 1}
+        "allreduce", False, "DDP with PyTorch's PowerSGD hook, in one bucket", {"rank": 1}
     ),
     "fsdp": _Builtin("fsdp", True, "fully_shard over the children of the model"),
 }
@@ -95,7 +95,7 @@ def parse(text: str) -> Peer:
     """Read one row.
 
     >>> parse("ddp+powersgd:rank=4").options
-    {'mb': 25.0, 'rank': 4}
+    {'rank': 4}
 
     Raises:
         UsageError: an unknown name or option, or a value that cannot work; names the nearest.

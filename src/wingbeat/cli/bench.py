@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -143,11 +145,16 @@ def measure(config: Any) -> Outcome:
     """Run the bench; a worker's failure ends this process with the worker's exit code."""
     from wingbeat.bench import runner
 
+    signal.signal(signal.SIGTERM, _interrupt)  # so that being ended cleans up as Ctrl-C does
     try:
         return runner.run(config, command=["wingbeat", *sys.argv[1:]])
     except runner.WorkerError as err:
         print(f"wingbeat: {err}", file=sys.stderr)
         raise typer.Exit(err.exit_code) from None
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def show(outcome: Outcome) -> None:

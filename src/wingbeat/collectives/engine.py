@@ -87,7 +87,7 @@ class Collectives:
     ) -> Handle:
         """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
         world = self.world
-        if buffer.is_cuda:
+        if buffer.device.type in world.native_on:
             return Handle([native.start(world, what, buffer)])
         programs = _programs(
             what,

@@ -39,7 +39,8 @@ class World:
         weights: share of each tensor that each link carries, in proportion to measured speed.
         timeout: seconds after which any wait gives up and names the peer it waited for.
         store: where the workers exchange small texts.
-        make_native: makes the group that carries tensors on GPUs; None where there is none.
+        make_native: makes the group that runs whole collectives itself; None where there is none.
+        native_on: the device types whose tensors go to that group.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class World:
     timeout: float
     store: Store
     make_native: Callable[[], NativeGroup] | None = None
+    native_on: frozenset[str] = frozenset({"cuda"})
     _native: NativeGroup | None = None
     _close: Callable[[], None] | None = None
     _exchanges: int = 0

@@ -83,7 +83,7 @@ def strategy_of_the_wrong_kind(rig: Rig) -> None:
     refused(UsageError, lambda: give(model, optimizer, wingbeat.DeAR), "DeAR", "DeAR()")
     refused(UsageError, lambda: give(model, optimizer, None), "None")
     refused(UsageError, lambda: give(model, optimizer, 25.0), "25.0")
-    refused(UsageError, lambda: give("resnet", optimizer, rig.strategy), "resnet")
+    refused(UsageError, lambda: give("resnet", optimizer, rig.strategy), "model", "Module")
     refused(UsageError, lambda: give(model, model, rig.strategy), "optimizer")
     refused(UsageError, lambda: give(optimizer, model, rig.strategy), "model")
     _still_works(rig)
@@ -106,6 +106,48 @@ def nothing_to_train(rig: Rig) -> None:
     for p in model.parameters():
         p.requires_grad_(False)
     refused(UsageError, lambda: wingbeat.distribute(model, optimizer, rig.strategy), "grad")
+
+
+class Spectral(nn.Module):
+    """A complex-valued filter next to a real layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.head = nn.Linear(8, 3)
+
+
+@check(ONE)
+def complex_parameters(rig: Rig) -> None:
+    bring_world_up()
+    model = Spectral()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(
+        UsageError, lambda: wingbeat.distribute(model, optimizer, rig.strategy), "filter", "complex"
+    )
+    assert type(model) is Spectral
+
+
+class Sparse(nn.Module):
+    """An embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.words(x)
+        return out
+
+
+@check(ONE)
+def sparse_gradients(rig: Rig) -> None:
+    bring_world_up()
+    model: Any = Sparse()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = wingbeat.distribute(model, optimizer, rig.strategy)
+    loss = model(torch.tensor([1, 2])).sum()
+    refused(UsageError, loss.backward, "words.weight", "sparse")
 
 
 @check(ONE)

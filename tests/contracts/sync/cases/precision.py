@@ -144,7 +144,7 @@ def bf16_parameters_with_momentum_and_clipping(side: Side) -> None:
     for step in range(5):
         optimizer.zero_grad()
         _low(model, *side.batch(step)).backward()
-        side.note("total norm", side.clip(model, optimizer, 0.2))
+        side.note("total norm", float(side.clip(model, optimizer, 0.2)))
         optimizer.step()
 
 
@@ -175,7 +175,7 @@ def three_dtypes_in_one_model(side: Side) -> None:
     for step in range(5):
         optimizer.zero_grad()
         cross_entropy(model, *side.batch(step)).backward()
-        side.note("total norm", side.clip(model, optimizer, 0.5))
+        side.note("total norm", float(side.clip(model, optimizer, 0.5)))
         optimizer.step()
 
 
@@ -187,23 +187,3 @@ def _double(model: Any, x: Tensor, y: Tensor) -> Tensor:
 def float64(side: Side) -> None:
     model = mlp().double()
     train(side, *side.setup(model, adamw(model)), range(8), _double)
-
-
-class Spectral(nn.Module):
-    """A complex-valued filter next to real layers: DDP reduces it as pairs of reals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8))
-        return out
-
-
-@scenario()
-def complex_parameters(side: Side) -> None:
-    model: Any = Spectral()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train(side, *side.setup(model, optimizer))
