@@ -83,6 +83,7 @@ class DearEngine(Engine):
             self.phase = Phase.IDLE
             return self.partial.whole_step()
         self.phase = Phase.IDLE
+        self.partial.run_hooks("pre")
         snapshot = self.partial.snapshot()
         for bucket in self.forward_buckets:
             self._start_gather(bucket)
@@ -91,6 +92,7 @@ class DearEngine(Engine):
         others = [p for p in self.partial.params() if p not in slotted and p.grad is not None]
         if others:
             self.partial.step(others, snapshot)
+        self.partial.run_hooks("post")
         return None
 
     def before_module(self, buckets: Sequence[Bucket]) -> None:
@@ -213,9 +215,15 @@ class DearEngine(Engine):
         size, rank = self.world.size, self.world.rank
         device = parts[0].device if parts else self.buckets[0].flat.device
         each = torch.zeros(size, dtype=torch.float64, device=device)
-        norms = [torch.linalg.vector_norm(p, norm_type, dtype=torch.float32) for p in parts]
+        # Half precision cannot hold the sum of many squares.
+        norms = [
+            torch.linalg.vector_norm(
+                p, norm_type, dtype=torch.promote_types(p.dtype, torch.float32)
+            ).double()
+            for p in parts
+        ]
         if norms:
-            each[rank] = torch.linalg.vector_norm(torch.stack(norms).double(), norm_type)
+            each[rank] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         self.collectives.all_gather(each).wait()
         total: torch.Tensor = torch.linalg.vector_norm(each, norm_type).float()
         return total

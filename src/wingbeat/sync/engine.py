@@ -67,6 +67,7 @@ class Engine:
         self._next = 0
         self._ready_order: list[int] | None = []
         self._new_order: list[int] | None = None
+        self._first_use: list[int] = []
         self.buckets: list[Bucket] = []
         self.forward_buckets: list[Bucket] = []
         self._build(list(reversed(range(len(self.slots)))))
@@ -125,8 +126,12 @@ class Engine:
         self._order_forward()
 
     def _order_forward(self) -> None:
-        """Find out which buckets each module waits for, and which are needed first."""
-        first = {slot: i for i, slot in enumerate(self.forward_order.first_use)}
+        """Find out which buckets each module waits for, and which are needed first.
+
+        What a module waits for is this worker's own affair; the order in which buckets are
+        gathered is what all have agreed on, and the definition order until then.
+        """
+        first = {slot: i for i, slot in enumerate(self._first_use)}
         position = [first.get(i, len(first) + i) for i in range(len(self.slots))]
         self.forward_buckets = sorted(
             self.buckets, key=lambda b: min(position[slot.index] for slot in b.slots)
@@ -148,7 +153,7 @@ class Engine:
         ready_order, first_use = self.world.exchange("order", mine)[0]
         if sorted(ready_order) != list(range(len(self.slots))):
             raise PeerError(f"rank {self.world.rank}: rank 0 sent a malformed order of parameters")
-        self.forward_order.first_use = [i for i in first_use if 0 <= i < len(self.slots)]
+        self._first_use = [i for i in first_use if 0 <= i < len(self.slots)]
         self._new_order = ready_order
 
     def _replan(self) -> None:

@@ -109,18 +109,28 @@ def _check(model: Any, optimizer: Any, strategy: Any) -> None:
             "distribute() was called twice on the same model or optimizer: call "
             "wingbeat.release(model, optimizer) first"
         )
-    known = set(model.parameters())
+    _check_parameters(model, optimizer)
+
+
+def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = dict(model.named_parameters())
+    if not any(param.requires_grad for param in known.values()):
+        raise UsageError(
+            f"model {type(model).__name__} has no parameter that requires a gradient: "
+            "there is nothing to distribute"
+        )
+    for name, param in known.items():
+        if param.is_complex():
+            raise UsageError(f"parameter {name!r} is complex; real dtypes are supported")
+    members = set(known.values())
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
-            if param not in known:
+            if param not in members:
                 raise UsageError(
                     f"parameter {position} of the optimizer's group {number}, shape "
                     f"{tuple(param.shape)}, does not belong to the model: make the optimizer "
                     "from model.parameters()"
                 )
-    for name, param in model.named_parameters():
-        if param.is_complex():
-            raise UsageError(f"parameter {name!r} is complex; real dtypes are supported")
 
 
 def _check_same_model(model: torch.nn.Module, world: World, strategy: HasChoices) -> None:

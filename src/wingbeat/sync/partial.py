@@ -56,6 +56,11 @@ class PartialOptimizer:
         """Run the optimizer's own step, on all its parameters."""
         return self._plain_step(self._optimizer, *([closure] if closure else []))
 
+    def run_hooks(self, when: str) -> None:
+        """Run the user's step hooks, ``"pre"`` or ``"post"``, once for a step in parts."""
+        for hook in list(self._optimizer.__dict__[f"_optimizer_step_{when}_hooks"].values()):
+            hook(self._optimizer, (), {})
+
     def step(self, params: Iterable[torch.Tensor], snapshot: GroupSnapshot) -> None:
         """Update ``params`` from their ``grad`` with the settings in ``snapshot``.
 

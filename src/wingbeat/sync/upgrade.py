@@ -106,8 +106,17 @@ class DistributedOptimizer:
         """Clip the averaged gradients of all the optimizer's parameters by their global norm.
 
         Returns:
-            The norm before clipping, a float32 scalar, equal on every worker.
+            The norm before clipping, a scalar, equal on every worker.
+
+        Raises:
+            UsageError: a negative ``max_norm``, or a ``norm_type`` that is no positive number.
         """
+        if not max_norm >= 0:
+            raise UsageError(f"clip_grad_norm_(max_norm={max_norm!r}): allowed are 0 and above")
+        if not norm_type > 0:
+            raise UsageError(
+                f"clip_grad_norm_(norm_type={norm_type!r}): allowed are numbers above 0 and inf"
+            )
         return self._engine.clip_grad_norm_(float(max_norm), float(norm_type))
 
     def add_param_group(self, _group: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         UsageError: torchrun's environment is incomplete or an interface does not exist.
         RendezvousError: workers were missing; names rank, address, interface and the wait.
     """
-    if timeout <= 0:
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
     if world_module.set_current(None) is not None:
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
