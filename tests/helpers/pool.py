@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -139,11 +139,17 @@ class Pool:
         return [o.value for o in outcomes]
 
     def outcomes(
-        self, case: Callable[..., Any], *args: Any, deadline: float = 60.0, grace: float = GRACE
+        self,
+        case: Callable[..., Any],
+        *args: Any,
+        deadline: float = 60.0,
+        grace: float = GRACE,
+        silent: Collection[int] = (),
     ) -> list[Outcome]:
         """Run ``case(*args)`` on every worker and say what each did; raises nothing.
 
-        The pool is closed, to be started again by the next case, unless all went well.
+        Ranks in ``silent`` are not waited for. The pool is closed, to be started again by the
+        next case, unless all went well.
         """
         if not self._workers:
             self.start()
@@ -155,7 +161,7 @@ class Pool:
                 continue  # its process is gone: told from its exit code below
         found: dict[int, Outcome] = {}
         until = begin + deadline
-        while len(found) < self.size and time.monotonic() < until:
+        while found.keys() | set(silent) != set(range(self.size)) and time.monotonic() < until:
             before = len(found)
             self._collect(found, begin, max(0.0, until - time.monotonic()))
             if len(found) > before and any(o.kind != "ok" for o in found.values()):
@@ -167,10 +173,6 @@ class Pool:
         if any(o.kind != "ok" for o in found.values()):
             self.close()
         return [found[rank] for rank in range(self.size)]
-
-    def pid(self, rank: int) -> int:
-        """The process id of worker ``rank``."""
-        return self._workers[rank].pid
 
     def _collect(self, found: dict[int, Outcome], begin: float, timeout: float) -> None:
         """Take the answers that are there, waiting up to ``timeout`` for the first."""

@@ -13,6 +13,7 @@ import torch
 from wingbeat.collectives.program import Program, Transfer
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
+from wingbeat.transport.blame import Blame
 from wingbeat.transport.gloo import first_line
 from wingbeat.transport.world import World
 
@@ -92,6 +93,7 @@ class Executor:
         self._link = world.links[index]
         self._rank = world.rank
         self._timeout = world.timeout
+        self._blame = Blame(world.store, world.rank, world.size, world.timeout)
         self._queue: deque[Job] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -224,10 +226,7 @@ class Executor:
         try:
             pending.wait(self._timeout)
         except RuntimeError as err:
-            raise PeerError(
-                f"rank {self._rank}: rank {peer} failed during {job} on interface "
-                f"{self._link.name} after {time.monotonic() - begin:.1f} s: {first_line(err)}"
-            ) from None
+            raise _LostPeer(job, peer, time.monotonic() - begin, first_line(err)) from None
 
     def _take_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         free = self._scratch.setdefault(dtype, [])
@@ -244,11 +243,36 @@ class Executor:
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
         """Fail everything that is begun or queued: after this the workers are out of step."""
-        where = f"rank {self._rank}: {begun[0] if begun else 'collective'}"
-        error = err if isinstance(err, PeerError) else PeerError(f"{where}: {err!r}")
+        if isinstance(err, _LostPeer):
+            error = self._explain(begun, err)
+        else:
+            where = begun[0] if begun else "a collective"
+            error = PeerError(f"rank {self._rank}: {where} failed: {err!r}")
         with self._wake:
             self._failure = error
             waiting = [*begun, *self._queue]
             self._queue.clear()
         for job in waiting:
             job.finish(error)
+
+    def _explain(self, begun: list[Job], lost: _LostPeer) -> PeerError:
+        self._blame.publish(lost.peer)
+        # Break the connections now, so that the others notice and ask while this process can
+        # still answer; gloo does so when nothing refers to its group any more.
+        for job in begun:
+            job.announced.clear()
+            job.sends.clear()
+        self._link.close()
+        culprit = self._blame.culprit(lost.peer)
+        through = "" if culprit == lost.peer else f" (noticed through rank {lost.peer})"
+        return PeerError(
+            f"rank {self._rank}: rank {culprit} failed during {lost.job} on interface "
+            f"{self._link.name} after {lost.seconds:.1f} s{through}: {lost.reason}"
+        )
+
+
+class _LostPeer(Exception):
+    """A transfer with ``peer`` failed."""
+
+    def __init__(self, job: Job, peer: int, seconds: float, reason: str) -> None:
+        self.job, self.peer, self.seconds, self.reason = job, peer, seconds, reason

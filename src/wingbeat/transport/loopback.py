@@ -91,7 +91,8 @@ class LoopbackLink:
         return _Later(self._board, (self._name, peer, self._rank, tag), tensor)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Vanish for the others."""
+        self._board.fail(self._rank)
 
 
 class _Done:

@@ -67,7 +67,7 @@ def test_a_worker_that_falls_silent_is_named_by_the_other(
     strategy: str, fresh_pool: FreshPool
 ) -> None:
     outcomes = fresh_pool(2).outcomes(
-        errors.victim_of, strategy, TINY, "backward", "stops", 1, TIMEOUT, deadline=40.0
+        errors.victim_of, strategy, TINY, "backward", "stops", 1, TIMEOUT, silent=[1]
     )
     assert outcomes[1].kind == "hung", outcomes[1]
     assert len(_survivors(outcomes, victim=1)) == 1
