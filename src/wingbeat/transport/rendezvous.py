@@ -13,6 +13,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+# Its functions have the default group as a default argument: imported only after the group is
+# made (as the first optimizer does), it would keep the group, and its open port, for ever.
+import torch.distributed.nn.functional  # noqa: F401
+
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
