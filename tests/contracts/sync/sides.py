@@ -128,7 +128,8 @@ class DDPSide(Side):
         return context
 
     def join(self, model: Any) -> AbstractContextManager[Any]:
-        return Join([model])
+        context: AbstractContextManager[Any] = Join([model])
+        return context
 
 
 @dataclass

@@ -273,7 +273,7 @@ def shutdown_twice_and_without_init(rig: Rig) -> None:
 def shutdown_without_release(rig: Rig) -> None:
     """A script that just ends: shutdown finishes what is pending, with equal weights."""
     side, model = _side(rig), mlp()
-    weight = model[0].weight
+    weight: Any = model[0].weight
     model, optimizer = side.setup(model, sgd(model))
     train(side, model, optimizer, range(3))
     take_world_down()

@@ -57,7 +57,7 @@ for _name, (_cls, _options) in OPTIMIZERS.items():
 def initial_weights_are_rank_zeros(side: Side) -> None:
     torch.manual_seed(100 + side.rank)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-    model[1].running_mean.fill_(float(side.rank))  # type: ignore[union-attr,operator]
+    model[1].running_mean.fill_(float(side.rank))  # type: ignore[operator]
     train(side, *side.setup(model, sgd(model)), range(3))
 
 

@@ -299,7 +299,7 @@ class Trapped(nn.Module):
             if index == 1:
                 if self.armed == "forward":
                     raise RuntimeError("the trap in forward")
-                x = Trap.apply(x, self.armed == "backward")  # type: ignore[no-untyped-call]
+                x = Trap.apply(x, self.armed == "backward")
         out: Tensor = self.head(x)
         return out
 
@@ -339,3 +339,19 @@ def exception_in_the_very_first_backward(side: Side) -> None:
     if side.is_subject:
         _fail_on_purpose(side, bare, model, optimizer, "backward")
     train(side, model, optimizer, range(4))
+
+
+@scenario()
+def forward_straight_after_an_exception_in_backward(side: Side) -> None:
+    """Here gradients are zeroed between forward and backward, so forward comes first."""
+    model: Any = Trapped()
+    bare = model
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(6):
+        if side.is_subject and step in (0, 2, 3):
+            _fail_on_purpose(side, bare, model, optimizer, "backward")
+        loss = cross_entropy(model, *side.batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        side.note("loss", loss)
