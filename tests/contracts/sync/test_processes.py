@@ -23,8 +23,7 @@ SLACK = 8.0
 """Seconds on top of it for two busy cores."""
 
 
-@pytest.mark.parametrize("strategy", BOTH)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("strategy", "size"), [("allreduce", 1), ("dear", 2)])
 def test_init_makes_and_shutdown_closes_the_default_group(
     strategy: str, size: int, fresh_pool: FreshPool
 ) -> None:
@@ -53,7 +52,12 @@ def _survivors(outcomes: list[Outcome], victim: int) -> list[Outcome]:
 
 @pytest.mark.parametrize("strategy", ONE_QUICK)
 @pytest.mark.parametrize(
-    ("size", "where", "mb"), [(2, "between", LARGE), (3, "backward", TINY), (3, "between", TINY)]
+    ("size", "where", "mb"),
+    [
+        (2, "between", LARGE),
+        (3, "backward", TINY),
+        pytest.param(3, "between", TINY, marks=pytest.mark.slow),
+    ],
 )
 def test_a_worker_that_dies_is_named_by_the_others(
     strategy: str, size: int, where: str, mb: float, fresh_pool: FreshPool
