@@ -98,7 +98,7 @@ def test_doctor_where_the_lab_works() -> None:
     assert all(f["found"] for f in found.values() if f["required"])
     assert {"ip", "tc", "veth", "bridge", "tbf", "htb", "u32", "netem", "tcp"} <= found.keys()
     assert all(f["cost"] and f["remedy"] for f in found.values() if not f["found"])
-    assert "in use" in found["tcp"]["detail"]
+    assert "hosts use" in found["tcp"]["detail"]
     assert "the lab works here" in cli.invoke(app, ["doctor"]).output
 
 

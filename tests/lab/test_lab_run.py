@@ -227,3 +227,14 @@ def test_available_is_none_or_one_line() -> None:
     assert reason is None or (reason and "\n" not in reason)
     if not sys.platform.startswith("linux"):
         assert reason is not None
+
+
+@pytest.mark.lab
+def test_hosts_use_the_usual_congestion_control() -> None:
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    if "cubic" not in known:
+        pytest.skip("this kernel has no cubic")
+    lines: list[str] = []
+    show = ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
+    lab.run("star:2@1gbit", show, on_line=lambda _rank, line: lines.append(line))
+    assert lines == ["cubic", "cubic"]

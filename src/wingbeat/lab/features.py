@@ -171,11 +171,13 @@ def _try(prefix: tuple[str, ...], script: str) -> tuple[bool, str]:
 
 
 def _congestion_control() -> Finding:
-    """Report the TCP congestion control that workers get: the system's, left as it is."""
+    """Report the TCP congestion control that workers get: cubic, or else the system's."""
     folder = Path("/proc/sys/net/ipv4")
     try:
         used = (folder / "tcp_congestion_control").read_text().strip()
         known = (folder / "tcp_available_congestion_control").read_text().strip()
     except OSError as err:
         return Finding("tcp", False, False, "unknown congestion control", "", str(err))
-    return Finding("tcp", True, False, "", "", f"{used} in use; this kernel has {known}")
+    hosts = "cubic" if "cubic" in known.split() else used
+    detail = f"hosts use {hosts}; the system uses {used}; this kernel has {known}"
+    return Finding("tcp", True, False, "", "", detail)

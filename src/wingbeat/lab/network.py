@@ -43,6 +43,7 @@ class Network:
         batch("tc", realise.switch_shaping(self.plan))
         for host in self.plan.hosts:
             with kernel.inside(self._files[host.index]):
+                _use_cubic()
                 if self.spec.kind == "bcube":
                     _forward_packets()
                 if self.plan.prio:
@@ -143,6 +144,15 @@ def _forward_packets() -> None:
     for name in ("all", "default"):
         (ipv4 / "conf" / name / "rp_filter").write_text("0")
         (ipv4 / "conf" / name / "send_redirects").write_text("0")
+
+
+def _use_cubic() -> None:
+    """Give a host Linux's usual congestion control, whatever this machine uses, if it is there.
+
+    So figures compare between machines. It also shares a slow link both ways better than bbr.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
 
 
 def _answer_in_kind() -> None:
