@@ -39,7 +39,7 @@ def digits_loop() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 
 
 def paced_loop() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """ResNet-50's 161 parameter tensors at a twentieth of their size, at a V100's pace."""
+    """ResNet-50's 161 parameter tensors at a twentieth of their size, at an RTX 2080 Ti's pace."""
     return paced.PacedModel(paced.parse("paced:resnet50@0.05")), lambda model: model(None)
 
 

@@ -76,9 +76,9 @@ def about(demo: Plan) -> list[str]:
     return [
         *where,
         "1. digits: a small network learns scikit-learn's handwritten digits, for real.",
-        f"2. resnet50: ResNet-50's layers at {SCALE:g} of their size and a V100's pace (emulated:",
-        "   it does not learn), whose gradients keep the links busy. It has the ratio of",
-        "   communication to computation of the whole ResNet-50 on 4 Gbit/s links.",
+        f"2. resnet50: ResNet-50's layers at {SCALE:g} of their size and an RTX 2080 Ti's pace",
+        "   (emulated: it does not learn), whose gradients keep the links busy. It has the ratio",
+        "   of communication to computation of the whole ResNet-50 on 4 Gbit/s links.",
     ]
 
 
