@@ -9,6 +9,7 @@ one is left; and an update that is due is applied before anybody can see stale p
 from __future__ import annotations
 
 import enum
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -62,8 +63,7 @@ class DearEngine(Engine):
     def discard(self) -> None:
         """Let the links finish; the sums are not used."""
         if self.phase is Phase.REDUCED:
-            for bucket in self.buckets:
-                bucket.settle()
+            super().discard()
         self.phase = Phase.IDLE
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -81,19 +81,24 @@ class DearEngine(Engine):
         if self.phase is not Phase.REDUCED:
             self.settle()
             self.phase = Phase.IDLE
-            return self.partial.whole_step()
+            return super().step()
         self.phase = Phase.IDLE
         self.partial.run_hooks("pre")
         snapshot = self.partial.snapshot()
         for bucket in self.forward_buckets:
             self._start_gather(bucket)
             bucket.snapshot = snapshot
-        slotted = {slot.param for slot in self.slots}
-        others = [p for p in self.partial.params() if p not in slotted and p.grad is not None]
+        others = [p for p in self._outside if p.grad is not None]
         if others:
             self.partial.step(others, snapshot)
         self.partial.run_hooks("post")
         return None
+
+    @functools.cached_property
+    def _outside(self) -> list[torch.Tensor]:
+        """The optimizer's parameters that are in no bucket, because they are frozen."""
+        slotted = {slot.param for slot in self.slots}
+        return [p for p in self.partial.params() if p not in slotted]
 
     def before_module(self, buckets: Sequence[Bucket]) -> None:
         """Bring the parameters up to date that the module is about to read."""
@@ -179,7 +184,7 @@ class DearEngine(Engine):
         self.recover()
         if self.phase is not Phase.REDUCED:
             self.settle()
-            return torch.nn.utils.clip_grad_norm_(self.partial.params(), max_norm, norm_type)
+            return super().clip_grad_norm_(max_norm, norm_type)
         with self.exposed():
             for bucket in self.buckets:
                 if bucket.handle is not None:

@@ -84,8 +84,9 @@ class Engine:
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Forget the gradients of the last backward, after an exception or ``zero_grad``."""
-        raise NotImplementedError
+        """Let the links finish with the last backward's gradients, which are not wanted."""
+        for bucket in self.buckets:
+            bucket.settle()
 
     def flush(self) -> None:
         """Apply updates that are still under way."""
@@ -103,12 +104,13 @@ class Engine:
         """Make gradients whole between backward and step, because somebody looks at them."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one optimizer step in the schedule's own way."""
-        raise NotImplementedError
+        """Run the optimizer's own step: gradients are whole, unless a schedule defers that."""
+        self.recover()
+        return self.partial.whole_step(closure)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the averaged gradients so that their global norm is at most ``max_norm``."""
-        raise NotImplementedError
+        return torch.nn.utils.clip_grad_norm_(self.partial.params(), max_norm, norm_type)
 
     # -- plan -----------------------------------------------------------------------------
 
@@ -216,8 +218,7 @@ class Engine:
     def _before_forward(self, model: torch.nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled() or not model.training:
             return
-        if self._in_backward:
-            self.recover()
+        self.recover()
         if self._ready_order is not None and not self.forward_order.watching:
             self.forward_order.start()
         if self.sync and self.before_synced_forward is not None:

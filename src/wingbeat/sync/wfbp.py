@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from wingbeat.sync.bucket import Bucket, Prior, Slot
 from wingbeat.sync.engine import Engine
 
@@ -35,17 +30,3 @@ class WfbpEngine(Engine):
             for slot in bucket.contributed():
                 slot.param.grad = slot.view
                 slot.prior = Prior.NONE
-
-    def discard(self) -> None:
-        """Nothing is kept outside of ``p.grad``."""
-        for bucket in self.buckets:
-            bucket.settle()
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the optimizer's own step: gradients are whole."""
-        self.recover()
-        return self.partial.whole_step(closure)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip the whole gradients, equal on every worker."""
-        return torch.nn.utils.clip_grad_norm_(self.partial.params(), max_norm, norm_type)
