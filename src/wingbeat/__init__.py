@@ -2,7 +2,7 @@
 
 >>> import wingbeat
 >>> wingbeat.DeAR(mb=10)
-DeAR(plan='fixed', mb=10, topology='ring')
+DeAR(mb=10)
 
 Names are loaded on first use, so that the command line starts without importing torch.
 """

@@ -4,7 +4,7 @@ On the command line a strategy is ``name`` or ``name:key=value,key=value``; the 
 class's in lower case and the keys are its fields, so that there is one list of both:
 
 >>> parse("dear:mb=10")
-DeAR(plan='fixed', mb=10.0, topology='ring')
+DeAR(mb=10.0)
 """
 
 from __future__ import annotations
@@ -14,13 +14,30 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from wingbeat.errors import UsageError, unknown
-from wingbeat.types import Choices
+from wingbeat.types import Choices, Fusion, Tuning
 
 TOPOLOGIES = ("ring", "mesh")
+PLANS = ("bo", "fixed", "layers", "none", "random", "grid")
+SEARCHES = ("bo", "random", "grid")
+WIRES = {"fp32": "", "fp16": "float16", "bf16": "bfloat16"}
+MAX_MB = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllReduce:
+class _Preset:
+    """What every strategy has in common."""
+
+    def __repr__(self) -> str:
+        """The call that makes it, without the options that are at their defaults."""
+        given = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)  # type: ignore[arg-type]
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AllReduce(_Preset):
     """Wait-free backpropagation: buckets are all-reduced while backward goes on, as DDP does.
 
     Gradients are whole when ``backward()`` returns. Exact: the weights equal DDP's.
@@ -28,6 +45,8 @@ class AllReduce:
     Args:
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
         first_mb: size of the bucket that is ready first, small so that the links start early.
+        wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"`` or ``"fp16"``,
+            which halve the bytes; sums are made in the gradients' own dtype. Not exact then.
         topology: ``"ring"`` (fewest peers) or ``"mesh"`` (direct exchange, fewest hops).
 
     Raises:
@@ -36,11 +55,13 @@ class AllReduce:
 
     mb: float = 25.0
     first_mb: float = 1.0
+    wire: str = "fp32"
     topology: str = "ring"
 
     def __post_init__(self) -> None:
         _check_size(self, "mb")
         _check_size(self, "first_mb")
+        _check_name(self, "wire", tuple(WIRES))
         _check_name(self, "topology", TOPOLOGIES)
 
     def choices(self) -> Choices:
@@ -48,13 +69,13 @@ class AllReduce:
         return Choices(
             schedule="wfbp",
             topology=self.topology,
-            bucket_bytes=int(self.mb * 2**20),
-            first_bucket_bytes=int(min(self.first_mb, self.mb) * 2**20),
+            fusion=Fusion(bucket_bytes=_bytes(self.mb), first_bytes=_bytes(self.first_mb)),
+            wire=WIRES[self.wire],
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeAR:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DeAR(_Preset):
     """All-reduce split in two: reduce-scatter under backward, all-gather under the next forward.
 
     DeAR (Zhang et al., 2023), section III: BackPipe starts a bucket's reduce-scatter as soon as
@@ -62,31 +83,88 @@ class DeAR:
     parameters just before the layer that needs them. Exact: the weights equal DDP's.
 
     Args:
-        plan: how buckets are chosen; ``"fixed"`` is a fixed buffer (DeAR-FB, section IV-A).
-        mb: bucket size in MB (1 MB = 2**20 bytes); the paper starts at 25.
+        plan: how buckets are chosen. ``"bo"`` tunes their size while training goes on, by
+            Bayesian optimisation (DeAR-BO, section IV-B), ``"random"`` and ``"grid"`` by those
+            searches; ``"fixed"`` is a fixed buffer (DeAR-FB); ``"layers"`` puts ``layers`` nearby
+            layers together (DeAR-NL); ``"none"`` sends every tensor alone.
+        mb: bucket size in MB (1 MB = 2**20 bytes); where tuning starts, as in the paper.
+        edge_mb: size of the buckets that are ready first and last; towards the middle sizes
+            double until ``mb``. Nothing hides the last one's exchange. 0: ``mb``, as in the paper.
+        min_mb: smallest size that tuning tries.
+        max_mb: largest size that tuning tries.
+        layers: nearby layers in a bucket, with ``plan="layers"``.
+        trials: sizes that tuning tries before it decides.
+        steps: iterations in a trial.
+        plan_file: where rank 0 keeps what tuning found; a run that finds it there does not tune.
+        wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"`` or ``"fp16"``,
+            which halve the bytes; sums are made in the gradients' own dtype. Not exact then.
+        shard_optimizer: each worker updates only the part of the parameters whose gradients it
+            reduced, and the all-gather carries parameters: the optimizer's state and arithmetic
+            are divided among the workers.
         topology: ``"ring"`` (fewest peers) or ``"mesh"`` (direct exchange, fewest hops).
 
     Raises:
         UsageError: a value out of range.
     """
 
-    plan: str = "fixed"
+    plan: str = "bo"
     mb: float = 25.0
+    edge_mb: float = 1.0
+    min_mb: float = 1.0
+    max_mb: float = 100.0
+    layers: int = 4
+    trials: int = 10
+    steps: int = 10
+    plan_file: str = ""
+    wire: str = "fp32"
+    shard_optimizer: bool = False
     topology: str = "ring"
 
     def __post_init__(self) -> None:
-        _check_name(self, "plan", ("fixed",))
-        _check_size(self, "mb")
+        _check_name(self, "plan", PLANS)
+        for key in ("mb", "min_mb", "max_mb"):
+            _check_size(self, key)
+        _check_size(self, "edge_mb", zero=True)
+        for key in ("layers", "trials", "steps"):
+            _check_count(self, key)
+        if self.plan in SEARCHES and not self.min_mb < self.max_mb:
+            raise UsageError(
+                f"DeAR(min_mb={self.min_mb!r}, max_mb={self.max_mb!r}): min_mb must be the smaller"
+            )
+        if self.plan_file and self.plan not in SEARCHES:
+            raise UsageError(
+                f"DeAR(plan={self.plan!r}, plan_file={self.plan_file!r}): only a tuned plan has a "
+                f"file; allowed plans: {', '.join(SEARCHES)}"
+            )
+        _check_name(self, "wire", tuple(WIRES))
         _check_name(self, "topology", TOPOLOGIES)
 
     def choices(self) -> Choices:
         """Return the answers to the five questions of the design, for the engine."""
-        size = int(self.mb * 2**20)
+        tuned = self.plan in SEARCHES
         return Choices(
             schedule="dear",
             topology=self.topology,
-            bucket_bytes=size,
-            first_bucket_bytes=size,
+            fusion=Fusion(
+                kind="buffer" if tuned or self.plan == "fixed" else self.plan,
+                bucket_bytes=_bytes(self.mb),
+                first_bytes=_bytes(self.edge_mb),
+                last_bytes=_bytes(self.edge_mb),
+                layers=self.layers,
+            ),
+            tuning=self._tuning() if tuned else None,
+            wire=WIRES[self.wire],
+            shard_optimizer=self.shard_optimizer,
+        )
+
+    def _tuning(self) -> Tuning:
+        return Tuning(
+            search=self.plan,
+            low_bytes=_bytes(self.min_mb),
+            high_bytes=_bytes(self.max_mb),
+            trials=self.trials,
+            steps=self.steps,
+            file=self.plan_file,
         )
 
 
@@ -141,12 +219,25 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
         raise UsageError(f"option {key}={value!r} in {where!r} is no valid {kind_name}") from None
 
 
-def _check_size(strategy: Strategy, key: str) -> None:
+def _bytes(mb: float) -> int:
+    return int(mb * 2**20)
+
+
+def _check_size(strategy: Strategy, key: str, *, zero: bool = False) -> None:
     value = getattr(strategy, key)
-    ok = isinstance(value, (int, float)) and 0 < value <= 4096
+    ok = isinstance(value, (int, float)) and (0 < value <= MAX_MB or (zero and value == 0))
     if not ok:
+        least = "sizes from 0" if zero else "sizes above 0"
         raise UsageError(
-            f"{type(strategy).__name__}({key}={value!r}): allowed are sizes above 0 up to 4096 MB"
+            f"{type(strategy).__name__}({key}={value!r}): allowed are {least} up to {MAX_MB} MB"
+        )
+
+
+def _check_count(strategy: Strategy, key: str) -> None:
+    value = getattr(strategy, key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10_000:
+        raise UsageError(
+            f"{type(strategy).__name__}({key}={value!r}): allowed are whole numbers, 1 to 10000"
         )
 
 

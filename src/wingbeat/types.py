@@ -123,15 +123,51 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """Which tensors share a bucket: a rule that `wingbeat.plans.make` turns into a `Plan`.
+
+    ``kind`` is ``"buffer"`` (nearby tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
+    nearby layers) or ``"none"`` (every tensor alone). With ``"buffer"``, ``first_bytes`` and
+    ``last_bytes`` are the sizes of the buckets that are ready first and last; towards the middle
+    sizes double until ``bucket_bytes``. 0 means ``bucket_bytes``.
+    """
+
+    kind: str = "buffer"
+    bucket_bytes: int = 25 << 20
+    first_bytes: int = 0
+    last_bytes: int = 0
+    layers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """How bucket sizes are tried out while training goes on (DeAR, section IV-B).
+
+    ``search`` is ``"bo"``, ``"random"`` or ``"grid"``; sizes are in bytes. A trial is ``steps``
+    iterations with one size. With a ``file``, what was found is kept there, and taken from there.
+    """
+
+    search: str
+    low_bytes: int
+    high_bytes: int
+    trials: int = 10
+    steps: int = 10
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """A strategy's answers, as the engine wants them.
 
     ``schedule`` is ``"wfbp"`` (whole all-reduce under backward) or ``"dear"`` (split in two);
-    sizes are in bytes.
+    ``wire`` is the dtype that gradients have on the links, empty for their own;
+    ``shard_optimizer`` updates each parameter on one worker only.
     """
 
     schedule: str
     topology: str
-    bucket_bytes: int
-    first_bucket_bytes: int
+    fusion: Fusion
+    tuning: Tuning | None = None
+    wire: str = ""
+    shard_optimizer: bool = False

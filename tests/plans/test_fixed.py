@@ -39,5 +39,5 @@ def test_buckets_stand_in_the_order_in_which_they_complete(specs, limit, seed) -
 
 def test_neighbours_share_a_bucket_while_they_fit() -> None:
     specs = [TensorSpec("w", (n,), "float32", 4) for n in (10, 10, 10, 100, 5)]
-    plan = fixed(specs, [4, 3, 2, 1, 0], bucket_bytes=80, first_bucket_bytes=20)
+    plan = fixed(specs, [4, 3, 2, 1, 0], bucket_bytes=80, first_bytes=20)
     assert [b.tensors for b in plan.buckets] == [(4,), (3,), (2, 1), (0,)]

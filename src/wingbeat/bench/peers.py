@@ -66,7 +66,7 @@ class Peer:
         """
         strategy = self.strategy
         if strategy is not None:
-            sizes = [f.name for f in fields(strategy) if f.name in ("mb", "first_mb")]
+            sizes = [f.name for f in fields(strategy) if f.name.endswith("mb")]
             changes = {name: getattr(strategy, name) * scale for name in sizes}
             strategy = replace(strategy, **changes)
         return replace(self, strategy=strategy, scale=scale)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from wingbeat import plans
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.events import stream
-from wingbeat.plans.fixed import fixed
 from wingbeat.sync.bucket import Bucket, Prior, Slot
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.hooks import ModuleHook
@@ -115,12 +115,7 @@ class Engine:
     # -- plan -----------------------------------------------------------------------------
 
     def _build(self, ready_order: Sequence[int]) -> None:
-        plan = fixed(
-            self.specs,
-            ready_order,
-            self._choices.bucket_bytes,
-            self._choices.first_bucket_bytes,
-        )
+        plan = plans.make(self._choices.fusion, self.specs, ready_order)
         self.buckets = [
             Bucket(i, [self.slots[t] for t in bucket.tensors], multiple=self.world.size)
             for i, bucket in enumerate(plan.buckets)
