@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from wingbeat import topologies
 from wingbeat.collectives import native
+from wingbeat.collectives.cast import Wire, narrower
 from wingbeat.collectives.executor import Executor, Job
 from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
 from wingbeat.topologies import ring
@@ -52,6 +53,12 @@ class Collectives:
     Every collective works in place on a flat, contiguous tensor; rank ``r`` owns
     ``owned(numel)``, the r-th of ``size`` nearly equal blocks. On several links, each block is
     cut by the links' measured speed. Tensors on a GPU must be a multiple of ``size`` long.
+
+    With ``wire`` (bfloat16 or float16) the elements travel in that dtype, and the buffer keeps
+    its own: each chunk is rounded when it is sent, and sums are made in the buffer's dtype (by
+    NCCL in the wire's). What is too large for the wire arrives as infinite, NaN as NaN. A buffer
+    that is as narrow already or holds no floating point numbers travels as it is. Every worker
+    must choose the same.
     """
 
     def __init__(self, world: World, topology: str = "ring") -> None:
@@ -64,42 +71,74 @@ class Collectives:
         """Return the span of a buffer of ``numel`` elements that this rank reduces."""
         return blocks_of(numel, self.world.size)[self.world.rank]
 
-    def reduce_scatter(self, buffer: torch.Tensor, *, bucket: int = -1) -> Handle:
-        """Sum all workers' buffers into each owner's block; the rest becomes scratch."""
-        return self._submit("reduce_scatter", buffer, bucket)
+    def reduce_scatter(
+        self, buffer: torch.Tensor, *, bucket: int = -1, wire: torch.dtype | None = None
+    ) -> Handle:
+        """Sum all workers' buffers into each owner's block; the rest becomes scratch.
+
+        Raises:
+            UsageError: gradients cannot travel in the dtype ``wire``.
+        """
+        return self._submit("reduce_scatter", buffer, bucket, wire=wire)
 
     def all_gather(
-        self, buffer: torch.Tensor, *, bucket: int = -1, after: Handle | None = None
+        self,
+        buffer: torch.Tensor,
+        *,
+        bucket: int = -1,
+        after: Handle | None = None,
+        wire: torch.dtype | None = None,
     ) -> Handle:
-        """Spread each owner's block to everyone; starts when ``after`` is done."""
-        return self._submit("all_gather", buffer, bucket, after)
+        """Spread each owner's block to everyone; a chunk starts when ``after`` is done with it.
 
-    def all_reduce(self, buffer: torch.Tensor, *, bucket: int = -1) -> Handle:
-        """Sum all workers' buffers on every worker, with the same bits on each."""
-        return self._submit("all_reduce", buffer, bucket)
+        With a ``wire`` each owner rounds its own block too: all workers get the same bits.
+
+        Raises:
+            UsageError: gradients cannot travel in the dtype ``wire``.
+        """
+        return self._submit("all_gather", buffer, bucket, after, wire)
+
+    def all_reduce(
+        self, buffer: torch.Tensor, *, bucket: int = -1, wire: torch.dtype | None = None
+    ) -> Handle:
+        """Sum all workers' buffers on every worker, with the same bits on each.
+
+        Raises:
+            UsageError: gradients cannot travel in the dtype ``wire``.
+        """
+        return self._submit("all_reduce", buffer, bucket, wire=wire)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> Handle:
         """Overwrite every worker's buffer with that of rank ``root``."""
         return self._submit(f"broadcast:{root}", buffer, -1)
 
     def _submit(
-        self, what: str, buffer: torch.Tensor, bucket: int, after: Handle | None = None
+        self,
+        what: str,
+        buffer: torch.Tensor,
+        bucket: int,
+        after: Handle | None = None,
+        wire: torch.dtype | None = None,
     ) -> Handle:
         """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
         world = self.world
+        dtype = narrower(wire, buffer)
+        # Alone, nothing travels and nothing is rounded.
+        alone = world.size == 1
+        cast = None if dtype is None or alone else Wire(dtype, self.owned(buffer.numel()))
         if buffer.device.type in world.native_on:
-            return Handle([native.start(world, what, buffer)])
+            return Handle([native.start(world, what, buffer, _native_of(after), cast)])
         programs = _programs(
             what,
             self._topology,
             world.rank,
             world.size,
             buffer.numel(),
-            buffer.element_size(),
+            buffer.element_size() if cast is None else cast.dtype.itemsize,
             world.weights,
         )
         jobs = [
-            executor.submit(program, buffer, what, bucket, _job_of(after, i))
+            executor.submit(program, buffer, what, bucket, _job_of(after, i), cast)
             for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True))
         ]
         return Handle(jobs)
@@ -108,6 +147,11 @@ class Collectives:
 def _job_of(handle: Handle | None, link: int) -> Job | None:
     job = handle.jobs[link] if handle is not None else None
     return job if isinstance(job, Job) else None
+
+
+def _native_of(handle: Handle | None) -> native.NativeJob | None:
+    job = handle.jobs[0] if handle is not None else None
+    return job if isinstance(job, native.NativeJob) else None
 
 
 _executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()

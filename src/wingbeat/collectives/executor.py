@@ -6,11 +6,11 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
-from wingbeat.collectives.program import Program, Transfer
+from wingbeat.collectives.program import Program, Transfer, last_overlap
+from wingbeat.collectives.scratch import Scratch
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.transport.blame import Blame
@@ -18,6 +18,9 @@ from wingbeat.transport.gloo import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
+    import torch
+
+    from wingbeat.collectives.cast import Wire
     from wingbeat.transport.link import Pending
 
 AHEAD = 32
@@ -37,26 +40,45 @@ class Job:
     """One collective on one link."""
 
     def __init__(
-        self, program: Program, buffer: torch.Tensor, what: str, bucket: int, after: Job | None
+        self,
+        program: Program,
+        buffer: torch.Tensor,
+        what: str,
+        bucket: int,
+        after: Job | None,
+        wire: Wire | None,
     ) -> None:
         self.program = program
         self.buffer = buffer
         self.what = what.partition(":")[0]
         self.bucket = bucket
         self.after = after
+        self.wire = wire
+        self.dtype = buffer.dtype if wire is None else wire.dtype
         self.error: Exception | None = None
         self.base_tag = 0
         self.begin_ns = 0
         self.next_receive = 0
         self.announced: deque[tuple[Pending, torch.Tensor]] = deque()
-        self.sends: list[tuple[Pending, int]] = []
+        self.sends: list[tuple[Pending, int, torch.Tensor]] = []
         self.unsent = len(program.first) + sum(map(len, program.unlocks))
+        self.held: deque[tuple[int, Transfer]] = deque()
         self._received = threading.Event()
         self._done = threading.Event()
 
     def __str__(self) -> str:
         name = self.what.replace("_", "-")
         return f"{name} of bucket {self.bucket}" if self.bucket >= 0 else name
+
+    def gates(self) -> Iterator[tuple[int, Transfer]]:
+        """Yield what can be sent at first, each with the chunk of ``after`` that it waits for.
+
+        So a bucket's all-gather begins with the first chunk that its reduce-scatter has finished,
+        and the links do not idle between the two.
+        """
+        receives = self.after.program.receives if self.after is not None else ()
+        gated = [(last_overlap(receives, t.span), t) for t in self.program.first]
+        yield from sorted(gated, key=lambda pair: pair[0])
 
     def receive(self) -> None:
         """Mark the result as complete, though parts of the buffer may still be on their way out."""
@@ -99,21 +121,29 @@ class Executor:
         self._closing = False
         self._failure: Exception | None = None
         self._submitted = 0
-        self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._scratch = Scratch()
         self._thread = threading.Thread(
             target=self._run, name=f"wingbeat-{self._link.name}-{next(_counter)}", daemon=True
         )
         self._thread.start()
 
     def submit(
-        self, program: Program, buffer: torch.Tensor, what: str, bucket: int, after: Job | None
+        self,
+        program: Program,
+        buffer: torch.Tensor,
+        what: str,
+        bucket: int,
+        after: Job | None,
+        wire: Wire | None = None,
     ) -> Job:
-        """Queue a program on ``buffer``; it begins when ``after`` is done.
+        """Queue a program on ``buffer``; each chunk is sent when ``after`` has finished with it.
+
+        With a ``wire``, chunks travel in its dtype; the buffer keeps its own.
 
         Raises:
             PeerError: an earlier job failed, so that the workers are no longer in step.
         """
-        job = Job(program, buffer, what, bucket, after)
+        job = Job(program, buffer, what, bucket, after, wire)
         with self._wake:
             if self._failure is not None:
                 raise self._failure
@@ -141,12 +171,16 @@ class Executor:
                 job = active[0]
                 if job.next_receive < len(job.program.receives):
                     self._advance(job)
+                    for later in active:
+                        if later.after is job:
+                            self._release(later)
                 if job.next_receive == len(job.program.receives):
                     self._receive(active.popleft())
                     draining.append(job)
                     # Its last chunks may queue behind the next job's: let that one go on first.
                     while len(draining) > (1 if active else 0):
-                        self._drain(draining.popleft())
+                        self._drain(draining[0])
+                        draining.popleft()
         except Exception as err:
             self._fail([*draining, *active], err)
 
@@ -159,17 +193,20 @@ class Executor:
 
     def _begin_more(self, active: deque[Job]) -> None:
         while self._queue and len(active) < DEPTH and not (active and active[-1].unsent):
-            job = self._queue[0]
-            if job.after is not None and not job.after.received():
-                # Queued before this one, so it is among the active ones.
-                return
-            self._queue.popleft()
+            job = self._queue.popleft()
             active.append(job)
             job.begin_ns = time.monotonic_ns()
             for _ in range(AHEAD):
                 self._announce(job)
-            for transfer in job.program.first:
-                self._send(job, transfer)
+            job.held.extend(job.gates())
+            self._release(job)
+
+    def _release(self, job: Job) -> None:
+        """Send the first chunks that the job before has finished with."""
+        before = job.after
+        ready = None if before is None or before.received() else before.next_receive
+        while job.held and (ready is None or job.held[0][0] < ready):
+            self._send(job, job.held.popleft()[1])
 
     def _advance(self, job: Job) -> None:
         """Take the next chunk, add or keep it, and send on what depends on it."""
@@ -177,17 +214,32 @@ class Executor:
         transfer = job.program.receives[index]
         pending, into = job.announced.popleft()
         self._await(job, pending, transfer.peer)
-        if transfer.reduce:
-            job.buffer[transfer.span.start : transfer.span.stop].add_(into)
-            self._give_scratch(into)
+        if transfer.reduce or job.wire is not None:
+            self._apply(job.buffer[transfer.span.start : transfer.span.stop], transfer, into)
+            self._scratch.give(into)
         job.next_receive += 1
         self._announce(job)
         for send in job.program.unlocks[index]:
             self._send(job, send)
 
+    def _apply(self, part: torch.Tensor, transfer: Transfer, chunk: torch.Tensor) -> None:
+        """Add the received chunk to its part of the buffer, or overwrite the part with it."""
+        if not transfer.reduce:
+            part.copy_(chunk)
+        elif chunk.dtype is part.dtype:
+            part.add_(chunk)
+        else:
+            # Adding tensors of two dtypes is slower and allocates memory each time.
+            widened = self._scratch.take(len(transfer.span), part.dtype)
+            part.add_(widened.copy_(chunk))
+            self._scratch.give(widened)
+
     def _drain(self, job: Job) -> None:
-        for pending, peer in job.sends:
+        for pending, peer, chunk in job.sends:
             self._await(job, pending, peer)
+            if job.wire is not None:
+                self._scratch.give(chunk)
+        job.sends.clear()
         job.finish()
 
     def _receive(self, job: Job) -> None:
@@ -208,8 +260,8 @@ class Executor:
         if index >= len(job.program.receives):
             return
         transfer = job.program.receives[index]
-        if transfer.reduce:
-            into = self._take_scratch(len(transfer.span), job.buffer.dtype)
+        if transfer.reduce or job.wire is not None:
+            into = self._scratch.take(len(transfer.span), job.dtype)
         else:
             into = job.buffer[transfer.span.start : transfer.span.stop]
         pending = self._link.recv(into, transfer.peer, job.base_tag + transfer.tag)
@@ -217,9 +269,22 @@ class Executor:
 
     def _send(self, job: Job, transfer: Transfer) -> None:
         chunk = job.buffer[transfer.span.start : transfer.span.stop]
+        if job.wire is not None:
+            chunk = self._narrow(chunk, transfer, job.wire)
         pending = self._link.send(chunk, transfer.peer, job.base_tag + transfer.tag)
-        job.sends.append((pending, transfer.peer))
+        job.sends.append((pending, transfer.peer, chunk))
         job.unsent -= 1
+
+    def _narrow(self, part: torch.Tensor, transfer: Transfer, wire: Wire) -> torch.Tensor:
+        """Cast a part of the buffer into scratch, which must live until it is sent.
+
+        A rank sends of its own block only the result, so that is the moment to round it here as
+        well. What it passes on for others was rounded by its owner and stays the same.
+        """
+        chunk = self._scratch.take(len(transfer.span), wire.dtype).copy_(part)
+        if wire.own.overlaps(transfer.span):
+            part.copy_(chunk)
+        return chunk
 
     def _await(self, job: Job, pending: Pending, peer: int) -> None:
         begin = time.monotonic()
@@ -227,19 +292,6 @@ class Executor:
             pending.wait(self._timeout)
         except RuntimeError as err:
             raise _LostPeer(job, peer, time.monotonic() - begin, first_line(err)) from None
-
-    def _take_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        free = self._scratch.setdefault(dtype, [])
-        for position, tensor in enumerate(free):
-            if tensor.numel() >= numel:
-                return free.pop(position)[:numel]
-        return torch.empty(numel, dtype=dtype)
-
-    def _give_scratch(self, tensor: torch.Tensor) -> None:
-        whole = tensor._base if tensor._base is not None else tensor
-        free = self._scratch[tensor.dtype]
-        if len(free) < AHEAD * DEPTH:
-            free.append(whole)
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
         """Fail everything that is begun or queued: after this the workers are out of step."""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from wingbeat.errors import PeerError
 from wingbeat.transport.gloo import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
-    import torch
+    from wingbeat.collectives.cast import Wire
 
 
 class NativeJob:
     """A collective that the library runs by itself, in the order of submission."""
 
-    def __init__(self, work: Any, what: str, rank: int) -> None:
+    def __init__(self, work: Any, what: str, rank: int, cast: Cast | None = None) -> None:
         self._work = work
         self._what = what
         self._rank = rank
+        self._cast = cast
 
     def wait(self) -> None:
         """Make what follows see the result; on a GPU this orders streams, not the host.
@@ -32,16 +35,61 @@ class NativeJob:
             raise PeerError(
                 f"rank {self._rank}: {self._what.replace('_', '-')} failed: {first_line(err)}"
             ) from None
+        cast, self._cast = self._cast, None
+        if cast is not None:
+            cast.land()
 
     def wait_received(self) -> None:
         """As `wait`: the library does not tell the two apart."""
         self.wait()
 
+    def land(self) -> None:
+        """Wait only if the buffer gets the result no sooner than that."""
+        if self._cast is not None:
+            self.wait()
 
-def start(world: World, what: str, buffer: torch.Tensor) -> NativeJob:
-    """Start ``what`` in place on ``buffer``, whose length is a multiple of the world's size."""
+
+class Cast:
+    """A copy of a buffer in the wire's dtype, for the library to work on.
+
+    Casts are made on the current stream, which the library orders its own after; so neither the
+    host nor any other stream waits for them. Sums are the library's and in the wire's dtype.
+    """
+
+    def __init__(self, what: str, buffer: torch.Tensor, wire: Wire) -> None:
+        own, whole = slice(wire.own.start, wire.own.stop), slice(None)
+        sent = own if what == "all_gather" else whole
+        self._landed = own if what == "reduce_scatter" else whole
+        self._buffer = buffer
+        self.carried = torch.empty_like(buffer, dtype=wire.dtype)
+        self.carried[sent].copy_(buffer[sent])
+
+    def land(self) -> None:
+        """Copy the result into the buffer, once the current stream is ordered after it."""
+        if self.carried.is_cuda:
+            # The memory may be given away when this object goes, but not before the copy.
+            self.carried.record_stream(torch.cuda.current_stream(self.carried.device))
+        self._buffer[self._landed].copy_(self.carried[self._landed])
+
+
+def start(
+    world: World,
+    what: str,
+    buffer: torch.Tensor,
+    after: NativeJob | None = None,
+    wire: Wire | None = None,
+) -> NativeJob:
+    """Start ``what`` in place on ``buffer``, whose length is a multiple of the world's size.
+
+    With a ``wire`` the buffer gets the result when the job is first waited for, or when another
+    one is started ``after`` it.
+    """
     name, _, root = what.partition(":")
     group = world.native
+    if after is not None:
+        after.land()
     if name == "broadcast":
         return NativeJob(group.broadcast(buffer, int(root)), name, world.rank)
-    return NativeJob(getattr(group, name)(buffer), name, world.rank)
+    cast = None if wire is None else Cast(name, buffer, wire)
+    work = getattr(group, name)(buffer if cast is None else cast.carried)
+    return NativeJob(work, name, world.rank, cast)

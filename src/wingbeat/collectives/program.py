@@ -6,7 +6,7 @@ arrived. So all the rounds overlap, and a ring's latency is paid once rather tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from wingbeat.types import Round, Send, Span
@@ -62,7 +62,7 @@ def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
             for span in step.span.cut(chunk):
                 if isinstance(step, Send):
                     transfer = Transfer(step.peer, span, numbering.sent(step.peer))
-                    last = _last_overlap(receives[:known], span)
+                    last = last_overlap(receives[:known], span)
                     (first if last < 0 else unlocks[last]).append(transfer)
                 else:
                     tag = numbering.received(step.peer)
@@ -94,8 +94,8 @@ class _Numbering:
         return counts[peer]
 
 
-def _last_overlap(receives: list[Transfer], span: Span) -> int:
-    """Index of the last receive that writes into ``span``, or -1.
+def last_overlap(receives: Sequence[Transfer], span: Span) -> int:
+    """Return the index of the last receive that writes into ``span``, or -1.
 
     Receives are applied in order, so the last one implies all the earlier ones.
     """

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from helpers import late
+from wingbeat.collectives import Collectives
+from wingbeat.errors import PeerError
+from wingbeat.transport.world import World
+
+
+class NeverRead:
+    def wait(self, seconds: float) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+class HalfDeaf(late.LateLink):
+    """Receives, but whatever it sends is found out not to have been read."""
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> NeverRead:
+        super().send(tensor, peer, tag)
+        return NeverRead()
+
+
+def test_a_send_that_fails_at_the_end_fails_the_collective() -> None:
+    """Its result is complete by then; nobody may be left waiting for the buffer."""
+    members, board = late.worlds(2)
+    errors: list[PeerError] = []
+
+    def body(world: World) -> None:
+        try:
+            Collectives(world).all_reduce(torch.ones(8), bucket=2).wait()
+        except PeerError as err:
+            errors.append(err)
+
+    # Daemons, because a thread that waits for ever must not keep the test run from ending.
+    threads = [threading.Thread(target=body, args=(world,), daemon=True) for world in members]
+    for world, thread in zip(members, threads, strict=True):
+        world.links = (HalfDeaf(board, world.rank, "lo0"),)
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(errors) == 2
+    assert "failed during all-reduce of bucket 2" in str(errors[0])
+    for world in members:
+        world.close()

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import torch
+
+from wingbeat.collectives import scratch
+from wingbeat.collectives.scratch import Scratch
+
+
+def test_what_is_given_back_is_taken_again() -> None:
+    pool = Scratch()
+    first = pool.take(1000, torch.bfloat16)
+    assert (first.shape, first.dtype, first.is_contiguous()) == ((1000,), torch.bfloat16, True)
+    where = first.data_ptr()
+    other = pool.take(1000, torch.bfloat16)
+    assert other.data_ptr() != where
+    pool.give(first)
+    assert pool.take(600, torch.bfloat16).data_ptr() == where
+
+
+def test_dtypes_and_sizes_far_apart_do_not_mix() -> None:
+    pool = Scratch()
+    small = pool.take(10, torch.float32)
+    where = small.data_ptr()
+    pool.give(small)
+    assert pool.take(10, torch.float16).dtype is torch.float16
+    assert pool.take(17, torch.float32).shape == (17,)
+    assert pool.take(16, torch.float32).data_ptr() == where
+    assert pool.take(1, torch.float32).shape == (1,)
+
+
+def test_no_more_is_kept_than_the_limit(monkeypatch) -> None:
+    monkeypatch.setattr(scratch, "MAX_FREE_BYTES", 3 * 4096)
+    pool = Scratch()
+    taken = [pool.take(1024, torch.float32) for _ in range(5)]
+    kept = {tensor.data_ptr() for tensor in taken[:3]}
+    for _ in range(2):
+        for tensor in taken[:3]:
+            pool.give(tensor)
+        again = [pool.take(1024, torch.float32) for _ in range(3)]
+        assert {tensor.data_ptr() for tensor in again} == kept
+    for tensor in taken:
+        pool.give(tensor)
+    again = [pool.take(1024, torch.float32) for _ in range(5)]
+    assert {tensor.data_ptr() for tensor in again} & {t.data_ptr() for t in taken} == kept

@@ -1,0 +1,83 @@
+"""A link that behaves as gloo does: the sender's memory is read when the receiver takes it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+
+import torch
+
+from wingbeat.transport import loopback
+from wingbeat.transport.world import World
+
+Key = tuple[str, int, int, int]
+
+
+class Board:
+    """Messages that have been announced and not yet read, and how many bytes were."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.mail: defaultdict[Key, deque[Sent]] = defaultdict(deque)
+        self.nbytes: defaultdict[int, int] = defaultdict(int)
+
+
+class Sent:
+    def __init__(self, board: Board, tensor: torch.Tensor) -> None:
+        self._board = board
+        self.tensor = tensor
+        self.read = False
+
+    def wait(self, seconds: float) -> None:
+        with self._board.changed:
+            if not self._board.changed.wait_for(lambda: self.read, seconds):
+                raise RuntimeError("timed out")
+
+
+class Received:
+    def __init__(self, board: Board, key: Key, out: torch.Tensor) -> None:
+        self._board, self._key, self._out = board, key, out
+
+    def wait(self, seconds: float) -> None:
+        board, deadline = self._board, time.monotonic() + seconds
+        with board.changed:
+            mail = board.mail[self._key]
+            if not board.changed.wait_for(lambda: mail, deadline - time.monotonic()):
+                raise RuntimeError("timed out")
+            sent = mail.popleft()
+            assert sent.tensor.dtype == self._out.dtype
+            assert sent.tensor.shape == self._out.shape
+            self._out.copy_(sent.tensor)
+            sent.read = True
+            board.nbytes[self._key[1]] += sent.tensor.nbytes
+            board.changed.notify_all()
+
+
+class LateLink:
+    """One rank's end of the board."""
+
+    def __init__(self, board: Board, rank: int, name: str) -> None:
+        self._board, self._rank, self.name = board, rank, name
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Sent:
+        sent = Sent(self._board, tensor)
+        with self._board.changed:
+            self._board.mail[self.name, self._rank, peer, tag].append(sent)
+            self._board.changed.notify_all()
+        return sent
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Received:
+        return Received(self._board, (self.name, peer, self._rank, tag), tensor)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def worlds(size: int, *, interfaces: int = 1) -> tuple[list[World], Board]:
+    """As `loopback.worlds`, over late links; and their board."""
+    members = loopback.worlds(size, interfaces=interfaces)
+    board = Board()
+    for world in members:
+        world.links = tuple(LateLink(board, world.rank, link.name) for link in world.links)
+    return members, board
