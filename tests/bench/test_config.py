@@ -72,6 +72,11 @@ def test_buckets_follow_the_models_scale() -> None:
     assert allreduce.strategy == strategies.AllReduce(mb=4.0, first_mb=0.5)
 
 
+def test_the_usual_bucket_follows_the_models_scale() -> None:
+    assert config().check().bucket_bytes == 25 * 2**20
+    assert config(model="paced:resnet50@0.04").check().bucket_bytes == 2**20
+
+
 def test_iterations_are_shared_by_the_rounds() -> None:
     made = config(iterations=8, rounds=3)
     assert [made.share(i) for i in range(3)] == [3, 3, 2]
@@ -80,7 +85,7 @@ def test_iterations_are_shared_by_the_rounds() -> None:
 
 def test_workers_read_what_the_parent_wrote(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    made = config(trace=True, stretch=3.0)
+    made = config(trace=True, stretch=3.0, measure=False)
     path.write_text(made.to_json(), encoding="utf-8")
     assert BenchConfig.load(path) == made
 

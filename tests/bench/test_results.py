@@ -10,6 +10,7 @@ import pytest
 from wingbeat.bench import bound, demo, results, table
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.results import Block, Quantiles, Report
+from wingbeat.bench.speedup import Measured
 
 FIELDS = {
     "strategy",
@@ -19,6 +20,9 @@ FIELDS = {
     "exposed_s",
     "bound_s",
     "fraction_of_bound",
+    "speedup",
+    "bound_measured_s",
+    "fraction_of_s_max",
     "final_loss",
 }
 
@@ -92,6 +96,28 @@ def test_unshaped_links_have_no_bound() -> None:
     assert "no stated rate" in ddp.bound_formula
 
 
+def alone() -> Measured:
+    """Two workers: forward 0.2 s, backward 0.4 s, each half of the exchange 0.5 s."""
+    return Measured(2, 400, 100, 0.2, 0.4, 0.5, 0.5, 1.0, 1.2, {}, {})
+
+
+def test_the_speedup_is_compared_with_the_measured_bound() -> None:
+    asked = checked(strategies=("ddp", "dear", "single"))
+    blocks = [block(0, 2.0), block(1, 1.25), block(2, 0.6)]
+    ddp, dear, single = results.runs(asked, blocks, alone())
+    assert (ddp.speedup, dear.speedup) == pytest.approx((0.6, 0.96))
+    assert (ddp.fraction_of_s_max, dear.fraction_of_s_max) == pytest.approx((0.5, 0.8))
+    assert dear.bound_measured_s == ddp.bound_measured_s == 1.0
+    # What exchanges nothing has a speed-up, but no bound by the links.
+    assert single.speedup == pytest.approx(2.0)
+    assert single.bound_measured_s is single.fraction_of_s_max is None
+
+
+def test_without_measuring_there_is_no_speedup() -> None:
+    ddp, _ = results.runs(checked(), [block(0, 2.0), block(1, 1.25)])
+    assert ddp.speedup is ddp.bound_measured_s is ddp.fraction_of_s_max is None
+
+
 def report(model: str = "paced:resnet50") -> Report:
     asked = checked(model)
     accuracy = 0.97 if model == "digits" else None
@@ -100,7 +126,7 @@ def report(model: str = "paced:resnet50") -> Report:
         lab=str(asked.lab),
         model=asked.model.name,
         machine={"cores": 2},
-        runs=results.runs(asked, blocks),
+        runs=results.runs(asked, blocks, alone()),
         asked_lab=str(asked.asked),
         workers=asked.workers,
         config={},
@@ -109,6 +135,7 @@ def report(model: str = "paced:resnet50") -> Report:
         versions={},
         compute_s=None,
         notes=results.NOTES,
+        measured=alone(),
     )
 
 
@@ -125,7 +152,10 @@ def test_a_table_row_holds_the_figures() -> None:
     _, dear = report().runs
     cells = table.cells(dear)
     assert cells[:4] == ["dear", "1500", "1500 .. 1500", "0.750"]
-    assert len(cells) == len(table.render(report()).columns)
+    assert cells[-2] == f"{1.0 / 1.5:.3f}"
+    made = table.render(report())
+    assert len(cells) == len(made.columns)
+    assert "S_max 1.20 of 2; each alone, in ms: forward 200, backward 400" in str(made.caption)
 
 
 def test_a_missing_figure_is_a_dash() -> None:

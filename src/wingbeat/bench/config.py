@@ -9,6 +9,7 @@ from typing import Any
 
 from wingbeat.bench import links, peers, workloads
 from wingbeat.bench.peers import Peer
+from wingbeat.bench.protocol import ONLY, WHOLE
 from wingbeat.bench.workloads import Workload
 from wingbeat.errors import UsageError, unknown
 from wingbeat.lab.spec import LabSpec
@@ -33,6 +34,10 @@ class BenchConfig:
             machine with few cores has time to carry the traffic.
         seed: of the model and of the data's order.
         trace: whether to record a few iterations of each row after the timed ones.
+        breakdown: whether to record each row for its breakdown, and rows of DeAR twice more with
+            half of their exchange.
+        measure: whether to measure forward, backward and both halves of the exchange alone, once
+            a round, for the speed-up and its bound.
     """
 
     lab: str
@@ -46,6 +51,8 @@ class BenchConfig:
     stretch: float = 1.0
     seed: int = 0
     trace: bool = False
+    breakdown: bool = False
+    measure: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("iterations", 1), ("rounds", 1), ("warmup", 0), ("per_host", 1)):
@@ -133,6 +140,22 @@ class Checked:
     def workers(self) -> int:
         """Workers in all."""
         return self.lab.hosts * self.config.per_host
+
+    @property
+    def recorded(self) -> list[tuple[int, str]]:
+        """What is recorded after the timed iterations: rows, and which of their variants."""
+        out = []
+        if self.config.trace or self.config.breakdown:
+            for number, row in enumerate(self.rows):
+                split = self.config.breakdown and row.kind == "dear" and self.workers > 1
+                out += [(number, each) for each in (WHOLE, *(ONLY if split else ()))]
+        return out
+
+    @property
+    def bucket_bytes(self) -> int:
+        """25 MB (2**20 bytes), the usual bucket, at the model's scale."""
+        scale = 1.0 if self.model.profile is None else self.model.profile.scale
+        return int(25 * 2**20 * scale)
 
     @property
     def total_iterations(self) -> int:

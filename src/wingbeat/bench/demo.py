@@ -50,6 +50,7 @@ def plan(unshaped: str | None, *, quick: bool = False) -> Plan:
         strategies=ROWS,
         iterations=(2 if quick else 14) * EPOCH,
         rounds=1,  # one training from start to end for each row, as the accuracy needs
+        measure=False,
     )
     paced = BenchConfig(
         lab=before_scaling,
@@ -59,6 +60,7 @@ def plan(unshaped: str | None, *, quick: bool = False) -> Plan:
         rounds=1 if quick else 3,
         warmup=2,
         trace=True,
+        measure=False,
     )
     return Plan(digits, paced, unshaped)
 

@@ -34,6 +34,9 @@ BUILTIN: dict[str, _Builtin] = {
 }
 """Rows that are not wingbeat's own: kind of bound, whether gradients stay exact, what it is."""
 
+_HALF_BYTES = 2
+"""Bytes of an element in fp16 and bf16."""
+
 _SCHEDULES = {"wfbp": "allreduce", "dear": "dear"}
 
 
@@ -81,8 +84,9 @@ class Peer:
             for extent in shape:
                 size *= extent
             numel += size
-        if self.name == "ddp+fp16":
-            return numel * 2
+        narrow = self.name == "ddp+fp16" or _wire(self.strategy)
+        if narrow:
+            return numel * min(itemsize, _HALF_BYTES)
         return 0 if self.name == "single" else numel * itemsize
 
 
@@ -105,7 +109,7 @@ def parse(text: str) -> Peer:
     if name in strategies.names():
         strategy = strategies.parse(text)
         kind = _SCHEDULES.get(strategy.choices().schedule, "other")
-        return Peer(text, name, kind, True, {}, strategy)
+        return Peer(text, name, kind, not _wire(strategy), {}, strategy)
     if name not in BUILTIN:
         raise unknown("strategy", name, names())
     known = BUILTIN[name]
@@ -115,3 +119,8 @@ def parse(text: str) -> Peer:
         if not 0 < value <= 4096:
             raise UsageError(f"option {key}={value} in {text!r}: allowed are values from 0 to 4096")
     return Peer(text, name, known.kind, known.exact, {**known.defaults, **given})
+
+
+def _wire(strategy: strategies.Strategy | None) -> str:
+    """Return the half-precision dtype that gradients travel in; empty for their own."""
+    return strategy.choices().wire if strategy is not None else ""

@@ -26,6 +26,13 @@ def hear(line: str) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and "kind" in message else None
 
 
-def part(folder: Path, row: int, worker: int) -> Path:
+WHOLE = "whole"
+"""A row as it is, as opposed to ``ONLY``."""
+
+ONLY = ("RS-only", "AG-only")
+"""A row of DeAR with one half of its exchange left out, by the names of the paper's Fig. 8."""
+
+
+def part(folder: Path, row: int, worker: int, variant: str = WHOLE) -> Path:
     """Where one worker's events of one row are kept until the parent merges them."""
-    return folder / f"row{row}-worker{worker}.json"
+    return folder / f"row{row}-{variant}-worker{worker}.json"

@@ -12,6 +12,8 @@ from wingbeat.bench import bound
 from wingbeat.bench.config import Checked
 from wingbeat.bench.links import reduce_seconds_per_byte
 from wingbeat.bench.peers import Peer
+from wingbeat.bench.speedup import Measured
+from wingbeat.observe.breakdown import Parts
 
 NOTES = {
     "iteration_s": (
@@ -29,6 +31,26 @@ NOTES = {
     ),
     "bound_s": "no schedule of the row's kind can be faster; formula in the run; " + bound.TERMS,
     "fraction_of_bound": "bound_s / median iteration time; 1 is perfect",
+    "measured": (
+        "in this run, once a round: t_ff_s, t_bp_s of the model alone (no optimizer, all workers at"
+        " once, the slowest one's median); t_rs_s, t_ag_s of all gradients handed over at once with"
+        " nothing else running (until the last worker has its result; as one buffer or in buckets,"
+        " whichever median is less); bound_s = max(t_ff, t_ag) + max(t_bp, t_rs);"
+        " s_max = P (t_ff + t_bp) / bound_s: DeAR (Zhang et al., 2023), Eq. 6"
+    ),
+    "speedup": "P (t_ff + t_bp) / median iteration time, P workers against one; S in Table II",
+    "bound_measured_s": "measured.bound_s, the same for all rows; null for 'single'",
+    "fraction_of_s_max": (
+        "speedup / s_max = bound_measured_s / median iteration time. A row that sends less than"
+        " every gradient in full may exceed 1; null for 'single', which exchanges nothing"
+    ),
+    "breakdown": (
+        "with --breakdown: 'whole' is the iteration of median length of a few recorded after the"
+        " timed ones, mean over workers; *_s are its parts and add up to it. Waiting counts as"
+        " reduce_scatter_s while one of the worker's reduce-scatters is under way, else as"
+        " all_gather_s (all_reduce_s where gradients travel in all-reduces). 'RS-only' and"
+        " 'AG-only' leave the other half of the exchange out, for timing only: DeAR, Fig. 8"
+    ),
     "final_loss": "loss of the last timed iteration, mean over workers",
 }
 """What each field of a run is."""
@@ -96,6 +118,10 @@ class Run:
     accuracy: float | None
     exact: bool
     samples_s: list[float]
+    speedup: float | None = None
+    bound_measured_s: float | None = None
+    fraction_of_s_max: float | None = None
+    breakdown: dict[str, Parts] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +140,7 @@ class Report:
     versions: dict[str, str]
     compute_s: dict[str, float] | None
     notes: dict[str, str]
+    measured: Measured | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain values; ``lab, model, machine, runs`` first."""
@@ -127,7 +154,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def runs(checked: Checked, blocks: Sequence[Block]) -> list[Run]:
+def runs(checked: Checked, blocks: Sequence[Block], measured: Measured | None = None) -> list[Run]:
     """Turn the blocks into one run for each row, in the rows' order."""
     by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
     samples = [[s for block in own for s in block.iterations_s()] for own in by_row]
@@ -138,6 +165,7 @@ def runs(checked: Checked, blocks: Sequence[Block]) -> list[Run]:
     out = []
     for row, own, values, times in zip(checked.rows, by_row, samples, quantiles, strict=True):
         floor, eq6, formula = _bounds(checked, row, per_byte)
+        alone = None if measured is None or row.kind == "single" else measured.bound_s
         out.append(
             Run(
                 strategy=row.text,
@@ -153,6 +181,9 @@ def runs(checked: Checked, blocks: Sequence[Block]) -> list[Run]:
                 accuracy=own[-1].accuracy,
                 exact=row.exact,
                 samples_s=values,
+                speedup=None if measured is None else measured.speedup(times.median),
+                bound_measured_s=alone,
+                fraction_of_s_max=None if alone is None else alone / times.median,
             )
         )
     return out

@@ -10,17 +10,21 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import wingbeat
 from wingbeat import lab
 from wingbeat.bench import machine, protocol, results
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.progress import Progress
-from wingbeat.bench.results import Block, Report
+from wingbeat.bench.protocol import WHOLE
+from wingbeat.bench.results import Block, Report, Run
+from wingbeat.bench.speedup import Measured, Timings, measured
 from wingbeat.errors import WingbeatError
 from wingbeat.observe import trace
+from wingbeat.observe.breakdown import breakdown
 from wingbeat.observe.events import Event
 
 KEPT_LINES = 8
@@ -96,9 +100,14 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
         if ended.exit_code:
             raise _failure(ended, listener)
         raw = json.loads(result_path.read_text(encoding="utf-8"))
-        blocks = [Block(**block) for block in raw]
-        events = _events(checked, folder) if config.trace else []
-    return Outcome(_report(checked, blocks, about, command), events)
+        blocks = [Block(**block) for block in raw["blocks"]]
+        alone = _measured(checked, raw["timings"])
+        events = _events(checked, folder)
+    report = _report(checked, blocks, alone, about, command)
+    if config.breakdown:
+        report = replace(report, runs=_broken_down(checked, report.runs, events))
+    whole = [own for (_, variant), own in events.items() if variant == WHOLE]
+    return Outcome(report, whole if config.trace else [])
 
 
 def _environment() -> dict[str, str]:
@@ -121,14 +130,39 @@ def _failure(ended: lab.RunResult, listener: Listener) -> WorkerError:
     )
 
 
-def _events(checked: Checked, folder: Path) -> list[list[Event]]:
-    workers = range(checked.workers)
-    rows = range(len(checked.rows))
-    return [trace.merge([protocol.part(folder, row, rank) for rank in workers]) for row in rows]
+Events = dict[tuple[int, str], list[Event]]
+"""By row and variant."""
+
+
+def _events(checked: Checked, folder: Path) -> Events:
+    ranks = range(checked.workers)
+    return {
+        (row, variant): trace.merge([protocol.part(folder, row, rank, variant) for rank in ranks])
+        for row, variant in checked.recorded
+    }
+
+
+def _broken_down(checked: Checked, runs: Sequence[Run], events: Events) -> list[Run]:
+    """Add the breakdowns; FSDP has none, because its waits cannot be seen from outside."""
+    out = []
+    for row, run in enumerate(runs):
+        own = {variant: breakdown(e) for (number, variant), e in events.items() if number == row}
+        seen = checked.rows[row].kind != "fsdp"
+        out.append(replace(run, breakdown=own) if seen else run)
+    return out
+
+
+def _measured(checked: Checked, raw: list[list[dict[str, Any]]]) -> Measured | None:
+    rounds = [[Timings(**own) for own in round_] for round_ in raw]
+    return measured(rounds, bucket_bytes=checked.bucket_bytes)
 
 
 def _report(
-    checked: Checked, blocks: Sequence[Block], about: dict[str, object], command: Sequence[str]
+    checked: Checked,
+    blocks: Sequence[Block],
+    alone: Measured | None,
+    about: dict[str, object],
+    command: Sequence[str],
 ) -> Report:
     times = checked.model.compute_s()
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -136,7 +170,7 @@ def _report(
         lab=str(checked.lab),
         model=checked.model.name,
         machine=about,
-        runs=results.runs(checked, blocks),
+        runs=results.runs(checked, blocks, alone),
         asked_lab=str(checked.asked),
         workers=checked.workers,
         config=asdict(checked.config),
@@ -145,4 +179,5 @@ def _report(
         versions=machine.versions(),
         compute_s=None if times is None else {"forward": times[0], "backward": times[1]},
         notes=results.NOTES,
+        measured=alone,
     )

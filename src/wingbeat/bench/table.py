@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 
 from wingbeat.bench.results import Report, Run
+from wingbeat.bench.speedup import Measured
 
 MISSING = "-"
 """Stands where there is no figure; the JSON says why."""
@@ -19,6 +20,7 @@ _COLUMNS = (
     "exposed\nms",
     "bound\nms",
     "of\nbound",
+    "of\nS_max",
     "final\nloss",
 )
 
@@ -44,10 +46,25 @@ def render(report: Report) -> Table:
     for run in report.runs:
         table.add_row(*cells(run))
     table.caption = "time: median of an iteration; sent: by one worker in an iteration"
+    table.caption_justify = "left"
+    if report.measured is not None:
+        table.caption += f"\n{s_max(report.measured)}"
     inexact = sorted({run.strategy for run in report.runs if not run.exact})
     if inexact:
         table.caption += f"\nnot exact (other weights than DDP's): {', '.join(inexact)}"
     return table
+
+
+def s_max(measured: Measured) -> str:
+    """The largest possible speed-up, and the measured times that it comes from."""
+    times = {
+        "forward": measured.t_ff_s,
+        "backward": measured.t_bp_s,
+        "reduce-scatter": measured.t_rs_s,
+        "all-gather": measured.t_ag_s,
+    }
+    listed = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in times.items())
+    return f"S_max {measured.s_max:.2f} of {measured.workers}; each alone, in ms: {listed}"
 
 
 def cells(run: Run) -> list[str]:
@@ -61,9 +78,15 @@ def cells(run: Run) -> list[str]:
         megabytes(run.bytes_per_iteration),
         milliseconds(run.exposed_s),
         milliseconds(run.bound_s),
-        MISSING if run.fraction_of_bound is None else f"{run.fraction_of_bound:.3f}",
+        fraction(run.fraction_of_bound),
+        fraction(run.fraction_of_s_max),
         f"{run.final_loss:.5g}",
     ]
+
+
+def fraction(value: float | None) -> str:
+    """A share of a bound with three decimals."""
+    return MISSING if value is None else f"{value:.3f}"
 
 
 def milliseconds(seconds: float | None) -> str:

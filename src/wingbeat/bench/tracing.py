@@ -82,6 +82,6 @@ def record(
             stream.record("wait", _last_bucket_ns, end)
 
 
-def save(folder: Path, row: int, worker: int) -> None:
+def save(folder: Path, row: int, worker: int, variant: str) -> None:
     """Stop recording and write this worker's events."""
-    trace.save(stream.stop(), protocol.part(folder, row, worker))
+    trace.save(stream.stop(), protocol.part(folder, row, worker, variant))

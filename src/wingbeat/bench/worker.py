@@ -12,21 +12,26 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.bench import attach, tracing, workloads
+from wingbeat.bench import attach, halves, measure, tracing, workloads
 from wingbeat.bench.config import BenchConfig, Checked
-from wingbeat.bench.protocol import say
+from wingbeat.bench.peers import Peer
+from wingbeat.bench.protocol import ONLY, say
 from wingbeat.bench.results import Block
+from wingbeat.bench.speedup import Timings
 from wingbeat.errors import WingbeatError
 from wingbeat.lab import counters
+from wingbeat.transport.world import World
 
 TRACED = 3
 """Iterations recorded of each row when a trace is asked for."""
+
+BROKEN_DOWN = 7
+"""Iterations recorded of each row when a breakdown is asked for; the first does not count."""
 
 
 @dataclass
@@ -34,10 +39,14 @@ class Worker:
     """What one process needs to know of itself."""
 
     checked: Checked
-    rank: int
-    workers: int
+    world: World
     done: int = 0
     said: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self.world.rank
 
     def tick(self, row: int, round_: int, iteration: int) -> None:
         """Count an iteration; rank 0 tells the parent, at most ten times a second."""
@@ -76,11 +85,20 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
     return _gather(worker, row, starts, sent, loss, accuracy)
 
 
+def measure_round(worker: Worker, round_: int) -> list[Timings]:
+    """Measure computation alone and communication alone; everyone gets all workers' figures."""
+    if worker.rank == 0:
+        config = worker.checked.config
+        say("phase", text=f"round {round_ + 1}/{config.rounds}: computation and links, each alone")
+    own = measure.timings(worker.checked, worker.world)
+    return [Timings(**each) for each in worker.world.exchange("timings", asdict(own))]
+
+
 def _build(worker: Worker) -> workloads.Built:
     return workloads.build(
         worker.checked.model,
         rank=worker.rank,
-        workers=worker.workers,
+        workers=worker.world.size,
         seed=worker.checked.config.seed,
     )
 
@@ -100,10 +118,8 @@ def _settled_bytes(worker: Worker, made: attach.Attached) -> int:
 def _gather(
     worker: Worker, row: int, starts: list[float], sent: float, loss: float, accuracy: float | None
 ) -> Block | None:
-    own = {"starts": starts, "sent": sent, "loss": loss}
-    everyone: list[Any] | None = [None] * worker.workers if worker.rank == 0 else None
-    dist.gather_object(own, everyone)
-    if everyone is None:
+    everyone = worker.world.exchange("block", {"starts": starts, "sent": sent, "loss": loss})
+    if worker.rank:
         return None
     losses = [each["loss"] for each in everyone]
     return Block(
@@ -120,16 +136,25 @@ def _trace(worker: Worker, folder: Path) -> None:
     config = worker.checked.config
     paced = worker.checked.model.profile is not None
     maker = attach.optimizer_maker(config.optimizer, paced=paced)
-    for row, peer in enumerate(worker.checked.rows):
+    for row, variant in worker.checked.recorded:
+        peer = worker.checked.rows[row]
         built = _build(worker)
         dist.barrier()
         with attach.attached(peer, built.model, maker, recorded=True) as made:
+            if variant in ONLY:
+                halves.use_only(variant, made.model, worker.world, _topology(peer))
             for _ in range(max(2, config.warmup)):
                 attach.step(made, built.loss)
-            tracing.record(worker.rank, peer, made, built.loss, iterations=TRACED)
-            tracing.save(folder, row, worker.rank)
+            count = BROKEN_DOWN if config.breakdown else TRACED
+            tracing.record(worker.rank, peer, made, built.loss, iterations=count)
+            tracing.save(folder, row, worker.rank, variant)
         del built, made
         gc.collect()
+
+
+def _topology(peer: Peer) -> str:
+    assert peer.strategy is not None
+    return peer.strategy.choices().topology
 
 
 def main(argv: list[str]) -> int:
@@ -137,20 +162,24 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     config_path, result_path = Path(argv[0]), Path(argv[1])
     checked = BenchConfig.load(config_path).check()
-    wingbeat.init(timeout=120.0)
+    world = wingbeat.init(timeout=120.0)
     try:
-        worker = Worker(checked, dist.get_rank(), dist.get_world_size())
-        blocks = []
+        worker = Worker(checked, world)
+        blocks, timings = [], []
         for round_ in range(checked.config.rounds):
+            if checked.config.measure:
+                timings.append([asdict(own) for own in measure_round(worker, round_)])
+                gc.collect()
             for row in range(len(checked.rows)):
                 blocks.append(run_block(worker, row, round_))
                 gc.collect()
-        if checked.config.trace:
+        if checked.recorded:
             if worker.rank == 0:
-                say("phase", text="recording the timeline")
+                say("phase", text="recording what happens when")
             _trace(worker, result_path.parent)
         if worker.rank == 0:
-            text = json.dumps([asdict(block) for block in blocks if block is not None])
+            made = [asdict(block) for block in blocks if block is not None]
+            text = json.dumps({"blocks": made, "timings": timings})
             result_path.write_text(text, encoding="utf-8")
         dist.barrier()
     finally:

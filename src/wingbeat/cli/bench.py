@@ -79,8 +79,18 @@ def bench(
     stretch: Annotated[
         float, typer.Option(help="Slow a paced model and the links down by this factor.")
     ] = 1.0,
+    measured: Annotated[
+        bool,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Measure computation and links alone, for the speed-up's bound S_max.",
+        ),
+    ] = True,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw a timeline of all rows here.")] = None,
+    breakdown: Annotated[
+        Path | None, typer.Option(help="Draw where each row's time goes here, as stacked bars.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for ui.perfetto.dev here.")
     ] = None,
@@ -103,16 +113,23 @@ def bench(
         optimizer=optimizer,
         stretch=stretch,
         trace=png is not None or trace is not None,
+        measure=measured,
+        breakdown=breakdown is not None,
     )
     config.check()
-    if png is not None:
+    if png is not None or breakdown is not None:
         need_matplotlib()
-    for path in (json_out, png, trace):
+    for path in (json_out, png, breakdown, trace):
         if path is not None:
             check_writable(path)
     outcome = measure(config)
     show(outcome)
     write(outcome, json_out, png, trace)
+    if breakdown is not None:
+        from wingbeat.bench import bars
+
+        bars.draw_png(outcome.report, breakdown)
+        print(f"breakdown: {breakdown}")
 
 
 def need_matplotlib() -> None:
@@ -123,7 +140,7 @@ def need_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            "a timeline needs matplotlib; install it with: pip install 'wingbeat[bench]'"
+            "a picture needs matplotlib; install it with: pip install 'wingbeat[bench]'"
         )
 
 

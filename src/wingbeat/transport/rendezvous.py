@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 
 from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.observe.log import speak
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink, first_line
@@ -93,6 +94,8 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         world._close = dist.destroy_process_group
     world_module.set_current(world)
+    if rank == 0:
+        speak()
     # Threads that still use gloo's sockets while the interpreter ends would crash it.
     atexit.register(shutdown)
     return world

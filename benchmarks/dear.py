@@ -1,0 +1,304 @@
+"""DeAR's share of its bound, S / S_max by the paper's Eq. 6, on its five models and two networks.
+
+    python benchmarks/dear.py --json out/dear.json
+    python benchmarks/dear.py --rates slow --models resnet50 bert_base --iterations 6
+    python benchmarks/dear.py --rates fast --mb 10 bert_large=20
+    python benchmarks/dear.py --rows ddp allreduce dear:plan=fixed,mb={mb} dear:plan=none
+
+Each model is one ``wingbeat bench``: the rows take turns on one lab, and t_ff, t_bp, t_rs and t_ag
+are measured in the same run. Times are paced (an RTX 2080 Ti's); bytes and links are real.
+
+The networks are those of the paper, 64 GPUs with 10GbE ("slow") or 100GbIB ("fast"). In a ring of
+P workers each moves (P-1)/P of the bytes, so that a host's rate times ((P-1)/P) / (63/64) keeps the
+ratio of communication to computation: 7.62 and 76.2 Gbit/s for P = 4. The model's scale shrinks
+bytes and rates together, and the stretch slows computation and links down together, until two
+cores can do the traffic (under 500 Mbit/s) and the optimizers of all hosts: these cost real time,
+and DenseNet has 604 tensors. The row ``single`` shows what of that is left. A rate takes eight to
+nine minutes.
+
+``ceiling`` is the largest S / S_max that any schedule can reach on that model: Eq. 6 knows no
+layers, but a gradient cannot travel before it is there, and BERT's largest is the last.
+
+``even`` is a network for each model: the rate at which t_ag = 2 t_ff, where DeAR hides most.
+
+``ratio`` is the row's time over the first row's. Judged is the first row of DeAR. Exit code 1 if a
+limit is missed: at the slow rate an average of 0.95 and 0.90 for each model, at the fast one an
+average of 0.93, never slower than the first row at either, and 1.25x its speed at ``even``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from wingbeat import paced
+from wingbeat.bench import bound, machine, runner
+from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.results import Report
+from wingbeat.bench.speedup import Measured
+from wingbeat.errors import UsageError, WingbeatError, unknown
+
+MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
+ROWS = ("ddp", "dear:plan=fixed,mb={mb}")
+
+
+@dataclass(frozen=True)
+class Network:
+    """One of the paper's networks, how it is emulated, and what is asked of it.
+
+    Attributes:
+        gbit: a host's rate in Gbit/s among 64; 0: for each model the rate at which t_ag = 2 t_ff.
+        scale: of the models.
+        stretch: slow motion.
+        iterations: timed ones of each row, over all rounds.
+        rounds: how often the rows take turns.
+        average: least S / S_max, mean over the models.
+        worst: least S / S_max of any model; 0 where nothing is asked.
+        gain: least speed-up over the first row, on every model.
+        mb: DeAR's bucket size for each model where 25 MB is not the best.
+    """
+
+    gbit: float
+    scale: float
+    stretch: float
+    iterations: int
+    rounds: int
+    average: float
+    worst: float
+    gain: float
+    mb: dict[str, float]
+
+
+NETWORKS = {
+    "slow": Network(10.0, 0.05, 3.0, 8, 2, 0.95, 0.90, 1.0, {}),
+    "fast": Network(100.0, 0.05, 8.0, 6, 2, 0.93, 0.0, 1.0, {}),
+    "even": Network(0.0, 0.05, 3.0, 8, 2, 0.0, 0.0, 1.25, {}),
+}
+USUAL_MB = 25.0
+
+
+def main() -> int:
+    """Measure what was asked for, print a table and judge it."""
+    args = arguments()
+    signal.signal(signal.SIGTERM, _interrupt)  # so that being ended cleans up as Ctrl-C does
+    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
+    report["command"] = sys.argv
+    report["rates"] = {}
+    missed = []
+    try:
+        sizes = bucket_sizes(args.mb)
+        planned = {rate: configs(rate, args, sizes) for rate in args.rates}
+        for rate, benches in planned.items():
+            models: dict[str, Any] = {}
+            for number, (name, config) in enumerate(benches.items(), start=1):
+                print(f"{rate} {number}/{len(benches)}: {name}", file=sys.stderr, flush=True)
+                models[name] = figures(config, runner.run(config, command=sys.argv).report)
+                report["rates"][rate] = summary(rate, models)
+                write(args.json, report)
+            show(rate, report["rates"][rate])
+            missed += report["rates"][rate]["missed"]
+    except WingbeatError as err:
+        print(f"dear.py: {err}", file=sys.stderr)
+        return 2 if isinstance(err, UsageError) else 1
+    for line in missed:
+        print(f"MISSED: {line}")
+    return int(bool(missed))
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--rates", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument(
+        "--rows", nargs="+", default=list(ROWS), help="as for wingbeat bench; {mb} is filled in"
+    )
+    parser.add_argument(
+        "--mb",
+        nargs="+",
+        default=[],
+        metavar="[MODEL=]MB",
+        help="what {mb} stands for, for all models or for one (default: a table, else 25)",
+    )
+    parser.add_argument("--iterations", type=int, help="timed ones of each row (default: by rate)")
+    parser.add_argument("--rounds", type=int, help="how often the rows take turns")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed iterations of each turn")
+    parser.add_argument("--workers", type=int, default=4, help="hosts of the lab (default: 4)")
+    parser.add_argument("--scale", type=float, help="of the models (default: by rate)")
+    parser.add_argument("--stretch", type=float, help="slow motion (default: by rate)")
+    parser.add_argument("--json", type=Path, default=Path("out/dear.json"))
+    return parser.parse_args()
+
+
+def bucket_sizes(words: list[str]) -> dict[str, float]:
+    """``["10", "bert_large=20"]`` as sizes by model; the one for all models is under ``""``.
+
+    Raises:
+        UsageError: a size that is no number, or a model that is none of the paper's.
+    """
+    sizes = {}
+    for word in words:
+        name, _, size = word.rpartition("=")
+        if name and name not in MODELS:
+            raise unknown("model", name, MODELS, where=f"--mb {word}")
+        try:
+            sizes[name] = float(size)
+        except ValueError:
+            raise UsageError(f"--mb {word}: {size!r} is no number of MB") from None
+    return sizes
+
+
+def host_rate(gbit: float, workers: int) -> str:
+    """What a host of a small ring needs to be as slow as one of 64 with ``gbit`` Gbit/s each.
+
+    >>> host_rate(10.0, 4)
+    '7619mbit'
+    """
+    return f"{1e3 * gbit * ((workers - 1) / workers) / (63 / 64):.0f}mbit"
+
+
+def even_gbit(name: str) -> float:
+    """The rate in Gbit/s among 64 at which the model's all-gather takes twice its forward.
+
+    There DeAR hides most: with t_bp = 2 t_ff, Eq. 7 is 4 t_ff and DDP's Eq. 8 is 5 t_ff.
+    """
+    profile = paced.load_profile(name)
+    nbytes = 4 * sum(layer.numel for layer in profile.layers)
+    return 63 / 64 * nbytes * 8 / (2 * profile.forward_ms * 1e-3) / 1e9
+
+
+def configs(rate: str, args: argparse.Namespace, sizes: dict[str, float]) -> dict[str, BenchConfig]:
+    """One bench for each model, checked, so that nothing is found wrong after minutes.
+
+    Raises:
+        UsageError: a value that cannot work.
+    """
+    network = NETWORKS[rate]
+    if args.workers < 2:
+        raise UsageError(f"--workers {args.workers}: allowed are 2 or more")
+    out = {}
+    for name in args.models:
+        usual = sizes.get("", network.mb.get(name, USUAL_MB))
+        mb = sizes.get(name, usual)
+        iterations = args.iterations or network.iterations
+        gbit = network.gbit or even_gbit(name)
+        out[name] = BenchConfig(
+            lab=f"star:{args.workers}@{host_rate(gbit, args.workers)}",
+            model=f"paced:{name}@{args.scale or network.scale:g}",
+            strategies=tuple(row.replace("{mb}", f"{mb:g}") for row in args.rows),
+            iterations=iterations,
+            rounds=min(args.rounds or network.rounds, iterations),
+            warmup=args.warmup,
+            stretch=args.stretch or network.stretch,
+        )
+        if not any(row.kind == "dear" for row in out[name].check().rows):
+            raise UsageError(f"--rows {' '.join(args.rows)}: needs a row of dear, which is judged")
+    return out
+
+
+def figures(config: BenchConfig, report: Report) -> dict[str, Any]:
+    """What one bench says, in the paper's terms."""
+    checked, measured = config.check(), report.measured
+    assert measured is not None
+    rows = {
+        run.strategy: {
+            "speedup": run.speedup,
+            "fraction": run.fraction_of_s_max,
+            "ratio": run.ratio,
+            "iteration_s": asdict(run.iteration_s),
+            "exposed_s": run.exposed_s,
+            "final_loss": run.final_loss,
+        }
+        for run in report.runs
+    }
+    return {
+        "lab": report.lab,
+        "judged": next(row.text for row in checked.rows if row.kind == "dear"),
+        "s_max": measured.s_max,
+        "s_max_64": 64 * measured.s_max / measured.workers,
+        "ceiling": ceiling(checked, measured),
+        "rows": rows,
+        "measured": asdict(measured),
+        "config": asdict(config),
+        "load_before": report.machine["load_before"],
+    }
+
+
+def ceiling(checked: Checked, measured: Measured) -> float | None:
+    """Largest S / S_max of any schedule: Eq. 6 over the floor that knows layers, at one rate."""
+    layers = checked.model.layers(next(row for row in checked.rows if row.kind == "dear"))
+    if layers is None:
+        return None
+    per_byte = (measured.t_rs_s + measured.t_ag_s) / 2 / measured.nbytes
+    simple, floor = (f("dear", layers, per_byte) for f in (bound.simple, bound.floor))
+    return simple / floor if simple and floor else None
+
+
+def summary(rate: str, models: dict[str, Any]) -> dict[str, Any]:
+    """The models of one rate together, and which limits they miss."""
+    network = NETWORKS[rate]
+    fractions = {name: own["rows"][own["judged"]]["fraction"] for name, own in models.items()}
+    average = statistics.fmean(fractions.values())
+    worst = min(fractions, key=lambda name: fractions[name])
+    missed = []
+    if average < network.average:
+        missed.append(f"{rate}: S/S_max is {average:.3f} on average; limit {network.average}")
+    for name, value in fractions.items():
+        if value < network.worst:
+            missed.append(f"{rate}: S/S_max of {name} is {value:.3f}; limit {network.worst}")
+    gains = {name: 1 / own["rows"][own["judged"]]["ratio"] for name, own in models.items()}
+    for name, value in gains.items():
+        if value < network.gain:
+            missed.append(f"{rate}: {name} is {value:.3f}x the first row; limit {network.gain}")
+    return {
+        "average": average,
+        "worst": {"model": worst, "fraction": fractions[worst]},
+        "limits": {"average": network.average, "worst": network.worst, "gain": network.gain},
+        "missed": missed,
+        "models": models,
+    }
+
+
+def show(rate: str, results: dict[str, Any]) -> None:
+    """Print one rate's table."""
+    gbit = NETWORKS[rate].gbit
+    where = f"as on 64 GPUs with {gbit:g} Gbit/s each" if gbit else "where t_ag = 2 t_ff"
+    print(f"\n{rate}: {where}")
+    print(f"{'model':13} {'S_max/P':>7}  {'row':28} {'S/P':>6} {'S/S_max':>8} {'ceiling':>8} ratio")
+    for name, own in results["models"].items():
+        workers = own["measured"]["workers"]
+        for number, (row, made) in enumerate(own["rows"].items()):
+            head = "" if number else f"{name:13} {own['s_max'] / workers:7.3f}"
+            top = f"{own['ceiling']:8.3f}" if row == own["judged"] else ""
+            fraction = made["fraction"] or float("nan")
+            print(
+                f"{head:21}  {row:28} {made['speedup'] / workers:6.3f} {fraction:8.3f} {top:8} "
+                f"{made['ratio']:.3f}"
+            )
+    worst = results["worst"]
+    print(f"average {results['average']:.3f}, worst {worst['fraction']:.3f} ({worst['model']})")
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Keep what there is; called after each model, so that nothing measured is lost."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,81 @@
+"""A worker's side of ``speedup``: the model alone, and then the links alone."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+
+from wingbeat.bench import workloads
+from wingbeat.bench.config import Checked
+from wingbeat.bench.speedup import HALVES, WAYS, Span, Timings
+from wingbeat.collectives import Collectives
+from wingbeat.transport.world import World
+
+PASSES = 2
+"""Timed forward and backward passes in a round, after one that is not."""
+
+REPETITIONS = 2
+"""Timed runs of each collective in each way in a round."""
+
+
+def timings(checked: Checked, world: World) -> Timings:
+    """Measure forward, backward, reduce-scatter and all-gather once, with all workers at once."""
+    forward, backward, nbytes = _compute(checked, world)
+    gc.collect()
+    spans = _communicate(world, nbytes, checked.bucket_bytes)
+    return Timings(forward, backward, spans, nbytes)
+
+
+def gradient_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all the gradients of ``model``."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def _compute(checked: Checked, world: World) -> tuple[list[float], list[float], int]:
+    """Seconds of each forward and backward without communication or optimizer."""
+    seed = checked.config.seed
+    built = workloads.build(checked.model, rank=world.rank, workers=world.size, seed=seed)
+    forward, backward = [], []
+    dist.barrier()
+    for _ in range(1 + PASSES):
+        built.model.zero_grad()
+        begin = time.monotonic()
+        loss = built.loss(built.model)
+        middle = time.monotonic()
+        torch.autograd.backward(loss)
+        backward.append(time.monotonic() - middle)
+        forward.append(middle - begin)
+    return forward[1:], backward[1:], gradient_bytes(built.model)
+
+
+def _communicate(world: World, nbytes: int, bucket_bytes: int) -> dict[str, list[Span]]:
+    """When each half began and ended, in each way, by half and way."""
+    collectives = Collectives(world)
+    flat = torch.ones(-(-nbytes // 4))
+    buckets = list(flat.split(max(1, bucket_bytes // 4)))
+    pieces = {"whole": [flat], "buckets": buckets}
+    for half in HALVES:  # the first messages meet links that were idle, and cold memory
+        _run(collectives, half, buckets[:1])
+    spans: dict[str, list[Span]] = {}
+    for _ in range(REPETITIONS):
+        for way in WAYS:
+            for half in HALVES:
+                spans.setdefault(f"{half}/{way}", []).append(_run(collectives, half, pieces[way]))
+    return spans
+
+
+def _run(collectives: Collectives, half: str, pieces: list[torch.Tensor]) -> Span:
+    """Hand over everything at once; the result counts, not when the last send has drained."""
+    start = collectives.reduce_scatter if half == "reduce_scatter" else collectives.all_gather
+    dist.barrier()
+    begin = time.monotonic()
+    handles = [start(piece) for piece in pieces]
+    for handle in handles:
+        handle.wait_received()
+    end = time.monotonic()
+    for handle in handles:
+        handle.wait()
+    return begin, end

@@ -1,0 +1,151 @@
+"""Where an iteration's time goes, from recorded events: the bars of DeAR's Fig. 8.
+
+What the network does behind the computation does not show; what it makes the worker wait for does,
+and is named after the collective that was under way at that moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from wingbeat.errors import UsageError
+from wingbeat.observe.events import Event
+from wingbeat.observe.exposed import Interval, clip, iterations, union
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One iteration in seconds; the parts add up to its length.
+
+    Attributes:
+        forward_s: forward, without waits and updates inside it.
+        backward_s: backward, likewise.
+        reduce_scatter_s: waiting while a reduce-scatter of this worker was under way.
+        all_gather_s: the other waiting, where there are all-gathers.
+        all_reduce_s: the other waiting, where there are whole all-reduces.
+        update_s: the optimizer.
+        other_s: the rest, as ``zero_grad`` and Python between the parts.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    reduce_scatter_s: float = 0.0
+    all_gather_s: float = 0.0
+    all_reduce_s: float = 0.0
+    update_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The iteration's length."""
+        return math.fsum(asdict(self).values())
+
+    @property
+    def exposed_s(self) -> float:
+        """All the waiting."""
+        return self.reduce_scatter_s + self.all_gather_s + self.all_reduce_s
+
+
+def breakdown(events: Iterable[Event], *, skip: int = 1) -> Parts:
+    """Split the iteration of median length, each part averaged over the workers.
+
+    Args:
+        events: of all workers, in any order; iterations end with ``step``.
+        skip: first iterations to leave out. The very first has no reliable begin, because
+            collectives that began before recording did count as its events.
+
+    Raises:
+        UsageError: no iteration is left.
+    """
+    by_worker: dict[int, list[Event]] = {}
+    for event in events:
+        by_worker.setdefault(event.worker, []).append(event)
+    split = [per_iteration(own)[skip:] for own in by_worker.values()]
+    averaged = [_mean(each) for each in zip(*split, strict=False)]
+    if not averaged:
+        raise UsageError(f"no iteration to break down after the first {skip}; record more")
+    averaged.sort(key=lambda parts: parts.total_s)
+    return averaged[(len(averaged) - 1) // 2]
+
+
+def per_iteration(events: Iterable[Event]) -> list[Parts]:
+    """Split each of one worker's ``iterations``.
+
+    >>> own = [
+    ...     Event(0, -1, "forward", 0, 5, 0, "compute"),
+    ...     Event(0, 0, "wait", 1, 3, 0, "compute"),
+    ...     Event(0, 0, "reduce_scatter", 0, 2, 0, "eth0"),
+    ...     Event(0, 0, "all_gather", 2, 4, 0, "eth0"),
+    ...     Event(0, -1, "step", 5, 6, 0, "compute"),
+    ... ]
+    >>> [parts] = per_iteration(own)
+    >>> [round(1e9 * s) for s in (parts.forward_s, parts.reduce_scatter_s, parts.all_gather_s)]
+    [3, 1, 1]
+
+    Raises:
+        UsageError: events of several workers.
+    """
+    listed = list(events)
+    return [_parts(listed, window) for window in iterations(listed)]
+
+
+def without(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
+    """The instants of ``intervals`` that lie in none of ``holes``.
+
+    >>> without([(0, 10)], [(2, 3), (8, 12)])
+    [(0, 2), (3, 8)]
+    """
+    out = []
+    cut = union(holes)
+    for begin, end in union(intervals):
+        for low, high in cut:
+            if high <= begin or low >= end:
+                continue
+            if low > begin:
+                out.append((begin, low))
+            begin = high
+        if begin < end:
+            out.append((begin, end))
+    return out
+
+
+def _parts(events: Sequence[Event], window: Interval) -> Parts:
+    """Each instant of the window counts once: as a wait, else as update, forward or backward."""
+    waits = _spans(events, "wait", window)
+    updates = without(_spans(events, "update", window), waits)
+    busy = union([*waits, *updates])
+    forward = without(_spans(events, "forward", window), busy)
+    backward = without(_spans(events, "backward", window), [*busy, *forward])
+    named = {event.what for event in events}
+    rest = without(waits, _spans(events, "reduce_scatter", window))
+    if not named & {"all_reduce", "all_gather"}:
+        rest = []  # what is left is how long the worker takes to wake up
+    whole = "all_reduce" in named
+    known = union([*busy, *forward, *backward])
+    return Parts(
+        forward_s=_seconds(forward),
+        backward_s=_seconds(backward),
+        reduce_scatter_s=_seconds(waits) - _seconds(rest),
+        all_gather_s=0.0 if whole else _seconds(rest),
+        all_reduce_s=_seconds(rest) if whole else 0.0,
+        update_s=_seconds(updates),
+        other_s=_seconds(without([window], known)),
+    )
+
+
+def _spans(events: Iterable[Event], what: str, window: Interval) -> list[Interval]:
+    spans = ((event.begin_ns, event.end_ns) for event in events if event.what == what)
+    return union(clip(spans, window))
+
+
+def _seconds(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals) / 1e9
+
+
+def _mean(workers: Sequence[Parts]) -> Parts:
+    names = [field.name for field in fields(Parts)]
+    return Parts(
+        **{name: math.fsum(getattr(w, name) for w in workers) / len(workers) for name in names}
+    )

@@ -1,0 +1,114 @@
+"""``benchmarks/dear.py``: what it asks the bench for, and how it judges."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def dear() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "dear.py"
+    spec = importlib.util.spec_from_file_location("benchmark_dear", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(dear: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["dear.py", *words])
+    parsed: argparse.Namespace = dear.arguments()
+    return parsed
+
+
+def models(**fractions: float) -> dict[str, Any]:
+    return {
+        name: {"judged": "dear", "rows": {"ddp": {"fraction": 0.1}, "dear": {"fraction": value}}}
+        for name, value in fractions.items()
+    }
+
+
+def test_the_rates_keep_the_papers_ratio(dear: ModuleType) -> None:
+    # 3/4 of the bytes at this rate take as long as 63/64 of them at 10 Gbit/s.
+    rate = float(dear.host_rate(10.0, 4).removesuffix("mbit")) * 1e6
+    assert 0.75 / rate == pytest.approx(63 / 64 / 10e9, rel=1e-3)
+
+
+def test_limits_are_judged_by_average_and_by_model(dear: ModuleType) -> None:
+    assert dear.summary("slow", models(a=0.99, b=0.93))["missed"] == []
+    [line] = dear.summary("slow", models(a=0.99, b=0.99, c=0.89))["missed"]
+    assert line == "slow: S/S_max of c is 0.890; limit 0.9"
+    made = dear.summary("fast", models(a=0.95, b=0.89))
+    assert made["worst"] == {"model": "b", "fraction": 0.89}
+    assert made["missed"] == ["fast: S/S_max is 0.920 on average; limit 0.93"]
+
+
+def test_links_stay_slow_enough_for_two_cores(
+    dear: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(dear, monkeypatch)
+    for rate in ("slow", "fast"):
+        benches = dear.configs(rate, args, {"": 10.0, "bert_base": 5.0})
+        assert tuple(benches) == dear.MODELS
+        for name, config in benches.items():
+            assert config.check().lab.rate <= 500e6
+            mb = 5 if name == "bert_base" else 10
+            assert config.strategies == ("ddp", f"dear:plan=fixed,mb={mb}")
+
+
+def test_sizes_are_read(dear: ModuleType) -> None:
+    assert dear.bucket_sizes(["10", "bert_large=2.5"]) == {"": 10.0, "bert_large": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--mb", "bert_lrge=3"], "'bert_large'"),
+        (["--mb", "resnet50=ten"], "'ten'"),
+        (["--models", "resnet5"], "'resnet50'"),
+        (["--rows", "ddp"], "needs a row of dear"),
+        (["--workers", "1"], "2 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    dear: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    named: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["dear.py", *words])
+    monkeypatch.setattr(dear.runner, "run", lambda *_, **__: pytest.fail("it started"))
+    assert dear.main() == 2
+    assert named in capsys.readouterr().err
+
+
+def test_what_was_measured_is_kept(dear: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "dear.json"
+    dear.write(path, {"rates": {"slow": dear.summary("slow", models(a=0.99))}})
+    assert json.loads(path.read_text(encoding="utf-8"))["rates"]["slow"]["average"] == 0.99
+
+
+def test_no_schedule_beats_the_ceiling_that_knows_layers(
+    dear: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wingbeat.bench.speedup import Measured
+
+    args = arguments(dear, monkeypatch)
+    checked = dear.configs("slow", args, {})["bert_base"].check()
+    nbytes = checked.model.profile.nbytes
+    second = nbytes * 0.75 / (checked.lab.rate / 8)
+    alone = Measured(4, nbytes, 1, 0.09, 0.18, second, second, 1.0, 1.0, {}, {})
+    value = dear.ceiling(checked, alone)
+    # BERT's word embedding, a fifth of all bytes, is the last gradient to be ready.
+    assert 0.9 < value < 0.95

@@ -1,0 +1,56 @@
+"""Workers measure what they alone and the links alone take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+import wingbeat
+from helpers.pool import Pool
+from wingbeat.bench import measure
+from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.speedup import Timings, measured
+
+CONFIG = BenchConfig(
+    lab="loopback:2", model="paced:resnet50@0.02", strategies=("dear",), iterations=1, rounds=1
+)
+
+
+def measured_on_this_worker() -> dict[str, Any]:
+    world = wingbeat.init(timeout=30.0)
+    try:
+        return asdict(measure.timings(CONFIG.check(), world))
+    finally:
+        wingbeat.shutdown()
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool(2, default_group=False)
+    yield made
+    made.close()
+
+
+def test_both_halves_and_both_passes_are_measured(pool: Pool) -> None:
+    raw = pool.run(measured_on_this_worker)
+    workers = [Timings(**each) for each in raw]
+    checked = CONFIG.check()
+    made = measured([workers], bucket_bytes=checked.bucket_bytes)
+    assert made is not None
+    stated = checked.model.compute_s()
+    profile = checked.model.profile
+    assert stated is not None
+    assert profile is not None
+    # Sleeping is never shorter than asked for; how much longer depends on the machine.
+    assert made.t_ff_s >= 0.99 * stated[0]
+    assert made.t_bp_s >= 0.99 * stated[1]
+    assert made.nbytes == profile.nbytes
+    assert len(made.samples_s["forward"]) == 2 * measure.PASSES
+    for half in ("reduce_scatter", "all_gather"):
+        for way in ("whole", "buckets"):
+            times = made.samples_s[f"{half}/{way}"]
+            assert len(times) == measure.REPETITIONS
+            assert min(times) > 0
