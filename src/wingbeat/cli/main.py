@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from wingbeat.cli import bench, demo, lab
+from wingbeat.cli import bench, demo, lab, plan
 from wingbeat.errors import UsageError, WingbeatError
 
 # Typer brings its own copy of click, under a private name: reach its error through a public class.
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.add_typer(lab.app, name="lab")
 bench.register(app)
 demo.register(app)
+plan.register(app)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -67,19 +67,26 @@ def _taper(
 ) -> tuple[list[list[int]], list[int]]:
     """Cut buckets of ``edge`` bytes, twice that and so on up to ``limit``; and what is left."""
     out: list[list[int]] = []
+    placed = 0
     while members and 0 < edge < limit:
-        tensors = next(_fill(specs, members, edge))
+        # What a tensor larger than the edge takes, the next bucket may take as well.
+        edge = max(edge, placed)
+        tensors = next(_fill(specs, members, min(edge, limit), least=edge // 8))
         out.append(tensors)
+        placed += sum(specs[t].nbytes for t in tensors)
         members = members[len(tensors) :]
         edge *= 2
     return out, members
 
 
-def _fill(specs: Sequence[TensorSpec], members: Sequence[int], limit: int) -> Iterator[list[int]]:
+def _fill(
+    specs: Sequence[TensorSpec], members: Sequence[int], limit: int, least: int = 0
+) -> Iterator[list[int]]:
+    """Cut buckets of up to ``limit`` bytes, or one tensor more where there are not ``least``."""
     tensors: list[int] = []
     nbytes = 0
     for index in members:
-        if tensors and nbytes + specs[index].nbytes > limit:
+        if tensors and nbytes >= least and nbytes + specs[index].nbytes > limit:
             yield tensors
             tensors, nbytes = [], 0
         tensors.append(index)

@@ -1,0 +1,88 @@
+"""``wingbeat plan``: what tuning the bucket size has found, as a table and as a picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from wingbeat.plans.result import Result
+
+HELP = """Show what tuning the bucket size has found: every trial, what was chosen, and why.
+
+\b
+FILE is the plan_file that a run with DeAR(plan_file=...) has written.
+
+\b
+Examples:
+  wingbeat plan plan.json                       the trials as a table
+  wingbeat plan plan.json --png out/plan.png    and as a picture
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("plan", help=HELP)(plan)
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(help="The plan file.", show_default=False)],
+    png: Annotated[Path | None, typer.Option(help="Draw samples and posterior here.")] = None,
+) -> None:
+    """Show a plan file."""
+    from rich.console import Console
+
+    from wingbeat.plans import saved
+
+    known = saved.load(file)
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(render(known.result))
+    print("expected: what all trials together make likely at that size")
+    print(known.result.explain())
+    print("tuned for " + ", ".join(f"{name} {value}" for name, value in known.key.items()))
+    if png is not None:
+        from wingbeat.plans import picture
+
+        picture.draw_png(known.result, png)
+        print(f"picture: {png}")
+
+
+def render(result: Result) -> Table:
+    """Return one row for each trial, in order; the chosen one is bold and marked."""
+    from rich import box
+    from rich.table import Table
+
+    from wingbeat.plans.result import as_mb, counted
+
+    trials = counted(len(result.samples), "trial")
+    table = Table(
+        title=f"Bucket size: {trials} from {as_mb(result.low_bytes)} to "
+        f"{as_mb(result.high_bytes)} MB ({result.search})",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for name in ("trial", "size\nMB", "iterations\nper s", "of the\nstart", "expected\nper s"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    first = result.samples[0].throughput
+    for index, (sample, expected) in enumerate(zip(result.samples, result.expected, strict=True)):
+        chosen = index == result.chosen_index
+        notes = [*(["start"] if index == 0 else []), *(["chosen"] if chosen else [])]
+        table.add_row(
+            str(index + 1),
+            as_mb(sample.nbytes),
+            f"{sample.throughput:.4g}",
+            f"{sample.throughput / first:.3f}",
+            f"{expected:.4g}",
+            ", ".join(notes),
+            style="bold" if chosen else "",
+        )
+    return table

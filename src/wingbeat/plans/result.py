@@ -1,0 +1,96 @@
+"""What tuning has found, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wingbeat.plans.search import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The end of a tuning; sizes in bytes, throughputs in iterations per second.
+
+    Attributes:
+        search: ``"bo"``, ``"random"`` or ``"grid"``.
+        low_bytes: smallest size allowed.
+        high_bytes: largest size allowed.
+        steps: iterations that counted in each trial.
+        samples: the trials in order; the first is the start.
+        expected: for each trial, the throughput that all samples together make likely at its size.
+        chosen_bytes: the size tried whose expected throughput is highest.
+        costs_s: seconds that each decision took on rank 0.
+    """
+
+    search: str
+    low_bytes: int
+    high_bytes: int
+    steps: int
+    samples: tuple[Sample, ...]
+    expected: tuple[float, ...]
+    chosen_bytes: int
+    costs_s: tuple[float, ...]
+
+    @property
+    def start_bytes(self) -> int:
+        """The size of the first trial."""
+        return self.samples[0].nbytes
+
+    @property
+    def chosen_index(self) -> int:
+        """The first trial with the chosen size, counted from 0."""
+        return [sample.nbytes for sample in self.samples].index(self.chosen_bytes)
+
+    @property
+    def gain(self) -> float:
+        """Expected throughput with the chosen size over that with the start's."""
+        return self.expected[self.chosen_index] / self.expected[0]
+
+    def explain(self) -> str:
+        """Say in one line what was chosen and why."""
+        trials, steps = counted(len(self.samples), "trial"), counted(self.steps, "iteration")
+        head = f"tuned buckets in {trials} of {steps} ({self.search}): "
+        cost = f"a decision took up to {1e3 * max(self.costs_s):.1f} ms"
+        if self.chosen_bytes == self.start_bytes:
+            return (
+                f"{head}{as_mb(self.start_bytes)} MB, as at the start: of the sizes tried, none "
+                f"is expected to be faster; {cost}"
+            )
+        return (
+            f"{head}{as_mb(self.chosen_bytes)} MB, {self.gain:.2f}x the throughput of the start "
+            f"({as_mb(self.start_bytes)} MB): of the sizes tried, the one expected to be fastest; "
+            f"{cost}"
+        )
+
+
+def choose(samples: Sequence[Sample]) -> tuple[int, tuple[float, ...]]:
+    """Return the best size tried, in bytes, and the expected throughput of each sample.
+
+    The best is the one with the highest posterior mean, whatever the search was: among noisy
+    measurements the highest is too high, and its neighbours know better. So searches differ in
+    where they look and in nothing else.
+    """
+    from wingbeat.plans import bayes  # scipy and scikit-learn
+
+    mean, _ = bayes.posterior(samples, [sample.nbytes for sample in samples])
+    return samples[int(mean.argmax())].nbytes, tuple(float(value) for value in mean)
+
+
+def as_mb(nbytes: float) -> str:
+    """Write a size in MB (2**20 bytes) with three digits.
+
+    >>> [as_mb(mb * 2**20) for mb in (0.05, 6.2041, 25, 4096)]
+    ['0.05', '6.2', '25', '4096']
+    """
+    mb = nbytes / 2**20
+    return f"{mb:.0f}" if mb >= 100 else f"{mb:.3g}"
+
+
+def counted(number: int, what: str) -> str:
+    """Write a number of things.
+
+    >>> [counted(1, "trial"), counted(10, "trial")]
+    ['1 trial', '10 trials']
+    """
+    return f"{number} {what}" + ("" if number == 1 else "s")

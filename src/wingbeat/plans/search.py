@@ -1,0 +1,73 @@
+"""Which bucket size to try next: by Bayesian optimisation, at random, or along a grid.
+
+All three look at the logarithm of the size. What a size costs is a latency for each bucket, which
+doubles as sizes halve, and a wait for the bucket to fill, which doubles as they double: from 1 to
+2 MB as much may change as from 50 to 100. Evenly spaced megabytes would leave the small sizes out.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wingbeat.types import Tuning
+
+SEED = 25
+"""Where random search starts, so that a run can be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one trial has shown.
+
+    ``nbytes`` is the bucket size in bytes; ``throughput`` is in iterations per second: the mean
+    over all workers, the median over the trial's steps.
+    """
+
+    nbytes: int
+    throughput: float
+
+
+def suggest(tuning: Tuning, samples: Sequence[Sample]) -> int:
+    """Return the bucket size in bytes to try next, within the tuning's range.
+
+    The same samples always give the same answer.
+
+    Args:
+        tuning: the search and its range.
+        samples: all trials so far in order, one or more; the first is where tuning started.
+    """
+    if tuning.low_bytes >= tuning.high_bytes:
+        return tuning.low_bytes
+    if tuning.search == "random":
+        return _random(tuning, len(samples))
+    if tuning.search == "grid":
+        return _grid(tuning, len(samples), samples[0].nbytes)
+    from wingbeat.plans import bayes  # scipy and scikit-learn, which only this search needs
+
+    return bayes.suggest(tuning, samples)
+
+
+def between(tuning: Tuning, share: float) -> int:
+    """Return the size that lies at ``share`` (0 to 1) of the range, on a logarithmic scale.
+
+    >>> [between(Tuning(search="grid", low_bytes=1, high_bytes=100), s) for s in (0, 0.5, 1)]
+    [1, 10, 100]
+    """
+    low, high = tuning.low_bytes, tuning.high_bytes
+    return min(max(round(low * math.pow(high / low, share)), low), high)
+
+
+def _random(tuning: Tuning, count: int) -> int:
+    draws = random.Random(SEED)
+    return between(tuning, [draws.random() for _ in range(count)][-1])
+
+
+def _grid(tuning: Tuning, count: int, start: int) -> int:
+    """Go up the grid; the start, which has been tried, stands in for the point nearest to it."""
+    last = max(tuning.trials - 1, 1)
+    points = [between(tuning, i / last) for i in range(last + 1)]
+    points.remove(min(points, key=lambda size: abs(math.log(size / start))))
+    return points[(count - 1) % len(points)]

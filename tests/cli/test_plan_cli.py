@@ -1,0 +1,89 @@
+"""``wingbeat plan`` as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wingbeat.plans import saved
+from wingbeat.plans.result import Result
+from wingbeat.plans.search import Sample
+
+MB = 2**20
+PNG = b"\x89PNG\r\n\x1a\n"
+TUNED = Result(
+    search="bo",
+    low_bytes=MB,
+    high_bytes=100 * MB,
+    steps=10,
+    samples=(Sample(25 * MB, 10.0), Sample(6 * MB, 12.25), Sample(MB, 9.0)),
+    expected=(10.0, 12.0, 9.1),
+    chosen_bytes=6 * MB,
+    costs_s=(0.0011, 0.0024, 0.0009),
+)
+
+
+def wingbeat(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wingbeat.cli.main", "plan", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    saved.save(tmp_path / "plan.json", TUNED, {"parameters": "ab12", "workers": 4})
+    return tmp_path / "plan.json"
+
+
+def test_it_shows_trials_choice_and_reason(file: Path) -> None:
+    done = wingbeat(file)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["1", "25", "10", "1.000", "10", "start"] in rows
+    assert ["2", "6", "12.25", "1.225", "12", "chosen"] in rows
+    assert ["3", "1", "9", "0.900", "9.1"] in rows
+    assert TUNED.explain() in done.stdout.splitlines()
+    assert "tuned for parameters ab12, workers 4" in done.stdout
+
+
+def test_it_draws_the_picture(file: Path, tmp_path: Path) -> None:
+    done = wingbeat(file, "--png", tmp_path / "out" / "plan.png")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "plan.png").read_bytes().startswith(PNG)
+    assert f"picture: {tmp_path}/out/plan.png" in done.stdout
+
+
+def test_its_help_has_examples() -> None:
+    done = wingbeat("--help")
+    assert "wingbeat plan plan.json --png out/plan.png" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "file"),
+        (["none.json"], "none.json"),
+        (["/"], "'/'"),
+        (["damaged.json"], "is damaged"),
+        (["FILE", "--png", "/proc/none/plan.png"], "/proc/none/plan.png"),
+        (["FILE", "--pgn", "plan.png"], "--pgn"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged.json").write_text('{"format":', encoding="utf-8")
+    done = wingbeat(*[file if arg == "FILE" else arg for arg in args])
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert words in line

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wingbeat.errors import UsageError
+from wingbeat.plans import saved
+from wingbeat.plans.result import Result
+from wingbeat.plans.search import Sample
+
+MB = 2**20
+KEY = {"parameters": "ab12", "workers": 4, "links": 2, "shapes": [["w", [3, 4], "float32"]]}
+TUNED = Result(
+    search="bo",
+    low_bytes=MB,
+    high_bytes=100 * MB,
+    steps=10,
+    samples=(Sample(25 * MB, 10.0), Sample(6 * MB + 1, 12.2), Sample(MB, 9.0)),
+    expected=(10.0, 12.0, 9.1),
+    chosen_bytes=6 * MB + 1,
+    costs_s=(0.0011, 0.0024, 0.0),
+)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved.save(path, TUNED, KEY)
+    known = saved.load(path)
+    assert known.result == TUNED
+    assert known.key == KEY
+    assert known.chosen_bytes == 6 * MB + 1
+    saved.save(str(path), TUNED, {})
+    assert saved.load(str(path)).key == {}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+@given(
+    samples=st.lists(
+        st.builds(Sample, st.integers(1, 2**32), st.floats(1e-9, 1e9)), min_size=1, max_size=6
+    ),
+    data=st.data(),
+)
+def test_every_result_survives(tmp_path_factory, samples, data) -> None:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    count = len(samples)
+    result = Result(
+        search=data.draw(st.sampled_from(["bo", "random", "grid"])),
+        low_bytes=1,
+        high_bytes=2**32,
+        steps=data.draw(st.integers(1, 10_000)),
+        samples=tuple(samples),
+        expected=tuple(data.draw(st.lists(st.floats(1e-9, 1e9), min_size=count, max_size=count))),
+        chosen_bytes=data.draw(st.sampled_from(samples)).nbytes,
+        costs_s=tuple(data.draw(st.lists(st.floats(0, 10), min_size=count, max_size=count))),
+    )
+    saved.save(path, result, KEY)
+    assert saved.load(path).result == result
+
+
+def test_people_can_read_it(tmp_path: Path) -> None:
+    saved.save(tmp_path / "plan.json", TUNED, KEY)
+    data = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert data["chosen_mb"] == 6.0
+    assert data["why"] == TUNED.explain()
+    assert data["range_mb"] == [1.0, 100.0]
+    assert [sample["mb"] for sample in data["samples"]] == [25.0, 6.0, 1.0]
+    assert data["samples"][1]["iterations_per_s"] == 12.2
+    assert data["key"]["workers"] == 4
+
+
+def test_it_matches_the_same_model_and_cluster_only(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved.save(path, TUNED, KEY)
+    known = saved.load(path)
+    assert saved.matches(known, KEY)
+    assert saved.matches(known, {**KEY, "shapes": [("w", (3, 4), "float32")]})
+    assert not saved.matches(known, {**KEY, "workers": 8})
+    assert not saved.matches(known, {k: v for k, v in KEY.items() if k != "links"})
+    assert not saved.matches(known, {**KEY, "more": 1})
+
+
+def test_the_file_is_replaced_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    saved.save(path, TUNED, KEY)
+
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UsageError, match=r"plan\.json.*No space left"):
+        saved.save(path, TUNED, {})
+    assert saved.load(path).key == KEY
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "plan.json"
+    with pytest.raises(UsageError, match=r"there is no folder '.*none'"):
+        saved.save(path, TUNED, KEY)
+    with pytest.raises(UsageError, match="No such file"):
+        saved.load(path)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot write"):
+        saved.save(tmp_path, TUNED, KEY)
+    with pytest.raises(UsageError, match="cannot read"):
+        saved.load(tmp_path)
+
+
+def change(*path: Any, to: Any) -> dict[str, Any]:
+    """A saved file's content with one value changed; ``...`` takes it away."""
+    data = copy.deepcopy(saved._to_json(TUNED, KEY))
+    where: Any = data
+    for key in path[:-1]:
+        where = where[key]
+    if to is ...:
+        del where[path[-1]]
+    else:
+        where[path[-1]] = to
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (change("version", to=2), "version 2; this wingbeat reads version 1"),
+        (change("version", to=...), "version None"),
+        (change("format", to="json"), "no plan file"),
+        (change("search", to="magic"), "'magic'; allowed are bo, random, grid"),
+        (change("search", to=["bo"]), "allowed are bo"),
+        (change("samples", to=[]), "equally long"),
+        (change("samples", 0, to=...), "equally long"),
+        (change("samples", to={}), "'samples'"),
+        (change("samples", 1, to=3), "'samples'"),
+        (change("samples", 1, "iterations_per_s", to="fast"), "'fast'"),
+        (change("samples", 1, "iterations_per_s", to=0), "iterations_per_s holds 0"),
+        (change("samples", 1, "iterations_per_s", to=math.nan), "nan"),
+        (change("samples", 1, "iterations_per_s", to=10**400), "finite"),
+        (change("samples", 1, "iterations_per_s", to=True), "True"),
+        (change("samples", 1, "expected_iterations_per_s", to=...), "expected_iterations_per_s"),
+        (change("decision_s", 0, to=-1), "decision_s holds -1"),
+        (change("decision_s", to=[]), "equally long"),
+        (change("steps_per_trial", to=0), "steps_per_trial holds 0"),
+        (change("steps_per_trial", to=2.5), "2.5"),
+        (change("steps_per_trial", to=True), "True"),
+        (change("bytes", to=...), "'bytes'"),
+        (change("bytes", "chosen", to=5), "chosen=5"),
+        (change("bytes", "chosen", to=...), "chosen=None"),
+        (change("bytes", "samples", 0, to=-1), "-1"),
+        (change("bytes", "samples", 0, to=25.5), "25.5"),
+        (change("bytes", "range", to=[1]), "range=[1]"),
+        (change("bytes", "range", to=[9, 1]), "range=[9, 1]"),
+        (change("key", to=[]), "'key'"),
+        ([], "no plan file"),
+        (3, "no plan file"),
+    ],
+)
+def test_a_file_that_is_not_right_is_one_line(tmp_path: Path, data: Any, words: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        saved.load(path)
+    assert words in str(caught.value)
+    assert "plan.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"version": ' + b"9" * 5000 + b"}"],
+    ids=["empty", "cut off", "no text", "deep", "long number"],
+)
+def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"plan\.json' is damaged: .*; delete the file") as caught:
+        saved.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved.save(path, TUNED, KEY)
+    content = path.read_bytes().rstrip()
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
+        with pytest.raises(UsageError):
+            saved.load(path)
