@@ -46,7 +46,7 @@ class AllReduce(_Preset):
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
         first_mb: size of the bucket that is ready first, small so that the links start early.
         wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"`` or ``"fp16"``,
-            which halve the bytes; sums are made in the gradients' own dtype. Not exact then.
+            which halve the bytes; sums keep the gradients' own dtype (NCCL: the wire's). Not exact.
         topology: ``"ring"`` (fewest peers) or ``"mesh"`` (direct exchange, fewest hops).
 
     Raises:
@@ -97,7 +97,7 @@ class DeAR(_Preset):
         steps: iterations in a trial.
         plan_file: where rank 0 keeps what tuning found; a run that finds it there does not tune.
         wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"`` or ``"fp16"``,
-            which halve the bytes; sums are made in the gradients' own dtype. Not exact then.
+            which halve the bytes; sums keep the gradients' own dtype (NCCL: the wire's). Not exact.
         shard_optimizer: each worker updates only the part of the parameters whose gradients it
             reduced, and the all-gather carries parameters: the optimizer's state and arithmetic
             are divided among the workers.

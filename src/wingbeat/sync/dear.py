@@ -19,8 +19,10 @@ import torch
 from wingbeat.collectives import Handle
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
+from wingbeat.sync import scaler
 from wingbeat.sync.bucket import Bucket, Prior, Slot
 from wingbeat.sync.engine import Engine
+from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.types import Span
 
 
@@ -32,6 +34,8 @@ class Phase(enum.Enum):
     """Each worker has (or will have) the sum of its own blocks; ``step`` has not been called."""
     WHOLE = enum.auto()
     """Somebody wanted to see them, so that they have been gathered already."""
+    LOST = enum.auto()
+    """They were added to gradients that a sharded step had used up, and count for nothing."""
 
 
 class DearEngine(Engine):
@@ -41,7 +45,9 @@ class DearEngine(Engine):
 
     def launch(self, bucket: Bucket) -> None:
         """BackPipe: start the bucket's reduce-scatter."""
-        bucket.handle = self.collectives.reduce_scatter(bucket.flat, bucket=bucket.index)
+        bucket.handle = self.collectives.reduce_scatter(
+            bucket.flat, bucket=bucket.index, wire=self.wire
+        )
 
     def store(self, slot: Slot) -> None:
         """Hide the gradient: what the buffer holds until the all-gather is no gradient."""
@@ -72,11 +78,7 @@ class DearEngine(Engine):
         Raises:
             UsageError: there is a closure; it would need the updated parameters at once.
         """
-        if closure is not None:
-            raise UsageError(
-                "DeAR applies updates during the next forward, so optimizer.step(closure) cannot "
-                "work; call step() without a closure, or use wingbeat.AllReduce()"
-            )
+        self.refuse(closure)
         self.recover()
         if self.phase is not Phase.REDUCED:
             self.settle()
@@ -88,14 +90,30 @@ class DearEngine(Engine):
         for bucket in self.forward_buckets:
             self._start_gather(bucket)
             bucket.snapshot = snapshot
-        others = [p for p in self._outside if p.grad is not None]
-        if others:
-            self.partial.step(others, snapshot)
+        self.step_outside(snapshot)
         self.partial.run_hooks("post")
         return None
 
+    def step_outside(self, snapshot: GroupSnapshot) -> None:
+        """Update at once what is in no bucket but has got a gradient from somewhere."""
+        others = [p for p in self.outside if p.grad is not None]
+        if others:
+            self.partial.step(others, snapshot)
+
+    def refuse(self, closure: Callable[[], Any] | None) -> None:
+        """Say that a step cannot evaluate the loss again.
+
+        Raises:
+            UsageError: there is a closure.
+        """
+        if closure is not None:
+            raise UsageError(
+                "DeAR applies updates during the next forward, so optimizer.step(closure) cannot "
+                "work; call step() without a closure, or use wingbeat.AllReduce()"
+            )
+
     @functools.cached_property
-    def _outside(self) -> list[torch.Tensor]:
+    def outside(self) -> list[torch.Tensor]:
         """The optimizer's parameters that are in no bucket, because they are frozen."""
         slotted = {slot.param for slot in self.slots}
         return [p for p in self.partial.params() if p not in slotted]
@@ -135,7 +153,7 @@ class DearEngine(Engine):
 
     def _start_gather(self, bucket: Bucket) -> None:
         bucket.handle = self.collectives.all_gather(
-            bucket.flat, bucket=bucket.index, after=bucket.handle
+            bucket.flat, bucket=bucket.index, after=bucket.handle, wire=self.wire
         )
 
     def _gather(self) -> None:
@@ -185,16 +203,28 @@ class DearEngine(Engine):
         if self.phase is not Phase.REDUCED:
             self.settle()
             return super().clip_grad_norm_(max_norm, norm_type)
-        with self.exposed():
-            for bucket in self.buckets:
-                if bucket.handle is not None:
-                    bucket.handle.wait()
-        owned = [part for bucket in self.buckets for part in self._owned_parts(bucket)]
+        owned = self._reduced_parts()
         total = self._global_norm(owned, norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for part in owned:
             part.mul_(scale.to(part.device, part.dtype))
         return total
+
+    def scaler_groups(self) -> list[dict[str, Any]] | None:
+        """Show a GradScaler this worker's reduced blocks; None where it needs whole gradients."""
+        self.recover()
+        if self.phase is not Phase.REDUCED or self.wire is torch.float16:
+            # Unscaled values are what fp16 has no room for on the links: gather first.
+            return None
+        return scaler.groups_of(self._reduced_parts(), self.collectives)
+
+    def _reduced_parts(self) -> list[torch.Tensor]:
+        """Wait for all reduce-scatters; return what this worker has of the gradients."""
+        with self.exposed():
+            for bucket in self.buckets:
+                if bucket.handle is not None:
+                    bucket.handle.wait()
+        return [part for bucket in self.buckets for part in self._owned_parts(bucket)]
 
     def _owned_parts(self, bucket: Bucket) -> Iterator[torch.Tensor]:
         """Yield this worker's reduced block of the bucket, cut to the optimizer's parameters."""

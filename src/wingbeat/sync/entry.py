@@ -8,9 +8,11 @@ import torch
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, UsageError
+from wingbeat.sync.bucketing import spec_of
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import DearEngine
-from wingbeat.sync.engine import Engine, spec_of
+from wingbeat.sync.engine import Engine
+from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.sync.single import SingleEngine
 from wingbeat.sync.upgrade import (
     DistributedModel,
@@ -62,17 +64,17 @@ def distribute(
     """
     _check(model, optimizer, strategy)
     world = world or current()
+    choices = strategy.choices()
+    kind: type[Engine] = ShardedEngine if choices.shard_optimizer else _ENGINES[choices.schedule]
     if world.size == 1:
-        kind: type[Engine] = SingleEngine
-    else:
-        kind = _ENGINES[strategy.choices().schedule]
-    collectives = Collectives(world, strategy.choices().topology)
+        kind = SingleEngine
+    collectives = Collectives(world, choices.topology)
     if world.size > 1:
         _check_same_model(model, world, strategy)
         with torch.no_grad():
             tensors = [*model.parameters(), *model.buffers()]
             broadcast_now([t.detach() for t in tensors], collectives, root=0)
-    engine = kind(model, optimizer, strategy.choices(), world, collectives, type(optimizer).step)
+    engine = kind(model, optimizer, choices, world, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
     upgrade(optimizer, DistributedOptimizer, engine)
     return model, optimizer

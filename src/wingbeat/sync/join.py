@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.sync.buffers import broadcast_now
+from wingbeat.sync.dear import Phase
+from wingbeat.sync.sharded import ShardedEngine
 
 if TYPE_CHECKING:
     from wingbeat.sync.engine import Engine
@@ -24,6 +26,11 @@ def joined(engine: Engine) -> Iterator[None]:
     last = list(range(engine.world.size))
 
     def announce_batch() -> None:
+        if isinstance(engine, ShardedEngine) and engine.phase is not Phase.IDLE:
+            raise UsageError(
+                "join() with shard_optimizer: gradients are left from the backward before; call "
+                "step() or zero_grad() before the next forward, or accumulate under no_sync()"
+            )
         last[:] = _announce(engine, True)
 
     engine.before_synced_forward = announce_batch
@@ -31,18 +38,27 @@ def joined(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.before_synced_forward = None
+    if isinstance(engine, ShardedEngine):
+        engine.zero_grad(True)  # as the others do before their next forward
     while active := _announce(engine, False):
         last = active
         engine.shadow_backward()
-        if engine.last_clip is not None:
-            engine.clip_grad_norm_(*engine.last_clip)
-        engine.step()
+        _shadow_step(engine)
         engine.zero_grad(True)
         for slot in engine.slots:
             slot.param.grad = None
     engine.buffer_root = 0
     if len(last) < engine.world.size:
         _follow(engine, last[0])
+
+
+def _shadow_step(engine: Engine) -> None:
+    if isinstance(engine, ShardedEngine):
+        engine.follow()
+        return
+    if engine.last_clip is not None:
+        engine.clip_grad_norm_(*engine.last_clip)
+    engine.step()
 
 
 def _announce(engine: Engine, active: bool) -> list[int]:

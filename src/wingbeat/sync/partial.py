@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,9 @@ from wingbeat.errors import UsageError
 
 GroupSnapshot = list[dict[str, Any]]
 """Each param group's settings (learning rate and so on) at the moment of ``step()``."""
+
+State = defaultdict[Any, dict[str, Any]]
+"""What an optimizer remembers, by tensor and name, as ``torch.optim.Optimizer.state``."""
 
 
 class PartialOptimizer:
@@ -67,17 +71,40 @@ class PartialOptimizer:
         Raises:
             UsageError: the optimizer keeps state in its groups, so that it cannot be split.
         """
+        state: State = self._optimizer.__dict__["state"]
+        self.step_on(((param, param) for param in params), snapshot, state)
+
+    def step_on(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        snapshot: GroupSnapshot,
+        state: State,
+    ) -> None:
+        """Update stand-ins for parameters, with ``state`` as the optimizer's state.
+
+        Args:
+            pairs: a parameter, which says what group's settings count, and what is updated in
+                its place, from its own ``grad``.
+            snapshot: the groups' settings.
+            state: what the optimizer remembers of each stand-in; filled by the first step.
+
+        Raises:
+            UsageError: the optimizer keeps state in its groups, so that it cannot be split.
+        """
         members: dict[int, list[torch.Tensor]] = {}
-        for param in params:
+        for param, stand_in in pairs:
             if param in self._group_of:
-                members.setdefault(self._group_of[param], []).append(param)
+                members.setdefault(self._group_of[param], []).append(stand_in)
         groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
         before = None if self._proved else [dict(group) for group in groups]
         inside = self._optimizer.__dict__
         saved = {k: inside[k] for k in _SWAPPED}
         # The user's hooks and groups belong to the whole step, not to each part of it.
         inside.update(
-            param_groups=groups, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={}
+            param_groups=groups,
+            state=state,
+            _optimizer_step_pre_hooks={},
+            _optimizer_step_post_hooks={},
         )
         try:
             self._plain_step(self._optimizer)
@@ -98,5 +125,10 @@ class PartialOptimizer:
         self._proved = True
 
 
-_SWAPPED = ("param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SWAPPED = (
+    "param_groups",
+    "state",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
 _ABSENT = object()

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.sync import checkpoint, scaler
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.join import joined
+from wingbeat.sync.sharded import ShardedEngine
 
 _KEY = "_wingbeat"
 
@@ -72,6 +74,9 @@ class DistributedOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups; read between backward and step, gradients are made whole first."""
+        reduced = self._engine.scaler_groups() if scaler.asks(self) else None
+        if reduced is not None:
+            return reduced
         self._engine.settle_gradients()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
@@ -119,6 +124,40 @@ class DistributedOptimizer:
             )
         return self._engine.clip_grad_norm_(float(max_norm), float(norm_type))
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`: the whole state, in torch's own format.
+
+        With ``shard_optimizer`` the workers gather it, so every rank must call this.
+
+        Raises:
+            RendezvousError: with ``shard_optimizer``, a rank did not call it.
+        """
+        with whole_state(self._engine):
+            state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return state
+
+    def shard_state_dict(self) -> dict[str, Any]:
+        """Return this worker's part of the state, with ``shard_optimizer``; nobody else is asked.
+
+        Save every worker's part, and load them all with `load_shards`. As in torch's own state
+        dict, tensors are those that training goes on with.
+
+        Raises:
+            UsageError: the strategy does not divide the state.
+        """
+        return checkpoint.export(self._engine)
+
+    def load_shards(self, parts: list[dict[str, Any]]) -> None:
+        """Load the state that another run saved in parts, of any number of workers.
+
+        Args:
+            parts: what ``shard_state_dict()`` returned on every worker, in any order.
+
+        Raises:
+            UsageError: a part is missing, occurs twice, or belongs to something else.
+        """
+        checkpoint.load(self._engine, parts, self.load_state_dict)  # type: ignore[attr-defined]
+
     def add_param_group(self, _group: dict[str, Any]) -> None:
         """Refused: the plan is made.
 
@@ -132,7 +171,16 @@ class DistributedOptimizer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._engine.settle()
-        return _plain_copy(self).__reduce_ex__(protocol)
+        with whole_state(self._engine):
+            copy = _plain_copy(self)
+        return copy.__reduce_ex__(protocol)
+
+
+def whole_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    """Let the engine's optimizer hold its whole state inside, which is the case without shards."""
+    if isinstance(engine, ShardedEngine):
+        return engine.whole_state()
+    return contextlib.nullcontext()
 
 
 def upgrade(target: Any, extra: type, engine: Engine) -> None:

@@ -11,7 +11,9 @@ class WfbpEngine(Engine):
 
     def launch(self, bucket: Bucket) -> None:
         """Start the bucket's all-reduce."""
-        bucket.handle = self.collectives.all_reduce(bucket.flat, bucket=bucket.index)
+        bucket.handle = self.collectives.all_reduce(
+            bucket.flat, bucket=bucket.index, wire=self.wire
+        )
 
     def store(self, slot: Slot) -> None:
         """Show the bucket's view as the gradient."""

@@ -12,6 +12,9 @@ TINY, LARGE = 0.0004, 25.0
 """Bucket sizes in MB: one parameter or so a bucket, and the whole model in one."""
 
 BOTH = ("allreduce", "dear")
+"""The strategies with which every worker has the whole optimizer, and gradients last."""
+
+ALL = (*BOTH, "dear-sharded")
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Grid:
     """Which worlds, strategies and bucket sizes a case runs with."""
 
     worlds: tuple[int, ...] = (2, 3)
-    strategies: tuple[str, ...] = BOTH
+    strategies: tuple[str, ...] = ALL
     mbs: tuple[float, ...] = (TINY, LARGE)
 
 

@@ -35,10 +35,13 @@ def take_world_down() -> None:
 
 
 def make_strategy(name: str, mb: float) -> Any:
-    """The strategy a test parameter stands for: ``allreduce``, ``dear``, ``dear-mesh``, ..."""
-    kind, _, topology = name.partition("-")
-    cls = {"allreduce": wingbeat.AllReduce, "dear": wingbeat.DeAR}[kind]
-    return cls(mb=mb, topology=topology or "ring")
+    """The strategy a test parameter stands for: ``dear``, ``dear-mesh``, ``dear-sharded``, ..."""
+    kind, *options = name.split("-")
+    topology = "mesh" if "mesh" in options else "ring"
+    if kind == "allreduce":
+        return wingbeat.AllReduce(mb=mb, topology=topology)
+    sharded = "sharded" in options
+    return wingbeat.DeAR(plan="fixed", mb=mb, shard_optimizer=sharded, topology=topology)
 
 
 def piece(step: int, rank: int, rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,14 @@ import pytest
 from helpers.pool import Outcome, Pool
 
 from .cases import errors, lifecycle
-from .registry import BOTH, LARGE, TINY
+from .registry import ALL, LARGE, TINY
 
 FreshPool = Callable[..., Pool]
 TIMEOUT = 4.0
 """Seconds the workers of these tests wait for a silent peer."""
 
 # How a lost worker is noticed does not depend on the strategy: one is enough in the quick suite.
-ONE_QUICK = [pytest.param(s, marks=[] if s == "dear" else [pytest.mark.slow]) for s in BOTH]
+ONE_QUICK = [pytest.param(s, marks=[] if s == "dear" else [pytest.mark.slow]) for s in ALL]
 
 SLACK = 8.0
 """Seconds on top of it for two busy cores."""
@@ -33,7 +33,7 @@ def test_init_makes_and_shutdown_closes_the_default_group(
 def test_resuming_in_fresh_processes_equals_going_on(
     fresh_pool: FreshPool, pool_of: Callable[[int], Pool], tmp_path: Path
 ) -> None:
-    kinds = [(strategy, mb) for strategy in BOTH for mb in (TINY, LARGE)]
+    kinds = [(strategy, mb) for strategy in ALL for mb in (TINY, LARGE)]
     for strategy, mb in kinds:
         pool_of(2).run(lifecycle.save_in_the_middle, strategy, mb, str(tmp_path))
     fresh = fresh_pool(2, default_group=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import Grid, add, scenario
+from ..registry import BOTH, Grid, add, scenario
 from ..sides import Side
 
 
@@ -111,7 +111,7 @@ def three_backwards_with_changing_heads(side: Side) -> None:
         optimizer.step()
 
 
-@scenario()
+@scenario(Grid(strategies=BOTH))
 def gradients_never_zeroed(side: Side) -> None:
     model = mlp()
     model, optimizer = side.setup(model, torch.optim.SGD(model.parameters(), lr=0.02))
@@ -176,7 +176,7 @@ def forwards_without_backward(side: Side) -> None:
         optimizer.step()
 
 
-@scenario()
+@scenario(Grid(strategies=BOTH))
 def two_steps_after_one_backward(side: Side) -> None:
     model = mlp()
     model, optimizer = side.setup(model, sgd(model))

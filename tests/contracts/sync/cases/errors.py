@@ -190,7 +190,7 @@ def add_param_group_after_distribute(rig: Rig) -> None:
     side.leave()
 
 
-@check(Grid(worlds=(2,), strategies=("dear",), mbs=(LARGE,)))
+@check(Grid(worlds=(2,), strategies=("dear", "dear-sharded"), mbs=(LARGE,)))
 def closure_where_gradients_are_not_whole(rig: Rig) -> None:
     side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
     model = mlp()

@@ -314,9 +314,10 @@ def save_in_the_middle(name: str, mb: float, folder: str) -> None:
     for step in range(8):
         train(side, model, optimizer, [step])
         schedule.step()
-        if step in (3, 7) and side.rank == 0:
+        if step in (3, 7):
             states = [model.state_dict(), optimizer.state_dict(), schedule.state_dict()]
-            torch.save(states, f"{folder}/{name}-{mb}-{step}.pt")
+            if side.rank == 0:
+                torch.save(states, f"{folder}/{name}-{mb}-{step}.pt")
     side.leave()
 
 

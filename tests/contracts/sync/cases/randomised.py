@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..models import train
-from ..registry import LARGE, TINY, Grid, add
+from ..registry import ALL, LARGE, TINY, Grid, add
 from ..sides import Side
 
 SEEDS = range(20)
@@ -132,7 +132,7 @@ for _seed in SEEDS:
         f"random_model_{_seed}",
         Grid(
             worlds=(2, 3) if _seed % 4 else (3, 4),
-            strategies=("allreduce", "dear", "dear-mesh" if _seed % 2 else "allreduce-mesh"),
+            strategies=(*ALL, ("allreduce-mesh", "dear-mesh", "dear-sharded-mesh")[_seed % 3]),
             mbs=(_mb,),
         ),
         tolerance=1e-9,

@@ -10,11 +10,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import Grid, scenario
+from ..registry import BOTH, Grid, scenario
 from ..sides import Side
 
 
-@scenario(Grid(worlds=(2, 3, 4)))
+@scenario()
+def rank_zero_alone_saves_the_model(side: Side) -> None:
+    model = mlp()
+    bare = model
+    model, optimizer = side.setup(model, adamw(model))
+    for step in range(5):
+        train(side, model, optimizer, [step])
+        if side.rank == 0:
+            side.note("saved weight", bare.state_dict()["0.weight"])
+
+
+@scenario(Grid(worlds=(2, 3, 4), strategies=BOTH))
 def rank_zero_alone_saves(side: Side) -> None:
     model = mlp()
     bare = model

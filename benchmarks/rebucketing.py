@@ -1,0 +1,160 @@
+"""How far weights are from DDP's when buckets change all the time.
+
+    python benchmarks/rebucketing.py --json out/rebucketing.json
+
+Four workers on emulated hosts train the smooth network of `exactness.py` on scikit-learn's digits
+with AdamW: with DDP, then with DeAR, whose buckets get another size at random moments, about every
+tenth iteration; also between the two backwards of an iteration that accumulates gradients.
+The figure is the largest difference of a weight over the largest weight of its tensor.
+Exit code 1 if one is above the limit.
+
+Re-bucketing changes the order of sums, hence the last bits. The row ``ddp:mb=0.05``, which is DDP
+with other buckets from the beginning, shows how near rounding lets anybody come; in float64 that is
+so near that a gradient or a moment lost even once would be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from exactness import LIMIT, OTHER_BUCKETS, REFERENCE, difference, same_everywhere, smooth_network
+from torch import nn
+
+import wingbeat
+from wingbeat import lab
+from wingbeat.bench import attach, digits, machine, peers
+from wingbeat.sync.upgrade import engine_of
+
+ROWS = ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true", "allreduce")
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+PARAMETER_BYTES = 300_000
+"""About the network's size in float32: buckets get sizes between a hundredth of it and all."""
+
+
+class Shuffle:
+    """Changes the bucket size at random moments, the same on every worker."""
+
+    def __init__(self, model: Any) -> None:
+        self._engine = engine_of(model)
+        self._random = random.Random(0)
+        self.changes = 0
+
+    def maybe(self) -> None:
+        if self._engine is not None and self._random.random() < 0.1:
+            size = int(PARAMETER_BYTES * 10 ** self._random.uniform(-2, 0.5))
+            bucketing = self._engine.bucketing
+            edge = min(size, int(PARAMETER_BYTES * 10 ** self._random.uniform(-3, 0)))
+            bucketing.use(
+                dataclasses.replace(
+                    bucketing.fusion, bucket_bytes=size, first_bytes=edge, last_bytes=edge
+                )
+            )
+            self.changes += 1
+
+
+def train(row: str, dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], int]:
+    """Weights after ``steps``, and how often buckets changed."""
+    images, answers, _, _ = digits.data()
+    batches = digits.batches(
+        images, answers, rank=dist.get_rank(), workers=dist.get_world_size(), seed=1
+    )
+    network = smooth_network().to(dtype)
+    make = attach.optimizer_maker("adamw", paced=False)
+    with attach.attached(peers.parse(row), network, make) as made:
+        shuffle = Shuffle(network)
+        for step in range(steps):
+            made.optimizer.zero_grad()
+            for _ in range(2 if step % 5 == 4 else 1):
+                shuffle.maybe()
+                batch, names = next(batches)
+                nn.functional.cross_entropy(made.model(batch.to(dtype)), names).backward()
+            made.optimizer.step()
+        changes = shuffle.changes
+    return [p.detach().clone() for p in network.parameters()], changes
+
+
+def worker(path: Path, steps: int) -> None:
+    torch.set_num_threads(1)
+    wingbeat.init(timeout=120.0)
+    results: list[dict[str, Any]] = []
+    for name, dtype in DTYPES.items():
+        theirs, _ = train(REFERENCE, dtype, steps)
+        for row in (OTHER_BUCKETS, *ROWS):
+            ours, changes = train(row, dtype, steps)
+            same = same_everywhere(ours)
+            results.append(
+                {
+                    "strategy": row,
+                    "dtype": name,
+                    "steps": steps,
+                    "times_rebucketed": changes,
+                    "max_relative_difference": difference(ours, theirs),
+                    "same_bits_on_all_workers": same,
+                }
+            )
+            if dist.get_rank() == 0:
+                print(_line(results[-1]), flush=True)
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(results), encoding="utf-8")
+    wingbeat.shutdown()
+
+
+def _line(r: dict[str, Any]) -> str:
+    return (
+        f"{r['strategy']:38} {r['dtype']} after {r['steps']} steps, "
+        f"{r['times_rebucketed']:3} changes: {r['max_relative_difference']:.2e} from DDP's weights;"
+        f" same bits on all workers: {'yes' if r['same_bits_on_all_workers'] else 'NO'}"
+    )
+
+
+def run(spec: str, steps: int) -> list[dict[str, Any]]:
+    """Start the workers and return rank 0's results."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "results.json"
+        command = [sys.executable, __file__, "--worker", str(path), "--steps", str(steps)]
+        ended = lab.run(spec, command)
+        if ended.exit_code:
+            sys.exit(ended.exit_code)
+        results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return results
+
+
+def good(r: dict[str, Any]) -> bool:
+    return bool(r["max_relative_difference"] <= LIMIT and r["same_bits_on_all_workers"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lab", default="star:4@1gbit", help="the cluster (default star:4@1gbit)")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps (default 1000)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.steps)
+        return 0
+    results = run(options.lab, options.steps)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "lab": options.lab,
+            "limit": LIMIT,
+            "machine": machine.describe(),
+            "versions": machine.versions(),
+            "results": results,
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(map(good, results)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

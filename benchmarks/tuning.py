@@ -1,0 +1,307 @@
+"""How soon each search finds a good bucket size: Bayesian optimisation, random, grid (Fig. 10).
+
+    python benchmarks/tuning.py --json out/tuning.json
+    python benchmarks/tuning.py --models resnet50 densenet201 --searches bo --curve-steps 3
+
+For each model, on one lab and in one run: DeAR trains with 20 bucket sizes between 1 and 100 MB,
+evenly spaced in their logarithm, which take turns (the curve). Then each search tunes a training
+of its own, from 25 MB on. At the end the sizes that the searches chose, the curve's best and the
+start take turns once more, so that all are judged side by side.
+
+A search has *found* a size when the curve is within 3% of its best there. Random and grid search
+start at 25 MB too; the grid then goes up from the smallest size. ``expected`` is how many trials
+they need on this curve on average: 1/p for random search, where a share p of the range is within
+3%. Model scale, network and stretch are those of ``dear.py`` (slow: 10GbE on 64 GPUs); sizes shrink
+with the model.
+
+Exit code 1 if Bayesian optimisation needs more than 10 trials on a model, chooses a size that is
+more than 3% from the best, or a trial costs 50 ms or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import wingbeat
+from wingbeat import lab, paced
+from wingbeat.bench import attach, machine
+from wingbeat.bench.links import scaled
+from wingbeat.lab.spec import LabSpec
+from wingbeat.sync.upgrade import engine_of
+
+MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
+SEARCHES = ("bo", "random", "grid")
+WITHIN = 0.97
+MAX_TRIALS, MAX_COST_S = 10, 0.05
+POINTS = 20
+SETTLE = 2
+"""Iterations after a change of size that do not count: memory is touched for the first time."""
+
+
+def curve_sizes() -> list[float]:
+    """The grid's sizes in MB, before the model's scale."""
+    return [100 ** (i / (POINTS - 1)) for i in range(POINTS)]
+
+
+# -- workers ------------------------------------------------------------------------------
+
+
+class Training:
+    """One distributed paced model whose bucket size can be changed."""
+
+    def __init__(self, options: argparse.Namespace, plan: str) -> None:
+        self.scale = paced.parse(options.model).scale
+        profile = paced.parse(options.model)
+        network = paced.PacedModel(profile, dist.get_rank(), time_scale=options.stretch)
+        strategy = wingbeat.DeAR(
+            plan=plan,
+            mb=25 * self.scale,
+            edge_mb=options.edge_mb * self.scale,
+            min_mb=1 * self.scale,
+            max_mb=100 * self.scale,
+            trials=options.trials,
+            steps=options.trial_steps,
+        )
+        make = attach.optimizer_maker("sgd", paced=True)
+        self.model, self.optimizer = wingbeat.distribute(
+            network, make(network.parameters()), strategy
+        )
+        engine = engine_of(self.model)
+        assert engine is not None
+        self.engine = engine
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        torch.autograd.backward(self.model(None))
+        self.optimizer.step()
+
+    def time(self, mb: float, steps: int) -> list[float]:
+        """Change to buckets of ``mb`` and return the seconds of ``steps`` iterations."""
+        bucketing = self.engine.bucketing
+        size = int(mb * self.scale * 2**20)
+        bucketing.use(dataclasses.replace(bucketing.fusion, bucket_bytes=size))
+        for _ in range(SETTLE):
+            self.step()
+        starts = [time.monotonic()]
+        for _ in range(steps):
+            self.step()
+            starts.append(time.monotonic())
+        return starts
+
+    def close(self) -> None:
+        wingbeat.release(self.model, self.optimizer)
+
+
+def samples_of(starts: Sequence[float]) -> list[float]:
+    """Seconds of each iteration, from the last worker's start to the last worker's next start."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(starts))
+    last = [max(stamps) for stamps in zip(*everyone, strict=True)]
+    return [after - before for before, after in itertools.pairwise(last)]
+
+
+def take_turns(
+    options: argparse.Namespace, sizes: Sequence[float], steps: int, rounds: int, what: str
+) -> list[float]:
+    """Median seconds of an iteration at each size; the sizes take turns."""
+    training = Training(options, "fixed")
+    times: list[list[float]] = [[] for _ in sizes]
+    for round_ in range(rounds):
+        order = range(len(sizes)) if round_ % 2 == 0 else reversed(range(len(sizes)))
+        for done, i in enumerate(order):
+            times[i] += samples_of(training.time(sizes[i], steps))
+            say(f"{what}: round {round_ + 1}/{rounds}, size {done + 1}/{len(sizes)}")
+    training.close()
+    return [statistics.median(values) for values in times]
+
+
+def search(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Train until the search has ended; what it tried, and what it chose (on rank 0)."""
+    training = Training(options, name)
+    tuning = training.engine.tuning
+    assert tuning is not None
+    iterations = 0
+    while not tuning.done:
+        training.step()
+        iterations += 1
+    result = tuning.result
+    training.close()
+    if result is None:
+        return {}
+    mega = 2**20 * training.scale
+    return {
+        "search": name,
+        "iterations": iterations,
+        "tried_mb": [s.nbytes / mega for s in result.samples],
+        "iterations_per_s": [s.throughput for s in result.samples],
+        "chosen_mb": result.chosen_bytes / mega,
+        "trial_cost_s": list(result.costs_s),
+        "says": result.explain(),
+    }
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def worker(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.INFO)
+    wingbeat.init(timeout=120.0)
+    sizes = curve_sizes()
+    curve = take_turns(options, sizes, options.curve_steps, 2, "curve")
+    searches = [search(options, name) for name in options.searches]
+    best = sizes[curve.index(min(curve))]
+    chosen: list[Any] = [[s.get("chosen_mb") for s in searches]]
+    dist.broadcast_object_list(chosen)
+    finalists = [*chosen[0], best, 25.0]
+    final = take_turns(options, finalists, options.curve_steps, 3, "final")
+    if dist.get_rank() == 0:
+        report = {"sizes_mb": sizes, "curve_s": curve, "searches": searches}
+        report["final_mb"], report["final_s"] = finalists, final
+        options.worker.write_text(json.dumps(report), encoding="utf-8")
+    wingbeat.shutdown()
+
+
+# -- parent -------------------------------------------------------------------------------
+
+
+def interpolate(sizes: Sequence[float], curve: Sequence[float], mb: float) -> float:
+    """The curve's seconds at ``mb``, linear in its logarithm."""
+    if mb <= sizes[0]:
+        return curve[0]
+    for (a, b), (s, t) in zip(itertools.pairwise(sizes), itertools.pairwise(curve), strict=True):
+        if mb <= b:
+            share = math.log(mb / a) / math.log(b / a)
+            return s + share * (t - s)
+    return curve[-1]
+
+
+def judge(raw: dict[str, Any]) -> dict[str, Any]:
+    """Add to the raw figures how many trials each search needed, and how good its choice is."""
+    sizes, curve = raw["sizes_mb"], raw["curve_s"]
+    limit = min(curve) / WITHIN
+    fine = [100 ** (i / 2000) for i in range(2001)]
+    share = sum(interpolate(sizes, curve, mb) <= limit for mb in fine) / len(fine)
+    finals = dict(zip([s["search"] for s in raw["searches"]], raw["final_s"], strict=False))
+    best_s, start_s = raw["final_s"][-2:]
+    for each in raw["searches"]:
+        found = [interpolate(sizes, curve, mb) <= limit for mb in each["tried_mb"]]
+        each["trials_until_found"] = found.index(True) + 1 if any(found) else None
+        each["chosen_of_best"] = min(best_s, start_s, *finals.values()) / finals[each["search"]]
+        each["max_trial_cost_ms"] = 1e3 * max(each["trial_cost_s"], default=0.0)
+    return {
+        **raw,
+        "share_within_3_percent": share,
+        "expected_trials_random": 1 / share,
+        "best_mb": sizes[curve.index(min(curve))],
+        "worst_of_best": min(curve) / max(curve),
+        "start_of_best": best_s / start_s,
+    }
+
+
+def missed(name: str, report: dict[str, Any]) -> list[str]:
+    """What of the limits Bayesian optimisation did not keep."""
+    out = []
+    for each in report["searches"]:
+        if each["search"] != "bo":
+            continue
+        trials = each["trials_until_found"]
+        if trials is None or trials > MAX_TRIALS:
+            out.append(f"{name}: no size within 3% in {MAX_TRIALS} trials")
+        if each["chosen_of_best"] < WITHIN:
+            out.append(f"{name}: the chosen size reaches {each['chosen_of_best']:.3f} of the best")
+        if each["max_trial_cost_ms"] >= 1e3 * MAX_COST_S:
+            out.append(f"{name}: a trial cost {each['max_trial_cost_ms']:.0f} ms")
+    return out
+
+
+def show(name: str, report: dict[str, Any]) -> None:
+    print(
+        f"{name}: best {report['best_mb']:.1f} MB, worst size {report['worst_of_best']:.3f} of it, "
+        f"{report['share_within_3_percent']:.0%} of the range within 3%"
+    )
+    for each in report["searches"]:
+        print(
+            f"  {each['search']:7} found after {each['trials_until_found'] or 'more than all'} of "
+            f"{len(each['tried_mb'])} trials; chose {each['chosen_mb']:.1f} MB = "
+            f"{each['chosen_of_best']:.3f} of the best; a trial cost up to "
+            f"{each['max_trial_cost_ms']:.0f} ms"
+        )
+
+
+def run(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """One model on one lab."""
+    model = f"paced:{name}@{options.scale:g}"
+    spec = scaled(LabSpec.parse(options.lab), options.scale / options.stretch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        command = [sys.executable, __file__, "--worker", str(path), "--model", model]
+        for key in ("stretch", "trials", "trial_steps", "curve_steps", "edge_mb"):
+            command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+        command += ["--searches", *options.searches]
+        ended = lab.run(spec, command)
+        if ended.exit_code:
+            sys.exit(ended.exit_code)
+        return judge(json.loads(path.read_text(encoding="utf-8")))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--searches", nargs="+", default=list(SEARCHES), choices=SEARCHES)
+    parser.add_argument("--lab", default="star:4@7.62gbit", help="before scaling")
+    parser.add_argument("--scale", type=float, default=0.05, help="of the models (default 0.05)")
+    parser.add_argument("--stretch", type=float, default=1.0, help="slow motion (default 1)")
+    parser.add_argument("--trials", type=int, default=MAX_TRIALS, help="default 10")
+    parser.add_argument("--trial-steps", type=int, default=8, help="default 8")
+    parser.add_argument("--curve-steps", type=int, default=4, help="in each turn (default 4)")
+    parser.add_argument("--edge-mb", type=float, default=1.0, help="as DeAR's (default 1)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure each model, print what each search needed, and judge."""
+    options = arguments()
+    if options.worker:
+        worker(options)
+        return 0
+    about = {"machine": machine.describe(), "versions": machine.versions(), "command": sys.argv}
+    models: dict[str, Any] = {}
+    misses: list[str] = []
+    for name in options.models:
+        models[name] = run(options, name)
+        show(name, models[name])
+        misses += missed(name, models[name])
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({**about, "models": models, "missed": misses}, indent=2)
+            options.json.write_text(text + "\n", encoding="utf-8")
+    for line in misses:
+        print(f"MISSED: {line}")
+    return int(bool(misses))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Bucket sizes tried out while training goes on (DeAR, section IV-B).
+
+Rank 0 decides, and its decision travels to everyone in a small all-gather that is part of each
+backward's exchange. So all workers change plans before the same backward, and all end together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wingbeat.collectives import Collectives, Handle
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe.log import log
+from wingbeat.plans import saved
+from wingbeat.plans.result import Result, as_mb
+from wingbeat.plans.tuner import Tuner
+from wingbeat.sync.bucketing import Bucketing
+from wingbeat.sync.stopwatch import Stopwatch
+from wingbeat.types import Fusion, Tuning
+
+
+class SizeTuning:
+    """Lets a `Tuner` set the bucket size of a `Bucketing`, by what iterations take.
+
+    A size that an earlier run has found, in the tuning's file on rank 0, is taken over at once.
+    """
+
+    def __init__(self, tuning: Tuning, bucketing: Bucketing, collectives: Collectives) -> None:
+        world = collectives.world
+        self._bucketing = bucketing
+        self._collectives = collectives
+        self._file = tuning.file
+        self._fusion = bucketing.fusion
+        self._key = _key_of(bucketing, collectives)
+        self._stopwatch = Stopwatch(bucketing.slots[0].param.device)
+        self._seconds = 0.0
+        self._handle: Handle | None = None
+        self._rows: torch.Tensor | None = None
+        known = self._known_size() if tuning.file else 0
+        self.done = bool(known)
+        if known:
+            bucketing.use(self._resized(known))
+            if world.rank == 0:
+                log.info("buckets of %s MB, as plan file %s has it", as_mb(known), tuning.file)
+        self._tuner = Tuner(tuning, self._fusion.bucket_bytes, world.rank, world.size)
+
+    @property
+    def result(self) -> Result | None:
+        """What was found, once tuning has ended; on rank 0 only."""
+        return self._tuner.result
+
+    def boundary(self) -> None:
+        """Between two iterations: hear the last decision, and act on it.
+
+        Raises:
+            PeerError: rank 0 sent something that is no decision.
+        """
+        if self.done:
+            return
+        self._seconds = self._stopwatch.lap()
+        if self._handle is None or self._rows is None:
+            return
+        handle, self._handle = self._handle, None
+        handle.wait()
+        size = self._tuner.take(self._rows.tolist())
+        if size is not None:
+            self._bucketing.use(self._resized(size))
+        if self._tuner.done:
+            self.done = True
+            self._keep()
+
+    def exchange(self) -> None:
+        """Give everyone this worker's row; called once in each backward, on every worker."""
+        if self.done:
+            return
+        world = self._collectives.world
+        row = torch.tensor(self._tuner.report(self._seconds), dtype=torch.float64)
+        if self._rows is None:
+            self._rows = torch.zeros(world.size, row.numel(), dtype=torch.float64)
+        self._rows[world.rank] = row
+        self._handle = self._collectives.all_gather(self._rows.view(-1))
+
+    def _resized(self, nbytes: int) -> Fusion:
+        return dataclasses.replace(self._fusion, bucket_bytes=nbytes)
+
+    def _keep(self) -> None:
+        result = self._tuner.result
+        if result is not None and self._file:
+            saved.save(self._file, result, self._key)
+            log.info("plan kept in %s", self._file)
+
+    def _known_size(self) -> int:
+        """Return the size in rank 0's file, 0 if it has none for this model and cluster.
+
+        Raises:
+            UsageError: rank 0 cannot use the file; on every rank.
+        """
+        world = self._collectives.world
+        mine = _read(self._file, self._key) if world.rank == 0 else None
+        answer = world.exchange("plan file", mine)[0]
+        if isinstance(answer, str):
+            raise UsageError(answer)
+        if not isinstance(answer, int) or answer < 0:
+            raise PeerError(f"rank {world.rank}: rank 0 sent a malformed bucket size: {answer!r}")
+        return answer
+
+
+def _read(file: str, key: dict[str, Any]) -> int | str:
+    """Return the size that the file holds, 0 if none, or what is wrong with it."""
+    path = Path(file)
+    if not path.exists():
+        folder = path.absolute().parent
+        return 0 if folder.is_dir() else f"plan_file={file!r}: there is no folder {str(folder)!r}"
+    try:
+        known = saved.load(path)
+    except UsageError as err:
+        return str(err)
+    if not saved.matches(known, key):
+        log.warning("plan file %s is for another model or cluster: tuning anew", file)
+        return 0
+    return known.chosen_bytes
+
+
+def _key_of(bucketing: Bucketing, collectives: Collectives) -> dict[str, Any]:
+    """Tell apart what a plan was tuned for: the model's parameters and the cluster."""
+    shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    return {
+        "parameters": digest[:16],
+        "workers": collectives.world.size,
+        "links": len(collectives.world.links),
+    }

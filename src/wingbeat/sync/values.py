@@ -1,0 +1,71 @@
+"""Small values as JSON and back, exactly: learning rates, step counters and the like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LIMIT = 1024
+"""Elements of the largest tensor that travels this way."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def encode(value: Any) -> Any:
+    """Turn a number, text, None, small tensor, or a tuple or list of those into JSON.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() <= LIMIT and not value.is_complex():
+        dtype = str(value.dtype).removeprefix("torch.")
+        flat = value.detach().reshape(-1).tolist()
+        return {"tensor": [dtype, list(value.shape), flat, value.device.type != "cpu"]}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [encode(item) for item in value]}
+    if type(value) in _PLAIN:
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be sent to the other workers")
+
+
+def decode(data: Any, device: torch.device) -> Any:
+    """Undo `encode`; tensors that were on a GPU are made on ``device``.
+
+    Raises:
+        ValueError: it was not made by `encode`.
+    """
+    if type(data) in _PLAIN:
+        return data
+    if isinstance(data, dict) and len(data) == 1:
+        [(kind, inside)] = data.items()
+        if kind in ("list", "tuple") and isinstance(inside, list):
+            items = [decode(item, device) for item in inside]
+            return items if kind == "list" else tuple(items)
+        if kind == "tensor":
+            return _tensor(inside, device)
+    raise ValueError(f"malformed value {str(data)[:80]}")
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """Return the dtype of this name, as torch prints it without ``torch.``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"malformed dtype {name!r}")
+    return dtype
+
+
+def _tensor(data: Any, device: torch.device) -> torch.Tensor:
+    try:
+        name, shape, flat, on_device = data
+        if len(flat) > LIMIT or not isinstance(on_device, bool):
+            raise ValueError
+        tensor = torch.tensor(flat, dtype=dtype_of(name)).reshape([int(n) for n in shape])
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"malformed tensor {str(data)[:80]}") from None
+    return tensor.to(device) if on_device else tensor

@@ -1,0 +1,99 @@
+"""A GradScaler finds what it needs in each worker's own blocks, without whole gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wingbeat
+from wingbeat import sync
+from wingbeat.sync.dear import DearEngine
+from wingbeat.transport import loopback
+
+
+def _train(rank: int, world: Any, optimizer: str, bad_rank: int | None) -> tuple[Any, float, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    fused = {"fused": True} if optimizer == "fused" else {}
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1, **fused)
+    strategy = wingbeat.DeAR(plan="fixed", mb=1e-4)
+    model, adam = sync.distribute(model, adam, strategy, world=world)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    skipped = 0
+    for step in range(4):
+        adam.zero_grad()
+        data = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(data).square().mean()
+        if step == 2 and rank == bad_rank:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(adam)
+        before = scaler.get_scale()
+        scaler.update()
+        skipped += scaler.get_scale() < before
+    weights = [p.detach().clone() for p in model.parameters()]
+    sync.release(model, adam)
+    return weights, scaler.get_scale(), skipped
+
+
+@pytest.mark.parametrize("bad_rank", [None, 0, 2])
+def test_all_workers_skip_the_same_steps(bad_rank: int | None) -> None:
+    results = loopback.run(
+        loopback.worlds(3), lambda world: _train(world.rank, world, "adamw", bad_rank)
+    )
+    for weights, scale, skipped in results[1:]:
+        assert scale == results[0][1]
+        assert skipped == results[0][2] == (bad_rank is not None)
+        for a, b in zip(weights, results[0][0], strict=True):
+            assert torch.equal(a, b)
+            assert a.isfinite().all()
+
+
+@pytest.mark.parametrize(("optimizer", "gathers"), [("adamw", 0), ("fused", 4)])
+def test_only_an_optimizer_that_unscales_by_itself_needs_whole_gradients(
+    optimizer: str, gathers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    gather = DearEngine._gather
+
+    def counted(engine: DearEngine) -> None:
+        seen.append(engine.world.rank)
+        gather(engine)
+
+    monkeypatch.setattr(DearEngine, "_gather", counted)
+    loopback.run(loopback.worlds(2), lambda world: _train(world.rank, world, optimizer, None))
+    assert seen.count(0) == seen.count(1) == gathers
+
+
+def test_a_reader_that_is_no_scaler_gets_whole_gradients() -> None:
+    def body(world: Any) -> float:
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed")
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model(torch.full((1, 4), float(world.rank))).sum().backward()
+        (group,) = optimizer.param_groups
+        return float(group["params"][0].grad.sum())
+
+    assert loopback.run(loopback.worlds(2), body) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+def test_small_gradients_are_unscaled_where_they_have_room(wire: str) -> None:
+    def body(world: Any) -> float:
+        model = nn.Linear(50, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy = wingbeat.DeAR(plan="fixed", wire=wire)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        scaler.scale(model(torch.full((1, 50), 1e-8)).sum()).backward()
+        scaler.step(optimizer)
+        model.flush()
+        return float(model.weight.detach().mean())
+
+    for weight in loopback.run(loopback.worlds(2), body):
+        assert weight == pytest.approx(-1e-8, rel=0.01)

@@ -1,0 +1,248 @@
+"""The sharded strategy against the unsharded one: the same bits, whatever happens in between."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import wingbeat
+from helpers.training import (
+    TINY_MB,
+    Make,
+    adamw,
+    assert_same,
+    backward,
+    compare,
+    distributed,
+    engine,
+    net,
+    on,
+    outcome,
+    sgd,
+    state_of,
+    train,
+    weights,
+)
+from wingbeat import sync
+from wingbeat.errors import MismatchError, UsageError
+
+
+def _plain(model: Any, optimizer: Any, rank: int) -> None:
+    train(model, optimizer, range(6))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("mb", [TINY_MB, 25.0])
+def test_the_weights_and_the_state_are_those_without_shards(
+    size: int, make: Make, mb: float
+) -> None:
+    compare(size, make, _plain, mb=mb)
+
+
+def test_unused_parameters_are_left_alone_until_somebody_uses_them() -> None:
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(8):
+            # Nobody, then the last rank alone, then nobody, then everyone.
+            model.use_spare = (step in (2, 3) and rank == 2) or step == 6
+            train(model, optimizer, [step])
+
+    compare(3, adamw, body)
+
+
+def test_parameters_that_are_not_laid_out_in_order() -> None:
+    def turned(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        for param in params:
+            if param.dim() == 2:
+                param.data = param.data.t().contiguous().t()
+        assert not params[1].is_contiguous()
+        return adamw(params)
+
+    compare(3, turned, _plain)
+
+
+def test_parameters_of_two_dtypes() -> None:
+    def halves(world: Any, sharded: bool) -> Any:
+        model = net()
+        model.second.bfloat16()
+        model.second.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+        model.second.register_forward_hook(lambda _, args, out: out.float())
+        model, optimizer = distributed(world, adamw, model, shard_optimizer=sharded)
+        train(model, optimizer, range(5))
+        return weights(model), state_of(optimizer)
+
+    want = on(2, lambda world: halves(world, False))
+    assert_same(on(2, lambda world: halves(world, True)), want)
+
+
+# -- gradients ------------------------------------------------------------------------------
+
+
+def test_a_step_uses_the_gradients_up() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world)
+        train(model, optimizer, range(2))
+        assert all(p.grad is None for p in model.parameters())
+        with pytest.raises(UsageError, match=r"optimizer\.step\(\): .*zero_grad\(\)"):
+            optimizer.step()
+        backward(model, world.rank, 2)
+        assert all(p.grad is None for p in model.parameters()), "a sum that lacks its first part"
+        with pytest.raises(UsageError, match="zero_grad"):
+            optimizer.clip_grad_norm_(1.0)
+        with pytest.raises(UsageError, match="zero_grad"):
+            optimizer.step()
+        backward(model, world.rank, 3)
+        with pytest.raises(UsageError, match="zero_grad"):
+            optimizer.step()
+        train(model, optimizer, range(2, 4))
+
+    on(2, body)
+
+
+def test_going_on_after_a_refused_step() -> None:
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        train(model, optimizer, range(3))
+        if engine(model).choices.shard_optimizer:
+            backward(model, rank, 77)
+            with pytest.raises(UsageError):
+                optimizer.step()
+        train(model, optimizer, range(3, 6))
+
+    compare(3, adamw, body)
+
+
+@pytest.mark.parametrize("reader", [0, 1, 2])
+def test_gradients_read_on_one_rank_are_whole(reader: int) -> None:
+    """Others clip, step, add to them or drop them meanwhile."""
+
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(8):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            # Without shards all must read, or clipping would not match.
+            if rank == reader or not engine(model).choices.shard_optimizer:
+                assert sum(p.grad.norm() for p in model.parameters() if p.grad is not None) > 0
+            if step % 4 == 1:
+                optimizer.clip_grad_norm_(0.05)
+            if step % 4 == 2:
+                continue
+            if step % 4 == 3:
+                backward(model, rank, 50 + step)
+            optimizer.step()
+
+    compare(3, adamw, body, tolerance=1e-6)
+
+
+def test_ranks_that_do_different_things_are_told_so() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world)
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        backward(model, world.rank, 2)
+        with pytest.raises(UsageError, match=r"rank 0 calls optimizer.step\(\) while rank 1 drops"):
+            optimizer.step() if world.rank == 0 else optimizer.zero_grad()
+
+    on(2, body)
+
+
+def test_optimizers_that_differ_between_ranks() -> None:
+    def body(world: Any) -> None:
+        model = net()
+        params = list(model.parameters())
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        optimizer = torch.optim.SGD(params if world.rank else groups, lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed", shard_optimizer=True)
+        with pytest.raises(MismatchError, match="param groups"):
+            sync.distribute(model, optimizer, strategy, world=world)
+        assert type(optimizer) is torch.optim.SGD
+
+    on(2, body)
+
+
+# -- schedulers, scalers, copies ------------------------------------------------------------
+
+
+def _scaler_loop(model: Any, optimizer: Any, rank: int, steps: range, bad: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).square().mean()
+        if bad and step == 1 and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_skips_the_same_steps_everywhere(fused: bool) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.02, fused=fused)
+
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        _scaler_loop(model, optimizer, rank, range(5), bad=True)
+
+    # Where a vector ends, the fused kernel rounds otherwise.
+    compare(3, make, body, tolerance=1e-6 if fused else 0.0)
+
+
+def test_gradients_on_a_narrow_wire_parameters_in_full() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = distributed(world, sgd, wire="bf16")
+        train(model, optimizer, range(6))
+        return weights(model)
+
+    exact = on(3, lambda world: outcome(world, sgd, True, _plain))[0][0]
+    results = on(3, body)
+    for result in results:
+        assert_same(result, results[0])
+        for name, value in result.items():
+            assert (value - exact[name]).abs().max() < 0.05 * exact[name].abs().max() + 1e-2
+            assert not torch.equal(value, value.bfloat16().float()), f"{name} was rounded"
+
+
+def test_a_copy_of_the_optimizer_has_the_whole_state() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world)
+        train(model, optimizer, range(3))
+        twin = copy.deepcopy(optimizer)
+        assert type(twin) is torch.optim.AdamW
+        assert_same(twin.state_dict(), state_of(optimizer))
+        assert len(optimizer.state) == 0
+        train(model, optimizer, range(3, 5))
+
+    on(3, body)
+
+
+def test_release_gives_the_whole_state_back() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = distributed(world)
+        train(model, optimizer, range(3))
+        state = state_of(optimizer)
+        sync.release(model, optimizer)
+        assert type(optimizer) is torch.optim.AdamW
+        assert_same(state_of(optimizer), state)
+        unused = set(model.spare.parameters())
+        assert set(optimizer.state) == set(model.parameters()) - unused
+        train(model, optimizer, [9], rank=0)
+        return weights(model)
+
+    results = on(2, body)
+    assert_same(results[0], results[1])
+
+
+def test_shutdown_leaves_no_half_updated_parameter() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = distributed(world)
+        raw = list(torch.nn.Module.parameters(model))
+        train(model, optimizer, range(3))
+        return model, raw
+
+    results = on(3, body)
+    for _, raw in results:
+        assert_same([p.detach() for p in raw], [p.detach() for p in results[0][1]])

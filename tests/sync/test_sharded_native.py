@@ -1,0 +1,51 @@
+"""The path that GPUs take, on CPUs: whole collectives of a torch.distributed group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import wingbeat
+from helpers.pool import Pool
+from helpers.training import assert_same, distributed, engine, state_of, train, weights
+from wingbeat.transport.native import NativeGroup
+from wingbeat.types import Fusion
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    made = Pool(3)
+    yield made
+    made.close()
+
+
+def _trained(native: bool, **options: Any) -> Any:
+    world = wingbeat.init(timeout=20)
+    if native:
+        world.make_native = lambda: NativeGroup(None, world.rank, world.size)
+        world.native_on = frozenset({"cpu"})
+    model, optimizer = distributed(world, **options)
+    train(model, optimizer, range(3))
+    engine(model).bucketing.use(Fusion(kind="layers", layers=3))
+    train(model, optimizer, range(3, 6))
+    optimizer.load_state_dict(state_of(optimizer))
+    train(model, optimizer, range(6, 8))
+    result = weights(model), state_of(optimizer)
+    wingbeat.release(model, optimizer)
+    wingbeat.shutdown()
+    return result
+
+
+def trains_the_same() -> None:
+    torch.manual_seed(0)
+    want = _trained(False, shard_optimizer=False)
+    assert_same(_trained(True), want, 1e-5)
+    for wire in ("bf16", "fp16"):
+        assert_same(_trained(True, wire=wire), want, 5e-2)
+
+
+def test_sharded_training_ends_the_same_as_over_steps(pool: Pool) -> None:
+    pool.run(trains_the_same)
