@@ -37,6 +37,7 @@ def invented() -> dict[str, Curve]:
         + 0.4 * math.exp(-((math.log2(x / 60) / 0.7) ** 2))
     )
     curves["bad start"] = lambda x: 1 / (0.05 + 0.02 * x)
+    curves["hopeless start"] = lambda x: 1 / (0.02 + 0.001 / x + 0.005 * x * x)
     return curves
 
 

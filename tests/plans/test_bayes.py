@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers.curves import GRID, MB, Curve, invented, simulated
@@ -102,6 +102,13 @@ def test_the_posterior_is_in_iterations_per_second_whatever_the_unit_of_the_star
         assert 1000 * one == pytest.approx(other)
 
 
+def test_samples_are_believed_also_where_the_start_was_fifty_times_slower() -> None:
+    curve = CURVES["hopeless start"]
+    samples = [Sample(int(mb * MB), curve(mb)) for mb in (25, 1, 3, 8, 50)]
+    mean, _ = bayes.posterior(samples, [sample.nbytes for sample in samples])
+    assert mean == pytest.approx([sample.throughput for sample in samples], rel=0.01)
+
+
 def test_a_lucky_sample_does_not_win_against_a_good_region() -> None:
     """One measurement is 4% too high among neighbours that are slow."""
     truth = {1: 0.80, 1.2: 0.80, 1.45: 0.80, 30: 0.99, 36: 1.0, 43: 0.99}
@@ -135,6 +142,7 @@ def test_a_start_outside_the_range_teaches_but_is_not_suggested() -> None:
         st.builds(Sample, st.integers(1, 2**40), st.floats(1e-9, 1e9)), min_size=1, max_size=12
     )
 )
+@example([Sample(2**40, 1.0), Sample(2**40 - 1, 1.0), Sample(1, 1e9)])
 def test_whatever_was_measured_there_is_an_answer(samples: list[Sample]) -> None:
     rule = Tuning(search="bo", low_bytes=MB, high_bytes=100 * MB)
     assert MB <= suggest(rule, samples) <= 100 * MB

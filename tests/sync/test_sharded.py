@@ -65,6 +65,34 @@ def test_parameters_that_are_not_laid_out_in_order() -> None:
     compare(3, turned, _plain)
 
 
+def test_gradients_zeroed_rather_than_removed_count() -> None:
+    """A gradient of zeros lets momentum and weight decay go on, as in torch."""
+
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(5):
+            model.use_spare = step == 1
+            optimizer.zero_grad(set_to_none=False)
+            backward(model, rank, step)
+            optimizer.step()
+
+    compare(3, adamw, body)
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_values_changed_or_moved_by_hand(turn: bool) -> None:
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(6):
+            train(model, optimizer, [step])
+            for param in model.parameters():
+                if turn and param.dim() == 2:
+                    param.data = param.data.t().contiguous().t()
+                elif step % 2:
+                    param.data = param.data.clone()
+                param.data.clamp_(-0.4, 0.4)
+
+    compare(3, adamw, body)
+
+
 def test_parameters_of_two_dtypes() -> None:
     def halves(world: Any, sharded: bool) -> Any:
         model = net()

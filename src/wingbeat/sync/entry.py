@@ -48,8 +48,9 @@ def distribute(
     """Train ``model`` with all the workers; the training loop stays as it is.
 
     Both objects are upgraded in place and returned. The model gains ``no_sync()``, ``join()``
-    and ``flush()``, the optimizer ``clip_grad_norm_(max_norm)``. Parameters and buffers of rank
-    0 are taken over by all.
+    and ``flush()``, the optimizer ``clip_grad_norm_(max_norm)``, and ``shard_state_dict()`` and
+    ``load_shards(parts)`` for an optimizer that is divided. Parameters and buffers of rank 0 are
+    taken over by all.
 
     Args:
         model: any module; parameters that require no gradient are left alone.
@@ -58,8 +59,8 @@ def distribute(
         world: the workers; default: those of `wingbeat.init`.
 
     Raises:
-        UsageError: no `init` before, something is already distributed, or the optimizer has
-            parameters that the model has not.
+        UsageError: no `init` before, something is already distributed, the optimizer has
+            parameters that the model has not, or it cannot be divided (``shard_optimizer``).
         MismatchError: the ranks' models differ; on every rank, naming the first parameter.
     """
     _check(model, optimizer, strategy)

@@ -71,7 +71,7 @@ class ShardedEngine(DearEngine):
 
     # -- what all do next -----------------------------------------------------------------
 
-    def _agree(self, intent: Intent, meanwhile: Callable[[], None] = lambda: None) -> Answer:
+    def _agree(self, intent: Intent, meanwhile: Callable[[], None] | None = None) -> Answer:
         """Tell all workers what this one does; first let those see gradients who want to.
 
         Raises:
@@ -79,7 +79,8 @@ class ShardedEngine(DearEngine):
         """
         while True:
             self._rounds.start(intent, self._used(intent))
-            meanwhile()
+            if meanwhile is not None:
+                meanwhile()
             with self.exposed():
                 answer = self._rounds.finish()
             if not answer.wants_whole:
@@ -88,7 +89,7 @@ class ShardedEngine(DearEngine):
             super().settle_gradients()
             if intent in (Intent.LOOK, Intent.CLIP, Intent.SCALE):
                 return answer
-            meanwhile = _nothing
+            meanwhile = None
 
     def _used(self, intent: Intent) -> Iterable[int]:
         """Return the slots that this worker has gradients for, where that matters."""
@@ -328,10 +329,6 @@ def _take(slot: Slot, own: Piece | None) -> None:
         return
     for part in (slice(0, own.span.start), slice(own.span.stop, None)):
         whole[part].copy_(source[part])
-
-
-def _nothing() -> None:
-    pass
 
 
 def _flush(engine: weakref.ref[ShardedEngine]) -> None:

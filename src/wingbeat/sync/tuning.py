@@ -91,9 +91,13 @@ class SizeTuning:
 
     def _keep(self) -> None:
         result = self._tuner.result
-        if result is not None and self._file:
+        if result is None or not self._file:
+            return
+        try:
             saved.save(self._file, result, self._key)
             log.info("plan kept in %s", self._file)
+        except UsageError as err:  # a full disk, say: no reason to end the training
+            log.warning("%s; this run goes on with the plan it has found", err)
 
     def _known_size(self) -> int:
         """Return the size in rank 0's file, 0 if it has none for this model and cluster.

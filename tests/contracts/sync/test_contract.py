@@ -15,8 +15,10 @@ from .registry import CHECKS, SCENARIOS, Check, Grid, Scenario
 assert cases, "importing the package registers the cases"
 
 
-def _can_wait(grid: Grid, world: int, mb: float) -> bool:
+def _can_wait(grid: Grid, world: int, strategy: str, mb: float) -> bool:
     """Whether only the slow run needs this point: every world and every size have another."""
+    if "sharded" in strategy and world == 2 and 3 in grid.worlds:
+        return True  # what it shares with the others is tested there
     if len(grid.worlds) == 1 or len(grid.mbs) == 1 or world == 1:
         return False
     return mb == (min(grid.mbs) if world == 2 else max(grid.mbs))
@@ -35,7 +37,7 @@ def _points(named: Mapping[str, Scenario | Check]) -> list[ParameterSet]:
         pytest.param(
             *(world, case.name, strategy, mb),
             id=f"{case.name}-{strategy}-{mb:g}MB-{world}",
-            marks=[pytest.mark.slow] if _can_wait(case.grid, world, mb) else [],
+            marks=[pytest.mark.slow] if _can_wait(case.grid, world, strategy, mb) else [],
         )
         for world, case, strategy, mb in rows
     ]
