@@ -213,7 +213,9 @@ class DearEngine(Engine):
     def scaler_groups(self) -> list[dict[str, Any]] | None:
         """Show a GradScaler this worker's reduced blocks; None where it needs whole gradients."""
         self.recover()
-        if self.phase is not Phase.REDUCED or self.wire is torch.float16:
+        if self.phase is not Phase.REDUCED or self.shadowed:
+            return None
+        if self.wire is torch.float16:
             # Unscaled values are what fp16 has no room for on the links: gather first.
             return None
         return scaler.groups_of(self._reduced_parts(), self.collectives)

@@ -65,6 +65,11 @@ class Engine:
         self._handles = attach(self)
 
     @property
+    def shadowed(self) -> bool:
+        """Whether a worker without batches may be repeating this one's collectives blindly."""
+        return self.before_synced_forward is not None
+
+    @property
     def slots(self) -> list[Slot]:
         """One for each trained parameter."""
         return self.bucketing.slots
