@@ -97,3 +97,26 @@ def test_small_gradients_are_unscaled_where_they_have_room(wire: str) -> None:
 
     for weight in loopback.run(loopback.worlds(2), body):
         assert weight == pytest.approx(-1e-8, rel=0.01)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_worker_without_batches_follows_those_that_scale(size: int) -> None:
+    def body(world: Any) -> list[torch.Tensor]:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed", mb=1e-4)
+        model, adam = sync.distribute(model, adam, strategy, world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        with model.join():
+            for step in range(1 + 2 * world.rank):
+                adam.zero_grad()
+                loss = model(torch.ones(2, 6) * (step + world.rank)).square().mean()
+                scaler.scale(loss * (float("inf") if step == 3 else 1.0)).backward()
+                scaler.step(adam)
+                scaler.update()
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, *others = loopback.run(loopback.worlds(size), body)
+    assert all(weight.isfinite().all() for weight in first)
+    for weights in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, weights, strict=True))
