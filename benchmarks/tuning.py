@@ -165,13 +165,13 @@ def worker(options: argparse.Namespace) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.INFO)
     wingbeat.init(timeout=120.0)
     sizes = curve_sizes()
-    curve = take_turns(options, sizes, options.curve_steps, 2, "curve")
+    curve = take_turns(options, sizes, options.curve_steps, options.curve_rounds, "curve")
     searches = [search(options, name) for name in options.searches]
     best = sizes[curve.index(min(curve))]
     chosen: list[Any] = [[s.get("chosen_mb") for s in searches]]
     dist.broadcast_object_list(chosen)
     finalists = [*chosen[0], best, 25.0]
-    final = take_turns(options, finalists, options.curve_steps, 3, "final")
+    final = take_turns(options, finalists, options.curve_steps, 2, "final")
     if dist.get_rank() == 0:
         report = {"sizes_mb": sizes, "curve_s": curve, "searches": searches}
         report["final_mb"], report["final_s"] = finalists, final
@@ -253,7 +253,7 @@ def run(options: argparse.Namespace, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
         command = [sys.executable, __file__, "--worker", str(path), "--model", model]
-        for key in ("stretch", "trials", "trial_steps", "curve_steps", "edge_mb"):
+        for key in ("stretch", "trials", "trial_steps", "curve_steps", "curve_rounds", "edge_mb"):
             command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
         command += ["--searches", *options.searches]
         ended = lab.run(spec, command)
@@ -274,6 +274,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=MAX_TRIALS, help="default 10")
     parser.add_argument("--trial-steps", type=int, default=8, help="default 8")
     parser.add_argument("--curve-steps", type=int, default=4, help="in each turn (default 4)")
+    parser.add_argument("--curve-rounds", type=int, default=2, help="turns of each size (default 2)")
     parser.add_argument("--edge-mb", type=float, default=1.0, help="as DeAR's (default 1)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
