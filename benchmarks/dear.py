@@ -63,7 +63,6 @@ class Network:
         average: least S / S_max, mean over the models.
         worst: least S / S_max of any model; 0 where nothing is asked.
         gain: least speed-up over the first row, on every model.
-        mb: DeAR's bucket size for each model where 25 MB is not the best.
     """
 
     gbit: float
@@ -74,13 +73,12 @@ class Network:
     average: float
     worst: float
     gain: float
-    mb: dict[str, float]
 
 
 NETWORKS = {
-    "slow": Network(10.0, 0.05, 3.0, 8, 2, 0.95, 0.90, 1.0, {}),
-    "fast": Network(100.0, 0.05, 8.0, 6, 2, 0.93, 0.0, 1.0, {}),
-    "even": Network(0.0, 0.05, 3.0, 8, 2, 0.0, 0.0, 1.25, {}),
+    "slow": Network(10.0, 0.05, 3.0, 8, 2, 0.95, 0.90, 1.0),
+    "fast": Network(100.0, 0.05, 8.0, 6, 2, 0.93, 0.0, 1.0),
+    "even": Network(0.0, 0.05, 3.0, 8, 2, 0.0, 0.0, 1.25),
 }
 USUAL_MB = 25.0
 
@@ -128,7 +126,7 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="[MODEL=]MB",
-        help="what {mb} stands for, for all models or for one (default: a table, else 25)",
+        help="what {mb} stands for, for all models or for one (default: 25)",
     )
     parser.add_argument("--iterations", type=int, help="timed ones of each row (default: by rate)")
     parser.add_argument("--rounds", type=int, help="how often the rows take turns")
@@ -188,7 +186,7 @@ def configs(rate: str, args: argparse.Namespace, sizes: dict[str, float]) -> dic
         raise UsageError(f"--workers {args.workers}: allowed are 2 or more")
     out = {}
     for name in args.models:
-        usual = sizes.get("", network.mb.get(name, USUAL_MB))
+        usual = sizes.get("", USUAL_MB)
         mb = sizes.get(name, usual)
         iterations = args.iterations or network.iterations
         gbit = network.gbit or even_gbit(name)

@@ -9,10 +9,9 @@ of its own, from 25 MB on. At the end the sizes that the searches chose, the cur
 start take turns once more, so that all are judged side by side.
 
 A search has *found* a size when the curve is within 3% of its best there. Random and grid search
-start at 25 MB too; the grid then goes up from the smallest size. ``expected`` is how many trials
-they need on this curve on average: 1/p for random search, where a share p of the range is within
-3%. Model scale, network and stretch are those of ``dear.py`` (slow: 10GbE on 64 GPUs); sizes shrink
-with the model.
+start at 25 MB too; the grid then goes up from the smallest size. Random search needs 1/p trials on
+average, where a share p of the range is within 3%. Model scale, network and stretch are those of
+``dear.py`` (slow: 10GbE on 64 GPUs); sizes shrink with the model.
 
 Exit code 1 if Bayesian optimisation needs more than 10 trials on a model, chooses a size that is
 more than 3% from the best, or a trial costs 50 ms or more.
@@ -274,7 +273,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=MAX_TRIALS, help="default 10")
     parser.add_argument("--trial-steps", type=int, default=8, help="default 8")
     parser.add_argument("--curve-steps", type=int, default=4, help="in each turn (default 4)")
-    parser.add_argument("--curve-rounds", type=int, default=2, help="turns of each size (default 2)")
+    parser.add_argument(
+        "--curve-rounds", type=int, default=2, help="turns of each size (default 2)"
+    )
     parser.add_argument("--edge-mb", type=float, default=1.0, help="as DeAR's (default 1)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

@@ -136,6 +136,12 @@ class DeAR(_Preset):
                 f"DeAR(plan={self.plan!r}, plan_file={self.plan_file!r}): only a tuned plan has a "
                 f"file; allowed plans: {', '.join(SEARCHES)}"
             )
+        if not isinstance(self.plan_file, str) or "\0" in self.plan_file:
+            raise UsageError(f"DeAR(plan_file={self.plan_file!r}): allowed is the name of a file")
+        if not isinstance(self.shard_optimizer, bool):
+            raise UsageError(
+                f"DeAR(shard_optimizer={self.shard_optimizer!r}): allowed are True and False"
+            )
         _check_name(self, "wire", tuple(WIRES))
         _check_name(self, "topology", TOPOLOGIES)
 
@@ -220,12 +226,13 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
 
 
 def _bytes(mb: float) -> int:
-    return int(mb * 2**20)
+    return max(1, int(mb * 2**20)) if mb else 0
 
 
 def _check_size(strategy: Strategy, key: str, *, zero: bool = False) -> None:
     value = getattr(strategy, key)
-    ok = isinstance(value, (int, float)) and (0 < value <= MAX_MB or (zero and value == 0))
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    ok = number and (0 < value <= MAX_MB or (zero and value == 0))
     if not ok:
         least = "sizes from 0" if zero else "sizes above 0"
         raise UsageError(

@@ -120,3 +120,25 @@ def test_a_worker_without_batches_follows_those_that_scale(size: int) -> None:
     assert all(weight.isfinite().all() for weight in first)
     for weights in others:
         assert all(torch.equal(a, b) for a, b in zip(first, weights, strict=True))
+
+
+def test_an_infinity_that_one_worker_sees_counts_for_all() -> None:
+    """After the sum it is in one worker's block only."""
+
+    def body(world: Any) -> tuple[float, bool]:
+        model = nn.Linear(9, 7, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed")
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        if world.rank == 1:
+            spot = torch.zeros(7, 9)
+            spot[0, 0] = float("inf")
+            model.weight.register_hook(lambda grad: grad + spot)
+        scaler.scale(model(torch.ones(2, 9)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.flush()
+        return scaler.get_scale(), bool(model.weight.isfinite().all())
+
+    assert loopback.run(loopback.worlds(3), body) == [(4.0, True)] * 3

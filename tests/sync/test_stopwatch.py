@@ -30,6 +30,19 @@ def test_a_device_tells_a_lap_when_it_has_passed_its_end(monkeypatch: pytest.Mon
     assert laps == [0.0, 0.0, 0.001, 0.005, 0.007]
 
 
+def test_after_a_restart_only_new_laps_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    watch = Stopwatch(torch.device("cuda"))
+    for _ in range(4):
+        watch.lap()
+    watch.restart()
+    device.reached = 3
+    assert watch.lap() == 0.0
+    device.reached = 4
+    assert watch.lap() == pytest.approx(0.007)
+
+
 @pytest.mark.gpu
 def test_laps_of_a_real_device() -> None:
     watch = Stopwatch(torch.device("cuda"))

@@ -24,10 +24,10 @@ KB = 2.0**-10
 Sizes = list[list[int]]
 
 
-def _network() -> nn.Module:
+def _network(width: int = 12) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(6):
-        layers += [nn.Linear(12, 12), nn.Tanh()]
+        layers += [nn.Linear(width, width), nn.Tanh()]
     network = nn.Sequential(*layers).double()
     # Threads share the global generator.
     rng = torch.Generator().manual_seed(0)
@@ -37,10 +37,14 @@ def _network() -> nn.Module:
 
 
 def _train(
-    world: Any, iterations: int = ENDS_WITHIN, accumulate: int = 1, **options: Any
+    world: Any,
+    iterations: int = ENDS_WITHIN,
+    accumulate: int = 1,
+    width: int = 12,
+    **options: Any,
 ) -> tuple[list[torch.Tensor], Sizes, bool]:
     """Weights, the bucket sizes of each iteration, and whether tuning has ended."""
-    model = _network()
+    model = _network(width)
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = {"plan": "bo", "mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB, "edge_mb": 0}
     strategy = wingbeat.DeAR(**{**settings, "trials": TRIALS, "steps": STEPS, **options})
@@ -52,7 +56,7 @@ def _train(
         adam.zero_grad()
         for part in range(accumulate):
             rng = torch.Generator().manual_seed(100 * step + 10 * part + world.rank)
-            model(torch.randn(3, 12, generator=rng).double()).square().mean().backward()
+            model(torch.randn(3, width, generator=rng).double()).square().mean().backward()
         adam.step()
         sizes.append([bucket.numel for bucket in engine.buckets])
     model.flush()
@@ -99,6 +103,39 @@ def test_a_plan_file_of_another_cluster_is_replaced(tmp_path: Path) -> None:
     for size in (2, 3):
         loopback.run(loopback.worlds(size), lambda world: _train(world, plan_file=str(file)))
         assert json.loads(file.read_text())["key"]["workers"] == size
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"wire": "bf16"},
+        {"topology": "mesh"},
+        {"shard_optimizer": True},
+        {"mb": 10 * KB, "min_mb": 9 * KB, "max_mb": 20 * KB},
+    ],
+)
+def test_a_plan_file_of_another_strategy_is_replaced(other: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    for options in ({}, other):
+        loopback.run(
+            loopback.worlds(2), lambda world, o=options: _train(world, plan_file=str(file), **o)
+        )
+        file_says = json.loads(file.read_text())
+        assert file_says["key"]["wire"] == ("bfloat16" if "wire" in options else "as computed")
+        assert file_says["key"]["topology"] == options.get("topology", "ring")
+        assert file_says["key"]["shard_optimizer"] == ("shard_optimizer" in options)
+    assert file_says["range_mb"][1] == pytest.approx(other.get("max_mb", 8 * KB), rel=0.1)
+
+
+def test_a_plan_file_of_another_model_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    seen = []
+    for width in (12, 13):
+        loopback.run(
+            loopback.worlds(2), lambda world, w=width: _train(world, plan_file=str(file), width=w)
+        )
+        seen.append(json.loads(file.read_text())["key"]["parameters"])
+    assert seen[0] != seen[1]
 
 
 @pytest.mark.parametrize("content", [None, "{"])

@@ -77,7 +77,7 @@ def draw_png(report: Report, path: Path) -> None:
     _legend(axes, drawn)
     figure.tight_layout()
     try:
-        figure.savefig(path, format="png")
+        figure.savefig(path, format="png", bbox_inches="tight")
     except OSError as err:
         raise UsageError(f"cannot write {str(path)!r}: {err.strerror or err}") from None
 

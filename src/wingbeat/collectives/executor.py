@@ -168,21 +168,25 @@ class Executor:
         try:
             while self._wait_for_work(active):
                 self._begin_more(active)
-                job = active[0]
-                if job.next_receive < len(job.program.receives):
-                    self._advance(job)
-                    for later in active:
-                        if later.after is job:
-                            self._release(later)
-                if job.next_receive == len(job.program.receives):
-                    self._receive(active.popleft())
-                    draining.append(job)
-                    # Its last chunks may queue behind the next job's: let that one go on first.
-                    while len(draining) > (1 if active else 0):
-                        self._drain(draining[0])
-                        draining.popleft()
+                self._go_on(active, draining)
         except Exception as err:
             self._fail([*draining, *active], err)
+
+    def _go_on(self, active: deque[Job], draining: deque[Job]) -> None:
+        """Take the next chunk of the first job. No job outlives this call in a local name."""
+        job = active[0]
+        if job.next_receive < len(job.program.receives):
+            self._advance(job)
+            for later in active:
+                if later.after is job:
+                    self._release(later)
+        if job.next_receive == len(job.program.receives):
+            self._receive(active.popleft())
+            draining.append(job)
+            # Its last chunks may queue behind the next job's: let that one go on first.
+            while len(draining) > (1 if active else 0):
+                self._drain(draining[0])
+                draining.popleft()
 
     def _wait_for_work(self, active: deque[Job]) -> bool:
         """Block until there is something to do; False when there never will be."""

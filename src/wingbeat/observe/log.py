@@ -1,7 +1,8 @@
 """What wingbeat has to say while it runs, on the logger called ``wingbeat``.
 
-A script that configures logging decides by itself what becomes of it. In one that does not, rank 0
-says it on standard error, as a line that begins with ``wingbeat:``.
+In a script that configures logging, its handlers get it, from level INFO on unless the script gives
+the logger ``wingbeat`` another level. In one that does not, rank 0 says it on standard error, as a
+line that begins with ``wingbeat:``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _FORMAT = "wingbeat bucket plan"
 _SEARCHES = ("bo", "random", "grid")
 _AGAIN = "delete the file to tune again"
 _MEASURED, _EXPECTED = "iterations_per_s", "expected_iterations_per_s"
-_HUGE = 1e100
+_TINY, _HUGE = 1e-12, 1e12
 _Kind = TypeVar("_Kind", dict[str, Any], list[Any])
 
 
@@ -79,6 +79,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         raise UsageError(f"{name} is damaged: it is no text; {_AGAIN}") from None
     try:
         data = json.loads(text)
+        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as err:
         raise UsageError(f"{name} is damaged: {err}; {_AGAIN}") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
@@ -144,8 +145,9 @@ def _from_json(data: dict[str, Any]) -> Saved:
         raise _Damaged("samples, bytes.samples and decision_s have to be equally long")
     if len(limits) != 2 or limits[0] > limits[1]:
         raise _Damaged(f"bytes.range={limits!r} has to be the smallest and the largest size")
-    if sizes.get("chosen") not in nbytes:
-        raise _Damaged(f"bytes.chosen={sizes.get('chosen')!r} is none of bytes.samples")
+    chosen = _whole(sizes.get("chosen"), "bytes.chosen")
+    if chosen not in nbytes:
+        raise _Damaged(f"bytes.chosen={chosen!r} is none of bytes.samples")
     if data.get("search") not in _SEARCHES:
         raise _Damaged(f"search={data.get('search')!r}; allowed are {', '.join(_SEARCHES)}")
     result = Result(
@@ -158,7 +160,7 @@ def _from_json(data: dict[str, Any]) -> Saved:
             for size, throughput in zip(nbytes, _column(trials, _MEASURED), strict=True)
         ),
         expected=tuple(_column(trials, _EXPECTED)),
-        chosen_bytes=sizes["chosen"],
+        chosen_bytes=chosen,
         costs_s=tuple(costs),
     )
     return Saved(result, _get(data, "key", dict))
@@ -190,6 +192,7 @@ def _whole(value: Any, where: str) -> int:
 
 def _number(value: Any, where: str, *, zero: bool = False) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= _HUGE or (value == 0 and not zero):
-        raise _Damaged(f"{where} holds {value!r}; allowed are finite numbers above 0")
+    least = 0.0 if zero else _TINY
+    if not is_number or not least <= value <= _HUGE:
+        raise _Damaged(f"{where} holds {value!r}; allowed are numbers from {least} to {_HUGE}")
     return float(value)

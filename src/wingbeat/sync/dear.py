@@ -25,6 +25,9 @@ from wingbeat.sync.engine import Engine
 from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.types import Span
 
+PROVING_STEPS = 2
+"""Steps in which an optimizer has to show that it leaves gradients as they are."""
+
 
 class Phase(enum.Enum):
     """Where the gradients of the last backward are."""
@@ -42,6 +45,8 @@ class DearEngine(Engine):
     """Splits each all-reduce in two, and each optimizer step by bucket."""
 
     phase = Phase.IDLE
+    _steps = 0
+    _writes_gradients = False
 
     def launch(self, bucket: Bucket) -> None:
         """BackPipe: start the bucket's reduce-scatter."""
@@ -80,18 +85,18 @@ class DearEngine(Engine):
         """
         self.refuse(closure)
         self.recover()
-        if self.phase is not Phase.REDUCED:
+        if self.phase is not Phase.REDUCED or self.partial.hooked:
+            # The user's hooks are to see whole gradients before, and new parameters after.
             self.settle()
             self.phase = Phase.IDLE
             return super().step()
         self.phase = Phase.IDLE
-        self.partial.run_hooks("pre")
+        self._steps += 1
         snapshot = self.partial.snapshot()
         for bucket in self.forward_buckets:
             self._start_gather(bucket)
             bucket.snapshot = snapshot
         self.step_outside(snapshot)
-        self.partial.run_hooks("post")
         return None
 
     def step_outside(self, snapshot: GroupSnapshot) -> None:
@@ -181,20 +186,34 @@ class DearEngine(Engine):
         handle: Handle | None = bucket.handle
         if handle is not None:
             with self.exposed(bucket.index):
-                handle.wait_received()
+                self._wait_for(handle)
         begin = time.monotonic_ns()
         slots = [s for s in self._whole_slots(bucket) if self.partial.owns(s.param)]
         # Gradients made since step() belong to the next one, as do zeros asked for meanwhile.
         later = [slot.param.grad for slot in slots]
         for slot in slots:
             slot.param.grad = slot.view
+        version = bucket.flat._version
         try:
             self.partial.step([slot.param for slot in slots], snapshot)
         finally:
+            self._writes_gradients |= bucket.flat._version != version
             for slot, grad in zip(slots, later, strict=True):
                 slot.param.grad = grad
         if stream.on:
             stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
+
+    def _wait_for(self, handle: Handle) -> None:
+        """Wait until the optimizer may use what an all-gather has brought.
+
+        It may be read while the rest of the buffer is still being sent on to others, but some
+        optimizers write to gradients (SGD with ``nesterov`` and ``foreach``). In the first two
+        steps it shows whether this one does.
+        """
+        if self._writes_gradients or self._steps <= PROVING_STEPS:
+            handle.wait()
+        else:
+            handle.wait_received()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the norm over all workers' reduced blocks: one small exchange, no gather."""
@@ -218,7 +237,8 @@ class DearEngine(Engine):
         if self.wire is torch.float16:
             # Unscaled values are what fp16 has no room for on the links: gather first.
             return None
-        return scaler.groups_of(self._reduced_parts(), self.collectives)
+        device = self.buckets[0].flat.device
+        return scaler.groups_of(self._reduced_parts(), self.collectives, device)
 
     def _reduced_parts(self) -> list[torch.Tensor]:
         """Wait for all reduce-scatters; return what this worker has of the gradients."""
@@ -262,5 +282,6 @@ class DearEngine(Engine):
         if norms:
             each[rank] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         self.collectives.all_gather(each).wait()
-        total: torch.Tensor = torch.linalg.vector_norm(each, norm_type).float()
-        return total
+        total: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
+        double = any(bucket.flat.dtype is torch.float64 for bucket in self.buckets)
+        return total if double else total.float()

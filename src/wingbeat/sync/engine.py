@@ -60,7 +60,9 @@ class Engine:
 
     def _start(self) -> None:
         if self.choices.tuning is not None:
-            self.tuning = SizeTuning(self.choices.tuning, self.bucketing, self.collectives)
+            self.tuning = SizeTuning(
+                self.choices.tuning, self.choices, self.bucketing, self.collectives
+            )
         self.bucketing.build()
         self._handles = attach(self)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wingbeat.errors import UsageError
 
@@ -59,6 +60,12 @@ class PartialOptimizer:
     def whole_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the optimizer's own step, on all its parameters."""
         return self._plain_step(self._optimizer, *([closure] if closure else []))
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the user has hooks that run before or after a step."""
+        own = [self._optimizer.__dict__[f"_optimizer_step_{when}_hooks"] for when in _WHEN]
+        return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
     def run_hooks(self, when: str) -> None:
         """Run the user's step hooks, ``"pre"`` or ``"post"``, once for a step in parts."""
@@ -132,3 +139,4 @@ _SWAPPED = (
     "_optimizer_step_post_hooks",
 )
 _ABSENT = object()
+_WHEN = ("pre", "post")

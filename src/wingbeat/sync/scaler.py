@@ -27,15 +27,17 @@ def asks(optimizer: Any) -> bool:
     return caller is torch.amp.GradScaler._unscale_grads_.__code__
 
 
-def groups_of(parts: Iterable[torch.Tensor], collectives: Collectives) -> list[dict[str, Any]]:
+def groups_of(
+    parts: Iterable[torch.Tensor], collectives: Collectives, device: torch.device
+) -> list[dict[str, Any]]:
     """Return param groups whose gradients are ``parts``, this worker's reduced blocks.
 
     If any worker's parts hold an infinity or NaN, every worker's groups do: in a parameter of
     their own, of one element. The scaler then skips the step on all of them alike.
     """
     parts = list(parts)
-    flag = torch.zeros(1, device=parts[0].device if parts else "cpu")
-    found = torch.zeros(collectives.world.size, dtype=torch.float64, device=flag.device)
+    flag = torch.zeros(1, device=device)
+    found = torch.zeros(collectives.world.size, dtype=torch.float64, device=device)
     # The largest magnitude is infinite or NaN exactly if an element is, and cannot overflow.
     largest = [torch.linalg.vector_norm(part, torch.inf).to(found) for part in parts]
     if largest:

@@ -184,6 +184,8 @@ class ShardedEngine(DearEngine):
             follow.lead(self, answer)
         self.finish_step(answer, snapshot, done)
         self.step_outside(snapshot)
+        if self.partial.hooked:
+            self.flush()  # hooks are to see the new parameters
         self.partial.run_hooks("post")
         return None
 

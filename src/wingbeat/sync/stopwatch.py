@@ -29,6 +29,12 @@ class Stopwatch:
             self._seconds = self._between(begin, self._marks[0])
         return self._seconds
 
+    def restart(self) -> None:
+        """Forget the laps before this moment, also those that a device has not finished."""
+        while len(self._marks) > 1:
+            self._marks.popleft()
+        self._seconds = 0.0
+
     def _mark(self) -> Any:
         if not self._cuda:
             return time.monotonic()

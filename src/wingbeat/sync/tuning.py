@@ -22,7 +22,7 @@ from wingbeat.plans.result import Result, as_mb
 from wingbeat.plans.tuner import Tuner
 from wingbeat.sync.bucketing import Bucketing
 from wingbeat.sync.stopwatch import Stopwatch
-from wingbeat.types import Fusion, Tuning
+from wingbeat.types import Choices, Fusion, Tuning
 
 
 class SizeTuning:
@@ -31,18 +31,20 @@ class SizeTuning:
     A size that an earlier run has found, in the tuning's file on rank 0, is taken over at once.
     """
 
-    def __init__(self, tuning: Tuning, bucketing: Bucketing, collectives: Collectives) -> None:
+    def __init__(
+        self, tuning: Tuning, choices: Choices, bucketing: Bucketing, collectives: Collectives
+    ) -> None:
         world = collectives.world
         self._bucketing = bucketing
         self._collectives = collectives
         self._file = tuning.file
         self._fusion = bucketing.fusion
-        self._key = _key_of(bucketing, collectives)
+        self._key = _key_of(bucketing, collectives, choices)
         self._stopwatch = Stopwatch(bucketing.slots[0].param.device)
         self._seconds = 0.0
         self._handle: Handle | None = None
         self._rows: torch.Tensor | None = None
-        known = self._known_size() if tuning.file else 0
+        known = self._known_size(tuning) if tuning.file else 0
         self.done = bool(known)
         if known:
             bucketing.use(self._resized(known))
@@ -71,6 +73,9 @@ class SizeTuning:
         size = self._tuner.take(self._rows.tolist())
         if size is not None:
             self._bucketing.use(self._resized(size))
+            # On a GPU laps with the size before may still be under way.
+            self._stopwatch.restart()
+            self._seconds = 0.0
         if self._tuner.done:
             self.done = True
             self._keep()
@@ -99,14 +104,14 @@ class SizeTuning:
         except UsageError as err:  # a full disk, say: no reason to end the training
             log.warning("%s; this run goes on with the plan it has found", err)
 
-    def _known_size(self) -> int:
+    def _known_size(self, tuning: Tuning) -> int:
         """Return the size in rank 0's file, 0 if it has none for this model and cluster.
 
         Raises:
             UsageError: rank 0 cannot use the file; on every rank.
         """
         world = self._collectives.world
-        mine = _read(self._file, self._key) if world.rank == 0 else None
+        mine = _read(tuning, self._fusion.bucket_bytes, self._key) if world.rank == 0 else None
         answer = world.exchange("plan file", mine)[0]
         if isinstance(answer, str):
             raise UsageError(answer)
@@ -115,28 +120,38 @@ class SizeTuning:
         return answer
 
 
-def _read(file: str, key: dict[str, Any]) -> int | str:
+def _read(tuning: Tuning, start: int, key: dict[str, Any]) -> int | str:
     """Return the size that the file holds, 0 if none, or what is wrong with it."""
-    path = Path(file)
-    if not path.exists():
-        folder = path.absolute().parent
-        return 0 if folder.is_dir() else f"plan_file={file!r}: there is no folder {str(folder)!r}"
+    path = Path(tuning.file)
     try:
+        if not path.exists():
+            folder = path.absolute().parent
+            missing = f"plan_file={tuning.file!r}: there is no folder {str(folder)!r}"
+            return 0 if folder.is_dir() else missing
         known = saved.load(path)
+    except OSError as err:
+        return f"plan_file={tuning.file!r}: {err.strerror or err}"
     except UsageError as err:
         return str(err)
+    size = known.chosen_bytes
     if not saved.matches(known, key):
-        log.warning("plan file %s is for another model or cluster: tuning anew", file)
+        log.warning("plan file %s is for another model, cluster or strategy: tuning anew", path)
         return 0
-    return known.chosen_bytes
+    if not (tuning.low_bytes <= size <= tuning.high_bytes or size == start):
+        log.warning("plan file %s has %s MB, out of range: tuning anew", path, as_mb(size))
+        return 0
+    return size
 
 
-def _key_of(bucketing: Bucketing, collectives: Collectives) -> dict[str, Any]:
-    """Tell apart what a plan was tuned for: the model's parameters and the cluster."""
+def _key_of(bucketing: Bucketing, collectives: Collectives, choices: Choices) -> dict[str, Any]:
+    """Tell apart what a plan was tuned for: the model's parameters, the cluster, the strategy."""
     shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {
         "parameters": digest[:16],
         "workers": collectives.world.size,
         "links": len(collectives.world.links),
+        "topology": choices.topology,
+        "wire": choices.wire or "as computed",
+        "shard_optimizer": choices.shard_optimizer,
     }
