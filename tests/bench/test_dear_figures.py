@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from wingbeat import paced
+
 
 @pytest.fixture(scope="module")
 def dear() -> ModuleType:
@@ -31,9 +33,15 @@ def arguments(dear: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) ->
     return parsed
 
 
-def models(**fractions: float) -> dict[str, Any]:
+def models(ratio: float = 0.9, **fractions: float) -> dict[str, Any]:
     return {
-        name: {"judged": "dear", "rows": {"ddp": {"fraction": 0.1}, "dear": {"fraction": value}}}
+        name: {
+            "judged": "dear",
+            "rows": {
+                "ddp": {"fraction": 0.1, "ratio": 1.0},
+                "dear": {"fraction": value, "ratio": ratio},
+            },
+        }
         for name, value in fractions.items()
     }
 
@@ -51,6 +59,21 @@ def test_limits_are_judged_by_average_and_by_model(dear: ModuleType) -> None:
     made = dear.summary("fast", models(a=0.95, b=0.89))
     assert made["worst"] == {"model": "b", "fraction": 0.89}
     assert made["missed"] == ["fast: S/S_max is 0.920 on average; limit 0.93"]
+
+
+def test_it_must_not_be_slower_than_the_first_row(dear: ModuleType) -> None:
+    assert dear.summary("fast", models(ratio=1.0, a=0.99))["missed"] == []
+    [line] = dear.summary("fast", models(ratio=1.25, a=0.99))["missed"]
+    assert line == "fast: a is 0.800x the first row; limit 1.0"
+    assert dear.summary("even", models(ratio=0.8, a=0.1))["missed"] == []
+    assert len(dear.summary("even", models(ratio=0.81, a=0.1))["missed"]) == 1
+
+
+def test_the_even_network_gathers_for_two_forwards(dear: ModuleType) -> None:
+    profile = paced.load_profile("resnet50")
+    nbytes = 4 * sum(layer.numel for layer in profile.layers)
+    gather_s = 63 / 64 * nbytes * 8 / (dear.even_gbit("resnet50") * 1e9)
+    assert gather_s == pytest.approx(2e-3 * profile.forward_ms)
 
 
 def test_links_stay_slow_enough_for_two_cores(
