@@ -203,7 +203,7 @@ def judge(raw: dict[str, Any]) -> dict[str, Any]:
     for each in raw["searches"]:
         found = [interpolate(sizes, curve, mb) <= limit for mb in each["tried_mb"]]
         each["trials_until_found"] = found.index(True) + 1 if any(found) else None
-        each["chosen_of_best"] = min(best_s, start_s, *finals.values()) / finals[each["search"]]
+        each["chosen_of_best"] = best_s / finals[each["search"]]
         each["max_trial_cost_ms"] = 1e3 * max(each["trial_cost_s"], default=0.0)
     return {
         **raw,
