@@ -21,7 +21,9 @@ from wingbeat import lab
 SOURCE = str(Path(wingbeat.__file__).parents[1])
 LOOPBACK_OR_LAB = ["loopback:2", pytest.param("star:2@1gbit", marks=pytest.mark.lab)]
 LAUNCH = f"""if True:
-    import sys
+    import signal, sys
+    # Whoever is started in the background by a script inherits that Ctrl-C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.insert(0, {SOURCE!r})
     from wingbeat import lab
     script = "(setsid sleep 600 &) ; echo up; exec sleep 600"
