@@ -112,16 +112,29 @@ def worker(path: Path, steps: int) -> None:
     wingbeat.shutdown()
 
 
-def run(spec: str, steps: int) -> list[dict[str, Any]]:
-    """Start the workers and return rank 0's results."""
+def run(spec: str, steps: int, *, script: str = __file__) -> list[dict[str, Any]]:
+    """Start ``script`` as the workers and return rank 0's results."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "results.json"
-        command = [sys.executable, __file__, "--worker", str(path), "--steps", str(steps)]
+        command = [sys.executable, script, "--worker", str(path), "--steps", str(steps)]
         ended = lab.run(spec, command)
         if ended.exit_code:
             sys.exit(ended.exit_code)
         results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
         return results
+
+
+def write_report(path: Path, spec: str, results: list[dict[str, Any]]) -> None:
+    """Keep the results with where they come from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "lab": spec,
+        "limit": LIMIT,
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "results": results,
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -143,15 +156,7 @@ def main() -> int:
             f"{'yes' if r['same_bits_on_all_workers'] else 'NO'}"
         )
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {
-            "lab": options.lab,
-            "limit": LIMIT,
-            "machine": machine.describe(),
-            "versions": machine.versions(),
-            "results": results,
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_report(options.json, options.lab, results)
     good = all(
         r["max_relative_difference"] <= LIMIT and r["same_bits_on_all_workers"] for r in results
     )

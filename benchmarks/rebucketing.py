@@ -20,18 +20,25 @@ import dataclasses
 import json
 import random
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from exactness import LIMIT, OTHER_BUCKETS, REFERENCE, difference, same_everywhere, smooth_network
+from exactness import (
+    LIMIT,
+    OTHER_BUCKETS,
+    REFERENCE,
+    difference,
+    run,
+    same_everywhere,
+    smooth_network,
+    write_report,
+)
 from torch import nn
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench import attach, digits, machine, peers
+from wingbeat.bench import attach, digits, peers
 from wingbeat.sync.upgrade import engine_of
 
 ROWS = ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true", "allreduce")
@@ -116,18 +123,6 @@ def _line(r: dict[str, Any]) -> str:
     )
 
 
-def run(spec: str, steps: int) -> list[dict[str, Any]]:
-    """Start the workers and return rank 0's results."""
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "results.json"
-        command = [sys.executable, __file__, "--worker", str(path), "--steps", str(steps)]
-        ended = lab.run(spec, command)
-        if ended.exit_code:
-            sys.exit(ended.exit_code)
-        results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        return results
-
-
 def good(r: dict[str, Any]) -> bool:
     return bool(r["max_relative_difference"] <= LIMIT and r["same_bits_on_all_workers"])
 
@@ -142,17 +137,9 @@ def main() -> int:
     if options.worker:
         worker(options.worker, options.steps)
         return 0
-    results = run(options.lab, options.steps)
+    results = run(options.lab, options.steps, script=__file__)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {
-            "lab": options.lab,
-            "limit": LIMIT,
-            "machine": machine.describe(),
-            "versions": machine.versions(),
-            "results": results,
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_report(options.json, options.lab, results)
     return 0 if all(map(good, results)) else 1
 
 

@@ -10,6 +10,7 @@ from wingbeat.bench.protocol import WHOLE
 from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
 from wingbeat.observe.breakdown import Parts
+from wingbeat.observe.figure import blank, writing
 from wingbeat.observe.timeline import COLOURS
 
 if TYPE_CHECKING:
@@ -59,16 +60,8 @@ def draw_png(report: Report, path: Path) -> None:
     drawn = groups(report)
     if not drawn:
         raise UsageError("no row of this bench has a breakdown to draw")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            "drawing a breakdown needs matplotlib; install it with: pip install 'wingbeat[bench]'"
-        ) from None
     rows = sum(_STEP + _NARROW_STEP * (len(bars) - 1) for bars in drawn) + 0.25 * len(drawn)
-    figure = Figure(figsize=(11, 2.3 + 0.52 * rows), dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = blank("breakdown", (11, 2.3 + 0.52 * rows), 150)
     axes = figure.add_subplot()
     _draw(axes, drawn)
     if report.measured is not None:
@@ -76,10 +69,8 @@ def draw_png(report: Report, path: Path) -> None:
     _title(axes, f"{report.model} on {report.lab}, {report.workers} workers")
     _legend(axes, drawn)
     figure.tight_layout()
-    try:
+    with writing(path):
         figure.savefig(path, format="png", bbox_inches="tight")
-    except OSError as err:
-        raise UsageError(f"cannot write {str(path)!r}: {err.strerror or err}") from None
 
 
 def _draw(axes: Axes, drawn: Sequence[Sequence[Bar]]) -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wingbeat.errors import UsageError
 from wingbeat.observe import trace
 from wingbeat.observe.events import COLLECTIVES, Event
 from wingbeat.observe.exposed import Interval, clip, iterations, union
+from wingbeat.observe.figure import blank, writing
 from wingbeat.observe.timeline import COLOURS
 
 if TYPE_CHECKING:
@@ -34,15 +34,7 @@ def draw_png(
     Raises:
         UsageError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            "drawing a timeline needs matplotlib; install it with: pip install 'wingbeat[bench]'"
-        ) from None
-    figure = Figure(figsize=(13, 1.9 + 1.25 * len(names)), dpi=130, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = blank("timeline", (13, 1.9 + 1.25 * len(names)), 130)
     axes = figure.add_subplot()
     widest = 0.0
     for row, (name, own) in enumerate(zip(names, events, strict=True)):
@@ -51,10 +43,8 @@ def draw_png(
     axes.set_title(f"{title}: {last} iterations of worker 0", loc="left", fontweight="bold", pad=30)
     _legend(axes, {event.what for own in events for event in own})
     figure.tight_layout()
-    try:
+    with writing(path):
         figure.savefig(path, format="png")
-    except OSError as err:
-        raise UsageError(f"cannot write {str(path)!r}: {err.strerror or err}") from None
 
 
 def write_trace(names: Sequence[str], events: Sequence[Sequence[Event]], path: Path) -> None:

@@ -21,6 +21,7 @@ from wingbeat.observe.exposed import (
     iterations,
     union,
 )
+from wingbeat.observe.figure import blank, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,17 +92,9 @@ def _lanes(events: Iterable[Event]) -> list[str]:
 
 def _canvas(by_worker: dict[int, list[Event]], title: str) -> tuple[Figure, Axes, float]:
     """An empty figure with room for every row, and the height of the rows in data units."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            "drawing a timeline needs matplotlib; install it with: pip install 'wingbeat[bench]'"
-        ) from None
     height = sum((1 + len(_lanes(own))) * _ROW + _GAP for own in by_worker.values()) - _GAP
     inches = 1.7 + 0.34 * height
-    figure = Figure(figsize=(13, inches), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = blank("timeline", (13, inches), _DPI)
     axes = figure.add_axes((0.085, 0.6 / inches, 0.8, (inches - 1.55) / inches))
     heading = title or "Where the time of an iteration goes"
     figure.text(
@@ -273,8 +266,6 @@ def _legend(figure: Figure, seen: set[str]) -> None:
 
 
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    try:
+    with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
-    except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror or error}") from None

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wingbeat.errors import UsageError
+from wingbeat.observe.figure import blank, writing
 from wingbeat.plans.result import Result, as_mb, counted
 
 if TYPE_CHECKING:
@@ -44,15 +44,7 @@ def draw_png(result: Result, path: str | os.PathLike[str], *, title: str = "") -
 
 
 def _canvas() -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            "drawing a plan needs matplotlib; install it with: pip install 'wingbeat[bench]'"
-        ) from None
-    figure = Figure(figsize=(9, 5.4), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = blank("plan", (9, 5.4), _DPI)
     return figure, figure.add_axes((0.085, 0.115, 0.84, 0.68))
 
 
@@ -209,8 +201,6 @@ def _write_words(figure: Figure, result: Result, title: str) -> None:
 
 
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    try:
+    with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
-    except OSError as err:
-        raise UsageError(f"cannot write {str(path)!r}: {err.strerror or err}") from None

@@ -1,0 +1,44 @@
+"""What every picture begins and ends with. matplotlib is loaded only to draw."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from wingbeat.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def blank(what: str, size: tuple[float, float], dpi: int) -> Figure:
+    """Return a white figure of ``size`` inches for a picture of ``what``.
+
+    Raises:
+        UsageError: matplotlib (the extra ``bench``) is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError(
+            f"drawing a {what} needs matplotlib; install it with: pip install 'wingbeat[bench]'"
+        ) from None
+    figure = Figure(figsize=size, dpi=dpi, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say in one line what keeps a file from being written.
+
+    Raises:
+        UsageError: what happens inside cannot write ``path``.
+    """
+    try:
+        yield
+    except OSError as err:
+        raise UsageError(f"cannot write {str(path)!r}: {err.strerror or err}") from None
