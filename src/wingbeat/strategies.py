@@ -13,31 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from wingbeat import wires
 from wingbeat.errors import UsageError, unknown
+from wingbeat.settings import Settings, is_number
 from wingbeat.types import Choices, Fusion, Tuning
+from wingbeat.wires import Wire
 
 TOPOLOGIES = ("ring", "mesh")
 PLANS = ("bo", "fixed", "layers", "none", "random", "grid")
 SEARCHES = ("bo", "random", "grid")
-WIRES = {"fp32": "", "fp16": "float16", "bf16": "bfloat16"}
 MAX_MB = 4096
 
 
-class _Preset:
-    """What every strategy has in common."""
-
-    def __repr__(self) -> str:
-        """The call that makes it, without the options that are at their defaults."""
-        given = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields(self)  # type: ignore[arg-type]
-            if getattr(self, f.name) != f.default
-        ]
-        return f"{type(self).__name__}({', '.join(given)})"
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
-class AllReduce(_Preset):
+class AllReduce(Settings):
     """Wait-free backpropagation: buckets are all-reduced while backward goes on, as DDP does.
 
     Gradients are whole when ``backward()`` returns. Exact: the weights equal DDP's.
@@ -45,8 +34,9 @@ class AllReduce(_Preset):
     Args:
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
         first_mb: size of the bucket that is ready first, small so that the links start early.
-        wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"`` or ``"fp16"``,
-            which halve the bytes; sums keep the gradients' own dtype (NCCL: the wire's). Not exact.
+        wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
+            which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
+            such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         topology: ``"ring"`` (fewest peers) or ``"mesh"`` (direct exchange, fewest hops).
 
     Raises:
@@ -55,14 +45,14 @@ class AllReduce(_Preset):
 
     mb: float = 25.0
     first_mb: float = 1.0
-    wire: str = "fp32"
+    wire: Wire = "fp32"
     topology: str = "ring"
 
     def __post_init__(self) -> None:
         _check_size(self, "mb")
         _check_size(self, "first_mb")
-        _check_name(self, "wire", tuple(WIRES))
-        _check_name(self, "topology", TOPOLOGIES)
+        wires.of(self.wire)
+        self.check_name("topology", TOPOLOGIES)
 
     def choices(self) -> Choices:
         """Return the answers to the five questions of the design, for the engine."""
@@ -70,12 +60,12 @@ class AllReduce(_Preset):
             schedule="wfbp",
             topology=self.topology,
             fusion=Fusion(bucket_bytes=_bytes(self.mb), first_bytes=_bytes(self.first_mb)),
-            wire=WIRES[self.wire],
+            wire=wires.of(self.wire),
         )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DeAR(_Preset):
+class DeAR(Settings):
     """All-reduce split in two: reduce-scatter under backward, all-gather under the next forward.
 
     DeAR (Zhang et al., 2023), section III: BackPipe starts a bucket's reduce-scatter as soon as
@@ -96,8 +86,9 @@ class DeAR(_Preset):
         trials: sizes that tuning tries before it decides.
         steps: iterations in a trial.
         plan_file: where rank 0 keeps what tuning found; a run that finds it there does not tune.
-        wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"`` or ``"fp16"``,
-            which halve the bytes; sums keep the gradients' own dtype (NCCL: the wire's). Not exact.
+        wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
+            which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
+            such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         shard_optimizer: each worker updates only the part of the parameters whose gradients it
             reduced, and the all-gather carries parameters: the optimizer's state and arithmetic
             are divided among the workers.
@@ -116,17 +107,17 @@ class DeAR(_Preset):
     trials: int = 10
     steps: int = 10
     plan_file: str = ""
-    wire: str = "fp32"
+    wire: Wire = "fp32"
     shard_optimizer: bool = False
     topology: str = "ring"
 
     def __post_init__(self) -> None:
-        _check_name(self, "plan", PLANS)
+        self.check_name("plan", PLANS)
         for key in ("mb", "min_mb", "max_mb"):
             _check_size(self, key)
         _check_size(self, "edge_mb", zero=True)
         for key in ("layers", "trials", "steps"):
-            _check_count(self, key)
+            self.check_count(key, 1, 10_000)
         if self.plan in SEARCHES and not self.min_mb < self.max_mb:
             raise UsageError(
                 f"DeAR(min_mb={self.min_mb!r}, max_mb={self.max_mb!r}): min_mb must be the smaller"
@@ -138,12 +129,9 @@ class DeAR(_Preset):
             )
         if not isinstance(self.plan_file, str) or "\0" in self.plan_file:
             raise UsageError(f"DeAR(plan_file={self.plan_file!r}): allowed is the name of a file")
-        if not isinstance(self.shard_optimizer, bool):
-            raise UsageError(
-                f"DeAR(shard_optimizer={self.shard_optimizer!r}): allowed are True and False"
-            )
-        _check_name(self, "wire", tuple(WIRES))
-        _check_name(self, "topology", TOPOLOGIES)
+        self.check_flag("shard_optimizer")
+        wires.of(self.wire)
+        self.check_name("topology", TOPOLOGIES)
 
     def choices(self) -> Choices:
         """Return the answers to the five questions of the design, for the engine."""
@@ -159,7 +147,7 @@ class DeAR(_Preset):
                 layers=self.layers,
             ),
             tuning=self._tuning() if tuned else None,
-            wire=WIRES[self.wire],
+            wire=wires.of(self.wire),
             shard_optimizer=self.shard_optimizer,
         )
 
@@ -231,24 +219,9 @@ def _bytes(mb: float) -> int:
 
 def _check_size(strategy: Strategy, key: str, *, zero: bool = False) -> None:
     value = getattr(strategy, key)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    ok = number and (0 < value <= MAX_MB or (zero and value == 0))
+    ok = is_number(value) and (0 < value <= MAX_MB or (zero and value == 0))
     if not ok:
         least = "sizes from 0" if zero else "sizes above 0"
         raise UsageError(
             f"{type(strategy).__name__}({key}={value!r}): allowed are {least} up to {MAX_MB} MB"
         )
-
-
-def _check_count(strategy: Strategy, key: str) -> None:
-    value = getattr(strategy, key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10_000:
-        raise UsageError(
-            f"{type(strategy).__name__}({key}={value!r}): allowed are whole numbers, 1 to 10000"
-        )
-
-
-def _check_name(strategy: Strategy, key: str, allowed: tuple[str, ...]) -> None:
-    value = getattr(strategy, key)
-    if value not in allowed:
-        raise unknown(f"{type(strategy).__name__} {key}", str(value), allowed)

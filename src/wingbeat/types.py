@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wingbeat.wires import Coded
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -161,7 +163,7 @@ class Choices:
     """A strategy's answers, as the engine wants them.
 
     ``schedule`` is ``"wfbp"`` (whole all-reduce under backward) or ``"dear"`` (split in two);
-    ``wire`` is the dtype that gradients have on the links, empty for their own;
+    ``wire`` is the dtype that gradients have on the links, empty for their own, or a codec;
     ``shard_optimizer`` updates each parameter on one worker only.
     """
 
@@ -169,5 +171,5 @@ class Choices:
     topology: str
     fusion: Fusion
     tuning: Tuning | None = None
-    wire: str = ""
+    wire: str | Coded = ""
     shard_optimizer: bool = False

@@ -17,6 +17,7 @@ from wingbeat import sync
 from wingbeat.bench import ddp, tracing
 from wingbeat.bench.peers import Peer
 from wingbeat.bench.tracing import CommHook
+from wingbeat.sync.upgrade import engine_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -30,12 +31,16 @@ class Attached:
         optimizer: step it as the user would.
         detach: undo everything, so that the next row finds the process as it was.
         settle: finish work that was put off into the next iteration.
+        deciding: whether it is still being found out if the row's codec pays.
+        coded: whether gradients go through a codec; None where the row has none.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     detach: Callable[[], None]
     settle: Callable[[], None]
+    deciding: Callable[[], bool] = lambda: False
+    coded: Callable[[], bool | None] = lambda: None
 
 
 def attach(
@@ -79,7 +84,17 @@ def _attach_strategy(peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer
         sync.release(model, optimizer)
 
     flush: Callable[[], None] = getattr(model, "flush")  # noqa: B009 - `distribute` adds it
-    return Attached(model, optimizer, detach, flush)
+    engine = engine_of(model)
+    assert engine is not None
+    wiring = engine.wiring
+    return Attached(
+        model,
+        optimizer,
+        detach,
+        flush,
+        deciding=lambda: wiring.deciding,
+        coded=lambda: wiring.on if wiring.coded is not None else None,
+    )
 
 
 def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:

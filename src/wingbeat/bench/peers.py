@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from wingbeat import strategies
+from wingbeat import strategies, wires
 from wingbeat.bench.bound import low_rank_bytes
 from wingbeat.errors import UsageError, unknown
 
@@ -78,16 +78,11 @@ class Peer:
         """Bytes of the gradients of tensors of these shapes, as this peer puts them on the wire."""
         if self.name == "ddp+powersgd":
             return sum(low_rank_bytes(shape, self.options["rank"], itemsize) for shape in shapes)
-        numel = 0
-        for shape in shapes:
-            size = 1
-            for extent in shape:
-                size *= extent
-            numel += size
-        narrow = self.name == "ddp+fp16" or _wire(self.strategy)
-        if narrow:
-            return numel * min(itemsize, _HALF_BYTES)
-        return 0 if self.name == "single" else numel * itemsize
+        if self.name == "single":
+            return 0
+        width = min(itemsize, _HALF_BYTES) if self.name == "ddp+fp16" else itemsize
+        wire = _wire(self.strategy)
+        return sum(wires.least_bytes(wire, shape, width) for shape in shapes)
 
 
 def names() -> list[str]:
@@ -121,6 +116,6 @@ def parse(text: str) -> Peer:
     return Peer(text, name, known.kind, known.exact, {**known.defaults, **given})
 
 
-def _wire(strategy: strategies.Strategy | None) -> str:
-    """Return the half-precision dtype that gradients travel in; empty for their own."""
+def _wire(strategy: strategies.Strategy | None) -> str | wires.Coded:
+    """Return what gradients travel as; empty for their own dtype."""
     return strategy.choices().wire if strategy is not None else ""

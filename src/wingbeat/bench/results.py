@@ -51,6 +51,10 @@ NOTES = {
         " all_gather_s (all_reduce_s where gradients travel in all-reduces). 'RS-only' and"
         " 'AG-only' leave the other half of the exchange out, for timing only: DeAR, Fig. 8"
     ),
+    "codec": (
+        "whether gradients went through the row's codec: 'off' where the trial before the timed"
+        " iterations found that it does not pay; 'on and off' if rounds differ; null without one"
+    ),
     "final_loss": "loss of the last timed iteration, mean over workers",
 }
 """What each field of a run is."""
@@ -68,6 +72,7 @@ class Block:
             timed ones and the last warm-up, with nothing under way before and after.
         loss: of the last timed iteration, mean over workers.
         accuracy: on the test set after the block, 0 to 1; None for a paced model.
+        coded: whether gradients went through the row's codec; None where it has none.
     """
 
     row: int
@@ -75,6 +80,7 @@ class Block:
     sent_bytes: list[float]
     loss: float
     accuracy: float | None = None
+    coded: bool | None = None
 
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
@@ -122,6 +128,7 @@ class Run:
     bound_measured_s: float | None = None
     fraction_of_s_max: float | None = None
     breakdown: dict[str, Parts] | None = None
+    codec: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +191,18 @@ def runs(checked: Checked, blocks: Sequence[Block], measured: Measured | None = 
                 speedup=None if measured is None else measured.speedup(times.median),
                 bound_measured_s=alone,
                 fraction_of_s_max=None if alone is None else alone / times.median,
+                codec=_codec(own),
             )
         )
     return out
+
+
+def _codec(blocks: Sequence[Block]) -> str | None:
+    """Whether the row's codec was on, once it had been measured if it pays; None without one."""
+    states = {block.coded for block in blocks}
+    if states == {None}:
+        return None
+    return {True: "on", False: "off"}[states.pop() is True] if len(states) == 1 else "on and off"
 
 
 def _compute_s(checked: Checked, quantiles: Sequence[Quantiles]) -> float | None:

@@ -71,6 +71,8 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
         for i in range(config.warmup - lead):
             attach.step(made, built.loss)
             worker.tick(row, round_, i - config.warmup)
+        while made.deciding():  # all workers decide in the same iteration
+            attach.step(made, built.loss)
         before = _settled_bytes(worker, made)
         for _ in range(lead):
             attach.step(made, built.loss)
@@ -82,7 +84,8 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
             worker.tick(row, round_, i)
         sent = (_settled_bytes(worker, made) - before) / (count + lead)
         accuracy = built.accuracy(made.model)
-    return _gather(worker, row, starts, sent, loss, accuracy)
+        coded = made.coded()
+    return _gather(worker, row, starts, sent, loss, accuracy, coded)
 
 
 def measure_round(worker: Worker, round_: int) -> list[Timings]:
@@ -116,7 +119,13 @@ def _settled_bytes(worker: Worker, made: attach.Attached) -> int:
 
 
 def _gather(
-    worker: Worker, row: int, starts: list[float], sent: float, loss: float, accuracy: float | None
+    worker: Worker,
+    row: int,
+    starts: list[float],
+    sent: float,
+    loss: float,
+    accuracy: float | None,
+    coded: bool | None,
 ) -> Block | None:
     everyone = worker.world.exchange("block", {"starts": starts, "sent": sent, "loss": loss})
     if worker.rank:
@@ -128,6 +137,7 @@ def _gather(
         sent_bytes=[each["sent"] for each in everyone],
         loss=sum(losses) / len(losses),
         accuracy=accuracy,
+        coded=coded,
     )
 
 

@@ -1,6 +1,8 @@
 """Doing it: executes Steps over the transport's links, several chunks in flight."""
 
 from wingbeat.collectives.cast import wire_dtype
-from wingbeat.collectives.engine import Collectives, Handle
+from wingbeat.collectives.engine import Collectives
+from wingbeat.collectives.handle import Handle
+from wingbeat.collectives.packing import Encoded, Wire
 
-__all__ = ["Collectives", "Handle", "wire_dtype"]
+__all__ = ["Collectives", "Encoded", "Handle", "Wire", "wire_dtype"]

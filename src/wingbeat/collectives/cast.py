@@ -1,4 +1,4 @@
-"""Which dtype a buffer's elements have on the links, and the cast there and back.
+"""Which dtype a buffer's elements have on the links.
 
 Pure functions. A cast rounds to the nearest value of the wire's dtype. What is too large for it
 becomes infinite and NaN stays NaN, so that an overflow is seen by whoever looks for one, such as
@@ -7,32 +7,12 @@ becomes infinite and NaN stays NaN, so that an overflow is seen by whoever looks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 
 from wingbeat.errors import UsageError, unknown
 
-if TYPE_CHECKING:
-    from wingbeat.types import Span
-
 WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that gradients may travel in, other than their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """How the chunks of one collective travel.
-
-    Attributes:
-        dtype: what every chunk is cast to before it is sent.
-        own: the block that this rank owns. It rounds its own copy as it sends it, so that all
-            workers end with the same bits.
-    """
-
-    dtype: torch.dtype
-    own: Span
 
 
 def wire_dtype(name: str) -> torch.dtype | None:

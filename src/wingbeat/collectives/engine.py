@@ -5,12 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wingbeat import topologies
 from wingbeat.collectives import native
-from wingbeat.collectives.cast import Wire, narrower
+from wingbeat.collectives.cast import narrower
 from wingbeat.collectives.executor import Executor, Job
+from wingbeat.collectives.gathered import Gathered, encoded_rows
+from wingbeat.collectives.handle import Handle
+from wingbeat.collectives.native_coded import start_coded
+from wingbeat.collectives.packing import Cast, Coded, Encoded, Packing, Wire
 from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
 from wingbeat.topologies import ring
 from wingbeat.transport.world import World
@@ -20,33 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 
-class Handle:
-    """A collective under way on one or more links."""
-
-    __slots__ = ("jobs",)
-
-    def __init__(self, jobs: Sequence[Job | native.NativeJob]) -> None:
-        self.jobs = jobs
-
-    def wait(self) -> None:
-        """Block until the collective is done on this worker.
-
-        Raises:
-            PeerError: a peer failed or was silent for too long; names it and the collective.
-        """
-        for job in self.jobs:
-            job.wait()
-
-    def wait_received(self) -> None:
-        """Block until the result can be read. It may be written to only after `wait`.
-
-        Raises:
-            PeerError: as for `wait`.
-        """
-        for job in self.jobs:
-            job.wait_received()
-
-
 class Collectives:
     """Queues collectives in the order of the calls, which must be the same on every worker.
 
@@ -54,11 +31,16 @@ class Collectives:
     ``owned(numel)``, the r-th of ``size`` nearly equal blocks. On several links, each block is
     cut by the links' measured speed. Tensors on a GPU must be a multiple of ``size`` long.
 
-    With ``wire`` (bfloat16 or float16) the elements travel in that dtype, and the buffer keeps
+    With a dtype as ``wire`` (bfloat16 or float16) the elements travel in that, and the buffer keeps
     its own: each chunk is rounded when it is sent, and sums are made in the buffer's dtype (by
     NCCL in the wire's). What is too large for the wire arrives as infinite, NaN as NaN. A buffer
-    that is as narrow already or holds no floating point numbers travels as it is. Every worker
-    must choose the same.
+    that is as narrow already or holds no floating point numbers travels as it is.
+
+    With an `Encoded` wire each chunk is encoded by itself and goes straight to the block's owner,
+    who decodes and adds what it gets, encodes the sum once and sends that to everyone. So the
+    bytes do not grow with the number of workers, and everything is rounded twice.
+
+    Every worker must choose the same.
     """
 
     def __init__(self, world: World, topology: str = "ring") -> None:
@@ -72,7 +54,7 @@ class Collectives:
         return blocks_of(numel, self.world.size)[self.world.rank]
 
     def reduce_scatter(
-        self, buffer: torch.Tensor, *, bucket: int = -1, wire: torch.dtype | None = None
+        self, buffer: torch.Tensor, *, bucket: int = -1, wire: Wire | None = None
     ) -> Handle:
         """Sum all workers' buffers into each owner's block; the rest becomes scratch.
 
@@ -87,7 +69,7 @@ class Collectives:
         *,
         bucket: int = -1,
         after: Handle | None = None,
-        wire: torch.dtype | None = None,
+        wire: Wire | None = None,
     ) -> Handle:
         """Spread each owner's block to everyone; a chunk starts when ``after`` is done with it.
 
@@ -99,7 +81,7 @@ class Collectives:
         return self._submit("all_gather", buffer, bucket, after, wire)
 
     def all_reduce(
-        self, buffer: torch.Tensor, *, bucket: int = -1, wire: torch.dtype | None = None
+        self, buffer: torch.Tensor, *, bucket: int = -1, wire: Wire | None = None
     ) -> Handle:
         """Sum all workers' buffers on every worker, with the same bits on each.
 
@@ -107,6 +89,26 @@ class Collectives:
             UsageError: gradients cannot travel in the dtype ``wire``.
         """
         return self._submit("all_reduce", buffer, bucket, wire=wire)
+
+    def all_gather_sum(
+        self,
+        buffer: torch.Tensor,
+        *,
+        wire: Encoded,
+        bucket: int = -1,
+        velocity: torch.Tensor | None = None,
+    ) -> Handle:
+        """Sum what all workers have encoded on every worker: everyone gets everyone's payload.
+
+        The buffer is encoded before this returns, and decoded when the result is waited for.
+        ``velocity``, as long as the buffer, is where momentum correction gathers momentum.
+        """
+        world = self.world
+        if world.size == 1:
+            return Handle([])
+        rows = encoded_rows(world.size, world.rank, wire.coding, buffer, wire.residual, velocity)
+        handle = self._submit("all_gather", rows.view(-1), bucket)
+        return Gathered(handle, rows, wire.coding, buffer, world.rank)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> Handle:
         """Overwrite every worker's buffer with that of rank ``root``."""
@@ -118,30 +120,52 @@ class Collectives:
         buffer: torch.Tensor,
         bucket: int,
         after: Handle | None = None,
-        wire: torch.dtype | None = None,
+        wire: Wire | None = None,
     ) -> Handle:
         """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
         world = self.world
-        dtype = narrower(wire, buffer)
-        # Alone, nothing travels and nothing is rounded.
-        alone = world.size == 1
-        cast = None if dtype is None or alone else Wire(dtype, self.owned(buffer.numel()))
+        packing = self._packing(buffer, wire)
         if buffer.device.type in world.native_on:
-            return Handle([native.start(world, what, buffer, _native_of(after), cast)])
+            return Handle([self._start_native(what, buffer, _native_of(after), packing)])
+        coded = isinstance(packing, Coded)
+        itemsize: float = buffer.element_size()
+        if packing is not None:
+            itemsize = packing.bytes_per_element
         programs = _programs(
             what,
-            self._topology,
+            # Encoding anew what others have encoded would lose more at every hop of a ring.
+            "mesh" if coded else self._topology,
             world.rank,
             world.size,
             buffer.numel(),
-            buffer.element_size() if cast is None else cast.dtype.itemsize,
+            itemsize,
             world.weights,
         )
         jobs = [
-            executor.submit(program, buffer, what, bucket, _job_of(after, i), cast)
+            executor.submit(program, buffer, what, bucket, _job_of(after, i), packing)
             for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True))
         ]
         return Handle(jobs)
+
+    def _start_native(
+        self, what: str, buffer: torch.Tensor, after: native.NativeJob | None, packing: Any
+    ) -> native.NativeJob:
+        if not isinstance(packing, Coded):
+            return native.start(self.world, what, buffer, after, packing)
+        if after is not None:
+            after.wait()  # on the host nothing waits; streams are ordered
+        return start_coded(self.world, what, buffer, packing)
+
+    def _packing(self, buffer: torch.Tensor, wire: Wire | None) -> Packing | None:
+        own = self.owned(buffer.numel())
+        packing: Packing | None
+        if isinstance(wire, Encoded):
+            packing = Coded(wire.coding, wire.residual, own)
+        else:
+            dtype = narrower(wire, buffer)
+            packing = None if dtype is None else Cast(dtype, own)
+        # Alone, nothing travels and nothing is rounded.
+        return packing if self.world.size > 1 else None
 
 
 def _job_of(handle: Handle | None, link: int) -> Job | None:
@@ -177,7 +201,7 @@ def _programs(
     rank: int,
     size: int,
     numel: int,
-    itemsize: int,
+    itemsize: float,
     weights: tuple[float, ...],
 ) -> tuple[Program, ...]:
     """One program per link. Cached: a training run repeats the same few collectives."""

@@ -20,8 +20,9 @@ from wingbeat.transport.world import World
 if TYPE_CHECKING:
     import torch
 
-    from wingbeat.collectives.cast import Wire
+    from wingbeat.collectives.packing import Packing
     from wingbeat.transport.link import Pending
+    from wingbeat.types import Span
 
 AHEAD = 32
 """Receives announced before they are needed, so that the peer never waits for permission."""
@@ -46,21 +47,23 @@ class Job:
         what: str,
         bucket: int,
         after: Job | None,
-        wire: Wire | None,
+        packing: Packing | None,
     ) -> None:
         self.program = program
         self.buffer = buffer
         self.what = what.partition(":")[0]
         self.bucket = bucket
         self.after = after
-        self.wire = wire
-        self.dtype = buffer.dtype if wire is None else wire.dtype
+        self.packing = packing
+        self.dtype = buffer.dtype if packing is None else packing.dtype
         self.error: Exception | None = None
         self.base_tag = 0
         self.begin_ns = 0
         self.next_receive = 0
         self.announced: deque[tuple[Pending, torch.Tensor]] = deque()
         self.sends: list[tuple[Pending, int, torch.Tensor]] = []
+        self.packed: list[torch.Tensor] = []
+        self.results: dict[Span, torch.Tensor] = {}
         self.unsent = len(program.first) + sum(map(len, program.unlocks))
         self.held: deque[tuple[int, Transfer]] = deque()
         self._received = threading.Event()
@@ -134,16 +137,16 @@ class Executor:
         what: str,
         bucket: int,
         after: Job | None,
-        wire: Wire | None = None,
+        packing: Packing | None = None,
     ) -> Job:
         """Queue a program on ``buffer``; each chunk is sent when ``after`` has finished with it.
 
-        With a ``wire``, chunks travel in its dtype; the buffer keeps its own.
+        With a ``packing``, chunks travel as it packs them.
 
         Raises:
             PeerError: an earlier job failed, so that the workers are no longer in step.
         """
-        job = Job(program, buffer, what, bucket, after, wire)
+        job = Job(program, buffer, what, bucket, after, packing)
         with self._wake:
             if self._failure is not None:
                 raise self._failure
@@ -218,32 +221,31 @@ class Executor:
         transfer = job.program.receives[index]
         pending, into = job.announced.popleft()
         self._await(job, pending, transfer.peer)
-        if transfer.reduce or job.wire is not None:
-            self._apply(job.buffer[transfer.span.start : transfer.span.stop], transfer, into)
+        if job.packing is not None:
+            self._unpack(job, job.packing, transfer, into)
+            self._scratch.give(into)
+        elif transfer.reduce:
+            job.buffer[transfer.span.start : transfer.span.stop].add_(into)
             self._scratch.give(into)
         job.next_receive += 1
         self._announce(job)
         for send in job.program.unlocks[index]:
             self._send(job, send)
 
-    def _apply(self, part: torch.Tensor, transfer: Transfer, chunk: torch.Tensor) -> None:
-        """Add the received chunk to its part of the buffer, or overwrite the part with it."""
-        if not transfer.reduce:
-            part.copy_(chunk)
-        elif chunk.dtype is part.dtype:
-            part.add_(chunk)
-        else:
-            # Adding tensors of two dtypes is slower and allocates memory each time.
-            widened = self._scratch.take(len(transfer.span), part.dtype)
-            part.add_(widened.copy_(chunk))
-            self._scratch.give(widened)
+    def _unpack(self, job: Job, packing: Packing, transfer: Transfer, chunk: torch.Tensor) -> None:
+        try:
+            packing.unpack(chunk, job.buffer, transfer.span, transfer.reduce, self._scratch)
+        except ValueError as err:
+            raise _LostPeer(job, transfer.peer, 0.0, f"sent a malformed chunk: {err}") from None
 
     def _drain(self, job: Job) -> None:
-        for pending, peer, chunk in job.sends:
+        for pending, peer, _ in job.sends:
             self._await(job, pending, peer)
-            if job.wire is not None:
-                self._scratch.give(chunk)
         job.sends.clear()
+        for chunk in job.packed:
+            self._scratch.give(chunk)
+        job.packed.clear()
+        job.results.clear()
         job.finish()
 
     def _receive(self, job: Job) -> None:
@@ -264,7 +266,9 @@ class Executor:
         if index >= len(job.program.receives):
             return
         transfer = job.program.receives[index]
-        if transfer.reduce or job.wire is not None:
+        if job.packing is not None:
+            into = self._scratch.take(job.packing.room(transfer.span), job.dtype)
+        elif transfer.reduce:
             into = self._scratch.take(len(transfer.span), job.dtype)
         else:
             into = job.buffer[transfer.span.start : transfer.span.stop]
@@ -272,22 +276,27 @@ class Executor:
         job.announced.append((pending, into))
 
     def _send(self, job: Job, transfer: Transfer) -> None:
-        chunk = job.buffer[transfer.span.start : transfer.span.stop]
-        if job.wire is not None:
-            chunk = self._narrow(chunk, transfer, job.wire)
+        if job.packing is None:
+            chunk = job.buffer[transfer.span.start : transfer.span.stop]
+        else:
+            chunk = self._pack(job, job.packing, transfer.span)
         pending = self._link.send(chunk, transfer.peer, job.base_tag + transfer.tag)
         job.sends.append((pending, transfer.peer, chunk))
         job.unsent -= 1
 
-    def _narrow(self, part: torch.Tensor, transfer: Transfer, wire: Wire) -> torch.Tensor:
-        """Cast a part of the buffer into scratch, which must live until it is sent.
+    def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
+        """Pack a part of the buffer into scratch that lives until it is sent.
 
-        A rank sends of its own block only the result, so that is the moment to round it here as
-        well. What it passes on for others was rounded by its owner and stays the same.
+        What all peers get, the result, is packed once for all of them.
         """
-        chunk = self._scratch.take(len(transfer.span), wire.dtype).copy_(part)
-        if wire.own.overlaps(transfer.span):
-            part.copy_(chunk)
+        known = job.results.get(span)
+        if known is not None:
+            return known
+        chunk = self._scratch.take(packing.room(span), job.dtype)
+        packing.pack(job.buffer, span, chunk)
+        job.packed.append(chunk)
+        if packing.own.overlaps(span):
+            job.results[span] = chunk
         return chunk
 
     def _await(self, job: Job, pending: Pending, peer: int) -> None:
@@ -318,6 +327,8 @@ class Executor:
         for job in begun:
             job.announced.clear()
             job.sends.clear()
+            job.packed.clear()
+            job.results.clear()
         self._link.close()
         culprit = self._blame.culprit(lost.peer)
         through = "" if culprit == lost.peer else f" (noticed through rank {lost.peer})"

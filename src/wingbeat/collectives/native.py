@@ -11,17 +11,17 @@ from wingbeat.transport.gloo import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
-    from wingbeat.collectives.cast import Wire
+    from wingbeat.collectives.packing import Cast
 
 
 class NativeJob:
     """A collective that the library runs by itself, in the order of submission."""
 
-    def __init__(self, work: Any, what: str, rank: int, cast: Cast | None = None) -> None:
+    def __init__(self, work: Any, what: str, rank: int, narrowed: Narrowed | None = None) -> None:
         self._work = work
         self._what = what
         self._rank = rank
-        self._cast = cast
+        self._narrowed = narrowed
 
     def wait(self) -> None:
         """Make what follows see the result; on a GPU this orders streams, not the host.
@@ -35,9 +35,9 @@ class NativeJob:
             raise PeerError(
                 f"rank {self._rank}: {self._what.replace('_', '-')} failed: {first_line(err)}"
             ) from None
-        cast, self._cast = self._cast, None
-        if cast is not None:
-            cast.land()
+        narrowed, self._narrowed = self._narrowed, None
+        if narrowed is not None:
+            narrowed.land()
 
     def wait_received(self) -> None:
         """As `wait`: the library does not tell the two apart."""
@@ -45,23 +45,23 @@ class NativeJob:
 
     def land(self) -> None:
         """Wait only if the buffer gets the result no sooner than that."""
-        if self._cast is not None:
+        if self._narrowed is not None:
             self.wait()
 
 
-class Cast:
+class Narrowed:
     """A copy of a buffer in the wire's dtype, for the library to work on.
 
     Casts are made on the current stream, which the library orders its own after; so neither the
     host nor any other stream waits for them. Sums are the library's and in the wire's dtype.
     """
 
-    def __init__(self, what: str, buffer: torch.Tensor, wire: Wire) -> None:
-        own, whole = slice(wire.own.start, wire.own.stop), slice(None)
+    def __init__(self, what: str, buffer: torch.Tensor, cast: Cast) -> None:
+        own, whole = slice(cast.own.start, cast.own.stop), slice(None)
         sent = own if what == "all_gather" else whole
         self._landed = own if what == "reduce_scatter" else whole
         self._buffer = buffer
-        self.carried = torch.empty_like(buffer, dtype=wire.dtype)
+        self.carried = torch.empty_like(buffer, dtype=cast.dtype)
         self.carried[sent].copy_(buffer[sent])
 
     def land(self) -> None:
@@ -77,11 +77,11 @@ def start(
     what: str,
     buffer: torch.Tensor,
     after: NativeJob | None = None,
-    wire: Wire | None = None,
+    cast: Cast | None = None,
 ) -> NativeJob:
     """Start ``what`` in place on ``buffer``, whose length is a multiple of the world's size.
 
-    With a ``wire`` the buffer gets the result when the job is first waited for, or when another
+    With a ``cast`` the buffer gets the result when the job is first waited for, or when another
     one is started ``after`` it.
     """
     name, _, root = what.partition(":")
@@ -90,6 +90,6 @@ def start(
         after.land()
     if name == "broadcast":
         return NativeJob(group.broadcast(buffer, int(root)), name, world.rank)
-    cast = None if wire is None else Cast(name, buffer, wire)
-    work = getattr(group, name)(buffer if cast is None else cast.carried)
-    return NativeJob(work, name, world.rank, cast)
+    narrowed = None if cast is None else Narrowed(name, buffer, cast)
+    work = getattr(group, name)(buffer if narrowed is None else narrowed.carried)
+    return NativeJob(work, name, world.rank, narrowed)

@@ -39,15 +39,18 @@ class Program:
     unlocks: tuple[tuple[Transfer, ...], ...]
 
 
-def chunk_elements(block_elements: int, itemsize: int) -> int:
+def chunk_elements(block_elements: int, itemsize: float) -> int:
     """Choose how many elements travel in one message, given a block's size.
 
     Small enough that several chunks of a block are in flight, large enough that the cost of a
     message (some 100 microseconds of CPU on both sides) stays small against its time on the wire.
+    ``itemsize`` is the bytes that an element takes there; 0 leaves blocks whole.
     """
-    wanted = block_elements * itemsize // CHUNKS_PER_BLOCK
+    if itemsize <= 0:
+        return max(1, block_elements)
+    wanted = int(block_elements * itemsize) // CHUNKS_PER_BLOCK
     size = min(max(wanted, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
-    return max(1, size // itemsize)
+    return max(1, int(size / itemsize))
 
 
 def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:

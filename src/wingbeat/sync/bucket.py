@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from wingbeat.collectives import Handle
+    from wingbeat.collectives import Handle, Wire
     from wingbeat.sync.partial import GroupSnapshot
 
 
@@ -68,6 +68,7 @@ class Bucket:
     Attributes:
         flat: the gradients, end to end, then the flags, then zeros up to ``multiple``.
         handle: the last collective on ``flat``.
+        wire: what its gradients travel as in this iteration.
         snapshot: the settings of a step whose update is due when ``handle`` is done.
         kept: whether the gradients in ``flat`` still count, as nobody has zeroed them.
         missing: how many gradients the bucket still waits for in this backward.
@@ -84,6 +85,7 @@ class Bucket:
         self.flat = torch.zeros(length, dtype=first.dtype, device=first.device)
         self.flags = self.flat[self.numel : used]
         self.handle: Handle | None = None
+        self.wire: Wire | None = None
         self.snapshot: GroupSnapshot | None = None
         self.kept = False
         self.missing = len(slots)

@@ -50,8 +50,9 @@ class DearEngine(Engine):
 
     def launch(self, bucket: Bucket) -> None:
         """BackPipe: start the bucket's reduce-scatter."""
+        bucket.wire = self.wiring.launching(bucket)
         bucket.handle = self.collectives.reduce_scatter(
-            bucket.flat, bucket=bucket.index, wire=self.wire
+            bucket.flat, bucket=bucket.index, wire=bucket.wire
         )
 
     def store(self, slot: Slot) -> None:
@@ -158,7 +159,7 @@ class DearEngine(Engine):
 
     def _start_gather(self, bucket: Bucket) -> None:
         bucket.handle = self.collectives.all_gather(
-            bucket.flat, bucket=bucket.index, after=bucket.handle, wire=self.wire
+            bucket.flat, bucket=bucket.index, after=bucket.handle, wire=bucket.wire
         )
 
     def _gather(self) -> None:
@@ -233,9 +234,6 @@ class DearEngine(Engine):
         """Show a GradScaler this worker's reduced blocks; None where it needs whole gradients."""
         self.recover()
         if self.phase is not Phase.REDUCED or self.shadowed:
-            return None
-        if self.wire is torch.float16:
-            # Unscaled values are what fp16 has no room for on the links: gather first.
             return None
         device = self.buckets[0].flat.device
         return scaler.groups_of(self._reduced_parts(), self.collectives, device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.collectives import Collectives, wire_dtype
+from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
 from wingbeat.sync.attach import attach, on_backward_end
@@ -22,6 +22,7 @@ from wingbeat.sync.bucketing import Bucketing
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.partial import PartialOptimizer
 from wingbeat.sync.tuning import SizeTuning
+from wingbeat.sync.wiring import Wiring
 from wingbeat.transport.world import World
 from wingbeat.types import Choices
 
@@ -44,9 +45,9 @@ class Engine:
         self.collectives = collectives
         self.partial = PartialOptimizer(optimizer, plain_step)
         self.choices = choices
-        self.wire = wire_dtype(choices.wire)
         self.buffer_sync = BufferSync(list(model.buffers()), collectives)
         self.bucketing = Bucketing(model, choices.fusion, world)
+        self.wiring = Wiring(choices.wire, self.bucketing.slots, collectives)
         self.tuning: SizeTuning | None = None
         self.sync = True
         self.buffer_root = 0
@@ -201,7 +202,8 @@ class Engine:
     def _open_backward(self) -> None:
         self._next = 0
         self.before_backward()
-        if self.tuning is not None:
+        self.wiring.boundary()
+        if self.tuning is not None and not self.wiring.deciding:
             self.tuning.boundary()
         if self.bucketing.stale:
             self.rebucket()
@@ -259,7 +261,8 @@ class Engine:
         self._launch_rest()
         self._in_backward = False
         self.buffer_sync.start(self.buffer_root)
-        if self.tuning is not None:
+        self.wiring.exchange()
+        if self.tuning is not None and not self.wiring.deciding:
             self.tuning.exchange()
         self.bucketing.agree()
 

@@ -22,6 +22,7 @@ from wingbeat.sync.upgrade import (
     upgrade,
 )
 from wingbeat.sync.wfbp import WfbpEngine
+from wingbeat.sync.wiring import check_momentum
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices
 
@@ -66,6 +67,7 @@ def distribute(
     _check(model, optimizer, strategy)
     world = world or current()
     choices = strategy.choices()
+    check_momentum(choices, optimizer)
     kind: type[Engine] = ShardedEngine if choices.shard_optimizer else _ENGINES[choices.schedule]
     if world.size == 1:
         kind = SingleEngine

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from wingbeat.sync.engine import Engine
 
 
@@ -10,3 +13,9 @@ class SingleEngine(Engine):
 
     def _start(self) -> None:
         pass
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the optimizer's own step, on gradients that codecs of many workers would leave."""
+        for slot in self.slots:
+            self.wiring.alone(slot)
+        return super().step(closure)

@@ -21,6 +21,9 @@ from wingbeat.sync.sharded import ShardedEngine
 
 _KEY = "_wingbeat"
 
+RESIDUALS = "wingbeat"
+"""Where an optimizer's state dict has what gradients still owe."""
+
 
 class DistributedModel:
     """What `distribute` adds to a model's class."""
@@ -127,14 +130,54 @@ class DistributedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`: the whole state, in torch's own format.
 
-        With ``shard_optimizer`` the workers gather it, so every rank must call this.
+        With ``shard_optimizer`` the workers gather it, so every rank must call this. Where the
+        wire keeps residuals, this worker's are in it under the key ``"wingbeat"``.
 
         Raises:
             RendezvousError: with ``shard_optimizer``, a rank did not call it.
         """
         with whole_state(self._engine):
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state
+        owed = self._engine.wiring.state_dict()
+        return state if owed is None else {**state, RESIDUALS: owed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer.load_state_dict`, with this worker's residuals if there are.
+
+        Raises:
+            UsageError: the residuals are damaged or of another model; nothing has changed then.
+        """
+        self._engine.wiring.load_state_dict(state_dict.get(RESIDUALS))
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """Return what this worker's gradients still owe to the sum; nobody else is asked.
+
+        `state_dict` contains it as well. Save every worker's, and load them all with
+        `load_residuals` in a run with another number of workers.
+
+        Raises:
+            UsageError: the strategy's wire keeps no residuals.
+        """
+        owed = self._engine.wiring.state_dict()
+        if owed is None:
+            raise UsageError(
+                "residual_state_dict(): this strategy keeps no residuals; its wire must be "
+                "sketch, topk or lowrank with feedback"
+            )
+        return owed
+
+    def load_residuals(self, parts: list[dict[str, Any]]) -> None:
+        """Load what all workers of an earlier run owed, of any number of workers.
+
+        Args:
+            parts: what ``residual_state_dict()`` returned on every worker, in any order.
+
+        Raises:
+            UsageError: a part is missing, occurs twice, or belongs to something else.
+        """
+        self._engine.settle()
+        self._engine.wiring.load_parts(parts)
 
     def shard_state_dict(self) -> dict[str, Any]:
         """Return this worker's part of the state, with ``shard_optimizer``; nobody else is asked.
@@ -156,7 +199,7 @@ class DistributedOptimizer:
         Raises:
             UsageError: a part is missing, occurs twice, or belongs to something else.
         """
-        checkpoint.load(self._engine, parts, self.load_state_dict)  # type: ignore[attr-defined]
+        checkpoint.load(self._engine, parts, self.load_state_dict)
 
     def add_param_group(self, _group: dict[str, Any]) -> None:
         """Refused: the plan is made.

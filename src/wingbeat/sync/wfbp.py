@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from wingbeat.collectives import Encoded
 from wingbeat.sync.bucket import Bucket, Prior, Slot
 from wingbeat.sync.engine import Engine
+from wingbeat.wires import TopK
 
 
 class WfbpEngine(Engine):
     """All-reduces each bucket as it completes; gradients are whole when backward returns."""
 
     def launch(self, bucket: Bucket) -> None:
-        """Start the bucket's all-reduce."""
-        bucket.handle = self.collectives.all_reduce(
-            bucket.flat, bucket=bucket.index, wire=self.wire
-        )
+        """Start the bucket's all-reduce, or the all-gather of its largest values."""
+        wire = self.wiring.launching(bucket)
+        if isinstance(wire, Encoded) and isinstance(self.choices.wire, TopK):
+            bucket.handle = self.collectives.all_gather_sum(
+                bucket.flat, wire=wire, bucket=bucket.index, velocity=self.wiring.velocity(bucket)
+            )
+        else:
+            bucket.handle = self.collectives.all_reduce(bucket.flat, bucket=bucket.index, wire=wire)
 
     def store(self, slot: Slot) -> None:
         """Show the bucket's view as the gradient."""

@@ -44,6 +44,10 @@ class NativeGroup:
         """Sum everywhere."""
         return dist.all_reduce(buffer, group=self._group, async_op=True)
 
+    def all_to_all(self, into: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
+        """Send the r-th block of ``buffer`` to rank r; ``into`` gets one block of each rank."""
+        return dist.all_to_all_single(into, buffer, group=self._group, async_op=True)
+
     def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work:
         """Copy from rank ``root``."""
         return dist.broadcast(buffer, root, group=self._group, async_op=True)

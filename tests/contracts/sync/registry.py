@@ -16,13 +16,16 @@ BOTH = ("allreduce", "dear")
 
 ALL = (*BOTH, "dear-sharded")
 
+CODED = ("allreduce-coded", "dear-coded")
+"""The same through a codec that loses nothing."""
+
 
 @dataclass(frozen=True)
 class Grid:
     """Which worlds, strategies and bucket sizes a case runs with."""
 
     worlds: tuple[int, ...] = (2, 3)
-    strategies: tuple[str, ...] = ALL
+    strategies: tuple[str, ...] = (*ALL, *CODED)
     mbs: tuple[float, ...] = (TINY, LARGE)
 
 

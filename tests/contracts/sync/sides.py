@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import wingbeat
+from wingbeat.wires import TopK
 
 INIT_TIMEOUT = 20.0
 
@@ -38,10 +39,12 @@ def make_strategy(name: str, mb: float) -> Any:
     """The strategy a test parameter stands for: ``dear``, ``dear-mesh``, ``dear-sharded``, ..."""
     kind, *options = name.split("-")
     topology = "mesh" if "mesh" in options else "ring"
+    # All of the largest are all: everything goes through the codec's machinery, and exactly.
+    wire: Any = TopK(density=1.0, if_pays=False) if "coded" in options else "fp32"
     if kind == "allreduce":
-        return wingbeat.AllReduce(mb=mb, topology=topology)
+        return wingbeat.AllReduce(mb=mb, topology=topology, wire=wire)
     sharded = "sharded" in options
-    return wingbeat.DeAR(plan="fixed", mb=mb, shard_optimizer=sharded, topology=topology)
+    return wingbeat.DeAR(plan="fixed", mb=mb, shard_optimizer=sharded, topology=topology, wire=wire)
 
 
 def piece(step: int, rank: int, rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import add, scenario
+from ..registry import ALL, Grid, add, scenario
 from ..sides import Side
 
 
@@ -183,7 +183,7 @@ def _double(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x.double()), y)
 
 
-@scenario(tolerance=1e-12)
+@scenario(Grid(strategies=ALL), tolerance=1e-12)  # codecs work in float32
 def float64(side: Side) -> None:
     model = mlp().double()
     train(side, *side.setup(model, adamw(model)), range(8), _double)

@@ -1,0 +1,184 @@
+"""Casts: values travel in two bytes, as bfloat16 or as float16 with one scale for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wingbeat.errors import unknown
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""What values may be cast to."""
+
+CHUNK = 1 << 19
+"""Elements that are worked on at a time on a CPU: what is between two steps stays in its cache."""
+
+TOP_EXPONENT = 14
+"""The largest magnitude is scaled to at least ``2**14``, so nothing exceeds float16's 65504."""
+
+BIAS = 127
+"""Of float32's exponent field, which is bits 23 to 30."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Values are rounded to the nearest of a narrower dtype. Infinities and NaN stay what they are.
+
+    ``"fp16"``: ``[scale: float32][values: float16]``. The scale is a power of two that brings the
+    largest finite magnitude into ``[2**14, 2**15]``: nothing finite overflows, whatever its size,
+    and values keep 11 bits down to ``2**-29`` of the largest. The smallest scale is ``2**-126``,
+    with which even denormals have a place. If all is zero the scale is 1.
+
+    ``"bf16"``: ``[values: bfloat16]``. The exponent is float32's, so no scale is needed. Finite
+    values above bfloat16's largest, 3.39e38, become infinite.
+
+    No bytes of the right size are malformed.
+
+    Args:
+        dtype: ``"fp16"`` or ``"bf16"``.
+
+    Raises:
+        UsageError: another name.
+    """
+
+    dtype: str = "fp16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise unknown("cast", self.dtype, DTYPES)
+
+    @property
+    def feedback(self) -> bool:
+        """What rounding takes away is not worth a buffer; one is used if it is given."""
+        return False
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Two bytes."""
+        return 2.0
+
+    def nbytes(self, numel: int, cols: int = 0) -> int:
+        """Return the payload's size in bytes; an empty one has no scale."""
+        return self._head(numel) + 2 * numel
+
+    def encode(
+        self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
+    ) -> None:
+        """Write the scale, if there is one, and the rounded values.
+
+        Raises:
+            ValueError: the payload's size is wrong.
+        """
+        scale, values = self._fields(payload, x.numel())
+        total = x if residual is None else residual.add_(x)
+        if x.numel() == 0:
+            return
+        if scale is None:
+            values.copy_(total)
+        else:
+            _write_scaled(total, scale, values)
+        if residual is not None:
+            for chunk, wide in _chunks(total):
+                residual[chunk].sub_(_widen(values[chunk], scale, wide)).nan_to_num_(0.0, 0.0, 0.0)
+
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
+        """Widen the values and undo the scale.
+
+        Raises:
+            ValueError: the payload's size is wrong.
+        """
+        scale, values = self._fields(payload, out.numel())
+        if scale is None and not add:
+            out.copy_(values)
+        elif not add:
+            for chunk, _ in _chunks(out):
+                _widen(values[chunk], scale, out[chunk])
+        else:
+            for chunk, wide in _chunks(out):
+                out[chunk].add_(_widen(values[chunk], scale, wide))
+
+    def _head(self, numel: int) -> int:
+        return 4 if self.dtype == "fp16" and numel else 0
+
+    def _fields(self, payload: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
+        """Return views of the scale, a scalar, and of the values."""
+        if payload.numel() != self.nbytes(numel):
+            raise ValueError(
+                f"payload has {payload.numel()} bytes; it must have {self.nbytes(numel)}"
+            )
+        head = self._head(numel)
+        scale = payload[:head].view(torch.float32)[0] if head else None
+        return scale, payload[head:].view(DTYPES[self.dtype])
+
+
+def _write_scaled(x: Tensor, scale: Tensor, values: Tensor) -> None:
+    """Choose ``scale`` and write ``values``, the float16 nearest to ``x / scale``."""
+    field = _scale_field(x)
+    scale.copy_((field << 23).view(torch.float32))
+    inverse = ((2 * BIAS - field) << 23).view(torch.float32)
+    limit = _limit(field)
+    for chunk, scaled in _chunks(x):
+        torch.mul(x[chunk], inverse, out=scaled)
+        if limit is not None:
+            scaled.copy_(torch.where(scaled.isinf(), scaled, scaled.clamp(-limit, limit)))
+        values[chunk].copy_(scaled)
+
+
+def _scale_field(x: Tensor) -> Tensor:
+    """Return the exponent field, int32 scalar, of the scale for ``x``: 1 to 240.
+
+    Made of integers, so that it is a power of two to the bit and, on a GPU, nobody waits for it.
+    """
+    peak = _peak(x)
+    field = ((peak.view(torch.int32) >> 23) - TOP_EXPONENT).clamp(min=1)
+    return torch.where(peak == 0, BIAS, field).to(torch.int32)
+
+
+def _peak(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude in ``x``, a scalar; 0 if there is none."""
+    if _may_ask(x):
+        peak = _largest(x)
+        if torch.isfinite(peak):
+            return peak
+    return _largest(x.nan_to_num(0.0, 0.0, 0.0))
+
+
+def _may_ask(x: Tensor) -> bool:
+    """Whether a branch may depend on a value: elsewhere the host would wait for the device."""
+    return x.device.type == "cpu"
+
+
+def _largest(x: Tensor) -> Tensor:
+    low, high = x.aminmax()
+    return torch.maximum(-low, high)
+
+
+def _limit(field: Tensor) -> Tensor | None:
+    """Return what finite scaled values are limited to; None where there is no need.
+
+    Float32's very largest values would be rounded up to ``2**15 * 2**113``, which is infinite.
+    """
+    top = field == 2 * BIAS - TOP_EXPONENT
+    if _may_ask(field) and not top:
+        return None
+    return torch.where(top, 2.0**15 - 2.0**4, torch.inf)
+
+
+def _widen(values: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
+    """Write float32 of ``values`` times ``scale`` into ``out``, and return it."""
+    out.copy_(values)
+    return out if scale is None else out.mul_(scale)
+
+
+def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices that cover ``x``, each with float32 scratch of its length.
+
+    On a GPU the whole at once: there a launch costs more than memory.
+    """
+    step = min(CHUNK, x.numel()) if x.device.type == "cpu" else x.numel()
+    scratch = torch.empty(step, dtype=torch.float32, device=x.device)
+    for start in range(0, x.numel(), max(1, step)):
+        yield slice(start, start + step), scratch[: x.numel() - start]

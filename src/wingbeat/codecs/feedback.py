@@ -1,0 +1,306 @@
+"""What a worker still owes to the sum: the residuals of lossy codecs, by parameter name.
+
+A lossy codec sends less than it is given, and the rest is added to the next gradient (error
+feedback; Canary, section 4.3; Deep Gradient Compression, section 3). That memory belongs to
+parameters: whoever owns a block, and in whatever bucket a parameter travels, it stays with the
+name, so buckets may be made again and runs may go on with another number of workers.
+
+The residuals are counted in the unit of what is encoded. Where that is the gradient divided by the
+number of workers, the sum over all workers is what the average still lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wingbeat.errors import UsageError
+
+FORMAT = "wingbeat residuals, version 1"
+
+Part = dict[str, Any]
+"""One worker's state dict."""
+
+
+class _Memory:
+    """One float32 value for each element of each parameter, as views of flat buffers."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
+        self._values: dict[str, Tensor] = {}
+
+    def arrange(self, names: Sequence[str], length: int, device: torch.device) -> Tensor:
+        """Move the values of ``names`` into one flat buffer, unless they are in one already."""
+        ends = [0]
+        for name in names:
+            ends.append(ends[-1] + self._shapes[name].numel())
+        assert len(set(names)) == len(names), f"a parameter occurs twice in {list(names)}"
+        assert ends[-1] <= length, f"{ends[-1]} elements do not fit into {length}"
+        held = self._flat_of(names, ends, length, device)
+        if held is not None:
+            return held
+        flat = torch.zeros(length, dtype=torch.float32, device=device)
+        for name, start, end in zip(names, ends, ends[1:], strict=False):
+            view = flat[start:end]
+            if name in self._values:
+                view.copy_(self._values[name])
+            self._values[name] = view
+        return flat
+
+    def _flat_of(
+        self, names: Sequence[str], ends: list[int], length: int, device: torch.device
+    ) -> Tensor | None:
+        """The buffer that has exactly these parameters in this order, if there is one."""
+        first = self._values.get(names[0]) if names else None
+        flat = None if first is None else first._base
+        if flat is None or flat.numel() != length or flat.device.type != device.type:
+            return None
+        if device.index not in (None, flat.device.index):
+            return None
+        for name, start in zip(names, ends, strict=False):
+            value = self._values.get(name)
+            if value is None or value._base is not flat or value.storage_offset() != start:
+                return None
+        return flat
+
+    def export(self) -> dict[str, Tensor]:
+        """Return copies in the parameters' shapes; zeros where nothing was ever owed."""
+        return {
+            name: self._values[name].clone().view(shape)
+            if name in self._values
+            else torch.zeros(shape)
+            for name, shape in self._shapes.items()
+        }
+
+    def put(self, name: str, value: Tensor | None) -> None:
+        """Overwrite one parameter's values in their place; None means zeros."""
+        held = self._values.get(name)
+        if held is not None:
+            held.zero_() if value is None else held.copy_(value)
+        elif value is not None:
+            self._values[name] = torch.empty(value.numel()).copy_(value)
+
+
+class Residuals:
+    """One float32 residual for each trained parameter of this worker, and a velocity if wanted.
+
+    Pure bookkeeping: no communication, no threads. Memory for a parameter is made when it is
+    first asked for.
+
+    Args:
+        shapes: the shape of each trained parameter, by its name.
+        rank: this worker's number, 0 to ``world_size - 1``.
+        world_size: number of workers.
+        velocity: keep a second value for momentum correction (Deep Gradient Compression,
+            section 3.2).
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        rank: int,
+        world_size: int,
+        velocity: bool = False,
+    ) -> None:
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        self.rank = rank
+        self.world_size = world_size
+        self._shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        self._kinds = {"residuals": _Memory(self._shapes)}
+        if velocity:
+            self._kinds["velocity"] = _Memory(self._shapes)
+
+    def flat_for(
+        self, names: Sequence[str], numels: Sequence[int], length: int, device: torch.device
+    ) -> Tensor:
+        """Return a bucket's residual: those of ``names`` end to end, then zeros.
+
+        What the parameters have is moved into the buffer; buffers that they were in before are no
+        longer theirs. Asked again for the same arrangement, it returns the same buffer.
+
+        Args:
+            names: the bucket's parameters, in their order in the buffer.
+            numels: elements of each, as a check.
+            length: elements of the buffer, padding included.
+            device: where the buffer is to be.
+
+        Returns:
+            float32, ``(length,)``.
+        """
+        return self._arrange("residuals", names, numels, length, device)
+
+    def velocity_for(
+        self, names: Sequence[str], numels: Sequence[int], length: int, device: torch.device
+    ) -> Tensor:
+        """Return a bucket's velocity, as `flat_for` returns its residual."""
+        return self._arrange("velocity", names, numels, length, device)
+
+    def _arrange(
+        self, kind: str, names: Sequence[str], numels: Sequence[int], length: int, device: Any
+    ) -> Tensor:
+        known = [self._shapes[name].numel() for name in names]
+        assert known == list(numels), f"{list(names)} have {known} elements, not {list(numels)}"
+        return self._kinds[kind].arrange(names, length, torch.device(device))
+
+    def clear(self) -> None:
+        """Forget all that is owed; buffers keep their places and hold zeros."""
+        self._take([])
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> Part:
+        """Return copies of what this worker owes, each in its parameter's shape.
+
+        ``{"format", "rank", "world_size", "residuals": {name: tensor}}``, and ``"velocity"`` in
+        the same form where there is one. It loads with ``torch.load(weights_only=True)``.
+        """
+        values = {kind: memory.export() for kind, memory in self._kinds.items()}
+        return {"format": FORMAT, "rank": self.rank, "world_size": self.world_size, **values}
+
+    def load_state_dict(self, state: Part) -> None:
+        """Take over one worker's part of a run with the same number of workers.
+
+        Given another rank's part, as when all workers load rank 0's checkpoint, this worker
+        starts at zero: what the others owed is not in it.
+
+        Raises:
+            UsageError: the part is damaged, of another model or another number of workers; then
+                nothing has changed.
+        """
+        self._check(state, "load_state_dict(state)")
+        if state["world_size"] != self.world_size:
+            raise UsageError(
+                f"load_state_dict(state): the part is of a run with {state['world_size']} workers "
+                f"and this one has {self.world_size}; pass the parts of all its workers to "
+                "load_state_dicts()"
+            )
+        self._take([state] if state["rank"] == self.rank else [])
+
+    def load_state_dicts(self, states: Sequence[Part]) -> None:
+        """Take over this worker's share of what all workers of an earlier run owed.
+
+        Of M workers, rank r takes the sum of the parts of ranks r, r + M, r + 2M ... So the sum
+        over all workers stays what it was, up to the rounding of float32.
+
+        Args:
+            states: what `state_dict` returned on every worker of that run, in any order.
+
+        Raises:
+            UsageError: a part is missing, occurs twice, is damaged or of another model or run;
+                then nothing has changed.
+        """
+        if not isinstance(states, (list, tuple)) or not states:
+            raise UsageError(
+                f"load_state_dicts({type(states).__name__}): pass a list of what state_dict() "
+                "returned on every worker"
+            )
+        for position, state in enumerate(states):
+            self._check(state, f"load_state_dicts(states): states[{position}]")
+        _check_complete(states)
+        ordered = sorted(states, key=lambda state: int(state["rank"]))
+        self._take(ordered[self.rank :: self.world_size])
+
+    def _take(self, parts: Sequence[Part]) -> None:
+        for kind, memory in self._kinds.items():
+            for name in self._shapes:
+                # A run without momentum had a velocity of zero.
+                values = [part[kind][name] for part in parts if kind in part]
+                memory.put(name, _sum(values) if values else None)
+
+    def _check(self, state: Any, where: str) -> None:
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise UsageError(f"{where}: not made by state_dict() of this kind; expected {FORMAT!r}")
+        rank, size = state.get("rank"), state.get("world_size")
+        if type(rank) is not int or type(size) is not int or not 0 <= rank < size:
+            raise UsageError(
+                f"{where}: rank {rank!r} of world_size {size!r}; the rank must be a number from 0 "
+                "to world_size - 1"
+            )
+        if "velocity" in state and "velocity" not in self._kinds:
+            raise UsageError(
+                f"{where}: rank {rank}'s part has a velocity and this run has no momentum "
+                "correction; set the same momentum as in the run that was saved"
+            )
+        for kind in ("residuals", *(["velocity"] if "velocity" in state else [])):
+            self._check_values(state.get(kind), f"{where}: {kind} of rank {rank}'s part")
+
+    def _check_values(self, values: Any, where: str) -> None:
+        if not isinstance(values, dict):
+            raise UsageError(f"{where}: {type(values).__name__}; expected a dict of tensors")
+        _refuse_other_names(self._shapes, values, where)
+        for name, shape in self._shapes.items():
+            value = values[name]
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                raise UsageError(
+                    f"{where}: parameter {name!r} has no tensor of floats; save it anew"
+                )
+            if value.shape != shape:
+                raise UsageError(
+                    f"{where}: parameter {name!r} has shape {tuple(value.shape)} there and "
+                    f"{tuple(shape)} here; load parts of the same model"
+                )
+            if not bool(torch.isfinite(value).all()):
+                raise UsageError(
+                    f"{where}: parameter {name!r} has values that are not finite; use an earlier "
+                    "checkpoint"
+                )
+
+
+def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: str) -> None:
+    known = set(mine)
+    for name in theirs:
+        if name not in known:
+            raise UsageError(
+                f"{where}: parameter {name!r} is not trained by this model; load parts of the "
+                "same model"
+            )
+    for name in mine:
+        if name not in theirs:
+            raise UsageError(
+                f"{where}: parameter {name!r} is missing; load parts of the same model"
+            )
+
+
+def _check_complete(states: Sequence[Part]) -> None:
+    """Make sure that each worker of one run is there once."""
+    size = states[0]["world_size"]
+    seen: set[int] = set()
+    for state in states:
+        rank = state["rank"]
+        if state["world_size"] != size:
+            raise UsageError(
+                f"load_state_dicts(states): rank {states[0]['rank']}'s part is of a run with "
+                f"{size} workers, rank {rank}'s of one with {state['world_size']}; pass the parts "
+                "of one run"
+            )
+        if rank in seen:
+            raise UsageError(
+                f"load_state_dicts(states): the part of rank {rank} occurs twice; pass each "
+                "worker's part once"
+            )
+        seen.add(rank)
+    missing = sorted(set(range(size)) - seen)
+    if missing:
+        raise UsageError(
+            f"load_state_dicts(states): the part of rank {missing[0]} is missing; a run with "
+            f"{size} workers has parts of ranks 0 to {size - 1}"
+        )
+    kinds = {rank: "velocity" in state for rank, state in ((s["rank"], s) for s in states)}
+    if len(set(kinds.values())) > 1:
+        without = min(rank for rank, has in kinds.items() if not has)
+        raise UsageError(
+            f"load_state_dicts(states): rank {without}'s part has no velocity and others have "
+            "one; pass the parts of one run"
+        )
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    """Return the float32 sum, flat and on the CPU or the values' common device."""
+    total = values[0].detach().to(torch.float32).reshape(-1).clone()
+    for value in values[1:]:
+        total += value.detach().reshape(-1).to(total.device)
+    return total

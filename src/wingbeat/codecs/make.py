@@ -1,0 +1,38 @@
+"""From the settings that a user writes to the codec that does it."""
+
+from __future__ import annotations
+
+import functools
+
+from wingbeat.codecs.cast import Cast
+from wingbeat.codecs.codec import Codec
+from wingbeat.codecs.lowrank import LowRank
+from wingbeat.codecs.sketch import SketchCodec
+from wingbeat.codecs.topk import TopKCodec, warmed_up
+from wingbeat.wires import Coded, Half, Sketch, TopK
+from wingbeat.wires import LowRank as LowRankWire
+
+
+def make(wire: Coded, step: int = 0) -> Codec:
+    """Return the codec of ``wire`` in step ``step``, counted from 0; equal settings, equal codec.
+
+    Only a warm-up makes it depend on the step.
+    """
+    if isinstance(wire, TopK):
+        return _topk(warmed_up(wire.density, wire.warmup, step), wire.momentum)
+    return _constant(wire)
+
+
+@functools.lru_cache(maxsize=8)
+def _topk(density: float, momentum: float) -> Codec:
+    return TopKCodec(density, momentum)
+
+
+@functools.cache
+def _constant(wire: Coded) -> Codec:
+    if isinstance(wire, Half):
+        return Cast("fp16")
+    if isinstance(wire, LowRankWire):
+        return LowRank(wire.rank, SketchCodec(wire.bits, feedback=wire.feedback))
+    assert isinstance(wire, Sketch)
+    return SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)

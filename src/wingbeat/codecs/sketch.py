@@ -1,0 +1,53 @@
+"""Gradient sketch: values travel as numbers of buckets of values (Canary, section 4.3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from wingbeat import kernels
+from wingbeat.kernels import layout
+
+
+@dataclass(frozen=True)
+class SketchCodec:
+    """A table of ``2**bits`` levels travels along with each value's place in it.
+
+    The settings are those of `wingbeat.Sketch`. Zero stays exactly zero when at least one in
+    ``2**bits`` values is; what is not finite arrives as NaN, in its place, and alone; values
+    below 2**-133 become zero.
+    """
+
+    bits: int = 8
+    split: str = "error"
+    level: str = "mean"
+    feedback: bool = True
+
+    @property
+    def bytes_per_element(self) -> float:
+        """An eighth of the bits."""
+        return self.bits / 8
+
+    def nbytes(self, numel: int, cols: int = 0) -> int:
+        """Return the payload's size in bytes."""
+        return layout.sketch_bytes(numel, self.bits)
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        payload: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        cols: int = 0,
+    ) -> None:
+        """Write the table of levels and each value's place in it."""
+        kernels.of(x.device).sketch_encode(
+            x, payload, bits=self.bits, split=self.split, level=self.level, residual=residual
+        )
+
+    def decode(
+        self, payload: torch.Tensor, out: torch.Tensor, *, add: bool = False, cols: int = 0
+    ) -> None:
+        """Look up each value's level."""
+        kernels.of(out.device).sketch_decode(payload, out, bits=self.bits, add=add)

@@ -1,0 +1,156 @@
+"""How chunks of a buffer are packed to travel: in a narrower dtype, or by a codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from wingbeat.codecs import Coding
+from wingbeat.types import Span
+
+if TYPE_CHECKING:
+    from wingbeat.collectives.scratch import Scratch
+
+
+class Packing(Protocol):
+    """One worker's way to pack the chunks of one collective.
+
+    A rank sends of its own block only the result. So that is the moment to round it here as
+    well, and all workers end with the same bits.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a packed chunk consists of."""
+
+    @property
+    def own(self) -> Span:
+        """The block that this rank owns."""
+
+    @property
+    def bytes_per_element(self) -> float:
+        """About how many bytes an element of the buffer takes; 0 where chunks are best whole."""
+
+    def room(self, span: Span) -> int:
+        """Return how many elements of ``dtype`` a packed ``span`` takes."""
+
+    def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
+        """Write ``buffer[span]`` into ``chunk``; if it is of the own block, round it as well."""
+
+    def unpack(
+        self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: Scratch
+    ) -> None:
+        """Write ``chunk`` into ``buffer[span]``, or add it.
+
+        Raises:
+            ValueError: no other worker can have packed this.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Each chunk is cast to ``dtype``: to the nearest value, infinite where that is too large.
+
+    What a rank passes on for others was rounded by its owner and stays the same.
+    """
+
+    dtype: torch.dtype
+    own: Span
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Those of the dtype."""
+        return self.dtype.itemsize
+
+    def room(self, span: Span) -> int:
+        """As many elements."""
+        return len(span)
+
+    def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
+        """Cast into ``chunk``."""
+        part = buffer[span.start : span.stop]
+        chunk.copy_(part)
+        if self.own.overlaps(span):
+            part.copy_(chunk)
+
+    def unpack(
+        self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: Scratch
+    ) -> None:
+        """Cast back."""
+        part = buffer[span.start : span.stop]
+        if not add:
+            part.copy_(chunk)
+            return
+        # Adding tensors of two dtypes is slower and allocates memory each time.
+        widened = scratch.take(len(span), part.dtype)
+        part.add_(widened.copy_(chunk))
+        scratch.give(widened)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A wire for `Collectives`: how the buffer's regions travel, and where the loss is kept.
+
+    Attributes:
+        coding: how each region of the buffer travels.
+        residual: float32, as long as the buffer; None where nothing is kept.
+    """
+
+    coding: Coding
+    residual: torch.Tensor | None = None
+
+
+Wire = torch.dtype | Encoded
+"""What a buffer's elements travel as, where that is not their own dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Each chunk is encoded by itself; what that loses is kept in ``residual``.
+
+    Of the other workers' blocks the residual holds what their owners have not been sent, of the
+    own block what nobody has been sent of the sum. Either way it is what this worker still owes
+    to the sum, so that it does not matter who owns which block the next time.
+
+    Attributes:
+        coding: how each region of the buffer travels.
+        residual: float32, as long as the buffer; None where nothing is kept.
+        own: the block that this rank owns.
+    """
+
+    coding: Coding
+    residual: torch.Tensor | None
+    own: Span
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Bytes."""
+        return torch.uint8
+
+    @property
+    def bytes_per_element(self) -> float:
+        """The codec's."""
+        return self.coding.bytes_per_element
+
+    def room(self, span: Span) -> int:
+        """Return the size of the payload."""
+        return self.coding.room(span)
+
+    def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
+        """Encode into ``chunk``."""
+        self.coding.encode(buffer, span, chunk, self.residual)
+        if self.own.overlaps(span):
+            self.coding.decode(chunk, buffer, span)
+
+    def unpack(
+        self,
+        chunk: torch.Tensor,
+        buffer: torch.Tensor,
+        span: Span,
+        add: bool,
+        scratch: Scratch,  # noqa: ARG002
+    ) -> None:
+        """Decode into the buffer."""
+        self.coding.decode(chunk, buffer, span, add=add)

@@ -1,0 +1,120 @@
+"""How large a payload is and where its parts lie. No torch: plans and simulators may ask.
+
+A sketch: ``[table: float32[2**bits]][codes: bits each]``, code ``i`` in the bits
+``[i*bits, (i+1)*bits)`` of a little-endian bit stream that is padded with zeros.
+
+Top-k: ``[values: float32[k]][counts: uint32[ceil(n/65536)]][offsets: uint16[k]]``, indices
+ascending. Index ``i`` is offset ``i % 65536`` of block ``i // 65536``, and ``counts`` says how many
+indices each block has: so an index costs 2 bytes and not 4.
+
+Where that would not be smaller than the values themselves, the payload is raw: the n values as
+float32. Everything is little endian.
+"""
+
+from __future__ import annotations
+
+VALUE_BYTES = 4
+COUNT_BYTES = 4
+OFFSET_BYTES = 2
+BLOCK = 1 << 16
+MAX_BITS = 8
+
+
+def sketch_bytes(n: int, bits: int) -> int:
+    """Return the bytes of a sketch of ``n`` values with ``bits`` (1 to 8) each.
+
+    >>> sketch_bytes(1_000_000, 8), sketch_bytes(3, 8), sketch_bytes(0, 8)
+    (1001024, 12, 0)
+
+    Raises:
+        ValueError: n or bits is out of range.
+    """
+    return min(VALUE_BYTES * n, _sketch_packed(n, bits))
+
+
+def sketch_is_raw(n: int, bits: int) -> bool:
+    """Return whether a sketch of ``n`` values is the float32 values themselves.
+
+    >>> sketch_is_raw(341, 8), sketch_is_raw(342, 8)
+    (True, False)
+
+    Raises:
+        ValueError: n or bits is out of range.
+    """
+    return VALUE_BYTES * n <= _sketch_packed(n, bits)
+
+
+def table_bytes(bits: int) -> int:
+    """Return the bytes of a sketch's table: where its codes begin.
+
+    >>> table_bytes(8)
+    1024
+    """
+    return VALUE_BYTES << bits
+
+
+def topk_bytes(n: int, k: int) -> int:
+    """Return the bytes of ``k`` of ``n`` values with their places.
+
+    >>> topk_bytes(1_000_000, 1000), topk_bytes(3, 2), topk_bytes(0, 0)
+    (6064, 12, 0)
+
+    Raises:
+        ValueError: n is negative, or k is not in 1..n (0 for n = 0).
+    """
+    return min(VALUE_BYTES * n, _topk_packed(n, k))
+
+
+def topk_is_raw(n: int, k: int) -> bool:
+    """Return whether top-k of ``n`` values is all the float32 values themselves.
+
+    >>> topk_is_raw(1000, 664), topk_is_raw(1000, 666)
+    (False, True)
+
+    Raises:
+        ValueError: n is negative, or k is not in 1..n (0 for n = 0).
+    """
+    return VALUE_BYTES * n <= _topk_packed(n, k)
+
+
+def blocks_of(n: int) -> int:
+    """Return how many blocks of 65536 indices ``n`` values have.
+
+    >>> blocks_of(65536), blocks_of(65537), blocks_of(0)
+    (1, 2, 0)
+    """
+    return -(-n // BLOCK)
+
+
+def count_of(n: int, density: float) -> int:
+    """Return how many of ``n`` values are sent at ``density``: at least one if there are any.
+
+    >>> count_of(1000, 0.01), count_of(10, 0.001), count_of(0, 0.5)
+    (10, 1, 0)
+
+    Raises:
+        ValueError: n is negative, or density is not in 0..1.
+    """
+    _check_n(n)
+    if not 0.0 <= density <= 1.0:
+        raise ValueError(f"density is {density}; it must be between 0 and 1")
+    return min(n, max(1, round(density * n)))
+
+
+def _sketch_packed(n: int, bits: int) -> int:
+    _check_n(n)
+    if bits not in range(1, MAX_BITS + 1):
+        raise ValueError(f"bits is {bits}; it must be between 1 and {MAX_BITS}")
+    return table_bytes(bits) + -(-n * bits // 8)
+
+
+def _topk_packed(n: int, k: int) -> int:
+    _check_n(n)
+    if not min(1, n) <= k <= n:
+        raise ValueError(f"k is {k}; it must be between 1 and n, which is {n}")
+    return (VALUE_BYTES + OFFSET_BYTES) * k + COUNT_BYTES * blocks_of(n)
+
+
+def _check_n(n: int) -> None:
+    if n < 0:
+        raise ValueError(f"n is {n}; it must not be negative")

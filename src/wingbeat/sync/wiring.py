@@ -1,0 +1,275 @@
+"""What each bucket's gradients travel as, and what its codec still owes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from wingbeat.codecs import Coding, make
+from wingbeat.codecs.coding import Region
+from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.feedback import Residuals
+from wingbeat.collectives import Collectives, Encoded, Handle, Wire, wire_dtype
+from wingbeat.errors import UsageError
+from wingbeat.observe.log import log
+from wingbeat.sync.bucket import Bucket, Slot
+from wingbeat.sync.stopwatch import Stopwatch
+from wingbeat.sync.trial import Trial
+from wingbeat.types import Choices, Span
+from wingbeat.wires import Coded, LowRank, TopK
+
+LARGE_MATRIX = 1 << 16
+"""Elements from which a fully connected layer's gradient is worth factors (Canary, 4.3.1)."""
+
+
+class Wiring:
+    """Tells how a bucket travels; keeps residuals, counts steps, and tries whether a codec pays.
+
+    Attributes:
+        coded: the codec's settings; None for a mere dtype.
+        residuals: what this worker's gradients still lack; None where nothing is kept.
+    """
+
+    def __init__(self, wire: str | Coded, slots: Sequence[Slot], collectives: Collectives) -> None:
+        world = collectives.world
+        self.coded = None if isinstance(wire, str) else wire
+        self._dtype = wire_dtype(wire) if isinstance(wire, str) else None
+        self._collectives = collectives
+        self._made: weakref.WeakKeyDictionary[Bucket, tuple[Any, Encoded]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._step = -1
+        self._trial: Trial | None = None
+        self.residuals: Residuals | None = None
+        if self.coded is None:
+            return
+        if getattr(self.coded, "feedback", isinstance(self.coded, TopK)):
+            self.residuals = Residuals(
+                {slot.name: tuple(slot.param.shape) for slot in slots},
+                rank=world.rank,
+                world_size=world.size,
+                velocity=self.momentum > 0,
+            )
+        if self.coded.if_pays:
+            self._trial = Trial(world.rank, world.size)
+            self._stopwatch = Stopwatch(slots[0].param.device)
+            self._seconds = 0.0
+            self._handle: Handle | None = None
+            self._rows = torch.zeros(world.size, 2, dtype=torch.float64)
+
+    @property
+    def momentum(self) -> float:
+        """The factor of momentum correction; 0 for none."""
+        return self.coded.momentum if isinstance(self.coded, TopK) else 0.0
+
+    @property
+    def deciding(self) -> bool:
+        """Whether it is still being measured if the codec pays."""
+        return self._trial is not None and not self._trial.done
+
+    @property
+    def on(self) -> bool:
+        """Whether gradients go through the codec at present."""
+        return self.coded is not None and (self._trial is None or self._trial.coded)
+
+    # -- buckets --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launching(self, bucket: Bucket) -> Wire | None:
+        """Return what the bucket, whose gradients are complete, travels as this time.
+
+        While the codec is off, what it still owes goes along with the gradients.
+        """
+        if self.coded is None:
+            return self._dtype
+        encoded = self._encoded(bucket)
+        if self.on:
+            return encoded
+        velocity = self.velocity(bucket)
+        if velocity is not None:
+            moving = velocity[: bucket.numel]
+            moving.mul_(self.momentum).add_(bucket.flat[: bucket.numel])
+            bucket.flat[: bucket.numel].copy_(moving)
+        if encoded.residual is not None:
+            bucket.flat.add_(encoded.residual)
+            encoded.residual.zero_()
+        return None
+
+    @torch.no_grad()
+    def alone(self, slot: Slot) -> None:
+        """Give a gradient that travels nowhere its momentum, and what an earlier run owed it."""
+        grad = slot.param.grad
+        if self.residuals is None or grad is None:
+            return
+        here = [slot.name], [grad.numel()], grad.numel(), grad.device
+        if self.momentum:
+            velocity = self.residuals.velocity_for(*here)
+            velocity.mul_(self.momentum).add_(grad.reshape(-1))
+            grad.copy_(velocity.view(grad.shape))
+        owed = self.residuals.flat_for(*here)
+        grad.add_(owed.view(grad.shape))
+        owed.zero_()
+
+    def velocity(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return where momentum correction gathers momentum, as long as the bucket's buffer."""
+        if self.momentum == 0 or self.residuals is None:
+            return None
+        return self.residuals.velocity_for(*_arrangement(bucket))
+
+    def _encoded(self, bucket: Bucket) -> Encoded:
+        assert self.coded is not None
+        codec = make(self.coded, max(0, self._step))
+        known = self._made.get(bucket)
+        if known is None or known[0] != codec:
+            residual = None
+            if self.residuals is not None:
+                residual = self.residuals.flat_for(*_arrangement(bucket))
+            coding = Coding(list(_regions(bucket, self.coded, codec)))
+            known = self._made[bucket] = (codec, Encoded(coding, residual))
+        return known[1]
+
+    # -- iterations -----------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """Between two iterations: count the step, and hear what the trial has brought.
+
+        Raises:
+            PeerError: a worker sent something that is no part of a trial.
+        """
+        self._step += 1
+        if not self.deciding:
+            return
+        self._seconds = self._stopwatch.lap()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+            self._hear(self._rows.tolist())
+
+    def _hear(self, rows: Sequence[Sequence[float]]) -> None:
+        assert self._trial is not None
+        if self._trial.take(rows):
+            self._stopwatch.restart()
+            self._seconds = 0.0
+        if self._trial.done:
+            _say(self.coded, self._trial)
+
+    def exchange(self) -> None:
+        """Tell everyone what the last iteration took; once in each backward, on every worker."""
+        if self._trial is None or self._trial.done:
+            return
+        rank = self._collectives.world.rank
+        self._rows[rank] = torch.tensor(self._trial.report(self._seconds), dtype=torch.float64)
+        self._handle = self._collectives.all_gather(self._rows.view(-1))
+
+    # -- state ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what this worker still owes and the steps made; None where nothing is kept."""
+        if self.residuals is None:
+            return None
+        return {**self.residuals.state_dict(), "step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take over this worker's part of a run, or begin with nothing owed.
+
+        Raises:
+            UsageError: the part is damaged or of another model.
+        """
+        if self.residuals is None:
+            return
+        world = self._collectives.world
+        if state is None:
+            self.residuals.clear()
+            return
+        if state.get("world_size") == world.size:
+            self.residuals.load_state_dict(state)
+        else:
+            self.residuals.clear()
+        if (state.get("rank"), state.get("world_size")) != (world.rank, world.size):
+            log.info(
+                "the state is rank %s's of %s workers: what gradients were still to be sent on "
+                "other ranks is not in it; optimizer.load_residuals(parts) takes all of them",
+                state.get("rank"),
+                state.get("world_size"),
+            )
+        self._step = _step_of(state)
+
+    def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Take over this worker's share of what all workers of an earlier run owed.
+
+        Raises:
+            UsageError: no residuals are kept, or a part is missing, damaged or of another model.
+        """
+        if self.residuals is None:
+            raise UsageError(
+                "load_residuals(parts): this strategy keeps no residuals; its wire must be "
+                "sketch, topk or lowrank with feedback, and there must be several workers"
+            )
+        self.residuals.load_state_dicts(parts)
+        self._step = max(map(_step_of, parts))
+
+
+def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `UsageError` where momentum correction would not do what it is for."""
+    wire = choices.wire
+    if not isinstance(wire, TopK) or wire.momentum == 0:
+        return
+    if choices.schedule != "wfbp":
+        raise UsageError(
+            f"{wire}: momentum correction needs whole buckets on each worker, which "
+            "wingbeat.AllReduce has; use AllReduce(wire=...) or momentum=0"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("momentum", 0) or "betas" in group:
+            raise UsageError(
+                f"{wire}: the optimizer ({type(optimizer).__name__}, group {number}) has momentum "
+                "of its own, which would count twice; use SGD with momentum=0, or no correction"
+            )
+
+
+def _step_of(state: dict[str, Any]) -> int:
+    step = state.get("step", -1)
+    if type(step) is not int or step < -1:
+        raise UsageError(f"residuals: step {step!r} is no number of steps; save the state anew")
+    return step
+
+
+def _arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
+    names = [slot.name for slot in bucket.slots]
+    numels = [slot.param.numel() for slot in bucket.slots]
+    return names, numels, bucket.flat.numel(), bucket.flat.device
+
+
+def _regions(bucket: Bucket, wire: Coded, codec: Any) -> Iterator[Region]:
+    """Yield large matrices by themselves if the codec has use for them, and the rest in runs.
+
+    The flags at the end travel as they are: who has used a parameter must not be rounded.
+    """
+    start = end = 0
+    for slot in bucket.slots:
+        stop = end + slot.param.numel()
+        if isinstance(wire, LowRank) and slot.param.ndim == 2 and stop - end >= LARGE_MATRIX:
+            if end > start:
+                yield Region(Span(start, end), codec)
+            yield Region(Span(end, stop), codec, slot.param.shape[1])
+            start = stop
+        end = stop
+    if end > start:
+        yield Region(Span(start, end), codec)
+    yield Region(Span(end, bucket.flat.numel()), Dense())
+
+
+def _say(wire: Coded | None, trial: Trial) -> None:
+    median = sorted(trial.with_codec)[len(trial.with_codec) // 2]
+    without = sorted(trial.without)[len(trial.without) // 2]
+    verdict = "it stays on" if trial.coded else "it does not pay here and is switched off"
+    log.info(
+        "wire %s: %.4g s an iteration with it, %.4g s with fp32: %s",
+        wire,
+        median,
+        without,
+        verdict,
+    )

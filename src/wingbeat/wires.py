@@ -1,0 +1,185 @@
+"""What gradients travel as: their own dtype, a narrower one, or what a codec makes of them.
+
+On the command line a wire is ``name`` or ``name@value``, with the option that matters most:
+
+>>> of("topk@0.01")
+TopK(density=0.01)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from wingbeat.errors import UsageError, unknown
+from wingbeat.settings import Settings
+
+SPLITS = ("error", "count")
+LEVELS = ("mean", "ends")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Sketch(Settings):
+    """Each value travels as the number of the bucket of values that it is in (Canary, 4.3.1).
+
+    Args:
+        bits: bits of that number, 1 to 8; the fewer, the fewer bytes.
+        split: how values are split into buckets: ``"error"`` makes the squared error small,
+            ``"count"`` makes the buckets equally full, as the paper does.
+        level: what stands for the values of a bucket: the ``"mean"`` of its members, or the mean
+            of its two ``"ends"``, as in the paper.
+        feedback: keep what the rounding took away, and add it to the next iteration's gradients.
+        if_pays: measure in the first iterations whether this is faster than fp32, and use fp32 if
+            it is not; False: use it in any case.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    bits: int = 8
+    split: str = "error"
+    level: str = "mean"
+    feedback: bool = True
+    if_pays: bool = True
+
+    def __post_init__(self) -> None:
+        self.check_count("bits", 1, 8)
+        self.check_name("split", SPLITS)
+        self.check_name("level", LEVELS)
+        self.check_flag("feedback")
+        self.check_flag("if_pays")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TopK(Settings):
+    """Only the largest gradients travel; the others wait until they have grown (OMGS-SGD, II-C).
+
+    Args:
+        density: share of the gradients that travel, above 0 up to 1.
+        warmup: steps in which the density falls exponentially from 0.25 to ``density``
+            (Deep Gradient Compression, section 3.3); 0: none.
+        momentum: correct for the momentum that waiting gradients would lose (the same paper,
+            section 3.1); use it in place of the optimizer's own, which must be 0 then.
+        if_pays: measure in the first iterations whether this is faster than fp32, and use fp32 if
+            it is not; False: use it in any case.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    density: float = 0.001
+    warmup: int = 0
+    momentum: float = 0.0
+    if_pays: bool = True
+
+    def __post_init__(self) -> None:
+        self.check_number("density", "numbers above 0 up to 1", above=0.0, upto=1.0)
+        self.check_count("warmup", 0, 10_000_000)
+        self.check_number("momentum", "numbers from 0 to 0.9999", above=-1e-9, upto=0.9999)
+        self.check_flag("if_pays")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LowRank(Settings):
+    """Large matrices travel as two thin factors, sketched; the rest is sketched (Canary, 4.3.1).
+
+    Args:
+        rank: columns of the factors, 1 to 256.
+        bits: bits of a sketched value, 1 to 8.
+        feedback: keep what was taken away, and add it to the next iteration's gradients.
+        if_pays: measure in the first iterations whether this is faster than fp32, and use fp32 if
+            it is not; False: use it in any case.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    rank: int = 4
+    bits: int = 8
+    feedback: bool = True
+    if_pays: bool = True
+
+    def __post_init__(self) -> None:
+        self.check_count("rank", 1, 256)
+        self.check_count("bits", 1, 8)
+        self.check_flag("feedback")
+        self.check_flag("if_pays")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Half(Settings):
+    """Half precision, each chunk scaled so that no value is too large or too small for it."""
+
+    if_pays: bool = False
+
+    def __post_init__(self) -> None:
+        self.check_flag("if_pays")
+
+
+Coded = Sketch | TopK | LowRank | Half
+"""The settings of a codec."""
+
+Wire = str | Coded
+"""What a strategy's ``wire`` may be: the name of a dtype or a codec, or a codec's settings."""
+
+DTYPES = {"fp32": "", "bf16": "bfloat16"}
+"""Wires that are only another dtype, summed hop by hop; empty is the gradients' own."""
+
+HALF_BYTES = 2
+"""Bytes of an element in half precision."""
+
+TOPK_BYTES = 6
+"""Bytes of a value that top-k sends: float32 and two bytes of index."""
+
+_CODECS: dict[str, tuple[type[Coded], str, Callable[[str], float]]] = {
+    "fp16": (Half, "", float),
+    "sketch": (Sketch, "bits", int),
+    "topk": (TopK, "density", float),
+    "lowrank": (LowRank, "rank", int),
+}
+
+
+def of(wire: Wire) -> str | Coded:
+    """Return what ``wire`` stands for: a dtype's name, empty for the gradients' own, or a codec.
+
+    Raises:
+        UsageError: no such wire, or a value out of range.
+    """
+    if isinstance(wire, Coded):
+        return wire
+    name, at, value = str(wire).partition("@")
+    if name in DTYPES and not at:
+        return DTYPES[name]
+    if name not in _CODECS:
+        raise unknown("wire", str(wire), [*DTYPES, *_CODECS])
+    cls, option, convert = _CODECS[name]
+    if not at:
+        return cls()
+    if not option:
+        raise UsageError(f"wire={wire!r}: {name} has no option; write {name}")
+    try:
+        number = convert(value)
+    except ValueError:
+        raise UsageError(
+            f"wire={wire!r}: {value!r} is no valid {option}; write for example "
+            f"{name}@{getattr(cls(), option)}"
+        ) from None
+    return cls(**{option: number})  # type: ignore[arg-type]
+
+
+def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:
+    """Return about how many bytes a gradient of ``shape`` takes at least, tables not counted.
+
+    >>> least_bytes(Sketch(bits=4), (1000, 10), 4)
+    5000
+    """
+    numel = math.prod(shape)
+    if isinstance(wire, Sketch):
+        return int(numel * wire.bits / 8)
+    if isinstance(wire, TopK):
+        return int(numel * min(itemsize, TOPK_BYTES * wire.density))
+    if isinstance(wire, LowRank):
+        thin = wire.rank * (numel // shape[0] + shape[0]) if len(shape) == 2 else numel
+        return int(min(numel, thin) * wire.bits / 8)
+    return numel * min(itemsize, HALF_BYTES) if wire else numel * itemsize

@@ -1,0 +1,340 @@
+"""Low rank: near the best approximation of that rank, and nothing lost that is not owed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wingbeat.codecs.cast import Cast
+from wingbeat.codecs.lowrank import LowRank
+from wingbeat.codecs.sketch import SketchCodec
+from wingbeat.codecs.topk import TopKCodec
+from wingbeat.errors import UsageError
+
+SKETCH = SketchCodec(8)
+
+NEAR = 1.1
+"""Times the error of the best approximation; measured on 1,800 small matrices: 1.08 at most."""
+
+SHAPES = [(60, 90), (90, 60), (80, 80)]
+
+SPECTRA = {
+    "1/sqrt(j)": lambda j: j**-0.5,
+    "1/j": lambda j: 1 / j,
+    "1/j^2": lambda j: j**-2.0,
+    "0.9^j": lambda j: 0.9**j,
+    "0.5^j": lambda j: 0.5**j,
+    "flat": lambda j: j**0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from threads, and wait for them on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def encoded(codec: LowRank, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    cols = x.shape[1]
+    payload = torch.empty(codec.nbytes(x.numel(), cols), dtype=torch.uint8)
+    flat = residual if residual is None else residual.view(-1)
+    codec.encode(x.reshape(-1), payload, residual=flat, cols=cols)
+    return payload
+
+
+def decoded(codec: LowRank, payload: Tensor, shape: tuple[int, int]) -> Tensor:
+    out = torch.full((shape[0] * shape[1],), torch.nan)
+    codec.decode(payload, out, cols=shape[1])
+    return out.view(shape)
+
+
+def there_and_back(codec: LowRank, x: Tensor) -> Tensor:
+    assert codec.nbytes(x.numel(), x.shape[1]) < codec.inner.nbytes(x.numel()) / 2
+    return decoded(codec, encoded(codec, x), (x.shape[0], x.shape[1]))
+
+
+def with_spectrum(rows: int, cols: int, singular: Tensor, seed: int) -> Tensor:
+    """A matrix with these singular values, in random directions."""
+    generator = torch.Generator().manual_seed(seed)
+    count = singular.numel()
+    left = torch.linalg.qr(torch.randn(rows, count, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(cols, count, generator=generator, dtype=torch.float64)).Q
+    return (left * singular.double() @ right.T).float()
+
+
+# -- how near ---------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(30, 120),
+    cols=st.integers(30, 120),
+    rank=st.integers(1, 6),
+    spectrum=st.sampled_from(sorted(SPECTRA)),
+    seed=st.integers(0, 10_000),
+)
+def test_the_error_is_near_that_of_the_best_approximation(
+    rows: int, cols: int, rank: int, spectrum: str, seed: int
+) -> None:
+    codec = LowRank(rank)
+    assume(codec.nbytes(rows * cols, cols) < 2 * rows * cols)
+    singular = SPECTRA[spectrum](torch.arange(1, min(rows, cols) + 1.0))
+    x = with_spectrum(rows, cols, singular, seed)
+    best = torch.linalg.svdvals(x.double())[rank:].norm()
+    error = (there_and_back(codec, x) - x).double().norm()
+    assert error <= NEAR * best + 1e-6 * x.norm()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=st.sampled_from(SHAPES),
+    true_rank=st.integers(1, 5),
+    range_=st.sampled_from([1.0, 1e-2, 1e-4]),
+    exponent=st.integers(-60, 60),
+    seed=st.integers(0, 10_000),
+)
+def test_what_has_that_rank_arrives_exactly(
+    shape: tuple[int, int], true_rank: int, range_: float, exponent: int, seed: int
+) -> None:
+    singular = torch.logspace(0, torch.tensor(range_).log10(), true_rank)
+    x = with_spectrum(*shape, singular, seed) * 2.0**exponent
+    error = (there_and_back(LowRank(5), x) - x).norm()
+    assert error <= 3e-6 * x.norm()
+
+
+def test_more_iterations_come_nearer() -> None:
+    x = with_spectrum(150, 200, 1 / torch.arange(1, 151.0), seed=3)
+    errors = [
+        float((there_and_back(LowRank(8, iterations=count), x) - x).norm()) for count in range(3)
+    ]
+    best = float(torch.linalg.svdvals(x)[8:].norm())
+    assert best < errors[2] < errors[1] < errors[0]
+    assert errors[2] < 1.01 * best
+
+
+@pytest.mark.parametrize("shape", [(200, 900), (900, 200)])
+def test_sketched_factors_add_little_error(shape: tuple[int, int]) -> None:
+    x = with_spectrum(*shape, 1 / torch.arange(1, 201.0), seed=5)
+    dense = (there_and_back(LowRank(4), x) - x).norm()
+    sketched = (there_and_back(LowRank(4, SKETCH), x) - x).norm()
+    # 8 bits have a relative squared error of some 2e-4, and there are two factors.
+    assert sketched**2 <= dense**2 + 1e-3 * x.norm() ** 2
+    assert encoded(LowRank(4, SKETCH), x).numel() < encoded(LowRank(4), x).numel() / 2.5
+
+
+# -- extremes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("codec", [LowRank(3), LowRank(3, Cast("fp16"))], ids=["dense", "fp16"])
+def test_zero_stays_zero(shape: tuple[int, int], codec: LowRank) -> None:
+    assert not there_and_back(codec, torch.zeros(shape)).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("exponent", [-149 + 12, -120, -80, 80, 120, 124])
+def test_the_extremes_of_float32_neither_overflow_nor_vanish(
+    shape: tuple[int, int], exponent: int
+) -> None:
+    singular = torch.tensor([2.0, 0.5, 0.25])
+    x = (with_spectrum(*shape, singular, seed=1).double() * 2.0**exponent).float()
+    error = (there_and_back(LowRank(3), x).double() - x.double()).abs().max()
+    rounding = 2.0**-149
+    assert error <= 1e-5 * x.double().abs().max() + 2 * rounding
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("inner", [LowRank(3).inner, SKETCH], ids=["dense", "sketch"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_makes_its_row_nan_and_no_other(
+    shape: tuple[int, int], inner: SketchCodec, bad: float
+) -> None:
+    clean = torch.randn(1, 1) * torch.randn(shape[0], 1) * torch.randn(1, shape[1])
+    x = clean.repeat(3, 5)
+    x[7, 11] = bad
+    x[9, 0] = -bad
+    out = there_and_back(LowRank(3, inner), x)
+    assert out.isnan().all(dim=1).nonzero().flatten().tolist() == [7, 9]
+    rest = [row for row in range(x.shape[0]) if row not in (7, 9)]
+    bound = 1e-5 if inner is not SKETCH else 3e-2
+    assert (out[rest] - x[rest]).norm() <= bound * x[rest].norm()
+
+
+def test_everything_nan_arrives_as_nan() -> None:
+    assert there_and_back(LowRank(2), torch.full((40, 50), torch.nan)).isnan().all()
+
+
+def test_nan_does_not_stay_in_the_residual() -> None:
+    codec = LowRank(2, SKETCH)
+    x, residual = torch.randn(100, 200), torch.zeros(100, 200)
+    x[5, 6], residual[8, 9] = torch.inf, torch.nan
+    out = decoded(codec, encoded(codec, x, residual), (100, 200))
+    assert out[[5, 8]].isnan().all()
+    assert residual.isfinite().all()
+    assert not residual[[5, 8]].any()
+    assert residual[6].any()
+    x[5, 6] = 1.0
+    assert decoded(codec, encoded(codec, x, residual), (100, 200)).isfinite().all()
+
+
+# -- feedback ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("inner", [LowRank(3).inner, SKETCH, TopKCodec(0.5)])
+def test_the_residual_is_what_the_receiver_misses(
+    shape: tuple[int, int], inner: SketchCodec
+) -> None:
+    codec = LowRank(2, inner)
+    x = torch.randn(shape).repeat(3, 4)
+    residual = 0.3 * torch.randn_like(x)
+    total, before = x + residual, x.clone()
+    out = decoded(codec, encoded(codec, x, residual), (x.shape[0], x.shape[1]))
+    assert torch.equal(x, before)
+    torch.testing.assert_close(out + residual, total, rtol=0, atol=2e-6 * float(total.abs().max()))
+    assert residual.norm() > 0.1 * x.norm()
+
+
+@pytest.mark.parametrize("inner", [LowRank(3).inner, SKETCH], ids=["dense", "sketch"])
+def test_with_feedback_all_is_sent_in_the_end(inner: SketchCodec) -> None:
+    """Sums of what came and of what is owed are sums of what went in; and the debt is bounded."""
+    codec = LowRank(4, inner)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(64, 160, generator=generator)
+    got, residual = torch.zeros(64 * 160), torch.zeros_like(x)
+    rounds = 40
+    for _ in range(rounds):
+        codec.decode(encoded(codec, x, residual), got, add=True, cols=160)
+    total = rounds * x
+    torch.testing.assert_close(got.view_as(x) + residual, total, rtol=0, atol=1e-3)
+    first = (there_and_back(codec, x) - x).norm()
+    assert (got.view_as(x) / rounds - x).norm() < first / 3
+
+
+def test_whether_feedback_is_wanted_is_the_inner_codecs_choice() -> None:
+    assert LowRank(4).feedback
+    assert LowRank(4, SKETCH).feedback
+    assert not LowRank(4, SketchCodec(8, feedback=False)).feedback
+
+
+# -- the rule, and the interface --------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    rows=st.integers(1, 3000),
+    cols=st.integers(0, 3000),
+    rank=st.integers(1, 32),
+    inner=st.sampled_from([LowRank(1).inner, SKETCH, SketchCodec(1), TopKCodec(0.01)]),
+)
+def test_factors_are_used_where_they_are_less_than_half(
+    rows: int, cols: int, rank: int, inner: SketchCodec
+) -> None:
+    numel = rows * max(1, cols)
+    whole = inner.nbytes(numel)
+    factors = inner.nbytes(rows * rank) + inner.nbytes(cols * rank)
+    size = LowRank(rank, inner).nbytes(numel, cols)
+    if cols and rank < min(rows, cols) and factors <= whole / 2 - 4:
+        assert factors <= size < factors + 4
+    elif not cols or factors >= whole / 2:
+        assert size == whole
+    assert size <= whole
+
+
+@pytest.mark.parametrize(("numel", "cols"), [(0, 0), (0, 8), (1, 0), (100, 100), (48, 8), (777, 0)])
+@pytest.mark.parametrize("inner", [LowRank(1).inner, SKETCH], ids=["dense", "sketch"])
+def test_the_inner_codec_does_what_is_no_large_matrix(
+    numel: int, cols: int, inner: SketchCodec
+) -> None:
+    codec, x = LowRank(2, inner), torch.randn(numel)
+    residuals = [0.1 * torch.ones(numel) for _ in range(2)]
+    payloads = [
+        torch.empty(size, dtype=torch.uint8)
+        for size in (codec.nbytes(numel, cols), inner.nbytes(numel))
+    ]
+    codec.encode(x, payloads[0], residual=residuals[0], cols=cols)
+    inner.encode(x, payloads[1], residual=residuals[1])
+    assert torch.equal(*payloads)
+    assert torch.equal(*residuals)
+    outs = [torch.ones(numel) for _ in range(2)]
+    codec.decode(payloads[0], outs[0], add=True, cols=cols)
+    inner.decode(payloads[1], outs[1], add=True)
+    assert torch.equal(*outs)
+
+
+def test_equal_input_gives_equal_bytes_and_no_other_random_numbers() -> None:
+    x = torch.randn(101, 203)
+    state = torch.get_rng_state()
+    codec = LowRank(3, SKETCH)
+    payloads = [encoded(codec, x.clone(), torch.zeros_like(x)) for _ in range(3)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(payloads[0], payloads[1])
+    assert torch.equal(payloads[0], payloads[2])
+
+
+@pytest.mark.parametrize("inner", [LowRank(1).inner, SKETCH], ids=["dense", "sketch"])
+def test_decoding_adds_or_overwrites(inner: SketchCodec) -> None:
+    codec = LowRank(3, inner)
+    payload = encoded(codec, torch.randn(101, 203))
+    written = decoded(codec, payload, (101, 203))
+    assert written.isfinite().all()
+    base = torch.randn(101 * 203)
+    added = base.clone()
+    codec.decode(payload, added, add=True, cols=203)
+    torch.testing.assert_close(added, base + written.view(-1), rtol=0, atol=1e-5)
+
+
+def test_malformed_payloads_are_refused_and_nothing_is_written() -> None:
+    codec = LowRank(2, TopKCodec(0.1))
+    payload = encoded(codec, torch.randn(300, 200))
+    out = torch.ones(300 * 200)
+    # The block counts of the second factor's top-k, which follow its 40 values.
+    start = codec.nbytes(300 * 200, 200) - TopKCodec(0.1).nbytes(200 * 2)
+    payload[start + 4 * 40] += 1
+    with pytest.raises(ValueError, match="payload"):
+        codec.decode(payload, out, cols=200)
+    assert torch.equal(out, torch.ones_like(out))
+
+
+def test_wrong_sizes_are_refused() -> None:
+    codec, x = LowRank(2), torch.ones(60 * 90)
+    size = codec.nbytes(60 * 90, 90)
+    long = torch.zeros(size + 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"payload has {size + 1} bytes; it must have {size}"):
+        codec.encode(x, long, cols=90)
+    with pytest.raises(ValueError, match=f"payload has {size - 1} bytes; it must have {size}"):
+        codec.decode(long[: size - 1], x, cols=90)
+    with pytest.raises(ValueError, match="5400 elements are not whole rows of cols=91"):
+        codec.nbytes(60 * 90, 91)
+    assert torch.equal(x, torch.ones_like(x))
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"rank=0: allowed are whole numbers from 1"):
+        LowRank(0)
+    with pytest.raises(UsageError, match=r"iterations=-1: allowed are whole numbers from 0"):
+        LowRank(4, iterations=-1)
+
+
+@pytest.mark.gpu
+def test_a_gpu_comes_as_near() -> None:
+    x = with_spectrum(120, 300, 1 / torch.arange(1, 121.0), seed=4)
+    codec = LowRank(4)
+    payload = torch.empty(codec.nbytes(x.numel(), 300), dtype=torch.uint8, device="cuda")
+    codec.encode(x.view(-1).cuda(), payload, cols=300)
+    out = torch.empty(x.numel(), device="cuda")
+    codec.decode(payload, out, cols=300)
+    best = torch.linalg.svdvals(x)[4:].norm()
+    assert (out.cpu().view_as(x) - x).norm() <= NEAR * best
+    for bad in (0.0, torch.nan):
+        codec.encode(torch.full_like(out, bad), payload, cols=300)
+        codec.decode(payload, out, cols=300)
+        assert torch.equal(out.isnan(), torch.full_like(out, bad).isnan())

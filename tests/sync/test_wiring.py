@@ -1,0 +1,412 @@
+"""Training whose gradients a codec writes: nothing owed is lost, all workers hold the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wingbeat
+from helpers.training import assert_same, engine, net, on, sgd, train, weights
+from wingbeat import sync
+from wingbeat.errors import MismatchError, UsageError
+from wingbeat.wires import Half, LowRank, Sketch, TopK
+
+ALWAYS = [
+    Sketch(if_pays=False),
+    Sketch(bits=2, if_pays=False),
+    TopK(density=0.05, if_pays=False),
+    LowRank(rank=2, if_pays=False),
+    Half(),
+]
+LOSSY = [wire for wire in ALWAYS if not isinstance(wire, Half)]
+SIZE = 3
+
+
+def strategy(kind: str, wire: Any, mb: float = 0.02) -> Any:
+    if kind == "allreduce":
+        return wingbeat.AllReduce(wire=wire, mb=mb, first_mb=mb)
+    return wingbeat.DeAR(wire=wire, plan="fixed", mb=mb, edge_mb=mb)
+
+
+class Pull(nn.Module):
+    """Its gradient is whatever it is called with, so that a test knows what was put in."""
+
+    SHAPES = ((40, 30), (300, 250), (7,), (), (1001,))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(s)) for s in self.SHAPES)
+
+    def forward(self, pulls: list[torch.Tensor]) -> torch.Tensor:
+        return sum((p * g).sum() for p, g in zip(self.parts, pulls, strict=True))
+
+
+def pulls(step: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator) ** 3 for shape in Pull.SHAPES]
+
+
+def mean_pulled(steps: int, size: int) -> list[torch.Tensor]:
+    """What a dense run would have moved the parameters by, at lr = 1."""
+    total = [torch.zeros(shape, dtype=torch.float64) for shape in Pull.SHAPES]
+    for step in range(steps):
+        for rank in range(size):
+            for i, pull in enumerate(pulls(step, rank)):
+                total[i] += pull.double() / size
+    return total
+
+
+def distributed_pull(world: Any, how: Any) -> tuple[Any, Any]:
+    model = Pull()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return sync.distribute(model, optimizer, how, world=world)
+
+
+def pull(model: Any, optimizer: Any, steps: Any, rank: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(pulls(step, rank)).backward()
+        optimizer.step()
+
+
+def owed(model: Any) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = engine(model).wiring.state_dict()["residuals"]
+    return state
+
+
+def assert_nothing_lost(results: list[Any], steps: int, size: int) -> None:
+    """What the parameters have moved by and what all still owe make up the gradients."""
+    moved, debts = results[0][0], [debt for _, debt in results]
+    for other, _ in results[1:]:
+        assert_same(other, moved)
+    for (name, value), wanted in zip(moved.items(), mean_pulled(steps, size), strict=True):
+        total = -value.double() + sum(debt[name].double() for debt in debts)
+        torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+@pytest.mark.parametrize("wire", LOSSY, ids=repr)
+def test_what_has_not_arrived_is_owed(kind, wire) -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy(kind, wire))
+        pull(model, optimizer, range(6), world.rank)
+        return weights(model), owed(model)
+
+    results = on(SIZE, body)
+    assert_nothing_lost(results, 6, SIZE)
+    assert any(bool(debt.any()) for debt in results[0][1].values())
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+@pytest.mark.parametrize("wire", LOSSY, ids=repr)
+def test_rebucketing_loses_nothing(kind, wire) -> None:
+    sizes = [random.Random(3).choice([400, 5000, 60_000, 1 << 20]) for _ in range(8)]
+
+    def body(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy(kind, wire))
+        for step, nbytes in enumerate(sizes):
+            bucketing = engine(model).bucketing
+            bucketing.use(
+                dataclasses.replace(bucketing.fusion, bucket_bytes=nbytes, first_bytes=nbytes // 4)
+            )
+            pull(model, optimizer, [step], world.rank)
+        model.flush()
+        return weights(model), owed(model)
+
+    assert_nothing_lost(on(SIZE, body), len(sizes), SIZE)
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+def test_another_number_of_workers_takes_over_what_is_owed(kind, after) -> None:
+    wire = TopK(density=0.05, if_pays=False)
+
+    def before(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy(kind, wire))
+        pull(model, optimizer, range(4), world.rank)
+        return weights(model), optimizer.residual_state_dict()
+
+    saved = on(SIZE, before)
+    parts = [state for _, state in saved]
+
+    def resumed(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy(kind, wire))
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(saved[0][0][name])
+        optimizer.load_residuals(parts)
+        assert engine(model).wiring._step == 3
+        pull(model, optimizer, [4], world.rank)
+        return weights(model), owed(model)
+
+    results = on(after, resumed)
+    moved = results[0][0]
+    wanted = mean_pulled(4, SIZE)
+    for i, each in enumerate(
+        [sum(pulls(4, r)[j].double() for r in range(after)) / after for j in range(5)]
+    ):
+        wanted[i] += each
+    for (name, value), want in zip(moved.items(), wanted, strict=True):
+        total = -value.double() + sum(debt[name].double() for _, debt in results)
+        torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_of_each_worker_goes_on_bit_for_bit() -> None:
+    wire = TopK(density=0.05, warmup=6, if_pays=False)
+
+    def straight(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy("dear", wire))
+        pull(model, optimizer, range(7), world.rank)
+        return weights(model), owed(model)
+
+    def with_a_break(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy("dear", wire))
+        pull(model, optimizer, range(3), world.rank)
+        state, values = optimizer.state_dict(), model.state_dict()
+        values = {k: v.clone() for k, v in values.items()}
+        sync.release(model, optimizer)
+        model, optimizer = distributed_pull(world, strategy("dear", wire, mb=1.0))
+        model.load_state_dict(values)
+        optimizer.load_state_dict(state)
+        for each in owed(model).values():
+            assert bool(each.isfinite().all())
+        pull(model, optimizer, range(3, 7), world.rank)
+        return weights(model), owed(model)
+
+    # Other buckets after the break, so that other values are chosen; the sums are the same.
+    assert_nothing_lost(on(SIZE, straight), 7, SIZE)
+    assert_nothing_lost(on(SIZE, with_a_break), 7, SIZE)
+
+
+def test_rank_0s_state_loads_on_all_and_into_a_plain_optimizer() -> None:
+    wire = Sketch(bits=2, if_pays=False)
+
+    def body(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy("allreduce", wire))
+        pull(model, optimizer, range(2), world.rank)
+        answers = {"mine": optimizer.state_dict()}
+        zero = next(v for v in _gathered(world, answers["mine"]) if v["wingbeat"]["rank"] == 0)
+        optimizer.load_state_dict(zero)
+        torch.optim.SGD(model.parameters(), lr=1.0).load_state_dict(zero)
+        return owed(model)
+
+    debts = on(SIZE, body)
+    assert any(bool(v.any()) for v in debts[0].values())
+    assert not any(bool(v.any()) for v in debts[1].values())
+
+
+_board: dict[Any, Any] = {}
+
+
+def _gathered(world: Any, state: Any) -> list[Any]:
+    """All ranks' states; threads of one process can simply show them to each other."""
+    _board[world.rank] = state
+    world.exchange("shown", True)
+    return list(_board.values())
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+@pytest.mark.parametrize("wire", ALWAYS, ids=repr)
+def test_training_ends_near_where_dense_training_does(kind, wire) -> None:
+    def body(world: Any, chosen: Any) -> Any:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync.distribute(model, optimizer, strategy(kind, chosen), world=world)
+        train(model, optimizer, range(60))
+        probe = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
+        model.eval()
+        return weights(model), float(model(probe).square().mean())
+
+    dense = on(SIZE, lambda world: body(world, "fp32"))[0][1]
+    results = on(SIZE, lambda world: body(world, wire))
+    for other, _ in results[1:]:
+        assert_same(other, results[0][0])
+    start = 0.5
+    assert results[0][1] < dense + 0.1 * start, (results[0][1], dense)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+def test_parameters_that_nobody_uses_stay_as_they_are(kind) -> None:
+    """Who has used a parameter travels unrounded."""
+
+    def body(world: Any) -> Any:
+        model = net()
+        before = weights(model)
+        optimizer = sgd(model.parameters())  # momentum and weight decay would move them
+        how = strategy(kind, Sketch(bits=1, if_pays=False), mb=1.0)
+        sync.distribute(model, optimizer, how, world=world)
+        for step in range(4):
+            model.use_spare = step == 2 and world.rank == 1
+            train(model, optimizer, [step])
+            if step < 2:
+                assert torch.equal(weights(model)["spare.weight"], before["spare.weight"])
+        return weights(model), before
+
+    (after, before), *others = on(SIZE, body)
+    assert not torch.equal(after["spare.weight"], before["spare.weight"])
+    for other, _ in others:
+        assert_same(other, after)
+
+
+def test_momentum_correction_at_full_density_is_momentum() -> None:
+    def body(world: Any, wire: Any, momentum: float) -> Any:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        sync.distribute(model, optimizer, wingbeat.AllReduce(wire=wire), world=world)
+        train(model, optimizer, range(3))
+        return weights(model)
+
+    # What was sent leaves no momentum behind (Deep Gradient Compression, section 3.2).
+    corrected = on(2, lambda w: body(w, TopK(density=1.0, momentum=0.9, if_pays=False), 0.0))[0]
+    plain = on(2, lambda w: body(w, "fp32", 0.0))[0]
+    assert_same(corrected, plain, 1e-5)
+
+
+def test_while_the_codec_is_off_momentum_correction_is_momentum() -> None:
+    wire = TopK(density=0.01, momentum=0.9)
+
+    def body(world: Any, chosen: Any, momentum: float) -> Any:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        sync.distribute(model, optimizer, wingbeat.AllReduce(wire=chosen), world=world)
+        if chosen is wire:
+            engine(model).wiring._trial.coded = False
+        train(model, optimizer, range(2))
+        return weights(model)
+
+    off = on(2, lambda w: body(w, wire, 0.0))[0]
+    assert_same(off, on(2, lambda w: body(w, "fp32", 0.9))[0], 1e-5)
+
+
+def test_one_worker_has_the_momentum_that_many_have() -> None:
+    def body(world: Any, wire: Any, momentum: float) -> Any:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        sync.distribute(model, optimizer, wingbeat.AllReduce(wire=wire), world=world)
+        train(model, optimizer, range(3))
+        return weights(model)
+
+    corrected = on(1, lambda w: body(w, TopK(momentum=0.9), 0.0))[0]
+    assert_same(corrected, on(1, lambda w: body(w, "fp32", 0.9))[0], 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+@pytest.mark.parametrize("wire", ALWAYS, ids=repr)
+def test_a_scaler_sees_what_overflowed_and_training_goes_on(kind, wire) -> None:
+    def body(world: Any) -> Any:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync.distribute(model, optimizer, strategy(kind, wire), world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        seen = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 6)).square().mean()
+            if step == 1 and world.rank == 1:
+                loss = loss * torch.inf
+            before = weights(model)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(all(map(torch.equal, before.values(), weights(model).values())))
+        assert seen == [False, True, False, False]
+        assert scaler.get_scale() == 2.0**9
+        return weights(model)
+
+    first, *others = on(SIZE, body)
+    assert all(bool(v.isfinite().all()) for v in first.values())
+    for other in others:
+        assert_same(other, first)
+
+
+@pytest.mark.parametrize("wire", ALWAYS, ids=repr)
+def test_dear_clips_what_has_been_reduced(wire) -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy("dear", wire))
+        optimizer.zero_grad()
+        model(pulls(0, world.rank)).backward()
+        norm = optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        return float(norm), weights(model)
+
+    first, *others = on(SIZE, body)
+    for other in others:
+        assert other[0] == first[0]
+        assert_same(other[1], first[1])
+    total = torch.cat([v.flatten() for v in first[1].values()]).norm()
+    assert 0.2 < total < 1.05
+
+
+def test_shards_take_sketched_gradients_and_whole_parameters() -> None:
+    def body(world: Any) -> Any:
+        how = wingbeat.DeAR(plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(if_pays=False))
+        model, optimizer = distributed_pull(world, how)
+        pull(model, optimizer, range(4), world.rank)
+        return weights(model)
+
+    first, *others = on(SIZE, body)
+    for other in others:
+        assert_same(other, first)
+    for value, wanted in zip(first.values(), mean_pulled(4, SIZE), strict=True):
+        assert (value.double() + wanted).norm() < 0.05 * wanted.norm() + 1e-3
+
+
+def test_a_codec_that_does_not_pay_is_switched_off_on_all_workers(monkeypatch, caplog) -> None:
+    """Virtual time: an iteration with the codec takes twice as long on one of the workers."""
+    caplog.set_level("INFO", "wingbeat")
+
+    def body(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy("dear", Sketch()))
+        wiring = engine(model).wiring
+
+        class Watch:
+            def lap(self) -> float:
+                return 2.0 if wiring.on and world.rank == 1 else 1.0
+
+            def restart(self) -> None:
+                pass
+
+        wiring._stopwatch = Watch()
+        steps = 0
+        while wiring.deciding:
+            pull(model, optimizer, [steps], world.rank)
+            steps += 1
+            assert steps < 40
+        pull(model, optimizer, [steps, steps + 1], world.rank)
+        return weights(model), owed(model), wiring.on, steps
+
+    results = on(SIZE, body)
+    assert [on for *_, on, _ in results] == [False] * SIZE
+    assert len({steps for *_, steps in results}) == 1
+    assert_nothing_lost([(w, d) for w, d, *_ in results], results[0][3] + 2, SIZE)
+    assert not any(bool(v.any()) for v in results[0][1].values()), "nothing is owed in the end"
+    assert "does not pay here and is switched off" in caplog.text
+
+
+def test_wires_that_cannot_work_are_refused() -> None:
+    correcting = TopK(momentum=0.9)
+
+    def dear(world: Any) -> None:
+        with pytest.raises(UsageError, match=r"AllReduce\(wire=...\) or momentum=0"):
+            distributed_pull(world, wingbeat.DeAR(wire=correcting))
+        model = net()
+        with pytest.raises(UsageError, match=r"SGD, group 0\) has momentum of its own"):
+            sync.distribute(
+                model, sgd(model.parameters()), wingbeat.AllReduce(wire=correcting), world=world
+            )
+        model, optimizer = distributed_pull(world, wingbeat.AllReduce())
+        with pytest.raises(UsageError, match="keeps no residuals"):
+            optimizer.residual_state_dict()
+
+    on(1, dear)
+
+    def differing(world: Any) -> None:
+        with pytest.raises(MismatchError, match="must use the same strategy"):
+            distributed_pull(world, wingbeat.AllReduce(wire=Sketch(bits=2 + world.rank)))
+
+    on(2, differing)
