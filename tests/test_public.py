@@ -9,7 +9,10 @@ import pytest
 
 import wingbeat
 
-PUBLIC = ["AllReduce", "DeAR", "distribute", "init", "release", "shutdown"]
+PUBLIC = [
+    *("AllReduce", "DeAR", "LowRank", "Sketch", "TopK"),
+    *("distribute", "init", "release", "shutdown"),
+]
 
 
 def _fresh(code: str) -> str:
@@ -54,6 +57,11 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 def test_importing_wingbeat_does_not_import_torch() -> None:
     code = "import sys, wingbeat; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert _fresh(code) == "[]"
+
+
+def test_integrations_are_found_without_an_import_of_their_own() -> None:
+    code = "import wingbeat; print(wingbeat.integrations.ddp.sketch_hook.__name__)"
+    assert _fresh(code) == "sketch_hook"
 
 
 def test_strategies_do_not_need_torch() -> None:

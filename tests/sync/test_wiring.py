@@ -220,7 +220,7 @@ def test_training_ends_near_where_dense_training_does(kind, wire) -> None:
         train(model, optimizer, range(60))
         probe = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
         model.eval()
-        return weights(model), float(model(probe).square().mean())
+        return weights(model), model(probe).square().mean().item()
 
     dense = on(SIZE, lambda world: body(world, "fp32"))[0][1]
     results = on(SIZE, lambda world: body(world, wire))
@@ -373,7 +373,7 @@ def test_a_codec_that_does_not_pay_is_switched_off_on_all_workers(monkeypatch, c
 
         wiring._stopwatch = Watch()
         steps = 0
-        while wiring.deciding:
+        while wiring.deciding():
             pull(model, optimizer, [steps], world.rank)
             steps += 1
             assert steps < 40

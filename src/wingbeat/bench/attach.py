@@ -18,6 +18,7 @@ from wingbeat.bench import ddp, tracing
 from wingbeat.bench.peers import Peer
 from wingbeat.bench.tracing import CommHook
 from wingbeat.sync.upgrade import engine_of
+from wingbeat.sync.wiring import Wiring
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -31,16 +32,21 @@ class Attached:
         optimizer: step it as the user would.
         detach: undo everything, so that the next row finds the process as it was.
         settle: finish work that was put off into the next iteration.
-        deciding: whether it is still being found out if the row's codec pays.
-        coded: whether gradients go through a codec; None where the row has none.
+        wiring: the row's codec and whether it pays; None where the row is not wingbeat's.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     detach: Callable[[], None]
     settle: Callable[[], None]
-    deciding: Callable[[], bool] = lambda: False
-    coded: Callable[[], bool | None] = lambda: None
+    wiring: Wiring | None = None
+
+    @property
+    def coded(self) -> bool | None:
+        """Whether gradients go through a codec; None where the row has none."""
+        if self.wiring is None or self.wiring.coded is None:
+            return None
+        return self.wiring.on
 
 
 def attach(
@@ -86,15 +92,7 @@ def _attach_strategy(peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer
     flush: Callable[[], None] = getattr(model, "flush")  # noqa: B009 - `distribute` adds it
     engine = engine_of(model)
     assert engine is not None
-    wiring = engine.wiring
-    return Attached(
-        model,
-        optimizer,
-        detach,
-        flush,
-        deciding=lambda: wiring.deciding,
-        coded=lambda: wiring.on if wiring.coded is not None else None,
-    )
+    return Attached(model, optimizer, detach, flush, engine.wiring)
 
 
 def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:

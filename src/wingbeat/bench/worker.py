@@ -10,7 +10,8 @@ import gc
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ class Worker:
     world: World
     done: int = 0
     said: float = 0.0
+    decided: dict[int, bool] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -71,8 +73,7 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
         for i in range(config.warmup - lead):
             attach.step(made, built.loss)
             worker.tick(row, round_, i - config.warmup)
-        while made.deciding():  # all workers decide in the same iteration
-            attach.step(made, built.loss)
+        _decide(worker, row, made, built.loss)
         before = _settled_bytes(worker, made)
         for _ in range(lead):
             attach.step(made, built.loss)
@@ -84,8 +85,26 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
             worker.tick(row, round_, i)
         sent = (_settled_bytes(worker, made) - before) / (count + lead)
         accuracy = built.accuracy(made.model)
-        coded = made.coded()
+        coded = made.coded
     return _gather(worker, row, starts, sent, loss, accuracy, coded)
+
+
+def _decide(
+    worker: Worker, row: int, made: attach.Attached, loss: Callable[[torch.nn.Module], torch.Tensor]
+) -> None:
+    """Train until it is known whether the row's codec pays; once for all rounds."""
+    wiring = made.wiring
+    if wiring is None or not wiring.deciding():
+        return
+    if row in worker.decided:
+        wiring.decide(worker.decided[row])
+        return
+    if worker.rank == 0:
+        text = worker.checked.rows[row].text
+        say("phase", text=f"{text}: measuring whether its codec pays")
+    while wiring.deciding():  # all workers decide in the same iteration
+        attach.step(made, loss)
+    worker.decided[row] = wiring.on
 
 
 def measure_round(worker: Worker, round_: int) -> list[Timings]:

@@ -203,7 +203,7 @@ class Engine:
         self._next = 0
         self.before_backward()
         self.wiring.boundary()
-        if self.tuning is not None and not self.wiring.deciding:
+        if self.tuning is not None and not self.wiring.deciding():
             self.tuning.boundary()
         if self.bucketing.stale:
             self.rebucket()
@@ -262,7 +262,7 @@ class Engine:
         self._in_backward = False
         self.buffer_sync.start(self.buffer_root)
         self.wiring.exchange()
-        if self.tuning is not None and not self.wiring.deciding:
+        if self.tuning is not None and not self.wiring.deciding():
             self.tuning.exchange()
         self.bucketing.agree()
 

@@ -65,10 +65,14 @@ class Wiring:
         """The factor of momentum correction; 0 for none."""
         return self.coded.momentum if isinstance(self.coded, TopK) else 0.0
 
-    @property
     def deciding(self) -> bool:
         """Whether it is still being measured if the codec pays."""
         return self._trial is not None and not self._trial.done
+
+    def decide(self, coded: bool) -> None:
+        """End the trial with what is known already; the same on every worker, before training."""
+        if self._trial is not None:
+            self._trial.coded, self._trial.done = coded, True
 
     @property
     def on(self) -> bool:
@@ -140,7 +144,7 @@ class Wiring:
             PeerError: a worker sent something that is no part of a trial.
         """
         self._step += 1
-        if not self.deciding:
+        if not self.deciding():
             return
         self._seconds = self._stopwatch.lap()
         handle, self._handle = self._handle, None
