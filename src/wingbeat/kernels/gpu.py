@@ -1,0 +1,321 @@
+"""The kernels in Triton, for tensors on a GPU; see `reference` for what each function does.
+
+Nothing waits for the device, with one exception: a top-k payload is checked before it is used.
+Under Triton's interpreter (``TRITON_INTERPRET=1``) all of it runs on CPU tensors too.
+
+Importing this raises ImportError where there is no triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wingbeat.kernels import check, gpu_locate, gpu_sketch, gpu_topk, layout
+from wingbeat.kernels.codebook import KEYS, codebook
+from wingbeat.kernels.gpu_base import MOST_PROGRAMS, as_floats, check_count, launch, words
+
+
+def sketch_encode(
+    x: Tensor,
+    payload: Tensor,
+    *,
+    bits: int,
+    split: str = "error",
+    level: str = "mean",
+    residual: Tensor | None = None,
+) -> None:
+    """Write a sketch of ``x`` (Canary, section 4.3.1); arguments as in `reference`.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, size, device or value.
+    """
+    check.sketch_encode(x, payload, bits, split, level, residual)
+    n = x.numel()
+    check_count("x", n)
+    if n == 0:
+        return
+    with torch.cuda.device_of(x):
+        if layout.sketch_is_raw(n, bits):
+            _encode_raw(x, payload, residual, None)
+        else:
+            into = words(payload)
+            _encode_sketch(x, into, bits, split, level, residual)
+            _put_back(into, payload)
+
+
+def sketch_decode(payload: Tensor, out: Tensor, *, bits: int, add: bool = False) -> None:
+    """Read a sketch into float32[n], or add it; arguments as in `reference`.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, size, device or value.
+    """
+    check.sketch_decode(payload, out, bits)
+    n = out.numel()
+    check_count("out", n)
+    if n == 0:
+        return
+    with torch.cuda.device_of(out):
+        payload = words(payload)
+        if layout.sketch_is_raw(n, bits):
+            _decode_raw(payload, out, add)
+            return
+        start = layout.table_bytes(bits)
+        table, codes = as_floats(payload[:start]), payload[start:]
+        launch(
+            gpu_sketch.decode,
+            _ceil(n, 8 * gpu_sketch.GROUPS),
+            *(codes, table, out, n, codes.numel()),
+            BITS=bits,
+            ADD=add,
+            GROUPS=gpu_sketch.GROUPS,
+            num_warps=gpu_sketch.WARPS,
+        )
+
+
+def topk_encode(
+    x: Tensor,
+    payload: Tensor,
+    *,
+    k: int,
+    residual: Tensor | None = None,
+    velocity: Tensor | None = None,
+    momentum: float = 0.0,
+) -> None:
+    """Write the ``k`` largest magnitudes of ``x`` and their places; arguments as in `reference`.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, size, device or value, or there is a
+            velocity and no residual.
+    """
+    check.topk_encode(x, payload, k, residual, velocity)
+    n = x.numel()
+    check_count("x", n)
+    if n == 0:
+        return
+    with torch.cuda.device_of(x):
+        if layout.topk_is_raw(n, k):
+            if velocity is not None:
+                x = velocity.mul_(momentum).add_(x)
+            _encode_raw(x, payload, residual, velocity)
+        else:
+            into = words(payload)
+            _Selection(x, k, residual, velocity, momentum).write(into)
+            _put_back(into, payload)
+
+
+def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> None:
+    """Read what ``topk_encode`` wrote into float32[n], or add it; arguments as in `reference`.
+
+    The host waits for the device once, to learn whether the payload is well formed.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, size, device or value; or the payload is
+            malformed: counts that do not sum to k, indices that do not ascend or are beyond n.
+            ``out`` is then untouched.
+    """
+    check.topk_decode(payload, out, k)
+    n = out.numel()
+    check_count("out", n)
+    if n == 0:
+        return
+    with torch.cuda.device_of(out):
+        payload = words(payload)
+        if layout.topk_is_raw(n, k):
+            _decode_raw(payload, out, add)
+            return
+        sent, counts, offsets = _parts(payload, n, k)
+        places = _located(counts, offsets, n, k)
+        if not add:
+            out.zero_()
+        programs = _ceil(k, gpu_locate.STEP)
+        launch(
+            gpu_locate.scatter,
+            programs,
+            *(as_floats(sent), places, out, k),
+            ADD=add,
+            BLOCK=gpu_locate.STEP,
+        )
+
+
+def _encode_sketch(
+    x: Tensor, payload: Tensor, bits: int, split: str, level: str, residual: Tensor | None
+) -> None:
+    n = x.numel()
+    counts = torch.zeros(KEYS, dtype=torch.int32, device=x.device)
+    # A pointer is needed where there is no residual too; it is not read.
+    left = x if residual is None else residual
+    launch(
+        gpu_sketch.histogram,
+        _ceil(n, gpu_sketch.HISTOGRAM_BLOCK),
+        *(x, left, counts, n),
+        RESIDUAL=residual is not None,
+        BLOCK=gpu_sketch.HISTOGRAM_BLOCK,
+        num_warps=gpu_sketch.HISTOGRAM_WARPS,
+    )
+    lut, table = codebook(counts.long(), bits, split, level)
+    start = layout.table_bytes(bits)
+    as_floats(payload[:start]).copy_(table)
+    codes = payload[start:]
+    launch(
+        gpu_sketch.encode,
+        _ceil(n, 8 * gpu_sketch.GROUPS),
+        *(x, left, lut, table, codes, n, codes.numel()),
+        BITS=bits,
+        RESIDUAL=residual is not None,
+        GROUPS=gpu_sketch.GROUPS,
+    )
+
+
+class _Selection:
+    """The k largest magnitudes of one tensor; the steps are explained in `gpu_topk`."""
+
+    def __init__(
+        self, x: Tensor, k: int, residual: Tensor | None, velocity: Tensor | None, momentum: float
+    ) -> None:
+        self._n, self._k, self._momentum = x.numel(), k, float(momentum)
+        self._residual, self._velocity = residual, velocity
+        self._constants = {"RESIDUAL": residual is not None, "VELOCITY": velocity is not None}
+        # Where there is none, x stands for it; it is then neither read nor written.
+        self._x = x
+        self._left = x if residual is None else residual
+        self._moved = x if velocity is None else velocity
+        self._blocks = _ceil(self._n, gpu_topk.BLOCK)
+        self._samples, self._target, self._room = gpu_topk.sampling(self._n, k)
+        self._scratch = torch.zeros(
+            gpu_topk.STATE_SIZE + 3 * gpu_topk.BINS, dtype=torch.int32, device=x.device
+        )
+        self._state = self._scratch[: gpu_topk.STATE_SIZE]
+        self._counts = self._scratch[gpu_topk.STATE_SIZE :]
+        self._candidates, self._places = self._integers(self._room), self._integers(self._room)
+        self._starts, self._lengths = self._integers(self._blocks), self._integers(self._blocks)
+
+    def write(self, payload: Tensor) -> None:
+        """Select, fill in the payload, and leave the rest in residual and velocity."""
+        self._gather()
+        # What steps 3 and 4 look at if the candidates are not the ones: bits of all values.
+        values = self._left.view(torch.int32)
+        self._find(values)
+        self._emit(values, payload)
+        for left in (self._residual, self._velocity):
+            if left is not None:
+                self._launch_over(gpu_topk.scrub, left.view(torch.int32), self._state, self._n)
+
+    def _gather(self) -> None:
+        launch(
+            gpu_topk.guess,
+            1,
+            *(self._x, self._left, self._moved, self._momentum, self._state),
+            *(self._n, self._samples, self._target),
+            **self._constants,
+            BLOCK=gpu_topk.HISTOGRAM_BLOCK,
+            num_warps=gpu_topk.GUESS_WARPS,
+        )
+        launch(
+            gpu_topk.sweep,
+            self._blocks,
+            *(self._x, self._left, self._moved, self._momentum, self._state),
+            *(self._candidates, self._places, self._starts, self._lengths, self._n, self._room),
+            **self._constants,
+            BLOCK=gpu_topk.BLOCK,
+            num_warps=gpu_topk.WARPS,
+        )
+
+    def _find(self, values: Tensor) -> None:
+        for digit in range(3):
+            self._launch_over(
+                gpu_topk.histogram,
+                *(values, self._candidates, self._state, self._counts),
+                *(self._n, self._k, self._room),
+                PASS=digit,
+                BINS=gpu_topk.BINS,
+            )
+        launch(gpu_topk.settle, 1, self._state, self._counts, BINS=gpu_topk.BINS)
+
+    def _emit(self, values: Tensor, payload: Tensor) -> None:
+        shares = self._integers(2 * self._blocks).view(2, self._blocks)
+        runs = (self._starts, self._lengths, self._state, shares)
+        sizes = (self._blocks, self._n, self._k, self._room)
+        steps = {"BLOCK": gpu_topk.BLOCK, "STEP": gpu_topk.RUN_STEP}
+        launch(gpu_topk.tally, self._blocks, values, self._candidates, *runs, *sizes, **steps)
+        # A few thousand integers: torch's own running sum is as fast as any.
+        through = shares.cumsum(1, dtype=torch.int32)
+        sent, counts, offsets = _parts(payload, self._n, self._k)
+        counts.zero_()
+        launch(
+            gpu_topk.emit,
+            self._blocks,
+            *(values, self._candidates, self._places, *runs, through),
+            *(sent, counts, offsets, self._left, self._moved, *sizes),
+            **self._constants,
+            **steps,
+        )
+
+    def _integers(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int32, device=self._x.device)
+
+    def _launch_over(self, function: object, *arguments: object, **constants: int) -> None:
+        """Launch a kernel whose programs share out all values or fewer, as they find."""
+        programs = min(MOST_PROGRAMS, _ceil(self._n, gpu_topk.HISTOGRAM_BLOCK))
+        sizes = {"BLOCK": gpu_topk.HISTOGRAM_BLOCK, "num_warps": gpu_topk.WARPS}
+        launch(function, programs, *arguments, **constants, **sizes)
+
+
+def _located(counts: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+    """Return the indices of a payload, int32[k], or raise ValueError if it is malformed."""
+    # Counts are unsigned. 2**15 of them at most cannot overflow the sum.
+    ends = (counts.long() & 0xFFFFFFFF).cumsum(0)
+    places = torch.empty(k, dtype=torch.int32, device=counts.device)
+    wrong = torch.zeros(3, dtype=torch.int32, device=counts.device)
+    launch(
+        gpu_locate.locate,
+        _ceil(k, gpu_locate.STEP),
+        *(ends, offsets, places, wrong, k, n, ends.numel(), ends.numel().bit_length()),
+        BLOCK=gpu_locate.STEP,
+    )
+    sums, ascend, beyond = wrong.tolist()
+    if sums:
+        raise ValueError(f"payload is malformed: counts do not sum to {k}")
+    if ascend:
+        raise ValueError("payload is malformed: indices do not ascend")
+    if beyond:
+        raise ValueError(f"payload is malformed: an index is beyond the {n} values")
+    return places
+
+
+def _parts(payload: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """View the values (as int32), counts (as int32) and offsets (as int16) of a top-k payload."""
+    first = layout.VALUE_BYTES * k
+    second = first + layout.COUNT_BYTES * layout.blocks_of(n)
+    return (
+        payload[:first].view(torch.int32),
+        payload[first:second].view(torch.int32),
+        payload[second:].view(torch.int16),
+    )
+
+
+def _encode_raw(
+    x: Tensor, payload: Tensor, residual: Tensor | None, velocity: Tensor | None
+) -> None:
+    """Send everything. Raw payloads are small, or k is most of n: torch's operations will do."""
+    acc = x if residual is None else residual.add_(x)
+    payload.copy_(acc.view(torch.uint8))
+    for left in (residual, velocity):
+        if left is not None:
+            left.zero_()
+
+
+def _decode_raw(payload: Tensor, out: Tensor, add: bool) -> None:
+    if add:
+        out.add_(as_floats(payload))
+    else:
+        out.copy_(as_floats(payload))
+
+
+def _put_back(words_of: Tensor, payload: Tensor) -> None:
+    if words_of is not payload:
+        payload.copy_(words_of)
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)

@@ -1,0 +1,68 @@
+"""What the Triton kernels share: decorator, launch, and views of a payload.
+
+Importing this raises ImportError where there is no triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_PROGRAMS = 1024
+"""Programs of a kernel that loops over its work: some 8 for each multiprocessor of a large GPU."""
+
+_MOST_VALUES = 2**31
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile ``function`` with Triton on its first launch, for each set of constants."""
+    return triton.jit(function)
+
+
+def launch(function: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Start ``programs`` programs of a kernel on the current stream.
+
+    A product and a sum are rounded one by one, not fused: else a velocity would have other bits
+    than on the CPU, and top-k would send others.
+    """
+    function[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+
+
+def check_count(name: str, n: int) -> None:
+    """Raise ValueError if ``n`` values are more than the kernels count in 32 bits."""
+    if n >= _MOST_VALUES:
+        raise ValueError(f"{name} has {n} elements; on a GPU it must have fewer than 2**31")
+
+
+def words(payload: Tensor) -> Tensor:
+    """Return ``payload``, or a copy where it does not begin at a multiple of 4 bytes.
+
+    Its numbers can then be read and written as such.
+    """
+    aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
+    return payload if aligned else payload.clone()
+
+
+def as_floats(payload: Tensor) -> Tensor:
+    """View the bytes of ``words`` as float32."""
+    return payload.view(torch.float32)
+
+
+@kernel
+def load_acc(
+    x: tl.tensor,
+    residual: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    RESIDUAL: tl.constexpr,
+) -> Any:
+    """Load x, plus the residual if there is one; 0 outside."""
+    acc = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    if RESIDUAL:
+        acc += tl.load(residual + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return acc

@@ -1,0 +1,369 @@
+"""Triton kernels of top-k: exact selection that reads the values once, and nobody asks the host.
+
+1. ``guess`` takes a sample and chooses a threshold that somewhat more than k values should reach.
+2. ``sweep`` is the one pass over all values. It adds up momentum, gradient and residual, and copies
+   the values that reach the threshold, the *candidates*, to a buffer: each block's in their order.
+3. ``histogram``, three times, and ``settle`` find the kth largest magnitude among the candidates by
+   its bits: 11, then 10, then 10.
+4. ``tally`` counts each block's share, a running sum places it, ``emit`` writes it.
+
+If fewer than k values are candidates, or more than the buffer holds (values all alike, say), steps
+3 and 4 work on all values instead. That is decided on the device, and is as exact, but reads the
+values five times more.
+
+Bytes moved for each value, of which a copy moves 8: 4, with a residual 12, with a velocity 20.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton.language as tl
+
+from wingbeat.kernels.gpu_base import kernel, load_acc
+
+BLOCK = 4096
+"""Values of a run; 65536 is a multiple, so a run lies in one block of the payload."""
+HISTOGRAM_BLOCK = 8192
+BINS = 2048
+RUN_STEP = 256
+SAMPLES = 1 << 16
+LEAST_ROOM = 1 << 16
+GUESS_WARPS = 16
+WARPS = 8
+"""Of the kernels that read all values: with 4 they need too many registers to hide latency."""
+
+# Where in `state`, int32, what is found out is written down.
+CANDIDATES = tl.constexpr(0)
+BROKEN = tl.constexpr(1)
+FLOOR = tl.constexpr(2)
+PREFIX = tl.constexpr(3)
+NEED = tl.constexpr(6)
+STATE_SIZE = 16
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
+
+
+def sampling(n: int, k: int) -> tuple[int, int, int]:
+    """Return how to guess for ``k`` of ``n``: samples, target, and room for candidates.
+
+    At least ``target`` of the samples shall reach the threshold. That is four standard deviations
+    more than k suggests: then fewer than k candidates are as good as never. The room is four
+    times the candidates that are to be expected, because values may crowd at the threshold.
+    """
+    samples = min(n, SAMPLES)
+    expected = k * samples / n
+    target = k if samples == n else math.ceil(expected + 4 * math.sqrt(expected) + 8)
+    room = 4 * target * n // samples + LEAST_ROOM
+    # Where most values would be candidates, looking at all of them is as fast.
+    return samples, target, min(n, room) if target <= samples // 16 or samples == n else 1
+
+
+@kernel
+def guess(
+    x: tl.tensor,
+    residual: tl.tensor,
+    velocity: tl.tensor,
+    momentum: tl.tensor,
+    state: tl.tensor,
+    n: tl.tensor,
+    samples: tl.tensor,
+    target: tl.tensor,
+    RESIDUAL: tl.constexpr,
+    VELOCITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Find the largest threshold that ``target`` of the samples reach; one program.
+
+    One sample in each of equal stretches, at a place that looks random: values often have a period.
+    """
+    stretch = n // samples
+    found = tl.zeros([8192], tl.int32)
+    for first in range(0, samples, BLOCK):
+        sample = first + tl.arange(0, BLOCK)
+        inside = sample < samples
+        mixed = (sample.to(tl.uint32) * 2654435761) >> 8
+        at = sample.to(tl.int64) * stretch + (mixed % stretch.to(tl.uint32)).to(tl.int64)
+        if VELOCITY:
+            value = tl.load(velocity + at, mask=inside, other=0.0) * momentum
+            value += tl.load(x + at, mask=inside, other=0.0)
+            value += tl.load(residual + at, mask=inside, other=0.0)
+        else:
+            value = load_acc(x, residual, at, inside, RESIDUAL)
+        # Exponent and 5 bits of the mantissa: thresholds 3% apart.
+        magnitude = value.to(tl.int32, bitcast=True) & _MAGNITUDE
+        found += tl.histogram(magnitude >> 18, 8192, mask=inside)
+    reaching = samples - tl.cumsum(found, 0) + found
+    bins = tl.arange(0, 8192)
+    tl.store(state + FLOOR, tl.max(tl.where(reaching >= target, bins, 0)) << 18)
+
+
+@kernel
+def sweep(
+    x: tl.tensor,
+    residual: tl.tensor,
+    velocity: tl.tensor,
+    momentum: tl.tensor,
+    state: tl.tensor,
+    candidates: tl.tensor,
+    places: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    n: tl.tensor,
+    room: tl.tensor,
+    RESIDUAL: tl.constexpr,
+    VELOCITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Update velocity and residual and gather the candidates: one run of them for each block.
+
+    Runs lie in the buffer as their programs came. What is not finite stays in the residual until
+    ``scrub``, because it may yet be selected from there.
+    """
+    block = tl.program_id(0)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    broken = 0
+    if VELOCITY:
+        moved = tl.load(velocity + at, mask=inside, other=0.0) * momentum
+        moved += tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        tl.store(velocity + at, moved, mask=inside)
+        broken = tl.max(moved.to(tl.int32, bitcast=True) & _MAGNITUDE)
+        acc = tl.load(residual + at, mask=inside, other=0.0) + moved
+    else:
+        acc = load_acc(x, residual, at, inside, RESIDUAL)
+    bits = acc.to(tl.int32, bitcast=True)
+    magnitude = bits & _MAGNITUDE
+    if RESIDUAL:
+        tl.store(residual + at, acc, mask=inside)
+        broken = tl.maximum(broken, tl.max(magnitude))
+        tl.store(state + BROKEN, 1, mask=broken >= _INFINITY)
+    keep = inside & (magnitude >= tl.load(state + FLOOR))
+    length = tl.sum(keep.to(tl.int32))
+    start = tl.atomic_add(state + CANDIDATES, length, sem="relaxed")
+    tl.store(starts + block, start)
+    tl.store(lengths + block, length)
+    if length > 0:
+        to = start + tl.cumsum(keep.to(tl.int32), 0) - 1
+        keep = keep & (to < room)
+        tl.store(candidates + to, bits, mask=keep)
+        tl.store(places + to, at.to(tl.int32), mask=keep)
+
+
+@kernel
+def _all_values(
+    state: tl.tensor,
+    k: tl.tensor,
+    room: tl.tensor,
+) -> Any:
+    """Whether the guess was bad, so that all values must be looked at."""
+    found = tl.load(state + CANDIDATES)
+    return (found < k) | (found > room)
+
+
+@kernel
+def _digit(
+    counts: tl.tensor,
+    need: tl.tensor,
+    BINS: tl.constexpr,
+) -> Any:
+    """Return the bin that holds the need-th value from the top, and how many of it are needed."""
+    bins = tl.arange(0, BINS)
+    count = tl.load(counts + bins)
+    through = tl.cumsum(count, 0)
+    above = tl.sum(count) - through
+    here = (above < need) & (above + count >= need)
+    return tl.sum(tl.where(here, bins, 0)), need - tl.sum(tl.where(here, above, 0))
+
+
+@kernel
+def histogram(
+    values: tl.tensor,
+    candidates: tl.tensor,
+    state: tl.tensor,
+    counts: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    room: tl.tensor,
+    PASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
+    """Count the values of each digit PASS, of those whose digits before are the kth value's.
+
+    Every program works out the digit before by itself, from a few kilobytes in the cache: that is
+    sooner done than another launch.
+    """
+    whole = _all_values(state, k, room)
+    total = tl.where(whole, n, tl.load(state + CANDIDATES))
+    in_values = tl.where(whole, n, 0)
+    prefix = 0
+    if PASS == 1:
+        prefix, need = _digit(counts, k, BINS)
+    if PASS == 2:
+        digit, need = _digit(counts + BINS, tl.load(state + NEED + 1), BINS)
+        prefix = (tl.load(state + PREFIX + 1) << 10) | digit
+    if PASS > 0 and tl.program_id(0) == 0:
+        tl.store(state + PREFIX + PASS, prefix)
+        tl.store(state + NEED + PASS, need)
+    found = tl.zeros([BINS], tl.int32)
+    programs = tl.num_programs(0)
+    for block in range(tl.program_id(0), tl.cdiv(total, BLOCK), programs):
+        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+        inside = at < total
+        bits = tl.load(values + at, mask=at < in_values, other=0)
+        bits |= tl.load(candidates + at, mask=at < total - in_values, other=0)
+        magnitude = bits & _MAGNITUDE
+        if PASS == 0:
+            digit_of, like = magnitude >> 20, inside
+        elif PASS == 1:
+            digit_of, like = (magnitude >> 10) & 1023, inside & ((magnitude >> 20) == prefix)
+        else:
+            digit_of, like = magnitude & 1023, inside & ((magnitude >> 10) == prefix)
+        found += tl.histogram(digit_of, BINS, mask=like)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(counts + PASS * BINS + bins, found, mask=found > 0, sem="relaxed")
+
+
+@kernel
+def settle(
+    state: tl.tensor,
+    counts: tl.tensor,
+    BINS: tl.constexpr,
+) -> None:
+    """Write down the kth largest magnitude's bits and how many that equal it are sent; 1 program.
+
+    They stand behind the prefixes and needs of the digits.
+    """
+    digit, need = _digit(counts + 2 * BINS, tl.load(state + NEED + 2), BINS)
+    tl.store(state + PREFIX, (tl.load(state + PREFIX + 2) << 10) | digit)
+    tl.store(state + NEED, need)
+
+
+@kernel
+def _run(
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    block: tl.tensor,
+    whole: tl.tensor,
+    n: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> Any:
+    """Return where a block's run begins and how long it is."""
+    first = block.to(tl.int64) * BLOCK
+    start = tl.where(whole, first, tl.load(starts + block).to(tl.int64))
+    length = tl.where(whole, tl.minimum(n - first, BLOCK), tl.load(lengths + block).to(tl.int64))
+    return start, length.to(tl.int32)
+
+
+@kernel
+def tally(
+    values: tl.tensor,
+    candidates: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    state: tl.tensor,
+    shares: tl.tensor,
+    blocks: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    room: tl.tensor,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """Count each block's values above the kth, and those equal to it: shares, int32[2, blocks]."""
+    whole = _all_values(state, k, room)
+    kth = tl.load(state + PREFIX)
+    block = tl.program_id(0)
+    start, length = _run(starts, lengths, block, whole, n, BLOCK)
+    in_values = tl.where(whole, length, 0)
+    above = tl.zeros([STEP], tl.int32)
+    equal = tl.zeros([STEP], tl.int32)
+    for i in range(0, length, STEP):
+        at = i + tl.arange(0, STEP)
+        inside = at < length
+        bits = tl.load(values + start + at, mask=at < in_values, other=0)
+        bits |= tl.load(candidates + start + at, mask=at < length - in_values, other=0)
+        magnitude = bits & _MAGNITUDE
+        above += (inside & (magnitude > kth)).to(tl.int32)
+        equal += (inside & (magnitude == kth)).to(tl.int32)
+    tl.store(shares + block, tl.sum(above))
+    tl.store(shares + blocks + block, tl.sum(equal))
+
+
+@kernel
+def emit(
+    values: tl.tensor,
+    candidates: tl.tensor,
+    places: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    state: tl.tensor,
+    shares: tl.tensor,
+    through: tl.tensor,
+    sent: tl.tensor,
+    counts: tl.tensor,
+    offsets: tl.tensor,
+    residual: tl.tensor,
+    velocity: tl.tensor,
+    blocks: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    room: tl.tensor,
+    RESIDUAL: tl.constexpr,
+    VELOCITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """Write each block's part of the payload, and zeros where residual and velocity were sent.
+
+    ``through`` is the running sum of ``shares``: what is before a block says where its part begins.
+    """
+    whole = _all_values(state, k, room)
+    kth, ties = tl.load(state + PREFIX), tl.load(state + NEED)
+    block = tl.program_id(0)
+    start, length = _run(starts, lengths, block, whole, n, BLOCK)
+    in_values = tl.where(whole, length, 0)
+    equals = tl.load(through + blocks + block) - tl.load(shares + blocks + block)
+    begin = tl.load(through + block) - tl.load(shares + block) + tl.minimum(equals, ties)
+    to = begin
+    for i in range(0, length, STEP):
+        at = i + tl.arange(0, STEP)
+        inside = at < length
+        bits = tl.load(values + start + at, mask=at < in_values, other=0)
+        bits |= tl.load(candidates + start + at, mask=at < length - in_values, other=0)
+        place = tl.load(places + start + at, mask=at < length - in_values, other=0)
+        place = tl.where(at < in_values, (start + at).to(tl.int32), place)
+        magnitude = bits & _MAGNITUDE
+        equal = (inside & (magnitude == kth)).to(tl.int32)
+        rank = equals + tl.cumsum(equal, 0)
+        take = (inside & (magnitude > kth)) | ((equal > 0) & (rank <= ties))
+        taken = take.to(tl.int32)
+        position = to + tl.cumsum(taken, 0) - 1
+        tl.store(sent + position, bits, mask=take)
+        tl.store(offsets + position, (place & 0xFFFF).to(tl.int16), mask=take)
+        if RESIDUAL:
+            tl.store(residual + place, 0.0, mask=take)
+        if VELOCITY:
+            tl.store(velocity + place, 0.0, mask=take)
+        equals += tl.sum(equal)
+        to += tl.sum(taken)
+    tl.atomic_add(counts + block // (65536 // BLOCK), to - begin, mask=to > begin, sem="relaxed")
+
+
+@kernel
+def scrub(
+    left: tl.tensor,
+    state: tl.tensor,
+    n: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Set what is not finite to 0, if ``sweep`` saw any: a NaN must not stay for ever."""
+    if tl.load(state + BROKEN) != 0:
+        programs = tl.num_programs(0)
+        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), programs):
+            at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+            bits = tl.load(left + at, mask=at < n, other=0)
+            tl.store(left + at, 0, mask=(at < n) & ((bits & _INFINITY) == _INFINITY))

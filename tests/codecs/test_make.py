@@ -1,0 +1,65 @@
+"""From settings to codecs, and what a bucket's regions make of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wingbeat.codecs import Coding, make
+from wingbeat.codecs.coding import Region
+from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.topk import warmed_up
+from wingbeat.types import Span
+from wingbeat.wires import Half, LowRank, Sketch, TopK
+
+
+@pytest.mark.parametrize("wire", [Sketch(bits=5), TopK(), LowRank(), Half()], ids=repr)
+def test_equal_settings_give_equal_codecs(wire) -> None:
+    assert make(wire, 3) == make(type(wire)(**vars(wire)), 7)
+
+
+def test_only_a_warm_up_changes_the_codec() -> None:
+    wire = TopK(density=0.001, warmup=4)
+    densities = [make(wire, step).bytes_per_element / 6 for step in range(6)]
+    assert densities[0] == pytest.approx(0.25)
+    assert densities == sorted(densities, reverse=True)
+    assert densities[4:] == [pytest.approx(0.001)] * 2
+    ratios = [b / a for a, b in zip(densities[:4], densities[1:5], strict=True)]
+    assert ratios == [pytest.approx(ratios[0])] * 4
+
+
+@pytest.mark.parametrize(("density", "warmup"), [(0.5, 10), (0.25, 10), (0.001, 0)])
+def test_no_warm_up_from_above_a_quarter(density, warmup) -> None:
+    assert warmed_up(density, warmup, 0) == density
+
+
+@pytest.mark.parametrize("wire", [Sketch(), TopK(density=0.1), LowRank(), Half()], ids=repr)
+@pytest.mark.parametrize("cols", [0, 50])
+def test_bytes_per_element_is_about_what_a_payload_takes(wire, cols) -> None:
+    codec = make(wire)
+    numel = 1_000_000
+    if cols and isinstance(wire, LowRank):
+        assert codec.nbytes(numel, cols) < codec.nbytes(numel) / 2
+    else:
+        assert codec.nbytes(numel, cols) == pytest.approx(codec.bytes_per_element * numel, rel=0.01)
+
+
+def test_a_payload_is_aligned_and_its_size_follows_from_the_span() -> None:
+    sketch = make(Sketch(bits=3))
+    coding = Coding([Region(Span(0, 1001), sketch), Region(Span(1001, 1004), Dense())])
+    assert coding.room(Span(0, 1004)) % 4 == 0
+    assert coding.room(Span(1001, 1004)) == 12
+    assert coding.room(Span(1000, 1002)) == sketch.nbytes(1) + 4
+    assert coding.room(Span(7, 7)) == 0
+
+
+def test_half_precision_buffers_are_decoded_in_float32_and_rounded_once() -> None:
+    coding = Coding([Region(Span(0, 5000), make(Sketch()))])
+    wide = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    half = wide.to(torch.bfloat16)
+    payload = torch.empty(coding.room(Span(0, 5000)), dtype=torch.uint8)
+    coding.encode(half, Span(0, 5000), payload)
+    got, exact = torch.ones(5000, dtype=torch.bfloat16), torch.empty(5000)
+    coding.decode(payload, got, Span(0, 5000), add=True)
+    coding.decode(payload, exact, Span(0, 5000))
+    assert torch.equal(got, (exact + 1).to(torch.bfloat16))
