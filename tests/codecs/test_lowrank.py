@@ -110,6 +110,13 @@ def test_what_has_that_rank_arrives_exactly(
     assert error <= 3e-6 * x.norm()
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_small_singular_values_are_not_lost_beside_large_ones(seed: int) -> None:
+    """Their squares would be, in float32: this one's is 1e-8 of the others'."""
+    x = with_spectrum(600, 900, torch.tensor([1.0, 1.0, 1.0, 1.0, 1e-4]), seed)
+    assert (there_and_back(LowRank(5), x) - x).norm() <= 5e-6
+
+
 def test_more_iterations_come_nearer() -> None:
     x = with_spectrum(150, 200, 1 / torch.arange(1, 151.0), seed=3)
     errors = [
@@ -149,6 +156,12 @@ def test_the_extremes_of_float32_neither_overflow_nor_vanish(
     error = (there_and_back(LowRank(3), x).double() - x.double()).abs().max()
     rounding = 2.0**-149
     assert error <= 1e-5 * x.double().abs().max() + 2 * rounding
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_neither_factor_of_a_huge_matrix_overflows(shape: tuple[int, int]) -> None:
+    out = there_and_back(LowRank(2), torch.full(shape, -3e38))
+    torch.testing.assert_close(out, torch.full(shape, -3e38), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -247,6 +260,15 @@ def test_factors_are_used_where_they_are_less_than_half(
     elif not cols or factors >= whole / 2:
         assert size == whole
     assert size <= whole
+
+
+def test_the_second_factor_begins_at_a_multiple_of_four_and_gaps_are_zero() -> None:
+    codec, x = LowRank(3, SKETCH), torch.randn(401, 503)
+    first, second = SKETCH.nbytes(401 * 3), SKETCH.nbytes(503 * 3)
+    assert first % 4 == 3
+    payload = torch.full((first + 1 + second,), 255, dtype=torch.uint8)
+    codec.encode(x.view(-1), payload, cols=503)
+    assert payload[first] == 0
 
 
 @pytest.mark.parametrize(("numel", "cols"), [(0, 0), (0, 8), (1, 0), (100, 100), (48, 8), (777, 0)])

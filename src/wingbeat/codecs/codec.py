@@ -28,7 +28,7 @@ class Codec(Protocol):
 
     @property
     def bytes_per_element(self) -> float:
-        """About how many bytes an element takes on the wire; 0 if large pieces take far fewer."""
+        """About how many bytes an element that is in no matrix takes on the wire."""
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """Return the exact size of the payload of ``numel`` elements."""

@@ -69,8 +69,8 @@ class LowRank:
 
     @property
     def bytes_per_element(self) -> float:
-        """None to speak of: matrices are worth more the fewer pieces they are in."""
-        return 0.0
+        """The inner codec's, for all that is no matrix."""
+        return self.inner.bytes_per_element
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """Return the payload's size in bytes.

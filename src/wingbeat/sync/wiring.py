@@ -19,10 +19,11 @@ from wingbeat.sync.bucket import Bucket, Slot
 from wingbeat.sync.stopwatch import Stopwatch
 from wingbeat.sync.trial import Trial
 from wingbeat.types import Choices, Span
-from wingbeat.wires import Coded, LowRank, TopK
+from wingbeat.wires import Coded, LowRank, Sketch, TopK
 
-LARGE_MATRIX = 1 << 16
-"""Elements from which a fully connected layer's gradient is worth factors (Canary, 4.3.1)."""
+LARGE = 1 << 16
+"""Elements from which a gradient travels by itself: worth a table of its own levels, or factors if
+it is a fully connected layer's (Canary, section 4.3.1, case 1)."""
 
 
 class Wiring:
@@ -248,17 +249,18 @@ def _arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.devic
 
 
 def _regions(bucket: Bucket, wire: Coded, codec: Any) -> Iterator[Region]:
-    """Yield large matrices by themselves if the codec has use for them, and the rest in runs.
+    """Yield large gradients by themselves if the codec gains by that, and the rest in runs.
 
     The flags at the end travel as they are: who has used a parameter must not be rounded.
     """
     start = end = 0
     for slot in bucket.slots:
         stop = end + slot.param.numel()
-        if isinstance(wire, LowRank) and slot.param.ndim == 2 and stop - end >= LARGE_MATRIX:
+        if isinstance(wire, LowRank | Sketch) and stop - end >= LARGE:
             if end > start:
                 yield Region(Span(start, end), codec)
-            yield Region(Span(end, stop), codec, slot.param.shape[1])
+            matrix = isinstance(wire, LowRank) and slot.param.ndim == 2
+            yield Region(Span(end, stop), codec, slot.param.shape[1] if matrix else 0)
             start = stop
         end = stop
     if end > start:

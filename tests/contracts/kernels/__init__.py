@@ -1,0 +1,1 @@
+"""All kernels are the same functions: one suite, held against the reference."""
