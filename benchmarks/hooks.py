@@ -1,0 +1,244 @@
+"""DistributedDataParallel with and without wingbeat's communication hooks, on an emulated cluster.
+
+    python benchmarks/hooks.py --json out/hooks.json
+    python benchmarks/hooks.py --model paced:vgg16@0.1 --rows ddp sketch@8
+
+Rows take turns in each round, the order turning too, so that a machine that slows down slows all of
+them. Times are medians over iterations of the slowest worker's; bytes are what the kernel counted
+on a host's links, mean over hosts and iterations. The model is paced: real gradients' bytes, real
+optimizer, compute times emulated; its scale shrinks bytes and links together, as in
+``wingbeat bench``. Encoding takes real time on real cores, which the emulated compute does not: a
+row's figure is worse for it than on a machine with a core for each worker.
+
+``sketch@B`` is sketch_hook with B bits, ``topk@D`` topk_hook with density D. Exit code 1 if a hook
+sends more than its payloads allow (``limit``, with 5% for headers and small messages).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wingbeat import lab, paced
+from wingbeat.bench import ddp as wrapping
+from wingbeat.bench import machine
+from wingbeat.bench.links import scaled
+from wingbeat.kernels import layout
+from wingbeat.lab import counters
+
+ROWS = ("ddp", "ddp+fp16", "sketch@8", "sketch@4", "topk@0.001")
+SLACK = 1.05
+"""Ethernet's and TCP's headers on pieces of up to 64 KB, acknowledgements, and small messages."""
+
+
+class Row:
+    """A model under DDP with one hook, for the length of one turn."""
+
+    def __init__(self, name: str, model: str) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        from wingbeat.integrations import ddp
+
+        profile = paced.parse(model)
+        self.state: Any = None
+        inner = paced.PacedModel(profile)
+        self.model = wrapping.wrap(inner, mb=wrapping.DEFAULT_MB, scale=profile.scale)
+        kind, _, value = name.partition("@")
+        if kind == "ddp+fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif kind == "sketch":
+            self.state = ddp.SketchState(self.model, bits=int(value))
+            self.model.register_comm_hook(self.state, ddp.sketch_hook)
+        elif kind == "topk":
+            self.state = ddp.TopKState(self.model, density=float(value))
+            self.model.register_comm_hook(self.state, ddp.topk_hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(None).backward()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.state.close()
+
+
+def turn(name: str, model: str, warmup: int, iterations: int) -> dict[str, Any]:
+    """One row's turn: seconds of each iteration, of the slowest worker, and bytes a host sent."""
+    row = Row(name, model)
+    for _ in range(warmup):
+        row.step()
+    dist.barrier()
+    before, seconds = sent_bytes(), []
+    for _ in range(iterations):
+        begin = time.perf_counter()
+        row.step()
+        seconds.append(time.perf_counter() - begin)
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    sent = torch.tensor((sent_bytes() - before) / iterations, dtype=torch.float64)
+    dist.all_reduce(sent)
+    buckets = [n // 4 for n in wrapping.buckets(row.model)]
+    row.close()
+    return {
+        "row": name,
+        "seconds": slowest.tolist(),
+        "sent_bytes": float(sent) / dist.get_world_size(),
+        "buckets": buckets,
+    }
+
+
+def sent_bytes() -> int:
+    """What this host's interfaces have sent; without shaped links, what went over loopback."""
+    found = counters.read()
+    names = [name for name in found if name != "lo"] or ["lo"]
+    return sum(found[name].tx_bytes for name in names)
+
+
+def worker(args: argparse.Namespace) -> None:
+    """All rounds on this rank; rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    turns = []
+    for number in range(args.rounds):
+        shift = number % len(args.rows)
+        for name in (*args.rows[shift:], *args.rows[:shift]):
+            turns.append(turn(name, args.model, args.warmup, args.iterations))
+            if dist.get_rank() == 0:
+                print(f"round {number + 1}/{args.rounds}: {name}", flush=True)
+    if dist.get_rank() == 0:
+        Path(args.worker).write_text(json.dumps(turns), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def limit(row: str, buckets: list[int], workers: int) -> float | None:
+    """Bytes that a host may send in an iteration, headers apart; None for rows that are DDP's."""
+    kind, _, value = row.partition("@")
+    if kind == "sketch":
+        blocks = [-(-n // workers) + 16 for n in buckets]
+        return 2.0 * (workers - 1) * sum(layout.sketch_bytes(n, int(value)) + 16 for n in blocks)
+    if kind == "topk":
+        counts = [(n, layout.count_of(n, float(value))) for n in buckets]
+        return float(workers - 1) * sum(layout.topk_bytes(n, k) + 16 for n, k in counts)
+    return None
+
+
+def summary(turns: list[dict[str, Any]], rows: list[str], workers: int) -> list[dict[str, Any]]:
+    """Medians over all iterations of a row, and what they are to the first row's."""
+    found: list[dict[str, Any]] = []
+    for name in rows:
+        mine = [each for each in turns if each["row"] == name]
+        seconds = [s for each in mine for s in each["seconds"]]
+        sent = statistics.fmean(each["sent_bytes"] for each in mine)
+        allowed = limit(name, mine[-1]["buckets"], workers)
+        found.append(
+            {
+                "row": name,
+                "iteration_s": statistics.median(seconds),
+                "sent_bytes": sent,
+                "limit_bytes": allowed,
+                "missed": allowed is not None and sent > SLACK * allowed + 20_000,
+                "buckets": len(mine[-1]["buckets"]),
+            }
+        )
+    for each in found:
+        each["time_ratio"] = each["iteration_s"] / found[0]["iteration_s"]
+        each["bytes_ratio"] = each["sent_bytes"] / found[0]["sent_bytes"]
+    return found
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(f"{'row':12} {'iteration':>10} {'to first':>8} {'sent':>10} {'to first':>8}")
+    for each in rows:
+        print(
+            f"{each['row']:12} {1e3 * each['iteration_s']:7.1f} ms {each['time_ratio']:8.3f} "
+            f"{each['sent_bytes'] / 1e6:7.3f} MB {each['bytes_ratio']:8.4f}"
+            + ("  more than its payloads" if each["missed"] else "")
+        )
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Run the workers on the lab, print a table, and judge it."""
+    profile = paced.parse(args.model)
+    spec = scaled(lab.LabSpec.parse(args.lab), profile.scale)
+    about = machine.describe()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "turns.json"
+        words = [sys.executable, __file__, "--worker", str(path), "--model", args.model]
+        words += ["--rounds", str(args.rounds), "--iterations", str(args.iterations)]
+        words += ["--warmup", str(args.warmup), "--rows", *args.rows]
+        result = lab.run(spec, words, on_line=progress)
+        if result.exit_code:
+            return result.exit_code
+        turns = json.loads(path.read_text(encoding="utf-8"))
+    rows = summary(turns, args.rows, spec.hosts)
+    show(rows)
+    if args.json:
+        report = {
+            "command": sys.argv,
+            "lab": str(spec),
+            "model": args.model,
+            "machine": about,
+            "versions": machine.versions(),
+            "rows": rows,
+            "turns": turns,
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(any(each["missed"] for each in rows))
+
+
+def progress(_rank: int, line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def known(row: str) -> str:
+    """Check one row's name."""
+    kind, _, value = row.partition("@")
+    right = row in ("ddp", "ddp+fp16")
+    if kind == "sketch":
+        right = value.isdigit() and 1 <= int(value) <= layout.MAX_BITS
+    if kind == "topk":
+        try:
+            right = 0.0 < float(value) <= 1.0
+        except ValueError:
+            right = False
+    if not right:
+        raise argparse.ArgumentTypeError(
+            f"{row!r}; allowed: ddp, ddp+fp16, sketch@1 to sketch@8, topk@DENSITY"
+        )
+    return row
+
+
+def main() -> int:
+    """Parse the command line; inside the lab, act as a worker."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lab", default="star:4@1gbit", help="rates are scaled with the model")
+    parser.add_argument("--model", default="paced:resnet50@0.1")
+    parser.add_argument("--rows", nargs="+", type=known, default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=6, help="timed, in each turn")
+    parser.add_argument("--warmup", type=int, default=3, help="iterations; DDP rebuilds buckets")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return 0
+    return launch(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""Parts of wingbeat for training that somebody else drives; loaded on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["ddp"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'wingbeat.integrations' has no attribute {name!r}")
+    return importlib.import_module(f"wingbeat.integrations.{name}")

@@ -1,0 +1,43 @@
+"""The hooks themselves, to be given to ``model.register_comm_hook``."""
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types.
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wingbeat.errors import UsageError
+from wingbeat.integrations.ddp.state import SketchState, TopKState
+
+
+def sketch_hook(state: SketchState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket's gradients over all workers, each value sent as a code of a few bits.
+
+    Every worker owns a block of the bucket: it gets the others' sketches of it, adds them in order
+    of rank in float32, and sends everyone a sketch of the average (Canary, section 4.3.1).
+
+    Raises:
+        UsageError: ``state`` is not a `SketchState`, or is of another model.
+    """
+    _check(state, SketchState, "sketch_hook")
+    return state.submit(bucket)
+
+
+def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the largest of a bucket's gradients over all workers.
+
+    Every worker sends everyone its own largest values (Deep Gradient Compression, section 3).
+
+    Raises:
+        UsageError: ``state`` is not a `TopKState`, or is of another model.
+    """
+    _check(state, TopKState, "topk_hook")
+    return state.submit(bucket)
+
+
+def _check(state: Any, wanted: type, hook: str) -> None:
+    if not isinstance(state, wanted):
+        raise UsageError(
+            f"{hook}: the state is of type {type(state).__name__}; make a {wanted.__name__}(model) "
+            f"and pass it to model.register_comm_hook(state, {hook})"
+        )

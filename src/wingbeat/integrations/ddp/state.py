@@ -1,0 +1,343 @@
+"""What a hook remembers between iterations, and its own thread and process group."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wingbeat import kernels
+from wingbeat.codecs.feedback import Part, Residuals
+from wingbeat.errors import UsageError
+from wingbeat.integrations.ddp.exchange import (
+    Bucket,
+    Exchange,
+    Group,
+    SketchExchange,
+    TopKExchange,
+)
+from wingbeat.integrations.ddp.executor import Executor, Job
+
+WARMUP_DENSITY = 0.25
+"""Density at the start of a warm-up (Deep Gradient Compression, section 3.4)."""
+
+
+class _State:
+    """What both hooks share. Made by every rank alike, as it makes a process group."""
+
+    def __init__(
+        self, model: nn.Module, *, velocity: bool, process_group: Any, timeout: float | None
+    ) -> None:
+        kind = type(self).__name__
+        _check_timeout(timeout, kind)
+        params = _trained(model, kind)
+        group = _own_group(model, process_group, next(iter(params)).device, timeout, kind)
+        self._group = group
+        self._handle: Any = group.handle
+        self._names = params
+        self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
+        self._residuals = Residuals(
+            {name: param.shape for param, name in params.items()},
+            rank=group.rank,
+            world_size=group.size,
+            velocity=velocity,
+        )
+        self._steps = 0
+        self._executor = Executor(group.rank)
+        self._finalizer = weakref.finalize(self, self._executor.close)
+
+    @property
+    def error(self) -> Exception | None:
+        """The first failure, as it was raised; what DDP raises is a RuntimeError with its text."""
+        return self._executor.error
+
+    # -- for the hooks ------------------------------------------------------------------------
+
+    def submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Exchange one of DDP's buckets; the future holds its buffer with the average.
+
+        With one worker nothing is encoded and the gradients stay as they are.
+
+        Raises:
+            UsageError: the state is closed or of another model, or the gradients cannot be
+                encoded. Whatever happens later reaches DDP through the future.
+        """
+        buffer = bucket.buffer()
+        work = self._bucket(bucket, buffer)
+        last = bucket.is_last()
+        job = Job(self._exchange(work), work.where, buffer)
+        if self._group.size == 1:
+            job.done.set_result(buffer)
+        else:
+            self._executor.submit(job)
+        if last:
+            self._steps += 1
+        return job.future()
+
+    def _exchange(self, bucket: Bucket) -> Exchange:
+        raise NotImplementedError
+
+    def _bucket(self, bucket: Any, buffer: Tensor) -> Bucket:
+        self._refuse_misuse()
+        index = bucket.index()
+        names, numels = [], []
+        for position, param in enumerate(bucket.parameters()):
+            name = self._names.get(param)
+            if name is None:
+                raise UsageError(
+                    f"{type(self).__name__}: parameter {position} of bucket {index}, of shape "
+                    f"{tuple(param.shape)}, is not one of the model it was made for, which has "
+                    f"{self._shown()}; make a state for each model, after its parameters are made"
+                )
+            names.append(name)
+            numels.append(param.numel())
+        where = (
+            f"bucket {index} ({names[0]} ...)" if len(names) > 1 else f"bucket {index} ({names[0]})"
+        )
+        if buffer.layout != torch.strided or not buffer.is_floating_point():
+            raise UsageError(
+                f"{type(self).__name__}: {where} has gradients of {buffer.dtype}, "
+                f"{str(buffer.layout).removeprefix('torch.')}; allowed: dense ones of a float "
+                "dtype, so use nn.Embedding(sparse=False)"
+            )
+        assert sum(numels) == buffer.numel(), f"{where} has {buffer.numel()} elements"
+        return Bucket(where, buffer, names, numels, self._keep_unused)
+
+    def _refuse_misuse(self) -> None:
+        kind = type(self).__name__
+        if self._executor.closed:
+            raise UsageError(f"{kind}: close() was called; make a new state for this model")
+        ddp: Any = self._ddp() if self._ddp is not None else None
+        if ddp is not None and ddp._join_config.enable:
+            raise UsageError(
+                f"{kind}: model.join() takes the place of absent workers in DDP's own collectives "
+                "only; give every worker the same number of batches"
+            )
+
+    @property
+    def _keep_unused(self) -> bool:
+        """Whether parameters may go without a gradient; only DDP knows, so without it: yes."""
+        ddp: Any = self._ddp() if self._ddp is not None else None
+        return ddp is None or bool(ddp.find_unused_parameters)
+
+    def _shown(self) -> str:
+        names = list(self._names.values())
+        return f"{names[0]!r}" if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> Part:
+        """Return what this worker owes, by parameter name; each rank has its own.
+
+        Call it between iterations. It does not communicate, and loads with
+        ``torch.load(weights_only=True)``.
+        """
+        return {**self._residuals.state_dict(), "step": self._steps}
+
+    def load_state_dict(self, state: Part) -> None:
+        """Go on from one worker's `state_dict` of a run with as many workers.
+
+        If all ranks load rank 0's, the others start with residuals of zero.
+
+        Raises:
+            UsageError: the state is damaged, or of another model or number of workers; then
+                nothing has changed.
+        """
+        steps = _steps_of([state], "load_state_dict(state)")
+        self._residuals.load_state_dict(state)
+        self._steps = steps
+
+    def load_state_dicts(self, states: Sequence[Part]) -> None:
+        """Go on from what `state_dict` returned on each worker of a run with any number of them.
+
+        What all workers together owe stays what it was.
+
+        Raises:
+            UsageError: a part is missing, occurs twice, is damaged or of another model or moment;
+                then nothing has changed.
+        """
+        steps = _steps_of(states, "load_state_dicts(states)")
+        self._residuals.load_state_dicts(states)
+        self._steps = steps
+
+    def close(self) -> None:
+        """End the thread and its process group; safe to call twice.
+
+        The thread ends by itself when the state is dropped, or the program ends.
+        """
+        self._finalizer()
+        handle, self._handle = self._handle, None
+        if handle is None or self._executor.alive or not dist.is_initialized():
+            return
+        if handle in dist.distributed_c10d._world.pg_map:  # else destroyed with all the others
+            dist.destroy_process_group(handle)
+
+
+class SketchState(_State):
+    """For `sketch_hook`: every value travels as a code of ``bits`` bits, twice.
+
+    Every rank makes one, at the same point of its program; it makes a process group of its own.
+
+    Args:
+        model: the model, or the DistributedDataParallel around it. Given the latter, what only
+            ``find_unused_parameters=True`` needs is left out where it is off.
+        bits: of each value on the wire, 1 to 8.
+        process_group: the one given to DistributedDataParallel, if not the default. If it has only
+            some of the ranks, every other rank must make a state in a group of its own too, so
+            that torch's numbering of groups stays the same everywhere.
+        timeout: seconds until a collective gives up; None: torch's usual time.
+
+    Raises:
+        UsageError: a value is out of range, ``torch.distributed`` is not initialised, or the model
+            has nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bits: int = 8,
+        *,
+        process_group: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        if type(bits) is not int or not 1 <= bits <= 8:
+            raise UsageError(f"SketchState(bits={bits!r}): allowed are whole numbers from 1 to 8")
+        self.bits = bits
+        super().__init__(model, velocity=False, process_group=process_group, timeout=timeout)
+
+    def _exchange(self, bucket: Bucket) -> Exchange:
+        found = kernels.of(bucket.buffer.device)
+        return SketchExchange(bucket, self._group, self._residuals, found, self.bits)
+
+
+class TopKState(_State):
+    """For `topk_hook`: of each bucket only the largest values travel, with their places.
+
+    Every rank makes one, at the same point of its program; it makes a process group of its own.
+
+    Args:
+        model: the model, or the DistributedDataParallel around it. Given the latter, what only
+            ``find_unused_parameters=True`` needs is left out where it is off.
+        density: share of the values that is sent, more than 0 and up to 1.
+        warmup: iterations in which the density falls exponentially from 0.25 to ``density`` (Deep
+            Gradient Compression, section 3.4).
+        momentum: momentum correction (section 3.2): gather momentum here, where a value that was
+            sent starts anew; the optimizer must then have none. 0: leave it to the optimizer.
+        process_group: the one given to DistributedDataParallel, if not the default. If it has only
+            some of the ranks, every other rank must make a state in a group of its own too, so
+            that torch's numbering of groups stays the same everywhere.
+        timeout: seconds until a collective gives up; None: torch's usual time.
+
+    Raises:
+        UsageError: a value is out of range, ``torch.distributed`` is not initialised, or the model
+            has nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        density: float = 0.001,
+        *,
+        warmup: int = 0,
+        momentum: float = 0.0,
+        process_group: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not _number(density) or not 0.0 < density <= 1.0:
+            raise UsageError(
+                f"TopKState(density={density!r}): allowed are numbers above 0 and up to 1"
+            )
+        if type(warmup) is not int or warmup < 0:
+            raise UsageError(f"TopKState(warmup={warmup!r}): allowed are iterations, 0 or more")
+        if not _number(momentum) or not 0.0 <= momentum < 1.0:
+            raise UsageError(
+                f"TopKState(momentum={momentum!r}): allowed are numbers from 0 up to, not "
+                "including, 1"
+            )
+        self.density = float(density)
+        self.warmup = warmup
+        self.momentum = float(momentum)
+        super().__init__(model, velocity=momentum > 0, process_group=process_group, timeout=timeout)
+
+    @property
+    def density_now(self) -> float:
+        """The density of the coming iteration, which a warm-up changes."""
+        if self._steps >= self.warmup or self.density >= WARMUP_DENSITY:
+            return self.density
+        fall = self.density / WARMUP_DENSITY
+        return WARMUP_DENSITY * float(fall ** (self._steps / self.warmup))
+
+    def _exchange(self, bucket: Bucket) -> Exchange:
+        found = kernels.of(bucket.buffer.device)
+        return TopKExchange(
+            bucket, self._group, self._residuals, found, self.density_now, self.momentum
+        )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_timeout(timeout: float | None, kind: str) -> None:
+    if timeout is None:
+        return
+    if not _number(timeout) or not math.isfinite(timeout) or timeout <= 0:
+        raise UsageError(f"{kind}(timeout={timeout!r}): allowed are seconds above 0, or None")
+
+
+def _trained(model: nn.Module, kind: str) -> dict[nn.Parameter, str]:
+    """The trained parameters and their names, which are the same with and without DDP."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{kind}({type(model).__name__}): the first argument must be the model")
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    found = {param: name for name, param in inner.named_parameters() if param.requires_grad}
+    if not found:
+        raise UsageError(f"{kind}(model): {type(inner).__name__} has no parameter to train")
+    return found
+
+
+def _own_group(
+    model: nn.Module, given: Any, device: torch.device, timeout: float | None, kind: str
+) -> Group:
+    """Make a group with the ranks of ``given``, so that nobody else's collectives come between."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            f"{kind}: torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() first"
+        )
+    if given is None and isinstance(model, DistributedDataParallel):
+        given = model.process_group
+    ranks = dist.get_process_group_ranks(given if given is not None else dist.group.WORLD)
+    everyone = len(ranks) == dist.get_world_size()
+    handle = dist.new_group(
+        ranks,
+        timeout=None if timeout is None else timedelta(seconds=timeout),
+        backend={"cpu": "gloo", "cuda": "nccl"}.get(device.type),
+        # Workers outside the group make another one, so they are not waited for. torch then names
+        # the group after its ranks and a count of groups, which must stay the same on all ranks.
+        use_local_synchronization=not everyone,
+    )
+    return Group(handle, dist.get_rank(handle), len(ranks))
+
+
+def _steps_of(states: Any, where: str) -> int:
+    """The number of iterations behind the parts; what else is wrong is found by `Residuals`."""
+    if not isinstance(states, (list, tuple)) or not all(isinstance(s, dict) for s in states):
+        return 0
+    found = [state.get("step", 0) for state in states]
+    for steps in found:
+        if type(steps) is not int or steps < 0:
+            raise UsageError(f"{where}: step is {steps!r}; it must be 0 or more, so save it anew")
+        if steps != found[0]:
+            raise UsageError(
+                f"{where}: one part was saved after {found[0]} steps and another after {steps}; "
+                "pass the parts of one moment"
+            )
+    return found[0] if found else 0

@@ -1,0 +1,1 @@
+"""A package, so that worker processes can import its cases."""
