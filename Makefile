@@ -10,11 +10,12 @@ TESTS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS_READY := .venv/.docs-ready
+NATIVE := $(wildcard native/CMakeLists.txt native/*.cpp native/src/*)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-gpu lint format bench docs clean distclean
+.PHONY: help setup demo test test-slow test-gpu sanitize lint format bench docs clean distclean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -22,9 +23,13 @@ help: ## Say what there is
 setup: $(READY) ## Make .venv and install wingbeat with the tested versions (once)
 	@echo "ready: .venv"
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "wingbeat needs Python 3.10 or newer as $(PYTHON); choose one: make setup PYTHON=python3.12" >&2; exit 1; }
+	@for compiler in "$${CXX:-c++}" g++ clang++; do command -v "$$compiler" >/dev/null && exit 0; done; \
+	  echo "wingbeat's kernels need a C++20 compiler (GCC 11 or Clang 14 or newer); on Debian and Ubuntu: apt install g++" >&2; exit 1
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	  { echo "$(PYTHON) has no headers (Python.h); on Debian and Ubuntu: apt install python3-dev" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@echo "Installing into .venv; PyTorch is large, so this takes some minutes, once."
@@ -42,6 +47,11 @@ test-slow: $(READY) ## Run the tests that take long or belong to a figure
 
 test-gpu: $(READY) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+sanitize: $(READY) ## Run the C++ kernels under the address and undefined behaviour sanitizers
+	@$(BIN)/cmake --log-level=WARNING -S native -B build/sanitize -DWINGBEAT_SANITIZE=ON -DWINGBEAT_EXTENSION=OFF
+	@$(BIN)/cmake --build build/sanitize --parallel 2
+	build/sanitize/driver
 
 lint: $(READY) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -1,0 +1,67 @@
+// What Python sees. Tensors come as addresses, so that torch's own types stay out of the build;
+// wingbeat/kernels/native.py has checked them.
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "loops.h"
+#include "sketch.h"
+#include "topk.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+template <class T>
+T* at(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void sketch_encode(std::uintptr_t x, std::size_t n, std::uintptr_t payload, int bits,
+                   bool by_error, bool ends, std::uintptr_t residual, unsigned threads) {
+  using namespace wingbeat;
+  sketch_encode(at<const float>(x), n, at<std::uint8_t>(payload), bits,
+                by_error ? Split::error : Split::count, ends ? Level::ends : Level::mean,
+                at<float>(residual), threads);
+}
+
+void sketch_decode(std::uintptr_t payload, std::size_t n, std::uintptr_t out, int bits, bool add,
+                   unsigned threads) {
+  wingbeat::sketch_decode(at<const std::uint8_t>(payload), n, at<float>(out), bits, add, threads);
+}
+
+void topk_encode(std::uintptr_t x, std::size_t n, std::uintptr_t payload, std::size_t k,
+                 std::uintptr_t residual, std::uintptr_t velocity, float momentum,
+                 unsigned threads) {
+  wingbeat::topk_encode(at<const float>(x), n, at<std::uint8_t>(payload), k, at<float>(residual),
+                        at<float>(velocity), momentum, threads);
+}
+
+void topk_decode(std::uintptr_t payload, std::size_t n, std::uintptr_t out, std::size_t k,
+                 bool add, unsigned threads) {
+  using wingbeat::Decoded;
+  switch (wingbeat::topk_decode(at<const std::uint8_t>(payload), n, at<float>(out), k, add,
+                                threads)) {
+    case Decoded::well:
+      return;
+    case Decoded::wrong_counts:
+      throw std::invalid_argument("malformed top-k payload: the counts do not add up to k");
+    case Decoded::not_ascending:
+      throw std::invalid_argument("malformed top-k payload: the indices do not ascend");
+    case Decoded::beyond_the_end:
+      throw std::invalid_argument("malformed top-k payload: an index is beyond the end");
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  module.def("sketch_encode", &sketch_encode, Unlocked());
+  module.def("sketch_decode", &sketch_decode, Unlocked());
+  module.def("topk_encode", &topk_encode, Unlocked());
+  module.def("topk_decode", &topk_decode, Unlocked());
+  module.def("instructions", [] { return wingbeat::loops().name; });
+  module.def("prefer_portable", &wingbeat::prefer_portable);
+}

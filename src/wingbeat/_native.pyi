@@ -1,0 +1,28 @@
+def sketch_encode(
+    x: int,
+    n: int,
+    payload: int,
+    bits: int,
+    by_error: bool,
+    ends: bool,
+    residual: int,
+    threads: int,
+    /,
+) -> None: ...
+def sketch_decode(
+    payload: int, n: int, out: int, bits: int, add: bool, threads: int, /
+) -> None: ...
+def topk_encode(
+    x: int,
+    n: int,
+    payload: int,
+    k: int,
+    residual: int,
+    velocity: int,
+    momentum: float,
+    threads: int,
+    /,
+) -> None: ...
+def topk_decode(payload: int, n: int, out: int, k: int, add: bool, threads: int, /) -> None: ...
+def instructions() -> str: ...
+def prefer_portable(on: bool, /) -> None: ...
