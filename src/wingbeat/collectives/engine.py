@@ -15,7 +15,7 @@ from wingbeat.collectives.gathered import Gathered, encoded_rows
 from wingbeat.collectives.handle import Handle
 from wingbeat.collectives.native_coded import start_coded
 from wingbeat.collectives.packing import Cast, Coded, Encoded, Packing, Wire
-from wingbeat.collectives.program import AHEAD, Program, chunk_elements, compile_rounds
+from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
 from wingbeat.topologies import ring
 from wingbeat.transport.world import World
 from wingbeat.types import Round, Span, blocks_of, split
@@ -209,12 +209,7 @@ def _programs(
     stripes = [split(block, weights) for block in blocks]
     chunk = chunk_elements(max(map(len, blocks)), itemsize)
     return tuple(
-        compile_rounds(
-            _rounds(what, topology, rank, [s[link] for s in stripes], link),
-            chunk,
-            # A ring's rounds, and a broadcast's, depend on each other anyhow.
-            ahead=AHEAD if topology == "mesh" and not what.startswith("broadcast") else 0,
-        )
+        compile_rounds(_rounds(what, topology, rank, [s[link] for s in stripes], link), chunk)
         for link in range(len(weights))
     )
 

@@ -6,18 +6,15 @@ arrived. So all the rounds overlap, and a ring's latency is paid once rather tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from wingbeat.types import Round, Send, Span
+from wingbeat.types import Round, Send, Span, Step
 
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 512 << 10
 CHUNKS_PER_BLOCK = 4
-
-AHEAD = 2
-"""Chunks of a mesh's round that may still be on their way when the next round begins: enough to
-keep the link busy, and few enough that one worker at a time sends to each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +54,31 @@ def chunk_elements(block_elements: int, itemsize: float) -> int:
     return max(1, int(size / itemsize))
 
 
-def compile_rounds(rounds: Iterable[Round], chunk: int, ahead: int = 0) -> Program:
-    """Cut the rounds' steps into chunks of ``chunk`` elements and order them by dependence.
-
-    With ``ahead``, a round's sends also wait until all but so many chunks of the round before have
-    arrived. Rounds that do not depend on each other would otherwise all begin at once, and
-    several workers would send to the same one, each at a fraction of its rate.
-    """
+def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
+    """Cut the rounds' steps into chunks of ``chunk`` elements and order them by dependence."""
     numbering = _Numbering()
     first: list[Transfer] = []
     receives: list[Transfer] = []
     unlocks: list[list[Transfer]] = []
     for steps in rounds:
         known = len(receives)
-        for step in steps:
-            for position, span in enumerate(step.span.cut(chunk)):
-                if isinstance(step, Send):
-                    transfer = Transfer(step.peer, span, numbering.sent(step.peer))
-                    last = last_overlap(receives[:known], span)
-                    if ahead:
-                        last = max(last, known - 1 - max(0, ahead - 1 - position))
-                    (first if last < 0 else unlocks[last]).append(transfer)
-                else:
-                    tag = numbering.received(step.peer)
-                    receives.append(Transfer(step.peer, span, tag, step.reduce))
-                    unlocks.append([])
+        for step, span in _chunks(steps, chunk):
+            if isinstance(step, Send):
+                transfer = Transfer(step.peer, span, numbering.sent(step.peer))
+                last = last_overlap(receives[:known], span)
+                (first if last < 0 else unlocks[last]).append(transfer)
+            else:
+                tag = numbering.received(step.peer)
+                receives.append(Transfer(step.peer, span, tag, step.reduce))
+                unlocks.append([])
     return Program(tuple(first), tuple(receives), tuple(map(tuple, unlocks)))
+
+
+def _chunks(steps: Round, chunk: int) -> Iterator[tuple[Step, Span]]:
+    """Cut a round's steps; its chunks take turns, as they do on the links."""
+    cut = [[(step, span) for span in step.span.cut(chunk)] for step in steps]
+    for turn in itertools.zip_longest(*cut):
+        yield from (each for each in turn if each is not None)
 
 
 class _Numbering:

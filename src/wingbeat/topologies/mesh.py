@@ -1,8 +1,8 @@
 """Mesh: direct exchange between every two workers.
 
 As many bytes as the ring, ``(P-1)/P`` of the buffer each way, but one hop instead of ``P-1``
-(Canary, section 4.2). Round ``k`` pairs rank ``r`` with ``r+k``, so that no two workers send
-to the same one at the same moment.
+(Canary, section 4.2). All peers are served at once, chunk by chunk, each worker beginning with the
+next rank: so a block's first chunk is complete long before its last, and can go on.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from wingbeat.types import Recv, Round, Send, Span
 def reduce_scatter(rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
     """Send each worker its block; afterwards ``blocks[rank]`` holds the sum.
 
-    Contributions are added in the order of the rounds, so every run gives the same bits.
+    Contributions are added in the order of the steps, so every run gives the same bits.
     """
     size = len(blocks)
+    after = [(rank + k) % size for k in range(1, size)]
+    before = [(rank - k) % size for k in range(1, size)]
     return [
         (
-            Send((rank + k) % size, blocks[(rank + k) % size], interface),
-            Recv((rank - k) % size, blocks[rank], True, interface),
+            *(Send(peer, blocks[peer], interface) for peer in after),
+            *(Recv(peer, blocks[rank], True, interface) for peer in before),
         )
-        for k in range(1, size)
     ]
 
 
 def all_gather(rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
     """Send this worker's block to each of the others."""
     size = len(blocks)
+    after = [(rank + k) % size for k in range(1, size)]
+    before = [(rank - k) % size for k in range(1, size)]
     return [
         (
-            Send((rank + k) % size, blocks[rank], interface),
-            Recv((rank - k) % size, blocks[(rank - k) % size], False, interface),
+            *(Send(peer, blocks[rank], interface) for peer in after),
+            *(Recv(peer, blocks[peer], False, interface) for peer in before),
         )
-        for k in range(1, size)
     ]
 
 
