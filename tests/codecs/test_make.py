@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_only_a_warm_up_changes_the_codec() -> None:
     assert densities[0] == pytest.approx(0.25)
     assert densities == sorted(densities, reverse=True)
     assert densities[4:] == [pytest.approx(0.001)] * 2
-    ratios = [b / a for a, b in zip(densities[:4], densities[1:5], strict=True)]
+    ratios = [b / a for a, b in itertools.pairwise(densities[:5])]
     assert ratios == [pytest.approx(ratios[0])] * 4
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AHEAD = 128
 """Receives announced before they are needed, so that no peer ever waits for permission. They are
-taken in order, so in a mesh as much as the slowest peer is behind the others has to be announced."""
+taken in order: in a mesh, as much as the slowest peer is behind the others has to be announced."""
 
 DEPTH = 4
 """Collectives begun at once. One begins when the one before it has handed its last chunk to the
