@@ -42,8 +42,9 @@ class Pull(nn.Module):
         super().__init__()
         self.parts = nn.ParameterList(nn.Parameter(torch.zeros(s)) for s in self.SHAPES)
 
-    def forward(self, pulls: list[torch.Tensor]) -> torch.Tensor:
-        return sum((p * g).sum() for p, g in zip(self.parts, pulls, strict=True))
+    def forward(self, pulls: list[torch.Tensor | None]) -> torch.Tensor:
+        pairs = zip(self.parts, pulls, strict=True)
+        return sum((p * g).sum() for p, g in pairs if g is not None)
 
 
 def pulls(step: int, rank: int) -> list[torch.Tensor]:
@@ -100,6 +101,39 @@ def test_what_has_not_arrived_is_owed(kind, wire) -> None:
     results = on(SIZE, body)
     assert_nothing_lost(results, 6, SIZE)
     assert any(bool(debt.any()) for debt in results[0][1].values())
+
+
+@pytest.mark.parametrize("new_buckets", [False, True])
+@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+@pytest.mark.parametrize("wire", LOSSY, ids=repr)
+def test_what_is_owed_to_a_parameter_waits_until_it_is_used_again(kind, wire, new_buckets) -> None:
+    """Nobody uses what workers send for a parameter that has no gradient anywhere."""
+    idle = {1: {1, 2, 3}, 4: {2}}  # parameters and the steps in which nobody uses them
+
+    def given(step: int, rank: int) -> list[torch.Tensor | None]:
+        return [None if step in idle.get(i, ()) else p for i, p in enumerate(pulls(step, rank))]
+
+    def body(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy(kind, wire, mb=1.0))
+        for step in range(5):
+            if new_buckets and step == 3:
+                bucketing = engine(model).bucketing
+                bucketing.use(dataclasses.replace(bucketing.fusion, bucket_bytes=5000))
+            optimizer.zero_grad()
+            model(given(step, world.rank)).backward()
+            optimizer.step()
+        return weights(model), owed(model)
+
+    results = on(SIZE, body)
+    wanted = [torch.zeros(shape, dtype=torch.float64) for shape in Pull.SHAPES]
+    for step in range(5):
+        for rank in range(SIZE):
+            for total, pull_ in zip(wanted, given(step, rank), strict=True):
+                if pull_ is not None:
+                    total += pull_.double() / SIZE
+    for (name, value), want in zip(results[0][0].items(), wanted, strict=True):
+        total = -value.double() + sum(debt[name].double() for _, debt in results)
+        torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "dear"])

@@ -220,6 +220,7 @@ class Engine:
 
     def rebucket(self) -> None:
         """Change to the next plan; every worker does so before the same backward."""
+        self.wiring.settle()
         self.bucketing.rebuild()
 
     @torch.no_grad()

@@ -159,6 +159,7 @@ class DistributedOptimizer:
         Raises:
             UsageError: the strategy's wire keeps no residuals.
         """
+        self._engine.settle()
         owed = self._engine.wiring.state_dict()
         if owed is None:
             raise UsageError(

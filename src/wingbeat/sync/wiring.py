@@ -42,6 +42,9 @@ class Wiring:
         self._made: weakref.WeakKeyDictionary[Bucket, tuple[Any, Encoded]] = (
             weakref.WeakKeyDictionary()
         )
+        self._held: weakref.WeakKeyDictionary[Bucket, list[tuple[torch.Tensor, torch.Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._step = -1
         self._trial: Trial | None = None
         self.residuals: Residuals | None = None
@@ -91,6 +94,10 @@ class Wiring:
         if self.coded is None:
             return self._dtype
         encoded = self._encoded(bucket)
+        if encoded.residual is not None:
+            self._give_back(bucket)
+            if not bucket.dense:
+                self._held[bucket] = list(_hold_back(bucket, encoded.residual))
         if self.on:
             return encoded
         velocity = self.velocity(bucket)
@@ -123,6 +130,10 @@ class Wiring:
         if self.momentum == 0 or self.residuals is None:
             return None
         return self.residuals.velocity_for(*_arrangement(bucket))
+
+    def _give_back(self, bucket: Bucket) -> None:
+        for part, owed in self._held.pop(bucket, ()):
+            part.add_(owed)
 
     def _encoded(self, bucket: Bucket) -> Encoded:
         assert self.coded is not None
@@ -171,10 +182,18 @@ class Wiring:
 
     # -- state ----------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Bring residuals up to date, between iterations: no codec is at work on them any more."""
+        for bucket in list(self._made):
+            if bucket.handle is not None:
+                bucket.handle.wait()
+            self._give_back(bucket)
+
     def state_dict(self) -> dict[str, Any] | None:
         """Return what this worker still owes and the steps made; None where nothing is kept."""
         if self.residuals is None:
             return None
+        self.settle()
         return {**self.residuals.state_dict(), "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -185,6 +204,7 @@ class Wiring:
         """
         if self.residuals is None:
             return
+        self.settle()
         world = self._collectives.world
         if state is None:
             self.residuals.clear()
@@ -213,6 +233,7 @@ class Wiring:
                 "load_residuals(parts): this strategy keeps no residuals; its wire must be "
                 "sketch, topk or lowrank with feedback, and there must be several workers"
             )
+        self.settle()
         self.residuals.load_state_dicts(parts)
         self._step = max(map(_step_of, parts))
 
@@ -240,6 +261,23 @@ def _step_of(state: dict[str, Any]) -> int:
     if type(step) is not int or step < -1:
         raise UsageError(f"residuals: step {step!r} is no number of steps; save the state anew")
     return step
+
+
+def _hold_back(
+    bucket: Bucket, residual: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Take out what is owed to parameters without a gradient here; yield where, and how much.
+
+    If no worker has one, the sum is not used, and what had been sent of it would be lost.
+    """
+    start = 0
+    for slot in bucket.slots:
+        part = residual[start : start + slot.param.numel()]
+        start += part.numel()
+        if not slot.used:
+            owed = part.clone()
+            part.zero_()
+            yield part, owed
 
 
 def _arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
