@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -43,10 +44,10 @@ class Settings:
         if not isinstance(getattr(self, key), bool):
             raise self._refuse(key, "True and False")
 
-    def check_number(self, key: str, allowed: str, *, above: float, upto: float) -> None:
-        """Raise a `UsageError` unless the option is a number, ``above < value <= upto``."""
+    def check_number(self, key: str, allowed: str, good: Callable[[float], bool]) -> None:
+        """Raise a `UsageError` unless the option is a finite number that is ``good``."""
         value = getattr(self, key)
-        if not is_number(value) or not above < value <= upto:
+        if not is_number(value) or not good(value):
             raise self._refuse(key, allowed)
 
 

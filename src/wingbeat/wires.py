@@ -60,7 +60,7 @@ class TopK(Settings):
         warmup: steps in which the density falls exponentially from 0.25 to ``density``
             (Deep Gradient Compression, section 3.3); 0: none.
         momentum: correct for the momentum that waiting gradients would lose (the same paper,
-            section 3.1); use it in place of the optimizer's own, which must be 0 then.
+            section 3.2); use it in place of the optimizer's own, which must be 0 then.
         if_pays: measure in the first iterations whether this is faster than fp32, and use fp32 if
             it is not; False: use it in any case.
 
@@ -74,9 +74,9 @@ class TopK(Settings):
     if_pays: bool = True
 
     def __post_init__(self) -> None:
-        self.check_number("density", "numbers above 0 up to 1", above=0.0, upto=1.0)
+        self.check_number("density", "numbers above 0 up to 1", lambda v: 0 < v <= 1)
         self.check_count("warmup", 0, 10_000_000)
-        self.check_number("momentum", "numbers from 0 to 0.9999", above=-1e-9, upto=0.9999)
+        self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
         self.check_flag("if_pays")
 
 

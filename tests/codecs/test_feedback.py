@@ -286,3 +286,13 @@ def test_buffers_move_between_devices() -> None:
     assert moved.device.type == "cuda"
     assert torch.equal(moved.cpu(), want.flatten())
     assert residuals.flat_for(["weight"], [12], 12, torch.device("cuda")) is moved
+
+
+def test_a_buffer_that_another_parameter_is_in_too_is_not_given_to_one_alone() -> None:
+    """Padding may make the buffers of [a, b] and of [a] equally long."""
+    made = Residuals({"a": (4000,), "b": (1,)}, rank=0, world_size=8)
+    both = made.flat_for(["a", "b"], [4000, 1], 4008, torch.device("cpu"))
+    both[:4001] = 1.0
+    alone = made.flat_for(["a"], [4000], 4008, torch.device("cpu"))
+    assert not alone[4000:].any()
+    assert made.state_dict()["residuals"]["b"].item() == 1.0

@@ -444,3 +444,107 @@ def test_wires_that_cannot_work_are_refused() -> None:
             distributed_pull(world, wingbeat.AllReduce(wire=Sketch(bits=2 + world.rank)))
 
     on(2, differing)
+
+
+def test_shards_pay_what_is_owed_to_their_own_block() -> None:
+    """Nothing encodes a reduced block a second time when parameters are what is gathered."""
+
+    def body(world: Any) -> Any:
+        how = wingbeat.DeAR(plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(if_pays=False))
+        model, optimizer = distributed_pull(world, how)
+        part = optimizer.residual_state_dict()
+        part["residuals"] = {name: torch.ones_like(v) for name, v in part["residuals"].items()}
+        optimizer.load_residuals([{**part, "rank": rank} for rank in range(SIZE)])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model([torch.zeros(shape) for shape in Pull.SHAPES]).backward()
+            optimizer.step()
+        return weights(model), owed(model)
+
+    results = on(SIZE, body)
+    for name, value in results[0][0].items():
+        debts = [debt[name] for _, debt in results]
+        total = -value + sum(debts)
+        torch.testing.assert_close(total, torch.full_like(value, float(SIZE)), msg=name)
+        assert all(bool((debt.abs() < 0.02).all()) for debt in debts), "1 was owed"
+
+
+def test_loading_shards_leaves_loaded_residuals_alone() -> None:
+    def body(world: Any) -> Any:
+        how = wingbeat.DeAR(plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(if_pays=False))
+        model, optimizer = distributed_pull(world, how)
+        pull(model, optimizer, range(2), world.rank)
+        before, shards = owed(model), _gathered(world, optimizer.shard_state_dict())
+        optimizer.load_shards(shards)
+        assert_same(owed(model), before)
+        return any(bool(v.any()) for v in before.values())
+
+    assert any(on(SIZE, body))
+
+
+def test_half_precision_goes_on_owing_what_it_has_no_room_for() -> None:
+    """With the codec off, a debt too small for the gradients' dtype is not rounded away."""
+
+    def body(world: Any) -> Any:
+        model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sync.distribute(model, optimizer, wingbeat.AllReduce(wire=Sketch()), world=world)
+        wiring = engine(model).wiring
+        part = optimizer.residual_state_dict()
+        part["residuals"] = {"weight": torch.full((64, 64), 1e-3)}
+        optimizer.load_residuals([{**part, "rank": rank} for rank in range(2)])
+        wiring.decide(False)
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        return model.weight.grad.float().clone(), owed(model)["weight"]
+
+    (grad, _), *_ = results = on(2, body)
+    total = grad + sum(debt for _, debt in results)
+    torch.testing.assert_close(total, torch.full((64, 64), 1.002), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("on_", [True, False])
+def test_velocity_waits_while_a_parameter_is_not_used(on_) -> None:
+    wire = TopK(density=0.01, momentum=0.9)
+
+    def body(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, wingbeat.AllReduce(wire=wire))
+        engine(model).wiring.decide(on_)
+        pull(model, optimizer, [0], world.rank)
+        before = engine(model).wiring.state_dict()
+        for step in (1, 2):
+            optimizer.zero_grad()
+            model([None, *pulls(step, world.rank)[1:]]).backward()
+            optimizer.step()
+        after = engine(model).wiring.state_dict()
+        return [(s["residuals"]["parts.0"], s["velocity"]["parts.0"]) for s in (before, after)]
+
+    for before, after in on(2, body):
+        assert_same(after, before)
+        assert before[1].any()
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (5, "not made by state_dict"),
+        ({"rank": None, "world_size": 7}, "not made by state_dict"),
+        ({"step": "x"}, "is no number of steps"),
+    ],
+)
+def test_a_damaged_state_changes_nothing(state, why) -> None:
+    def body(world: Any) -> None:
+        model, optimizer = distributed_pull(world, strategy("allreduce", Sketch(if_pays=False)))
+        pull(model, optimizer, range(2), world.rank)
+        good, before = optimizer.state_dict(), owed(model)
+        broken = (
+            {**good["wingbeat"], **state} if isinstance(state, dict) and "step" in state else state
+        )
+        with pytest.raises(UsageError, match=why):
+            optimizer.load_state_dict({**good, "wingbeat": broken})
+        with pytest.raises(ValueError, match="parameter group"):
+            optimizer.load_state_dict({**good, "param_groups": []})
+        with pytest.raises(UsageError, match=r"load_residuals\(int\): pass a list"):
+            optimizer.load_residuals(5)
+        assert_same(owed(model), before)
+
+    on(2, body)

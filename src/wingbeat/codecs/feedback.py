@@ -31,6 +31,7 @@ class _Memory:
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self._shapes = shapes
         self._values: dict[str, Tensor] = {}
+        self._together: dict[str, tuple[str, ...]] = {}
 
     def arrange(self, names: Sequence[str], length: int, device: torch.device) -> Tensor:
         """Move the values of ``names`` into one flat buffer, unless they are in one already."""
@@ -48,6 +49,7 @@ class _Memory:
             if name in self._values:
                 view.copy_(self._values[name])
             self._values[name] = view
+            self._together[name] = tuple(names)
         return flat
 
     def _flat_of(
@@ -56,6 +58,8 @@ class _Memory:
         """The buffer that has exactly these parameters in this order, if there is one."""
         first = self._values.get(names[0]) if names else None
         flat = None if first is None else first._base
+        if names and self._together.get(names[0]) != tuple(names):
+            return None  # another parameter may be in the buffer too
         if flat is None or flat.numel() != length or flat.device.type != device.type:
             return None
         if device.index not in (None, flat.device.index):
@@ -171,7 +175,7 @@ class Residuals:
             UsageError: the part is damaged, of another model or another number of workers; then
                 nothing has changed.
         """
-        self._check(state, "load_state_dict(state)")
+        self.check(state, "load_state_dict(state)")
         if state["world_size"] != self.world_size:
             raise UsageError(
                 f"load_state_dict(state): the part is of a run with {state['world_size']} workers "
@@ -199,7 +203,7 @@ class Residuals:
                 "returned on every worker"
             )
         for position, state in enumerate(states):
-            self._check(state, f"load_state_dicts(states): states[{position}]")
+            self.check(state, f"load_state_dicts(states): states[{position}]")
         _check_complete(states)
         ordered = sorted(states, key=lambda state: int(state["rank"]))
         self._take(ordered[self.rank :: self.world_size])
@@ -211,7 +215,8 @@ class Residuals:
                 values = [part[kind][name] for part in parts if kind in part]
                 memory.put(name, _sum(values) if values else None)
 
-    def _check(self, state: Any, where: str) -> None:
+    def check(self, state: Any, where: str) -> None:
+        """Raise a `UsageError` that begins with ``where`` unless this is a part of this model."""
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise UsageError(f"{where}: not made by state_dict() of this kind; expected {FORMAT!r}")
         rank, size = state.get("rank"), state.get("world_size")

@@ -42,7 +42,6 @@ class Gathered(Handle):
         if self._decoded:
             return
         super().wait()
-        self._decoded = True
         span = Span(0, self._buffer.numel())
         room = self._coding.room(span)
         for rank, payload in enumerate(self._payloads):
@@ -52,6 +51,7 @@ class Gathered(Handle):
                 raise PeerError(
                     f"rank {self._me}: rank {rank} sent a malformed payload: {err}"
                 ) from None
+        self._decoded = True
 
     def wait_received(self) -> None:
         """As `wait`."""

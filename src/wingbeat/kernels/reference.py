@@ -99,8 +99,8 @@ def topk_encode(
         k: how many, 1 to n (0 for n = 0).
         residual: float32[n], error feedback: the largest of x + residual are sent, and the others
             stay in residual; 0 where one is not finite.
-        velocity: float32[n], momentum correction (Deep Gradient Compression, sections 3.1 and
-            3.2): becomes momentum * velocity + x, rounded after the product and after the sum, and
+        velocity: float32[n], momentum correction (Deep Gradient Compression, sections 3.2 and
+            3.3): becomes momentum * velocity + x, rounded after the product and after the sum, and
             takes the place of x; then 0 where an element was sent or it is not finite.
         momentum: of the velocity; taken as float32.
 

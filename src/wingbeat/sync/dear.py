@@ -51,6 +51,10 @@ class DearEngine(Engine):
     def launch(self, bucket: Bucket) -> None:
         """BackPipe: start the bucket's reduce-scatter."""
         bucket.wire = self.wiring.launching(bucket)
+        self.start_scatter(bucket)
+
+    def start_scatter(self, bucket: Bucket) -> None:
+        """Sum the bucket's blocks on their owners."""
         bucket.handle = self.collectives.reduce_scatter(
             bucket.flat, bucket=bucket.index, wire=bucket.wire
         )

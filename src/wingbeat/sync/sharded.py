@@ -69,6 +69,12 @@ class ShardedEngine(DearEngine):
                     "param groups; with shard_optimizer all ranks must build the same"
                 )
 
+    def launch(self, bucket: Bucket) -> None:
+        """BackPipe, with what is owed to the own block: nothing encodes it a second time."""
+        bucket.wire = self.wiring.launching(bucket)
+        self.wiring.pay_own(bucket, self.collectives.owned(bucket.flat.numel()))
+        self.start_scatter(bucket)
+
     # -- what all do next -----------------------------------------------------------------
 
     def _agree(self, intent: Intent, meanwhile: Callable[[], None] | None = None) -> Answer:

@@ -16,6 +16,17 @@ class SingleEngine(Engine):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the optimizer's own step, on gradients that codecs of many workers would leave."""
+        if closure is None:
+            self._complete()
+            return super().step()
+
+        def completed() -> Any:
+            loss = closure()
+            self._complete()
+            return loss
+
+        return super().step(completed)
+
+    def _complete(self) -> None:
         for slot in self.slots:
             self.wiring.alone(slot)
-        return super().step(closure)

@@ -61,9 +61,9 @@ class DistributedModel:
         for param in _plain_parameters(self):
             _zero(param, set_to_none)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, _protocol: Any) -> Any:
         self._engine.settle()
-        return _plain_copy(self).__reduce_ex__(protocol)
+        return _itself, (_plain_copy(self),)
 
 
 class DistributedOptimizer:
@@ -147,8 +147,10 @@ class DistributedOptimizer:
         Raises:
             UsageError: the residuals are damaged or of another model; nothing has changed then.
         """
-        self._engine.wiring.load_state_dict(state_dict.get(RESIDUALS))
+        owed = state_dict.get(RESIDUALS) if isinstance(state_dict, dict) else None
+        self._engine.wiring.check(owed)
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._engine.wiring.load_state_dict(owed)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """Return what this worker's gradients still owe to the sum; nobody else is asked.
@@ -200,7 +202,7 @@ class DistributedOptimizer:
         Raises:
             UsageError: a part is missing, occurs twice, or belongs to something else.
         """
-        checkpoint.load(self._engine, parts, self.load_state_dict)
+        checkpoint.load(self._engine, parts, super().load_state_dict)  # type: ignore[misc]
 
     def add_param_group(self, _group: dict[str, Any]) -> None:
         """Refused: the plan is made.
@@ -213,11 +215,11 @@ class DistributedOptimizer:
             "wingbeat.release(model, optimizer), add it, and distribute() again"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, _protocol: Any) -> Any:
         self._engine.settle()
         with whole_state(self._engine):
             copy = _plain_copy(self)
-        return copy.__reduce_ex__(protocol)
+        return _itself, (copy,)
 
 
 def whole_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
@@ -254,6 +256,11 @@ def engine_of(target: Any) -> Engine | None:
 def plain_class(target: Any) -> Any:
     """Return the class that a distributed model or optimizer had before."""
     return type(target).__mro__[2]
+
+
+def _itself(copy: Any) -> Any:
+    """What a pickle calls: an object must not reduce itself to an object of another class."""
+    return copy
 
 
 def _plain_copy(target: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from wingbeat.sync.bucket import Bucket, Slot
 from wingbeat.sync.stopwatch import Stopwatch
 from wingbeat.sync.trial import Trial
 from wingbeat.types import Choices, Span
-from wingbeat.wires import Coded, LowRank, Sketch, TopK
+from wingbeat.wires import HALF_BYTES, Coded, Half, LowRank, Sketch, TopK
 
 LARGE = 1 << 16
 """Elements from which a gradient travels by itself: worth a table of its own levels, or factors if
@@ -94,27 +95,36 @@ class Wiring:
         if self.coded is None:
             return self._dtype
         encoded = self._encoded(bucket)
-        if encoded.residual is not None:
+        velocity = self.velocity(bucket)
+        kept = [each for each in (encoded.residual, velocity) if each is not None]
+        if kept:
             self._give_back(bucket)
             if not bucket.dense:
-                self._held[bucket] = list(_hold_back(bucket, encoded.residual))
-        if self.on:
+                self._held[bucket] = [each for flat in kept for each in _hold_back(bucket, flat)]
+        if self.on and not self._saves_nothing(bucket):
             return encoded
-        velocity = self.velocity(bucket)
         if velocity is not None:
             moving = velocity[: bucket.numel]
             moving.mul_(self.momentum).add_(bucket.flat[: bucket.numel])
             bucket.flat[: bucket.numel].copy_(moving)
         if encoded.residual is not None:
-            bucket.flat.add_(encoded.residual)
-            encoded.residual.zero_()
+            _pay(bucket.flat[: bucket.numel], encoded.residual[: bucket.numel])
         return None
+
+    def pay_own(self, bucket: Bucket, own: Span) -> None:
+        """Add what is owed to the block ``own`` to it now, where no second encoding will do so."""
+        if isinstance(bucket.wire, Encoded) and bucket.wire.residual is not None:
+            part = slice(own.start, min(own.stop, bucket.numel))
+            _pay(bucket.flat[part], bucket.wire.residual[part])
+
+    def _saves_nothing(self, bucket: Bucket) -> bool:
+        return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
 
     @torch.no_grad()
     def alone(self, slot: Slot) -> None:
         """Give a gradient that travels nowhere its momentum, and what an earlier run owed it."""
         grad = slot.param.grad
-        if self.residuals is None or grad is None:
+        if self.residuals is None or grad is None or grad.layout is not torch.strided:
             return
         here = [slot.name], [grad.numel()], grad.numel(), grad.device
         if self.momentum:
@@ -196,12 +206,19 @@ class Wiring:
         self.settle()
         return {**self.residuals.state_dict(), "step": self._step}
 
+    def check(self, state: Any) -> None:
+        """Raise a `UsageError` unless ``state`` is a part of a run of this model, or None."""
+        if self.residuals is not None and state is not None:
+            self.residuals.check(state, "load_state_dict(): residuals")
+            _step_of(state)
+
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take over this worker's part of a run, or begin with nothing owed.
 
         Raises:
             UsageError: the part is damaged or of another model.
         """
+        self.check(state)
         if self.residuals is None:
             return
         self.settle()
@@ -231,11 +248,19 @@ class Wiring:
         if self.residuals is None:
             raise UsageError(
                 "load_residuals(parts): this strategy keeps no residuals; its wire must be "
-                "sketch, topk or lowrank with feedback, and there must be several workers"
+                "sketch, topk or lowrank with feedback"
             )
+        if not isinstance(parts, (list, tuple)) or not parts:
+            raise UsageError(
+                f"load_residuals({type(parts).__name__}): pass a list of what "
+                "residual_state_dict() returned on every worker"
+            )
+        for position, part in enumerate(parts):
+            self.residuals.check(part, f"load_residuals(parts): parts[{position}]")
+        step = max(map(_step_of, parts))
         self.settle()
         self.residuals.load_state_dicts(parts)
-        self._step = max(map(_step_of, parts))
+        self._step = step
 
 
 def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
@@ -261,6 +286,13 @@ def _step_of(state: dict[str, Any]) -> int:
     if type(step) is not int or step < -1:
         raise UsageError(f"residuals: step {step!r} is no number of steps; save the state anew")
     return step
+
+
+def _pay(part: torch.Tensor, owed: torch.Tensor) -> None:
+    """Add what is owed; what the gradients' dtype has no room for goes on being owed."""
+    total = part.float() + owed
+    part.copy_(total)
+    owed.copy_(total - part.float()).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _hold_back(
@@ -307,13 +339,11 @@ def _regions(bucket: Bucket, wire: Coded, codec: Any) -> Iterator[Region]:
 
 
 def _say(wire: Coded | None, trial: Trial) -> None:
-    median = sorted(trial.with_codec)[len(trial.with_codec) // 2]
-    without = sorted(trial.without)[len(trial.without) // 2]
     verdict = "it stays on" if trial.coded else "it does not pay here and is switched off"
     log.info(
         "wire %s: %.4g s an iteration with it, %.4g s with fp32: %s",
         wire,
-        median,
-        without,
+        statistics.median(trial.with_codec),
+        statistics.median(trial.without),
         verdict,
     )

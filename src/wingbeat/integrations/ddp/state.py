@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat import kernels
 from wingbeat.codecs.feedback import Part, Residuals
+from wingbeat.codecs.topk import warmed_up
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.exchange import (
     Bucket,
@@ -24,9 +25,6 @@ from wingbeat.integrations.ddp.exchange import (
     TopKExchange,
 )
 from wingbeat.integrations.ddp.executor import Executor, Job
-
-WARMUP_DENSITY = 0.25
-"""Density at the start of a warm-up (Deep Gradient Compression, section 3.4)."""
 
 
 class _State:
@@ -227,7 +225,7 @@ class TopKState(_State):
             ``find_unused_parameters=True`` needs is left out where it is off.
         density: share of the values that is sent, more than 0 and up to 1.
         warmup: iterations in which the density falls exponentially from 0.25 to ``density`` (Deep
-            Gradient Compression, section 3.4).
+            Gradient Compression, section 3.3).
         momentum: momentum correction (section 3.2): gather momentum here, where a value that was
             sent starts anew; the optimizer must then have none. 0: leave it to the optimizer.
         process_group: the one given to DistributedDataParallel, if not the default. If it has only
@@ -269,10 +267,7 @@ class TopKState(_State):
     @property
     def density_now(self) -> float:
         """The density of the coming iteration, which a warm-up changes."""
-        if self._steps >= self.warmup or self.density >= WARMUP_DENSITY:
-            return self.density
-        fall = self.density / WARMUP_DENSITY
-        return WARMUP_DENSITY * float(fall ** (self._steps / self.warmup))
+        return warmed_up(self.density, self.warmup, self._steps)
 
     def _exchange(self, bucket: Bucket) -> Exchange:
         found = kernels.of(bucket.buffer.device)
