@@ -146,7 +146,7 @@ def text_task() -> Task:
             yield chosen[:, :-1], chosen[:, 1:]
 
     held_out = asked[:size].view(-1, length), asked[1 : size + 1].view(-1, length)
-    return Task(Lstm, batches, held_out, iterations=2000, rate=20.0, max_norm=1.0)
+    return Task(Lstm, batches, held_out, iterations=4000, rate=20.0, max_norm=1.0)
 
 
 TASKS = {"digits": digits_task, "text": text_task}
