@@ -229,12 +229,28 @@ def test_available_is_none_or_one_line() -> None:
         assert reason is not None
 
 
+CONGESTION = """
+import os, socket
+neighbour = (int(os.environ["RANK"]) + 1) % int(os.environ["WORLD_SIZE"])
+with socket.socket() as end:
+    end.settimeout(20)
+    try:
+        end.connect((socket.gethostbyname(f"h{neighbour}"), 9))
+    except ConnectionRefusedError:
+        pass
+    print(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+"""Prints the congestion control that a connection to the next host would have used."""
+
+
 @pytest.mark.lab
-def test_hosts_use_the_usual_congestion_control() -> None:
+@pytest.mark.parametrize("spec", ["star:2@1gbit", "bcube:2x2@250mbit"])
+def test_hosts_use_the_usual_congestion_control(spec: str) -> None:
     known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     if "cubic" not in known:
         pytest.skip("this kernel has no cubic")
     lines: list[str] = []
-    show = ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
-    lab.run("star:2@1gbit", show, on_line=lambda _rank, line: lines.append(line))
-    assert lines == ["cubic", "cubic"]
+    ask = [sys.executable, "-c", CONGESTION]
+    lab.run(spec, ask, on_line=lambda _rank, line: lines.append(line))
+    assert lines == ["cubic"] * len(lines)
+    assert lines

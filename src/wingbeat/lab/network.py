@@ -15,7 +15,7 @@ from pathlib import Path
 
 from wingbeat.errors import LabError
 from wingbeat.lab import counters, kernel, realise
-from wingbeat.lab.plan import Interface, NetworkPlan, plan_network
+from wingbeat.lab.plan import Host, Interface, NetworkPlan, plan_network
 from wingbeat.lab.spec import LabSpec
 
 
@@ -43,12 +43,12 @@ class Network:
         batch("tc", realise.switch_shaping(self.plan))
         for host in self.plan.hosts:
             with kernel.inside(self._files[host.index]):
-                _use_cubic()
                 if self.spec.kind == "bcube":
                     _forward_packets()
                 if self.plan.prio:
                     _answer_in_kind()
                 batch("ip", realise.host_links(host))
+                _use_cubic(host)
                 batch("tc", realise.host_shaping(host, self.plan.prio))
         _name_hosts(self.plan.hosts_file())
 
@@ -146,13 +146,15 @@ def _forward_packets() -> None:
         (ipv4 / "conf" / name / "send_redirects").write_text("0")
 
 
-def _use_cubic() -> None:
+def _use_cubic(host: Host) -> None:
     """Give a host Linux's usual congestion control, whatever this machine uses, if it is there.
 
     So figures compare between machines. It also shares a slow link both ways better than bbr.
     """
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
     with contextlib.suppress(OSError):
-        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
+        if "cubic" in known.read_text().split():
+            batch("ip", realise.host_congestion(host, "cubic"))
 
 
 def _answer_in_kind() -> None:

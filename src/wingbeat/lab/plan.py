@@ -8,6 +8,7 @@ no switch reach each other through the hosts between them, as BCube's servers do
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_interface
 
 from wingbeat.errors import UsageError
 from wingbeat.lab.spec import LabSpec
@@ -25,6 +26,11 @@ class Interface:
     rate: int
     switch: str
     port: str
+
+    @property
+    def network(self) -> str:
+        """The network that the interface is on, as in ``10.1.0.0/24``."""
+        return str(ip_interface(f"{self.address}/{self.prefix}").network)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,22 @@ def host_links(host: Host) -> list[str]:
     return lines
 
 
+def host_congestion(host: Host, name: str) -> list[str]:
+    """``ip`` lines that have a host's TCP use congestion control ``name``: a metric of its routes.
+
+    A namespace may set the sysctl only to what the machine allows everybody; a route takes any.
+    """
+    local = [
+        f"route replace {i.network} dev {i.name} scope link src {i.address} congctl {name}"
+        for i in host.interfaces
+    ]
+    far = [
+        f"route replace {r.destination}/32 via {r.via} dev {r.interface} congctl {name}"
+        for r in host.routes
+    ]
+    return local + far
+
+
 def switch_shaping(plan: NetworkPlan) -> list[str]:
     """``tc`` lines for the switches' namespace."""
     lines = []

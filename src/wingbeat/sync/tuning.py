@@ -152,6 +152,6 @@ def _key_of(bucketing: Bucketing, collectives: Collectives, choices: Choices) ->
         "workers": collectives.world.size,
         "links": len(collectives.world.links),
         "topology": choices.topology,
-        "wire": repr(choices.wire) if choices.wire else "as computed",
+        "wire": str(choices.wire) if choices.wire else "as computed",
         "shard_optimizer": choices.shard_optimizer,
     }
