@@ -19,7 +19,7 @@ from wingbeat.settings import Settings, is_number
 from wingbeat.types import Choices, Fusion, Tuning
 from wingbeat.wires import Wire
 
-TOPOLOGIES = ("ring", "mesh")
+TOPOLOGIES = ("ring", "mesh", "doubling")
 PLANS = ("bo", "fixed", "layers", "none", "random", "grid")
 SEARCHES = ("bo", "random", "grid")
 MAX_MB = 4096
@@ -37,7 +37,8 @@ class AllReduce(Settings):
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
             such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
-        topology: ``"ring"`` (fewest peers) or ``"mesh"`` (direct exchange, fewest hops).
+        topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop) or ``"doubling"``
+            (fewest messages: for many workers and little data).
 
     Raises:
         UsageError: a value out of range.
@@ -92,7 +93,8 @@ class DeAR(Settings):
         shard_optimizer: each worker updates only the part of the parameters whose gradients it
             reduced, and the all-gather carries parameters: the optimizer's state and arithmetic
             are divided among the workers.
-        topology: ``"ring"`` (fewest peers) or ``"mesh"`` (direct exchange, fewest hops).
+        topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop) or ``"doubling"``
+            (fewest messages: for many workers and little data).
 
     Raises:
         UsageError: a value out of range.

@@ -15,7 +15,7 @@ from wingbeat.transport.world import World
 
 SIZES = [0, 1, 2, 7, 64, 1000, 70_003]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-TOPOLOGIES = ["ring", "mesh"]
+TOPOLOGIES = ["ring", "mesh", "doubling"]
 
 
 def inputs(size: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:

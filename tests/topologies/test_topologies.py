@@ -11,7 +11,7 @@ from wingbeat.errors import UsageError
 from wingbeat.topologies import ring
 from wingbeat.types import Recv, Round, Send, Span, blocks_of
 
-NAMES = ["ring", "mesh"]
+NAMES = ["ring", "mesh", "doubling"]
 sizes = st.integers(1, 9)
 lengths = st.integers(0, 60)
 
@@ -69,6 +69,17 @@ def test_each_worker_sends_its_share_and_no_more(name: str, size: int, length: i
             sent = sum(len(s.span) for r in rounds for s in r if isinstance(s, Send))
             # (P-1)/P of the buffer (DeAR, Eqs. 3 and 4), up to one element a block
             assert abs(sent - length * (size - 1) / size) < size
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (16, 4)])
+def test_doubling_takes_the_logarithm_of_the_workers_in_rounds(size: int, rounds: int) -> None:
+    blocks = blocks_of(1000, size)
+    for rank in range(size):
+        for what in ("reduce_scatter", "all_gather"):
+            program = getattr(topologies.get("doubling"), what)(rank, blocks)
+            assert len(program) == rounds
+            # Blocks next to each other travel as one; the row of blocks is cut open once.
+            assert all(sum(isinstance(s, Send) for s in steps) <= 2 for steps in program)
 
 
 @given(size=sizes, length=st.integers(0, 40), root=st.integers(0, 8), pieces=st.integers(1, 5))

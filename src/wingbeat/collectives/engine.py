@@ -107,7 +107,8 @@ class Collectives:
         if world.size == 1:
             return Handle([])
         rows = encoded_rows(world.size, world.rank, wire.coding, buffer, wire.residual, velocity)
-        handle = self._submit("all_gather", rows.view(-1), bucket)
+        # Payloads are small: what counts is the number of hops.
+        handle = self._submit("all_gather", rows.view(-1), bucket, topology="doubling")
         return Gathered(handle, rows, wire.coding, buffer, world.rank)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> Handle:
@@ -121,6 +122,7 @@ class Collectives:
         bucket: int,
         after: Handle | None = None,
         wire: Wire | None = None,
+        topology: str = "",
     ) -> Handle:
         """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
         world = self.world
@@ -134,7 +136,7 @@ class Collectives:
         programs = _programs(
             what,
             # Encoding anew what others have encoded would lose more at every hop of a ring.
-            "mesh" if coded else self._topology,
+            "mesh" if coded else topology or self._topology,
             world.rank,
             world.size,
             buffer.numel(),

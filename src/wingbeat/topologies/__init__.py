@@ -9,9 +9,9 @@ from __future__ import annotations
 from types import ModuleType
 
 from wingbeat.errors import unknown
-from wingbeat.topologies import mesh, ring
+from wingbeat.topologies import doubling, mesh, ring
 
-_MODULES = {"ring": ring, "mesh": mesh}
+_MODULES = {"ring": ring, "mesh": mesh, "doubling": doubling}
 
 
 def get(name: str) -> ModuleType:
