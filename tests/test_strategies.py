@@ -37,6 +37,54 @@ def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], words:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"merge": "best"}, "exact"),
+        ({"density": 0.0}, "density=0.0"),
+        ({"warmup": -1}, "warmup=-1"),
+        ({"groups": {"fc.*": 2.0}}, "'fc.*': 2.0"),
+        ({"groups": 3}, "3: None is no group"),
+        ({"elements": 0}, "elements=0"),
+        ({"steps": 0}, "steps=0"),
+        ({"drift": 1.0}, "drift=1.0"),
+        ({"wire": "fp32", "density": 0.1}, "density is an option of wire"),
+        ({"wire": "sketch", "momentum": 0.9}, "momentum is an option of wire"),
+        ({"merge": "none", "plan_file": "plan.json"}, "merge='none'"),
+        ({"plan_file": 7}, "plan_file=7"),
+        ({"topology": "star"}, "star"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_in_one_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        wingbeat.OMGS(**options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
+    rows = {name: parse(name).choices() for name in ("psgd", "mgwfbp", "topksgd", "lags", "mgs")}
+    assert {name for name, row in rows.items() if row.wire == ""} == {"psgd", "mgwfbp"}
+    assert {name: row.fusion.kind for name, row in rows.items()} == {
+        "psgd": "none",
+        "mgwfbp": "one",
+        "topksgd": "one",
+        "lags": "none",
+        "mgs": "elements",
+    }
+    assert {name for name, row in rows.items() if row.merging} == {"mgwfbp"}
+    assert parse("mgs").choices().fusion.elements == 8192
+    assert parse("lags:density=0.01") == wingbeat.LAGS(density=0.01)
+    assert wingbeat.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")
+
+
+@pytest.mark.parametrize("wire", ["topk", "topk@0.01", "sketch", "lowrank@2"])
+def test_a_codec_by_name_is_merged_without_asking_whether_it_pays(wire: str) -> None:
+    coded = wingbeat.OMGS(wire=wire).choices().wire
+    assert not isinstance(coded, str)
+    assert not coded.if_pays
+
+
 def test_any_size_above_zero_is_at_least_a_byte() -> None:
     choices = wingbeat.DeAR(mb=1e-9, edge_mb=0, min_mb=1e-9).choices()
     assert choices.tuning is not None

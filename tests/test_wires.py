@@ -26,7 +26,7 @@ from wingbeat.wires import Half, LowRank, Sketch, TopK
 )
 def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
     assert wires.of(text) == meant
-    for name in strategies.names():
+    for name in ("allreduce", "dear"):
         assert strategies.parse(f"{name}:wire={text}").choices().wire == meant
     if not isinstance(meant, str):
         assert wingbeat.AllReduce(wire=meant).choices().wire == meant
@@ -89,3 +89,20 @@ def test_strategies_say_which_wire_they_have() -> None:
 )
 def test_the_least_bytes_of_a_matrix(wire, nbytes) -> None:
     assert wires.least_bytes(wire, (1000, 100), 4) == nbytes
+
+
+def test_groups_have_densities_of_their_own() -> None:
+    wire = TopK(density=0.01, groups={"embedding.*": 0.5, "*.bias": 1.0})
+    assert wire == TopK(density=0.01, groups=(("embedding.*", 0.5), ("*.bias", 1.0)))
+    assert hash(wire)
+    names = ["embedding.weight", "embedding.bias", "fc.bias", "fc.weight"]
+    assert [wire.density_of(name) for name in names] == [0.5, 0.5, 1.0, 0.01]
+    assert eval(repr(wire)) == wire
+
+
+@pytest.mark.parametrize(
+    "groups", [{"": 0.1}, {"a": 0}, {"a": True}, {"a": "0.1"}, {3: 0.1}, [("a",)], "ab", 0.1]
+)
+def test_what_is_no_group_is_refused(groups: object) -> None:
+    with pytest.raises(UsageError, match="is no group; allowed are patterns"):
+        TopK(groups=groups)  # type: ignore[arg-type]

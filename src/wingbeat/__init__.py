@@ -13,8 +13,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wingbeat.strategies import LAGS as LAGS
+    from wingbeat.strategies import MGS as MGS
+    from wingbeat.strategies import MGWFBP as MGWFBP
+    from wingbeat.strategies import OMGS as OMGS
+    from wingbeat.strategies import PSGD as PSGD
     from wingbeat.strategies import AllReduce as AllReduce
     from wingbeat.strategies import DeAR as DeAR
+    from wingbeat.strategies import TopKSGD as TopKSGD
     from wingbeat.sync import distribute as distribute
     from wingbeat.sync import release as release
     from wingbeat.transport import init as init
@@ -26,9 +32,15 @@ if TYPE_CHECKING:
 _HOME = {
     "AllReduce": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
+    "LAGS": "wingbeat.strategies",
     "LowRank": "wingbeat.wires",
+    "MGS": "wingbeat.strategies",
+    "MGWFBP": "wingbeat.strategies",
+    "OMGS": "wingbeat.strategies",
+    "PSGD": "wingbeat.strategies",
     "Sketch": "wingbeat.wires",
     "TopK": "wingbeat.wires",
+    "TopKSGD": "wingbeat.strategies",
     "distribute": "wingbeat.sync",
     "init": "wingbeat.transport",
     "release": "wingbeat.sync",
@@ -37,11 +49,17 @@ _HOME = {
 
 
 __all__ = [
+    "LAGS",
+    "MGS",
+    "MGWFBP",
+    "OMGS",
+    "PSGD",
     "AllReduce",
     "DeAR",
     "LowRank",
     "Sketch",
     "TopK",
+    "TopKSGD",
     "distribute",
     "init",
     "release",

@@ -9,19 +9,22 @@ DeAR(mb=10.0)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from wingbeat import wires
 from wingbeat.errors import UsageError, unknown
 from wingbeat.settings import Settings, is_number
-from wingbeat.types import Choices, Fusion, Tuning
-from wingbeat.wires import Wire
+from wingbeat.types import Choices, Fusion, Merging, Tuning
+from wingbeat.wires import Coded, TopK, Wire
 
 TOPOLOGIES = ("ring", "mesh", "doubling")
 PLANS = ("bo", "fixed", "layers", "none", "random", "grid")
 SEARCHES = ("bo", "random", "grid")
+MERGES = ("exact", "paper", "wfbp")
+_UNMEASURED = {"size": "elements", "none": "none", "one": "one"}
+_TOPK_OPTIONS: dict[str, Any] = {"density": 0.001, "warmup": 0, "momentum": 0.0, "groups": ()}
 MAX_MB = 4096
 
 
@@ -124,13 +127,7 @@ class DeAR(Settings):
             raise UsageError(
                 f"DeAR(min_mb={self.min_mb!r}, max_mb={self.max_mb!r}): min_mb must be the smaller"
             )
-        if self.plan_file and self.plan not in SEARCHES:
-            raise UsageError(
-                f"DeAR(plan={self.plan!r}, plan_file={self.plan_file!r}): only a tuned plan has a "
-                f"file; allowed plans: {', '.join(SEARCHES)}"
-            )
-        if not isinstance(self.plan_file, str) or "\0" in self.plan_file:
-            raise UsageError(f"DeAR(plan_file={self.plan_file!r}): allowed is the name of a file")
+        _check_file(self, self.plan in SEARCHES, f"plan={self.plan!r}", SEARCHES)
         self.check_flag("shard_optimizer")
         wires.of(self.wire)
         self.check_name("topology", TOPOLOGIES)
@@ -164,8 +161,129 @@ class DeAR(Settings):
         )
 
 
-Strategy = AllReduce | DeAR
-_CLASSES: dict[str, type[Strategy]] = {c.__name__.lower(): c for c in (AllReduce, DeAR)}
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OMGS(Settings):
+    """Top-k gradients of layers that are merged by what they are measured to cost.
+
+    OMGS-SGD (Shi et al., INFOCOM 2020): each merged layer is sparsified as its last gradient
+    arrives, and its largest values are gathered while backward goes on. Few merged layers pay few
+    startup times; many hide more of the exchange. The first iterations measure backward, the codec
+    and the links; then layers are merged so that the iteration is shortest. Not exact: what does
+    not travel waits in a residual, by parameter, and comes later.
+
+    Args:
+        merge: which layers are merged: ``"exact"``, the shortest iteration of all plans;
+            ``"paper"``, Algorithm 1; ``"wfbp"``, MG-WFBP, which knows no codec; ``"size"``, until
+            there are ``elements`` elements; ``"none"``; or ``"one"``, all into one.
+        wire: what gradients travel as; any codec can be merged.
+        density: share of the gradients that travel, with ``wire="topk"``.
+        warmup: steps in which the density falls from 0.25 to ``density``.
+        momentum: momentum correction, in place of the optimizer's momentum.
+        groups: densities of parameters by name pattern, such as ``{"embedding.*": 0.01}``.
+        elements: elements of a merged layer at least, with ``merge="size"``.
+        steps: iterations in which backward is measured.
+        drift: measure and merge anew when iterations take this many times as long, or as short,
+            as right after planning.
+        plan_file: where rank 0 keeps what was measured; a run that finds it there measures nothing.
+        topology: of exchanges that are summed on the way, with wires other than top-k.
+
+    Raises:
+        UsageError: a value out of range, or options of top-k with another wire.
+    """
+
+    merge: str = "exact"
+    wire: Wire = "topk"
+    density: float = 0.001
+    warmup: int = 0
+    momentum: float = 0.0
+    groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    elements: int = 8192
+    steps: int = 10
+    drift: float = 1.5
+    plan_file: str = ""
+    topology: str = "ring"
+
+    def __post_init__(self) -> None:
+        self.check_name("merge", (*MERGES, *_UNMEASURED))
+        self.check_count("elements", 1, 2**40)
+        self.check_count("steps", 1, 10_000)
+        self.check_number("drift", "numbers above 1", lambda v: v > 1)
+        self.check_name("topology", TOPOLOGIES)
+        _check_file(self, self.merge in MERGES, f"merge={self.merge!r}", MERGES)
+        self._coded()
+
+    def choices(self) -> Choices:
+        """Return the answers to the five questions of the design, for the engine."""
+        return Choices(
+            schedule="wfbp",
+            topology=self.topology,
+            # Until all is measured, layers are one: so nothing disturbs the measuring.
+            fusion=Fusion(kind=_UNMEASURED.get(self.merge, "one"), elements=self.elements),
+            merging=self._merging() if self.merge in MERGES else None,
+            wire=self._coded(),
+        )
+
+    def _merging(self) -> Merging:
+        return Merging(rule=self.merge, steps=self.steps, drift=self.drift, file=self.plan_file)
+
+    def _coded(self) -> str | Coded:
+        """Return the wire with the options of top-k in it."""
+        given = {key: getattr(self, key) for key in _TOPK_OPTIONS}
+        if self.wire == "topk":
+            return TopK(**given, if_pays=False)
+        for key, value in given.items():
+            if value != _TOPK_OPTIONS[key]:
+                raise UsageError(
+                    f"{type(self).__name__}(wire={self.wire!r}, {key}={value!r}): {key} is an "
+                    'option of wire="topk"; leave it out, or write it into the wire'
+                )
+        coded = wires.of(self.wire)
+        # Whoever merges encoded layers by a codec's name has chosen to encode them.
+        named = isinstance(self.wire, str) and not isinstance(coded, str)
+        return replace(coded, if_pays=False) if named else coded  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PSGD(OMGS):
+    """P-SGD: dense gradients, each tensor all-reduced alone (OMGS-SGD, section II-B). Exact."""
+
+    merge: str = "none"
+    wire: Wire = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MGWFBP(OMGS):
+    """MG-WFBP: dense gradients, merged by what links cost (Shi et al., INFOCOM 2019). Exact."""
+
+    merge: str = "wfbp"
+    wire: Wire = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TopKSGD(OMGS):
+    """TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section II-C)."""
+
+    merge: str = "one"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LAGS(OMGS):
+    """LAGS-SGD: the largest gradients of each tensor by itself (OMGS-SGD, section II-D)."""
+
+    merge: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MGS(OMGS):
+    """MGS-SGD: layers merged up to a size, 8192 elements (OMGS-SGD, section V-D)."""
+
+    merge: str = "size"
+
+
+Strategy = AllReduce | DeAR | OMGS
+_CLASSES: dict[str, type[Strategy]] = {
+    c.__name__.lower(): c for c in (AllReduce, DeAR, OMGS, PSGD, MGWFBP, TopKSGD, LAGS, MGS)
+}
 
 
 def names() -> list[str]:
@@ -213,6 +331,18 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
     except ValueError:
         kind_name = getattr(kind, "__name__", "value")
         raise UsageError(f"option {key}={value!r} in {where!r} is no valid {kind_name}") from None
+
+
+def _check_file(strategy: Any, has_one: bool, plan: str, with_one: Sequence[str]) -> None:
+    """Raise a `UsageError` unless ``plan_file`` is a file's name, and its plan one for a file."""
+    name, file = type(strategy).__name__, strategy.plan_file
+    if not isinstance(file, str) or "\0" in file:
+        raise UsageError(f"{name}(plan_file={file!r}): allowed is the name of a file")
+    if file and not has_one:
+        raise UsageError(
+            f"{name}({plan}, plan_file={file!r}): only a measured plan has a file; allowed are "
+            f"{', '.join(with_one)}"
+        )
 
 
 def _bytes(mb: float) -> int:

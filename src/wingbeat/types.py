@@ -106,6 +106,11 @@ class TensorSpec:
         """Size in bytes."""
         return self.numel * self.itemsize
 
+    @property
+    def kind(self) -> str:
+        """Dtype and device: what all tensors of a bucket have in common."""
+        return f"{self.dtype} on {self.device}"
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -130,9 +135,10 @@ class Fusion:
     """Which tensors share a bucket: a rule that `wingbeat.plans.make` turns into a `Plan`.
 
     ``kind`` is ``"buffer"`` (nearby tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
-    nearby layers) or ``"none"`` (every tensor alone). With ``"buffer"``, ``first_bytes`` and
-    ``last_bytes`` are the sizes of the buckets that are ready first and last; towards the middle
-    sizes double until ``bucket_bytes``. 0 means ``bucket_bytes``.
+    nearby layers), ``"elements"`` (nearby tensors until there are ``elements`` elements),
+    ``"one"`` (all of them) or ``"none"`` (every tensor alone). With ``"buffer"``, ``first_bytes``
+    and ``last_bytes`` are the sizes of the buckets that are ready first and last; towards the
+    middle sizes double until ``bucket_bytes``. 0 means ``bucket_bytes``.
     """
 
     kind: str = "buffer"
@@ -140,6 +146,7 @@ class Fusion:
     first_bytes: int = 0
     last_bytes: int = 0
     layers: int = 1
+    elements: int = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +166,22 @@ class Tuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Merging:
+    """How layers are merged by what they are measured to cost (OMGS-SGD, section IV).
+
+    ``rule`` is ``"exact"``, ``"paper"`` (Algorithm 1) or ``"wfbp"`` (MG-WFBP). Backward is measured
+    over ``steps`` iterations; everything is measured anew when iterations come to take ``drift``
+    times as long, or as short, as right after planning. With a ``file``, what was measured is kept
+    there, and taken from there.
+    """
+
+    rule: str
+    steps: int = 10
+    drift: float = 1.5
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """A strategy's answers, as the engine wants them.
 
@@ -171,5 +194,6 @@ class Choices:
     topology: str
     fusion: Fusion
     tuning: Tuning | None = None
+    merging: Merging | None = None
     wire: str | Coded = ""
     shard_optimizer: bool = False

@@ -9,11 +9,13 @@ TopK(density=0.01)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 from wingbeat.errors import UsageError, unknown
-from wingbeat.settings import Settings
+from wingbeat.settings import Settings, is_number
 
 SPLITS = ("error", "count")
 LEVELS = ("mean", "ends")
@@ -61,6 +63,8 @@ class TopK(Settings):
             (Deep Gradient Compression, section 3.3); 0: none.
         momentum: correct for the momentum that waiting gradients would lose (the same paper,
             section 3.2); use it in place of the optimizer's own, which must be 0 then.
+        groups: densities of the parameters whose names match a pattern, such as
+            ``{"embedding.*": 0.01}``; the first that matches counts, all others have ``density``.
         if_pays: measure in the first iterations whether this is faster than fp32, and use fp32 if
             it is not; False: use it in any case.
 
@@ -71,13 +75,26 @@ class TopK(Settings):
     density: float = 0.001
     warmup: int = 0
     momentum: float = 0.0
+    groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     if_pays: bool = True
 
     def __post_init__(self) -> None:
         self.check_number("density", "numbers above 0 up to 1", lambda v: 0 < v <= 1)
+        object.__setattr__(self, "groups", _pairs(self.groups))
         self.check_count("warmup", 0, 10_000_000)
         self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
         self.check_flag("if_pays")
+
+    def density_of(self, name: str) -> float:
+        """Return the density of the parameter ``name``.
+
+        >>> TopK(density=0.01, groups={"embedding.*": 0.5}).density_of("embedding.weight")
+        0.5
+        """
+        for pattern, density in _pairs(self.groups):
+            if fnmatchcase(name, pattern):
+                return density
+        return self.density
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -166,6 +183,27 @@ def of(wire: Wire) -> str | Coded:
             f"{name}@{getattr(cls(), option)}"
         ) from None
     return cls(**{option: number})  # type: ignore[arg-type]
+
+
+def _pairs(groups: Any) -> tuple[tuple[str, float], ...]:
+    """Return the densities of groups of parameters as pairs, which can be hashed.
+
+    Raises:
+        UsageError: what is no name pattern, or a density out of range.
+    """
+    try:
+        pairs = tuple(
+            (p, d) for p, d in (groups.items() if isinstance(groups, Mapping) else groups)
+        )
+    except (TypeError, ValueError):
+        pairs = ((groups, None),)
+    for pattern, density in pairs:
+        if not (isinstance(pattern, str) and pattern and is_number(density) and 0 < density <= 1):
+            raise UsageError(
+                f"TopK(groups=...): {pattern!r}: {density!r} is no group; allowed are patterns of "
+                "parameter names with densities above 0 up to 1, such as {'embedding.*': 0.01}"
+            )
+    return pairs
 
 
 def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:

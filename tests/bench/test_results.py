@@ -68,6 +68,13 @@ def test_figures_of_a_run() -> None:
     assert dear.final_loss == 0.5
 
 
+def test_a_run_has_the_first_plan_that_there_was() -> None:
+    plans: list[dict[str, Any] | None] = [None, {"buckets": 2}, {"buckets": 3}]
+    blocks = [block(0, 2.0), *(block(1, 1.5, merge=plan) for plan in plans)]
+    ddp, dear = results.runs(checked(), blocks)
+    assert (ddp.merge, dear.merge) == (None, {"buckets": 2})
+
+
 def test_exposed_time_is_never_negative() -> None:
     ddp, _ = results.runs(checked(), [block(0, 0.01), block(1, 0.01)])
     assert ddp.exposed_s == 0.0

@@ -16,6 +16,7 @@ from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
+from wingbeat.observe.events import stream
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span
@@ -183,3 +184,23 @@ def test_chunks_that_overlap_the_regions_are_encoded_by_region() -> None:
             whole.decode(payload, got, span)
         assert torch.equal(got[-FLAGS:], values[-FLAGS:])
         assert (got - values)[:-FLAGS].norm() < 1.1 * values[:-FLAGS].norm()
+
+
+def test_encoding_for_a_gather_is_on_the_event_stream() -> None:
+    """It holds up the caller, as the exchange does not."""
+    numel = 3001
+
+    def body(world: World) -> None:
+        encoded = Encoded(coding("topk@0.02", numel))
+        Collectives(world).all_gather_sum(torch.ones(numel), wire=encoded, bucket=7).wait()
+
+    with open_worlds(2) as (members, _):
+        stream.start(0)
+        try:
+            loopback.run(members, body)
+        finally:
+            events = stream.stop()
+    encodes = [event for event in events if event.what == "encode"]
+    assert [(e.bucket, e.nbytes, e.lane) for e in encodes] == [(7, 4 * numel, "compute")] * 2
+    gathers = [event for event in events if event.what == "all_gather"]
+    assert min(e.end_ns for e in encodes) <= min(e.begin_ns for e in gathers)

@@ -70,6 +70,19 @@ def test_whole_all_reduces_have_their_own_part() -> None:
     assert milliseconds(parts) == {"forward": 10, "backward": 20, "all_reduce": 10, "update": 2}
 
 
+def test_encoding_is_no_part_of_the_backward_that_waits_for_it() -> None:
+    own = [
+        event("backward", 0, 40),
+        event("encode", 10, 14),
+        event("encode", 30, 36),
+        event("all_gather", 14, 44),
+        event("wait", 36, 40),
+        event("step", 40, 42),
+    ]
+    [parts] = per_iteration(own)
+    assert milliseconds(parts) == {"backward": 26, "encode": 10, "all_gather": 4, "other": 2}
+
+
 def test_waking_up_late_is_no_all_gather_where_there_is_none() -> None:
     own = [event("reduce_scatter", 0, 6), event("wait", 2, 7), event("step", 9, 10)]
     [parts] = per_iteration(own)
@@ -117,7 +130,10 @@ def test_what_is_left_is_what_is_in_no_hole(
 
 
 whats = st.sampled_from(
-    ["forward", "backward", "update", "wait", "reduce_scatter", "all_gather", "all_reduce", "step"]
+    [
+        *("forward", "backward", "encode", "update", "wait", "step"),
+        *("reduce_scatter", "all_gather", "all_reduce"),
+    ]
 )
 random_events = st.builds(
     lambda what, begin, length: event(what, begin, begin + length),

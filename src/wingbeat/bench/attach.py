@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,16 @@ from wingbeat.sync.wiring import Wiring
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+class Merging(Protocol):
+    """What finds out in the first iterations which gradients travel together (OMGS-SGD, IV)."""
+
+    def deciding(self) -> bool:
+        """Whether the plan is still to come; changes in the same iteration on all workers."""
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the plan's figures, as in a run's ``merge``; None before there is a plan."""
+
+
 @dataclass
 class Attached:
     """A model ready to train.
@@ -33,6 +43,7 @@ class Attached:
         detach: undo everything, so that the next row finds the process as it was.
         settle: finish work that was put off into the next iteration.
         wiring: the row's codec and whether it pays; None where the row is not wingbeat's.
+        merging: what plans the row's merging; None where nothing is planned.
     """
 
     model: nn.Module
@@ -40,6 +51,12 @@ class Attached:
     detach: Callable[[], None]
     settle: Callable[[], None]
     wiring: Wiring | None = None
+    merging: Merging | None = None
+
+    def deciding(self) -> bool:
+        """Whether the row is still finding out how it will train, and cannot be timed yet."""
+        parts = (self.wiring, self.merging)
+        return any(part.deciding() for part in parts if part is not None)
 
     @property
     def coded(self) -> bool | None:
@@ -92,7 +109,7 @@ def _attach_strategy(peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer
     flush: Callable[[], None] = getattr(model, "flush")  # noqa: B009 - `distribute` adds it
     engine = engine_of(model)
     assert engine is not None
-    return Attached(model, optimizer, detach, flush, engine.wiring)
+    return Attached(model, optimizer, detach, flush, engine.wiring, engine.merging)
 
 
 def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:

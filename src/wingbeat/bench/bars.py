@@ -22,12 +22,14 @@ Bar = tuple[str, Parts]
 _SEGMENTS = (
     ("forward", ("forward_s",)),
     ("backward", ("backward_s",)),
+    ("encode", ("encode_s",)),
     ("reduce_scatter", ("reduce_scatter_s",)),
     ("all_gather", ("all_gather_s",)),
     ("all_reduce", ("all_reduce_s",)),
     ("update", ("update_s", "other_s")),
 )
 _LABELS = {
+    "encode": "encoding",
     "reduce_scatter": "exposed reduce-scatter",
     "all_gather": "exposed all-gather",
     "all_reduce": "exposed all-reduce",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WAIT: dict[str, Any] = {"facecolor": "#fbdad6", "edgecolor": "#c8281e", "hatch": "//////"}
-_ORDER = ("forward", "backward", "update", *COLLECTIVES)
+_ORDER = ("forward", "backward", "encode", "update", *COLLECTIVES)
 
 
 def draw_png(
@@ -79,7 +79,7 @@ def _draw_row(axes: Axes, row: int, name: str, events: Sequence[Event], last: in
         return 0.0
     window = (shown[0][0], shown[-1][1])
     top = row * 3.0
-    for what in ("forward", "backward", "update"):
+    for what in ("forward", "backward", "encode", "update"):
         _bars(axes, _spans(own, what), window, top, 0.95, facecolor=COLOURS[what])
     waits = union(_spans(own, "wait"))
     _bars(axes, waits, window, top, 0.95, linewidth=0.6, zorder=4, **_WAIT)

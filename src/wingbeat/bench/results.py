@@ -55,6 +55,11 @@ NOTES = {
         "whether gradients went through the row's codec: 'off' where the trial before the timed"
         " iterations found that it does not pay; 'on and off' if rounds differ; null without one"
     ),
+    "merge": (
+        "what the row's plan of merged gradients says of itself on rank 0, in the first round that"
+        " has one: its kind, the number of buckets and tensors, the predicted seconds of an"
+        " iteration and of its parts, and the costs they come from; null where nothing is planned"
+    ),
     "final_loss": "loss of the last timed iteration, mean over workers",
 }
 """What each field of a run is."""
@@ -73,6 +78,7 @@ class Block:
         loss: of the last timed iteration, mean over workers.
         accuracy: on the test set after the block, 0 to 1; None for a paced model.
         coded: whether gradients went through the row's codec; None where it has none.
+        merge: what the row's plan says of itself; None where it plans nothing.
     """
 
     row: int
@@ -81,6 +87,7 @@ class Block:
     loss: float
     accuracy: float | None = None
     coded: bool | None = None
+    merge: dict[str, Any] | None = None
 
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
@@ -129,6 +136,7 @@ class Run:
     fraction_of_s_max: float | None = None
     breakdown: dict[str, Parts] | None = None
     codec: str | None = None
+    merge: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +200,7 @@ def runs(checked: Checked, blocks: Sequence[Block], measured: Measured | None = 
                 bound_measured_s=alone,
                 fraction_of_s_max=None if alone is None else alone / times.median,
                 codec=_codec(own),
+                merge=next((b.merge for b in own if b.merge is not None), None),
             )
         )
     return out

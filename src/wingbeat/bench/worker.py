@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,25 +87,31 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
         sent = (_settled_bytes(worker, made) - before) / (count + lead)
         accuracy = built.accuracy(made.model)
         coded = made.coded
-    return _gather(worker, row, starts, sent, loss, accuracy, coded)
+        merge = None if made.merging is None else made.merging.report()
+    return _gather(worker, row, starts, sent, loss, accuracy, coded, merge)
 
 
 def _decide(
     worker: Worker, row: int, made: attach.Attached, loss: Callable[[torch.nn.Module], torch.Tensor]
 ) -> None:
-    """Train until it is known whether the row's codec pays; once for all rounds."""
+    """Train until the row's plan is made and it is known whether its codec pays.
+
+    What was found about the codec holds for all rounds.
+    """
     wiring = made.wiring
-    if wiring is None or not wiring.deciding():
-        return
-    if row in worker.decided:
+    if wiring is not None and wiring.deciding() and row in worker.decided:
         wiring.decide(worker.decided[row])
+    if not made.deciding():
         return
+    trial = wiring is not None and wiring.deciding()
     if worker.rank == 0:
         text = worker.checked.rows[row].text
-        say("phase", text=f"{text}: measuring whether its codec pays")
-    while wiring.deciding():  # all workers decide in the same iteration
+        what = "whether its codec pays" if trial else "what its plan depends on"
+        say("phase", text=f"{text}: measuring {what}")
+    while made.deciding():  # all workers decide in the same iteration
         attach.step(made, loss)
-    worker.decided[row] = wiring.on
+    if wiring is not None and trial:
+        worker.decided[row] = wiring.on
 
 
 def measure_round(worker: Worker, round_: int) -> list[Timings]:
@@ -145,6 +152,7 @@ def _gather(
     loss: float,
     accuracy: float | None,
     coded: bool | None,
+    merge: dict[str, Any] | None,
 ) -> Block | None:
     everyone = worker.world.exchange("block", {"starts": starts, "sent": sent, "loss": loss})
     if worker.rank:
@@ -157,6 +165,7 @@ def _gather(
         loss=sum(losses) / len(losses),
         accuracy=accuracy,
         coded=coded,
+        merge=merge,
     )
 
 
@@ -172,6 +181,7 @@ def _trace(worker: Worker, folder: Path) -> None:
         with attach.attached(peer, built.model, maker, recorded=True) as made:
             if variant in ONLY:
                 halves.use_only(variant, made.model, worker.world, _topology(peer))
+            _decide(worker, row, made, built.loss)
             for _ in range(max(2, config.warmup)):
                 attach.step(made, built.loss)
             count = BROKEN_DOWN if config.breakdown else TRACED

@@ -1,7 +1,8 @@
-"""``wingbeat plan``: what tuning the bucket size has found, as a table and as a picture."""
+"""``wingbeat plan``: what tuning or measuring has found, in words and as a picture."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,15 +14,17 @@ if TYPE_CHECKING:
 
     from wingbeat.plans.result import Result
 
-HELP = """Show what tuning the bucket size has found: every trial, what was chosen, and why.
+HELP = """Show what a run has found out before it chose its plan: what was tried or measured.
 
 \b
-FILE is the plan_file that a run with DeAR(plan_file=...) has written.
+FILE is the plan_file that a run with DeAR(plan_file=...) or OMGS(plan_file=...) has written.
 
 \b
 Examples:
-  wingbeat plan plan.json                       the trials as a table
-  wingbeat plan plan.json --png out/plan.png    and as a picture
+  wingbeat plan plan.json                         DeAR: the trials as a table
+  wingbeat plan plan.json --png out/plan.png      and as a picture
+  wingbeat plan merged.json                       OMGS: backward, codec and links, with errors
+  wingbeat plan merged.json --png out/merged.png  measured points and fits
 """
 
 
@@ -32,12 +35,40 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     file: Annotated[Path, typer.Argument(help="The plan file.", show_default=False)],
-    png: Annotated[Path | None, typer.Option(help="Draw samples and posterior here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw what was found here.")] = None,
 ) -> None:
     """Show a plan file."""
+    if _was_measured(file):
+        _show_measured(file, png)
+    else:
+        _show_tuned(file, png)
+    if png is not None:
+        print(f"picture: {png}")
+
+
+def _was_measured(file: Path) -> bool:
+    """Whether it is a file of measurements, told without torch; any other is read as trials."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("format") == "wingbeat probe"
+
+
+def _show_measured(file: Path, png: Path | None) -> None:
+    from wingbeat.probe import picture, saved
+
+    known = saved.load(file)
+    for line in known.probe.explain():
+        print(line)
+    if png is not None:
+        picture.draw_png(known.probe, png)
+
+
+def _show_tuned(file: Path, png: Path | None) -> None:
     from rich.console import Console
 
-    from wingbeat.plans import saved
+    from wingbeat.plans import picture, saved
 
     known = saved.load(file)
     console = Console(width=None if sys.stdout.isatty() else 100)
@@ -46,10 +77,7 @@ def plan(
     print(known.result.explain())
     print("tuned for " + ", ".join(f"{name} {value}" for name, value in known.key.items()))
     if png is not None:
-        from wingbeat.plans import picture
-
         picture.draw_png(known.result, png)
-        print(f"picture: {png}")
 
 
 def render(result: Result) -> Table:

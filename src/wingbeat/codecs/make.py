@@ -13,17 +13,17 @@ from wingbeat.wires import Coded, Half, Sketch, TopK
 from wingbeat.wires import LowRank as LowRankWire
 
 
-def make(wire: Coded, step: int = 0) -> Codec:
+def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
     """Return the codec of ``wire`` in step ``step``, counted from 0; equal settings, equal codec.
 
-    Only a warm-up makes it depend on the step.
+    Only a warm-up makes it depend on the step, only groups on the parameter's ``name``.
     """
     if isinstance(wire, TopK):
-        return _topk(warmed_up(wire.density, wire.warmup, step), wire.momentum)
+        return _topk(warmed_up(wire.density_of(name), wire.warmup, step), wire.momentum)
     return _constant(wire)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _topk(density: float, momentum: float) -> Codec:
     return TopKCodec(density, momentum)
 

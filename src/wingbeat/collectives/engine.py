@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,6 +17,7 @@ from wingbeat.collectives.handle import Handle
 from wingbeat.collectives.native_coded import start_coded
 from wingbeat.collectives.packing import Cast, Coded, Encoded, Packing, Wire
 from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
+from wingbeat.observe.events import stream
 from wingbeat.topologies import ring
 from wingbeat.transport.world import World
 from wingbeat.types import Round, Span, blocks_of, split
@@ -106,7 +108,11 @@ class Collectives:
         world = self.world
         if world.size == 1:
             return Handle([])
+        begin = time.monotonic_ns() if stream.on else 0
         rows = encoded_rows(world.size, world.rank, wire.coding, buffer, wire.residual, velocity)
+        if begin:
+            nbytes = buffer.nbytes
+            stream.record("encode", begin, time.monotonic_ns(), bucket=bucket, nbytes=nbytes)
         # Payloads are small: what counts is the number of hops.
         handle = self._submit("all_gather", rows.view(-1), bucket, topology="doubling")
         return Gathered(handle, rows, wire.coding, buffer, world.rank)

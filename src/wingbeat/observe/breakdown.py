@@ -21,12 +21,13 @@ class Parts:
 
     Attributes:
         forward_s: forward, without waits and updates inside it.
-        backward_s: backward, likewise.
+        backward_s: backward, likewise, and without encoding.
         reduce_scatter_s: waiting while a reduce-scatter of this worker was under way.
         all_gather_s: the other waiting, where there are all-gathers.
         all_reduce_s: the other waiting, where there are whole all-reduces.
         update_s: the optimizer.
         other_s: the rest, as ``zero_grad`` and Python between the parts.
+        encode_s: a codec's work while backward waits for it (t_s; OMGS-SGD, section II-D).
     """
 
     forward_s: float = 0.0
@@ -36,6 +37,7 @@ class Parts:
     all_reduce_s: float = 0.0
     update_s: float = 0.0
     other_s: float = 0.0
+    encode_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -112,10 +114,11 @@ def without(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[In
 
 
 def _parts(events: Sequence[Event], window: Interval) -> Parts:
-    """Each instant of the window counts once: as a wait, else as update, forward or backward."""
+    """Each instant of the window counts once: wait before update, encoding, forward, backward."""
     waits = _spans(events, "wait", window)
     updates = without(_spans(events, "update", window), waits)
-    busy = union([*waits, *updates])
+    encodes = without(_spans(events, "encode", window), [*waits, *updates])
+    busy = union([*waits, *updates, *encodes])
     forward = without(_spans(events, "forward", window), busy)
     backward = without(_spans(events, "backward", window), [*busy, *forward])
     named = {event.what for event in events}
@@ -132,6 +135,7 @@ def _parts(events: Sequence[Event], window: Interval) -> Parts:
         all_reduce_s=_seconds(rest) if whole else 0.0,
         update_s=_seconds(updates),
         other_s=_seconds(without([window], known)),
+        encode_s=_seconds(encodes),
     )
 
 

@@ -29,6 +29,7 @@ from wingbeat.errors import UsageError
 WHATS = (
     "forward",
     "backward",
+    "encode",
     "reduce_scatter",
     "all_gather",
     "all_reduce",
@@ -37,7 +38,8 @@ WHATS = (
     "update",
     "step",
 )
-"""What an event can be. ``wait`` is exposed communication: the main thread was blocked on it."""
+"""What an event can be. ``wait`` is exposed communication: the main thread was blocked on it.
+``encode`` is a codec's work in the thread that runs backward, which it delays."""
 
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "broadcast")
 """The events that moved bytes."""

@@ -32,6 +32,7 @@ __all__ = ["draw_png", "exposed_ns", "exposed_per_iteration", "iterations"]
 COLOURS = {
     "forward": "#8fb8de",
     "backward": "#34679a",
+    "encode": "#5fb3b3",
     "update": "#6d7580",
     "reduce_scatter": "#e39b3b",
     "all_gather": "#58a273",
@@ -149,10 +150,10 @@ def _summary(events: list[Event], last: int) -> str:
 
 
 def _draw_compute(axes: Axes, events: list[Event], window: Interval, top: float) -> None:
-    """Step, forward, backward and update, and over them what was spent waiting."""
+    """Step, forward, backward, encoding and update, and over them what was spent waiting."""
     steps = [(event.begin_ns, event.end_ns) for event in events if event.what == "step"]
     _bars(axes, clip(steps, window), window, top + 0.11, _BAR, facecolor=_STEP, zorder=2)
-    for what in ("forward", "backward", "update"):
+    for what in ("forward", "backward", "encode", "update"):
         spans = [(event.begin_ns, event.end_ns) for event in events if event.what == what]
         _bars(axes, clip(spans, window), window, top + 0.11, _BAR, facecolor=COLOURS[what])
     waits = union((event.begin_ns, event.end_ns) for event in events if event.what == "wait")

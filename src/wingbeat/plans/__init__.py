@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from wingbeat.costs import Workload
+from wingbeat.plans import merge
 from wingbeat.plans.fixed import fixed
 from wingbeat.plans.layers import layers, none
 from wingbeat.types import Fusion, Plan, TensorSpec
@@ -23,4 +25,19 @@ def make(fusion: Fusion, specs: Sequence[TensorSpec], order: Sequence[int]) -> P
         return layers(specs, order, fusion.layers)
     if fusion.kind == "none":
         return none(order)
+    if fusion.kind == "one":
+        return merge.one(_unmeasured(specs, order))
+    if fusion.kind == "elements":
+        return merge.by_size(_unmeasured(specs, order), fusion.elements)
     return fixed(specs, order, fusion.bucket_bytes, fusion.first_bytes, fusion.last_bytes)
+
+
+def _unmeasured(specs: Sequence[TensorSpec], order: Sequence[int]) -> Workload:
+    """Return what is known of a backward that has not been measured: who comes after whom."""
+    return Workload(
+        tensors=tuple(order),
+        ready_s=(0.0,) * len(order),
+        numels=tuple(specs[index].numel for index in order),
+        nbytes=tuple(float(specs[index].nbytes) for index in order),
+        kinds=tuple(specs[index].kind for index in order),
+    )

@@ -32,9 +32,9 @@ def fixed(
     Returns:
         The plan; buckets are in the order in which they become complete.
     """
-    kinds: dict[tuple[str, str], list[int]] = {}
+    kinds: dict[str, list[int]] = {}
     for index in order:
-        kinds.setdefault((specs[index].dtype, specs[index].device), []).append(index)
+        kinds.setdefault(specs[index].kind, []).append(index)
     buckets = [
         tuple(tensors)
         for members in kinds.values()

@@ -11,7 +11,7 @@ from wingbeat.errors import PeerError
 from wingbeat.sync.bucket import Bucket, Prior, Slot
 from wingbeat.sync.order import ForwardOrder
 from wingbeat.transport.world import World
-from wingbeat.types import Fusion, TensorSpec
+from wingbeat.types import Fusion, Plan, TensorSpec
 
 
 class Bucketing:
@@ -24,7 +24,7 @@ class Bucketing:
         slots: one for each trained parameter, in the order of ``model.named_parameters()``.
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same, in the order in which forward needs their parameters.
-        fusion: the rule by which they are made.
+        fusion: the rule by which they are made, unless a plan is given.
         stale: whether the rule or an order has changed since, so that `rebuild` is due.
     """
 
@@ -37,6 +37,7 @@ class Bucketing:
         self.forward_buckets: list[Bucket] = []
         self._world = world
         self.fusion = fusion
+        self._plan: Plan | None = None
         self._seen: list[int] | None = []
         self._ready_order = list(reversed(range(len(self.slots))))
         self._first_use: list[int] = []
@@ -98,6 +99,16 @@ class Bucketing:
         self.fusion = fusion
         self.stale = True
 
+    def follow(self, plan: Plan) -> None:
+        """Follow a plan from the next `rebuild` on, whatever the rule; all workers alike."""
+        self._plan = plan
+        self.stale = True
+
+    @property
+    def ready_order(self) -> Sequence[int]:
+        """Indices of the slots, first ready first, as all workers have agreed."""
+        return self._ready_order
+
     def rebuild(self) -> None:
         """Make buckets anew, between iterations; gradients that still count move along."""
         for bucket in self.buckets:
@@ -111,7 +122,7 @@ class Bucketing:
 
     def build(self) -> None:
         """Make the buckets of the rule and the orders in force."""
-        plan = plans.make(self.fusion, self.specs, self._ready_order)
+        plan = self._plan or plans.make(self.fusion, self.specs, self._ready_order)
         self.buckets = [
             Bucket(i, [self.slots[t] for t in bucket.tensors], multiple=self._world.size)
             for i, bucket in enumerate(plan.buckets)

@@ -20,6 +20,7 @@ from wingbeat.sync.attach import attach, on_backward_end
 from wingbeat.sync.bucket import Bucket, Prior, Slot
 from wingbeat.sync.bucketing import Bucketing
 from wingbeat.sync.buffers import BufferSync
+from wingbeat.sync.merging import LayerMerging
 from wingbeat.sync.partial import PartialOptimizer
 from wingbeat.sync.tuning import SizeTuning
 from wingbeat.sync.wiring import Wiring
@@ -49,6 +50,7 @@ class Engine:
         self.bucketing = Bucketing(model, choices.fusion, world)
         self.wiring = Wiring(choices.wire, self.bucketing.slots, collectives)
         self.tuning: SizeTuning | None = None
+        self.merging: LayerMerging | None = None
         self.sync = True
         self.buffer_root = 0
         self.last_clip: tuple[float, float] | None = None
@@ -63,6 +65,10 @@ class Engine:
         if self.choices.tuning is not None:
             self.tuning = SizeTuning(
                 self.choices.tuning, self.choices, self.bucketing, self.collectives
+            )
+        if self.choices.merging is not None:
+            self.merging = LayerMerging(
+                self.choices.merging, self.choices, self.bucketing, self.wiring, self.collectives
             )
         self.bucketing.build()
         self._handles = attach(self)
@@ -180,6 +186,14 @@ class Engine:
             return
         if not self._in_backward:
             self._begin_backward()
+        if self.merging is None:
+            self._take_in(index)
+            return
+        self.merging.enter(index)
+        self._take_in(index)
+        self.merging.leave()
+
+    def _take_in(self, index: int) -> None:
         slot = self.slots[index]
         grad = slot.param.grad
         if slot.ready:
@@ -205,6 +219,8 @@ class Engine:
         self.wiring.boundary()
         if self.tuning is not None and not self.wiring.deciding():
             self.tuning.boundary()
+        if self.merging is not None and not self.wiring.deciding():
+            self.merging.boundary()
         if self.bucketing.stale:
             self.rebucket()
         for bucket in self.buckets:
@@ -214,6 +230,8 @@ class Engine:
         self._open_backward()
         self._in_backward = True
         on_backward_end(self)
+        if self.merging is not None:
+            self.merging.begin()
 
     def before_backward(self) -> None:
         """Called before the first gradient of a backward is taken in."""
@@ -254,8 +272,12 @@ class Engine:
         """Launch buckets that miss unused parameters, and close this backward."""
         if not self._in_backward:
             return
+        if self.merging is not None:
+            self.merging.end()
         self._launch_all()
         self.finish_backward()
+        if self.merging is not None:
+            self.merging.finish()
 
     def _launch_all(self) -> None:
         """Launch whatever every worker launches once in a backward, however it ended."""
@@ -265,6 +287,8 @@ class Engine:
         self.wiring.exchange()
         if self.tuning is not None and not self.wiring.deciding():
             self.tuning.exchange()
+        if self.merging is not None and not self.wiring.deciding():
+            self.merging.exchange()
         self.bucketing.agree()
 
     def recover(self) -> None:

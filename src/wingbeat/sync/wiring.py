@@ -40,7 +40,7 @@ class Wiring:
         self.coded = None if isinstance(wire, str) else wire
         self._dtype = wire_dtype(wire) if isinstance(wire, str) else None
         self._collectives = collectives
-        self._made: weakref.WeakKeyDictionary[Bucket, tuple[Any, Encoded]] = (
+        self._made: weakref.WeakKeyDictionary[Bucket, tuple[int, Encoded]] = (
             weakref.WeakKeyDictionary()
         )
         self._held: weakref.WeakKeyDictionary[Bucket, list[tuple[torch.Tensor, torch.Tensor]]] = (
@@ -147,14 +147,16 @@ class Wiring:
 
     def _encoded(self, bucket: Bucket) -> Encoded:
         assert self.coded is not None
-        codec = make(self.coded, max(0, self._step))
+        step = max(0, self._step)
+        if isinstance(self.coded, TopK):
+            step = min(step, self.coded.warmup)
         known = self._made.get(bucket)
-        if known is None or known[0] != codec:
+        if known is None or (known[0] != step and isinstance(self.coded, TopK)):
             residual = None
             if self.residuals is not None:
                 residual = self.residuals.flat_for(*_arrangement(bucket))
-            coding = Coding(list(_regions(bucket, self.coded, codec)))
-            known = self._made[bucket] = (codec, Encoded(coding, residual))
+            coding = Coding(list(_regions(bucket, self.coded, step)))
+            known = self._made[bucket] = (step, Encoded(coding, residual))
         return known[1]
 
     # -- iterations -----------------------------------------------------------------------
@@ -318,21 +320,26 @@ def _arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.devic
     return names, numels, bucket.flat.numel(), bucket.flat.device
 
 
-def _regions(bucket: Bucket, wire: Coded, codec: Any) -> Iterator[Region]:
+def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
     """Yield large gradients by themselves if the codec gains by that, and the rest in runs.
 
-    The flags at the end travel as they are: who has used a parameter must not be rounded.
+    A run has one codec. The flags at the end travel as they are: who has used a parameter must not
+    be rounded.
     """
     start = end = 0
+    codec = make(wire, step, bucket.slots[0].name)
     for slot in bucket.slots:
         stop = end + slot.param.numel()
-        if isinstance(wire, LowRank | Sketch) and stop - end >= LARGE:
-            if end > start:
-                yield Region(Span(start, end), codec)
+        own = make(wire, step, slot.name)
+        alone = isinstance(wire, LowRank | Sketch) and stop - end >= LARGE
+        if end > start and (alone or own != codec):
+            yield Region(Span(start, end), codec)
+            start = end
+        if alone:
             matrix = isinstance(wire, LowRank) and slot.param.ndim == 2
-            yield Region(Span(end, stop), codec, slot.param.shape[1] if matrix else 0)
+            yield Region(Span(end, stop), own, slot.param.shape[1] if matrix else 0)
             start = stop
-        end = stop
+        codec, end = own, stop
     if end > start:
         yield Region(Span(start, end), codec)
     yield Region(Span(end, bucket.flat.numel()), Dense())

@@ -19,13 +19,16 @@ ALL = (*BOTH, "dear-sharded")
 CODED = ("allreduce-coded", "dear-coded")
 """The same through a codec that loses nothing."""
 
+MEASURED = ("mgwfbp",)
+"""Dense gradients in buckets that are planned from what the first iterations show."""
+
 
 @dataclass(frozen=True)
 class Grid:
     """Which worlds, strategies and bucket sizes a case runs with."""
 
     worlds: tuple[int, ...] = (2, 3)
-    strategies: tuple[str, ...] = (*ALL, *CODED)
+    strategies: tuple[str, ...] = (*ALL, *CODED, *MEASURED)
     mbs: tuple[float, ...] = (TINY, LARGE)
 
 

@@ -41,6 +41,8 @@ def make_strategy(name: str, mb: float) -> Any:
     topology = "mesh" if "mesh" in options else "ring"
     # All of the largest are all: everything goes through the codec's machinery, and exactly.
     wire: Any = TopK(density=1.0, if_pays=False) if "coded" in options else "fp32"
+    if kind == "mgwfbp":
+        return wingbeat.MGWFBP(steps=1)
     if kind == "allreduce":
         return wingbeat.AllReduce(mb=mb, topology=topology, wire=wire)
     sharded = "sharded" in options

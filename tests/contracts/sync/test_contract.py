@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 from helpers.pool import Pool
 
 from . import cases, play
-from .registry import CHECKS, SCENARIOS, Check, Grid, Scenario
+from .registry import CHECKS, MEASURED, SCENARIOS, Check, Grid, Scenario
 
 assert cases, "importing the package registers the cases"
 
@@ -19,8 +19,11 @@ def _can_wait(grid: Grid, world: int, strategy: str, mb: float) -> bool:
     """Whether only the slow run needs this point: every world and every size have another."""
     if "sharded" in strategy and world == 2 and 3 in grid.worlds:
         return True  # what it shares with the others is tested there
-    if "coded" in strategy and (world, mb) != (min(3, max(grid.worlds)), min(grid.mbs)):
-        return True  # hardly anything of what remains depends on the wire
+    if ("coded" in strategy or strategy in MEASURED) and (world, mb) != (
+        min(3, max(grid.worlds)),
+        min(grid.mbs),
+    ):
+        return True  # hardly anything of what remains depends on it
     if len(grid.worlds) == 1 or len(grid.mbs) == 1 or world == 1:
         return False
     return mb == (min(grid.mbs) if world == 2 else max(grid.mbs))

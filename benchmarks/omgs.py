@@ -1,0 +1,398 @@
+"""OMGS-SGD against TopK-SGD, LAGS-SGD and MGS-SGD: Tables V and VI and Fig. 4 of its paper.
+
+    python benchmarks/omgs.py --json out/omgs.json --png out/omgs.png
+    python benchmarks/omgs.py --models resnet50 --iterations 6 --rounds 2
+    python benchmarks/omgs.py --rate 10gbit --stretch 2 --models vgg16 lstm_ptb
+    python benchmarks/omgs.py --strategies topksgd mgs omgs mgwfbp psgd
+
+Each model is one ``wingbeat bench``: the rows take turns on one lab of 16 hosts with 1 Gbit/s, as
+in the paper, and train the density of its Table IV. Times are paced (an RTX 2080 Ti's); choosing
+the largest gradients, bytes and links are real. The model's scale shrinks gradients and rates
+together, so that what a byte costs stays in proportion to computation; what a message costs at
+least does not shrink, and 16 hosts on a few cores pay more for it than 16 machines.
+
+Printed beside the paper's figures, which are of other hardware: ratios to TopK-SGD and MGS-SGD
+and the number of merged layers. VGG-16 is ImageNet's here with 32 tensors; the paper's, for
+CIFAR-10, has 54 and a ninth of the parameters, so that its figures say little about it.
+
+A row that plans its merging predicts what an iteration takes; that is compared with the median.
+The picture has Fig. 4's parts, measured in a few more iterations that are recorded: forward,
+backward, sparsification (what backward waits for while gradients are chosen) and the communication
+that nothing hides, decoding included. Under a row stands what its plan predicted, where forward
+includes the update and all else that merging does not change.
+
+Judged is the first row of ``omgs``. Exit code 1 if a limit is missed: it takes at most 3% longer
+than the fastest row of all that send the largest gradients only, whatever their plan, and its
+prediction is at most 10% off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from wingbeat.bench import machine, runner
+from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.table import milliseconds
+from wingbeat.cli.bench import check_writable, need_matplotlib
+from wingbeat.errors import UsageError, WingbeatError
+from wingbeat.observe.figure import blank, writing
+from wingbeat.observe.timeline import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MODELS = ("vgg16", "resnet50", "inception_v4", "lstm_ptb")
+ROWS = ("topksgd", "lags", "mgs", "omgs", "omgs:merge=paper")
+DENSITY, DENSITIES = 0.001, {"lstm_ptb": 0.005}
+"""Table IV."""
+
+PAPER_S: dict[str, dict[str, float]] = {
+    "vgg16": {"topksgd": 0.336, "mgs": 0.523, "omgs": 0.331},
+    "resnet50": {"topksgd": 0.666, "mgs": 1.217, "omgs": 0.507},
+    "inception_v4": {"topksgd": 1.602, "mgs": 3.389, "omgs": 1.247},
+    "lstm_ptb": {"topksgd": 1.019, "mgs": 0.956, "omgs": 0.916},
+}
+"""Table VI: seconds of an iteration."""
+
+PAPER_LAYERS: dict[str, dict[str, int]] = {
+    "vgg16": {"topksgd": 1, "lags": 54, "mgs": 13, "omgs": 2},
+    "resnet50": {"topksgd": 1, "lags": 161, "mgs": 53, "omgs": 2},
+    "inception_v4": {"topksgd": 1, "lags": 449, "mgs": 150, "omgs": 7},
+    "lstm_ptb": {"topksgd": 1, "lags": 11, "mgs": 9, "omgs": 6},
+}
+"""Table V: layers after merging."""
+
+SPARSE = ("topksgd", "lags", "mgs", "omgs")
+"""Rows that send the largest gradients only: so their plans can be compared."""
+
+PLANNED = ("omgs", "mgwfbp")
+"""Rows that measure before they plan, and can keep the plan in a file."""
+
+WITHIN, PREDICTION = 0.03, 0.10
+
+PARTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "sparsification": "encode",
+    "communication": "all_gather",
+    "other": "update",
+}
+"""Fig. 4's parts, and the event whose colour each has."""
+
+_LABELS = {"communication": "non-overlapped communication", "other": "update and other"}
+Bar = tuple[str, dict[str, float], bool]  # label, seconds of the parts, a prediction's or not
+_INK, _FAINT, _GRID = "#2b2f36", "#7d848e", "#e4e7eb"
+
+
+def main() -> int:
+    """Measure each model, print its table, draw the picture and judge."""
+    args = arguments()
+    signal.signal(signal.SIGTERM, _interrupt)  # so that being ended cleans up as Ctrl-C does
+    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
+    report |= {"command": sys.argv, "models": {}, "missed": []}
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        for path in filter(None, (args.json, args.png)):
+            check_writable(path)
+        if args.png is not None:
+            need_matplotlib()
+        with tempfile.TemporaryDirectory(prefix="wingbeat-omgs-") as plans:
+            benches = configs(args, Path(plans))
+            for number, (name, config) in enumerate(benches.items(), start=1):
+                print(f"{number}/{len(benches)}: {name}", file=sys.stderr, flush=True)
+                raw = runner.run(config, command=sys.argv).report.to_json()
+                report["models"][name] = figures(name, args.strategies, raw)
+                report["missed"] += report["models"][name]["missed"]
+                console.print(table(name, report["models"][name]))
+                # After each model, so that nothing measured is lost.
+                args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if args.png is not None:
+            draw(report["models"], args.png)
+    except WingbeatError as err:
+        print(f"omgs.py: {err}", file=sys.stderr)
+        return 2 if isinstance(err, UsageError) else 1
+    for line in report["missed"]:
+        print(f"MISSED: {line}")
+    return int(bool(report["missed"]))
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    note = "as for wingbeat bench; the paper's density is added where none is given"
+    parser.add_argument("--strategies", nargs="+", default=list(ROWS), metavar="ROW", help=note)
+    parser.add_argument("--workers", type=int, default=16, help="hosts of the lab (default: 16)")
+    parser.add_argument("--rate", default="1gbit", help="of a host, before scaling (1gbit)")
+    parser.add_argument("--scale", type=float, default=0.05, help="of models and rates (0.05)")
+    parser.add_argument("--stretch", type=float, default=1.0, help="slow motion (default: 1)")
+    parser.add_argument("--iterations", type=int, default=12, help="timed ones of each row (12)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often rows take turns (3)")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed ones of each turn (2)")
+    parser.add_argument("--json", type=Path, default=Path("out/omgs.json"))
+    parser.add_argument("--png", type=Path, help="draw Fig. 4 here")
+    return parser.parse_args()
+
+
+def configs(args: argparse.Namespace, plans: Path) -> dict[str, BenchConfig]:
+    """One bench for each model, checked, so that nothing is found wrong after minutes.
+
+    Raises:
+        UsageError: a value that cannot work.
+    """
+    if args.workers < 2:
+        raise UsageError(f"--workers {args.workers}: allowed are 2 or more")
+    out = {}
+    for name in args.models:
+        out[name] = BenchConfig(
+            lab=f"star:{args.workers}@{args.rate}",
+            model=f"paced:{name}@{args.scale:g}",
+            strategies=tuple(
+                complete(row, name, plans / f"{name}-{number}.json")
+                for number, row in enumerate(args.strategies)
+            ),
+            iterations=args.iterations,
+            rounds=min(args.rounds, args.iterations),
+            warmup=args.warmup,
+            stretch=args.stretch,
+            breakdown=True,
+            measure=False,
+        )
+        out[name].check()
+    return out
+
+
+def complete(row: str, model: str, plan: Path) -> str:
+    """The row with the paper's density, and with a file, so that it plans once for all rounds."""
+    name, _, rest = row.partition(":")
+    items = list(filter(None, rest.split(",")))
+    given = {item.partition("=")[0] for item in items}
+    if kind(row) in SPARSE and "density" not in given:
+        items.append(f"density={DENSITIES.get(model, DENSITY):g}")
+    if kind(row) in PLANNED and "plan_file" not in given:
+        items.append(f"plan_file={plan}")
+    return ":".join([name, ",".join(items)]) if items else name
+
+
+def kind(row: str) -> str:
+    """The row's name without its options."""
+    return row.partition(":")[0].lower()
+
+
+# -- figures ------------------------------------------------------------------------------
+
+
+def figures(model: str, rows: list[str], raw: dict[str, Any]) -> dict[str, Any]:
+    """What one bench says, beside what the paper says; ``raw`` is its report as plain values."""
+    made = {row: of_row(model, row, run) for row, run in zip(rows, raw["runs"], strict=True)}
+    for base in ("topksgd", "mgs"):
+        against = next((own["median_s"] for row, own in made.items() if kind(row) == base), None)
+        for own in made.values():
+            own[f"ratio_to_{base}"] = None if against is None else own["median_s"] / against
+    sparse = {row: own["median_s"] for row, own in made.items() if kind(row) in SPARSE}
+    best = min(sparse, key=lambda row: sparse[row], default=None)
+    judged = next((row for row in rows if kind(row) == "omgs"), None)
+    out = {
+        "lab": raw["lab"],
+        "workers": raw["workers"],
+        "rows": made,
+        "judged": judged,
+        "best": best,
+        "of_best": None if judged is None or best is None else sparse[judged] / sparse[best],
+        "config": raw["config"],
+        "load_before": raw["machine"]["load_before"],
+    }
+    return out | {"missed": missed(model, out)}
+
+
+def of_row(model: str, row: str, run: dict[str, Any]) -> dict[str, Any]:
+    """One row's figures; what the paper or the plan does not say is None."""
+    merge = run["merge"] or {}
+    median, predicted = run["iteration_s"]["median"], merge.get("predicted_s")
+    paper, name = PAPER_S.get(model, {}), kind(row)
+    own = paper.get(name)
+    return {
+        "median_s": median,
+        "iteration_s": run["iteration_s"],
+        "bytes_per_iteration": run["bytes_per_iteration"],
+        "paper_ratio_to_topksgd": own / paper["topksgd"] if own else None,
+        "paper_ratio_to_mgs": own / paper["mgs"] if own else None,
+        "layers": merge.get("buckets"),
+        "paper_layers": PAPER_LAYERS.get(model, {}).get(name),
+        "predicted_s": predicted,
+        "prediction_error": None if predicted is None else predicted / median - 1,
+        "parts_s": measured_parts(run["breakdown"]["whole"]),
+        "predicted_parts_s": None if predicted is None else predicted_parts(merge),
+        "merge": run["merge"],
+        "samples_s": run["samples_s"],
+        "final_loss": run["final_loss"],
+    }
+
+
+def measured_parts(parts: dict[str, float]) -> dict[str, float]:
+    """A breakdown in Fig. 4's parts; waiting is what of the communication does not overlap."""
+    waits = ("reduce_scatter_s", "all_gather_s", "all_reduce_s")
+    return {
+        "forward": parts["forward_s"],
+        "backward": parts["backward_s"],
+        "sparsification": parts["encode_s"],
+        "communication": sum(parts[wait] for wait in waits),
+        "other": parts["update_s"] + parts["other_s"],
+    }
+
+
+def predicted_parts(merge: dict[str, Any]) -> dict[str, float]:
+    """A plan's prediction in the same parts; all that merging cannot change counts as forward."""
+    keys = ("rest_s", "backward_s", "encode_s", "exposed_s")
+    return {part: merge[key] for part, key in zip(PARTS, keys, strict=False)}
+
+
+def missed(model: str, made: dict[str, Any]) -> list[str]:
+    """The limits that the judged row does not keep; none where nothing is judged."""
+    judged, out = made["judged"], []
+    if judged is None:
+        return []
+    if made["of_best"] > 1 + WITHIN:
+        ratio = f"takes {made['of_best']:.3f}x the time of {made['best']}"
+        out.append(f"{model}: {judged} {ratio}; limit {1 + WITHIN:g}")
+    error = made["rows"][judged]["prediction_error"]
+    if error is None:
+        out.append(f"{model}: {judged} has predicted nothing")
+    elif abs(error) > PREDICTION:
+        off = f"is predicted {100 * error:+.1f}% off"
+        out.append(f"{model}: {judged} {off}; limit {100 * PREDICTION:g}%")
+    return out
+
+
+# -- for people ---------------------------------------------------------------------------
+
+
+def table(model: str, made: dict[str, Any]) -> Table:
+    """One row for each strategy; the paper's figures in brackets."""
+    out = Table(
+        title=f"{model} on {made['lab']}, {made['workers']} workers",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption="in brackets: the paper's, on other hardware",
+        caption_justify="left",
+    )
+    heads = "strategy|time\nms|p10 .. p90\nms|of\ntopksgd|of\nmgs|merged\nlayers|predicted\nms"
+    for head in [*heads.split("|"), "forward\nms", "backward\nms", "choosing\nms", "exposed\nms"]:
+        out.add_column(head, justify="left" if head == "strategy" else "right", no_wrap=True)
+    for row, own in made["rows"].items():
+        out.add_row(*cells(row, own))
+    if made["judged"] is not None:
+        tried = sum(kind(row) in SPARSE for row in made["rows"])
+        out.caption = (
+            f"{out.caption}\nbest of the {tried} plans tried: {made['best']}; "
+            f"{made['judged']} takes {made['of_best']:.3f}x its time"
+        )
+    return out
+
+
+def cells(row: str, own: dict[str, Any]) -> list[str]:
+    """One row as text."""
+    spread, parts = own["iteration_s"], own["parts_s"]
+    predicted = "-"
+    if own["predicted_s"] is not None:
+        predicted = f"{milliseconds(own['predicted_s'])} ({100 * own['prediction_error']:+.1f}%)"
+    return [
+        row,
+        milliseconds(own["median_s"]),
+        f"{milliseconds(spread['p10'])} .. {milliseconds(spread['p90'])}",
+        beside(own["ratio_to_topksgd"], own["paper_ratio_to_topksgd"], ".3f"),
+        beside(own["ratio_to_mgs"], own["paper_ratio_to_mgs"], ".3f"),
+        beside(own["layers"], own["paper_layers"], "d"),
+        predicted,
+        *(milliseconds(parts[name]) for name in list(PARTS)[:-1]),
+    ]
+
+
+def beside(value: float | None, paper: float | None, form: str) -> str:
+    """A figure and in brackets the paper's, as in ``0.751 (0.761)``."""
+    text = "-" if value is None else format(value, form)
+    return text if paper is None else f"{text} ({paper:{form}})"
+
+
+def draw(models: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw Fig. 4: a panel for each model, a bar for each row, a thin one for its prediction.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    from matplotlib.patches import Patch
+
+    counts = [bars(made["rows"]) for made in models.values()]
+    heights = [0.6 + sum(0.34 if thin else 0.5 for _, _, thin in each) for each in counts]
+    figure = blank("breakdown", (11, 1.3 + sum(heights)), 150)
+    panels = figure.subplots(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, made), each in zip(panels, models.items(), counts, strict=True):
+        draw_model(axes, f"{name} on {made['lab']}", each)
+    panels[-1].set_xlabel("milliseconds", color=_INK)
+    handles = [Patch(color=COLOURS[what], label=_LABELS.get(p, p)) for p, what in PARTS.items()]
+    figure.legend(handles=handles, loc="upper center", ncols=len(handles), frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.45 / figure.get_size_inches()[1]))
+    with writing(path):
+        figure.savefig(path, format="png")
+
+
+def bars(rows: dict[str, dict[str, Any]]) -> list[Bar]:
+    """One model's bars from top to bottom; a row's prediction stands under it."""
+    pairs = (
+        ((row, r["parts_s"]), ("predicted", r["predicted_parts_s"])) for row, r in rows.items()
+    )
+    return [(*bar, i > 0) for pair in pairs for i, bar in enumerate(pair) if bar[1] is not None]
+
+
+def draw_model(axes: Axes, title: str, drawn: list[Bar]) -> None:
+    """Draw one panel."""
+    longest = 1e3 * max(sum(parts.values()) for _, parts, _ in drawn)
+    at, ticks = 0.0, []
+    for number, (_, parts, thin) in enumerate(drawn):
+        at += (0.7 if thin else 1.0) if number else 0.0
+        left = 0.0
+        for part, what in PARTS.items():
+            width = 1e3 * parts.get(part, 0.0)
+            axes.barh(at, width, 0.4 if thin else 0.7, left=left, color=COLOURS[what])
+            if width >= 0.045 * longest:
+                ink = _INK if part in ("forward", "sparsification") else "white"
+                text = milliseconds(width / 1e3)
+                axes.text(left + width / 2, at, text, ha="center", va="center", size=8, color=ink)
+            left += width
+        axes.text(left, at, f" {milliseconds(left / 1e3)} ms", va="center", size=8.5)
+        ticks.append(at)
+    axes.set_yticks(ticks, [label for label, _, _ in drawn])
+    for label, (_, _, thin) in zip(axes.get_yticklabels(), drawn, strict=True):
+        label.set_color(_FAINT if thin else _INK)
+    axes.set_ylim(ticks[-1] + 0.6, -0.6)
+    axes.set_xlim(0, longest * 1.1)
+    axes.set_title(title, loc="left", size=10.5, weight="bold", color=_INK)
+    axes.grid(axis="x", color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

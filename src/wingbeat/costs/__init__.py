@@ -1,0 +1,23 @@
+"""What things cost: curves, how they come from samples, what a backward pass brings. No torch."""
+
+from __future__ import annotations
+
+from wingbeat.costs.curve import NOTHING, Curve, Line, Pieces, Sorting, curve_of
+from wingbeat.costs.fit import Fit, best_fit, fit_line, fit_of, fit_sorting
+from wingbeat.costs.workload import Costs, Workload
+
+__all__ = [
+    "NOTHING",
+    "Costs",
+    "Curve",
+    "Fit",
+    "Line",
+    "Pieces",
+    "Sorting",
+    "Workload",
+    "best_fit",
+    "curve_of",
+    "fit_line",
+    "fit_of",
+    "fit_sorting",
+]

@@ -1,0 +1,27 @@
+"""Which neighbouring tensors share a bucket when encoding and exchanging both take time.
+
+OMGS-SGD (Shi et al., INFOCOM 2020), sections III and IV. A plan cuts the tensors, first ready
+first, into runs; each run is a bucket. `predict` says when each bucket is encoded and exchanged;
+everything else here makes plans.
+"""
+
+from __future__ import annotations
+
+from wingbeat.plans.merge.exact import exact
+from wingbeat.plans.merge.exhaustive import exhaustive
+from wingbeat.plans.merge.paper import greedy, wfbp
+from wingbeat.plans.merge.simple import by_size, none, one
+from wingbeat.plans.merge.timeline import Row, Timeline, predict
+
+__all__ = [
+    "Row",
+    "Timeline",
+    "by_size",
+    "exact",
+    "exhaustive",
+    "greedy",
+    "none",
+    "one",
+    "predict",
+    "wfbp",
+]

@@ -1,0 +1,98 @@
+"""The published rules: Algorithm 1 of OMGS-SGD, and MG-WFBP for dense gradients.
+
+Both walk once from the layer that is ready first to the one that is ready last and decide at each
+whether it waits for the next. Nothing is ever reconsidered, so both are greedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from wingbeat.costs.curve import NOTHING, Curve, Line
+from wingbeat.costs.workload import Costs, Workload
+from wingbeat.plans.merge.runs import Runs, plan_of
+from wingbeat.types import Plan
+
+
+def startup_s(exchange: Curve, workload: Workload) -> float:
+    """Return the seconds that the rules take as alpha, what each exchange costs (Eq. 11).
+
+    Of a `Line` it is its alpha. Other curves have none: it is then what the smallest tensor that
+    has any bytes costs.
+    """
+    if isinstance(exchange, Line):
+        return exchange.alpha
+    sizes = [size for size in workload.nbytes if size > 0]
+    return exchange(min(sizes)) if sizes else 0.0
+
+
+def greedy(workload: Workload, costs: Costs) -> Plan:
+    """Make the plan of Algorithm 1, FindMergedLayers (OMGS-SGD, section IV-B).
+
+    Layer l waits for layer l - 1 if both hold (Eq. 24), with ``u = tau_b(l) + t_b(l) + t_b(l-1)``:
+
+    - Q3: ``u + t_s(d(l)) + t_s(d(l-1)) < tau_c(l) + t_c(d(l))``: the links are busy anyway;
+    - Q5: ``tau_c(l) + alpha > u + t_s(d(l) + d(l-1))``: waiting costs less than alpha.
+
+    The paper calls the result optimal (Theorem 1). It is not: the proof changes one layer at a
+    time with the others as they are, and looks at the end of layer l - 1 alone. Its quirks are
+    kept as they are:
+
+    - the rule sees one layer ahead: it does not merge three layers where merging two does not pay;
+    - a later end of layer l - 1 counts as a loss even where the layers after it hide it, and time
+      by which encoding delays the layers after l - 1 does not count at all;
+    - Q3 and Q5 take ``t_s`` to grow faster than its amount and ``t_c`` to be a line; with other
+      curves they are no longer what the merge gains;
+    - a merged layer has no elements left, and nothing costs nothing (Eq. 13), although Algorithm 1
+      written out would charge it alpha in line 22 and take the logarithm of 0 in line 16.
+
+    A layer whose next one is of another kind never waits. Alpha is as in `startup_s`.
+    """
+    runs = Runs(workload, costs)
+    alpha = startup_s(costs.exchange, workload)
+    encode = runs.encode_one
+
+    def waits(start: int, stop: int, begin: float, encoded: float) -> bool:
+        ready = runs.ready[stop] + encoded
+        apart = ready + encode(start, stop) + encode(stop, stop + 1)
+        together = ready + encode(start, stop + 1)
+        return bool(apart < begin + runs.exchange_one(start, stop) and begin + alpha > together)
+
+    return _walk(workload, runs, waits)
+
+
+def wfbp(workload: Workload, costs: Costs) -> Plan:
+    """Make the plan of MG-WFBP for dense gradients (Shi, Chu and Li, INFOCOM 2019).
+
+    Layer l waits for layer l - 1 if the latter's gradient is ready before ``tau_c(l) + alpha``.
+    ``costs.encode`` does not count: dense gradients are not encoded. A layer whose next one is of
+    another kind never waits. Alpha is as in `startup_s`.
+    """
+    runs = Runs(workload, Costs(NOTHING, costs.exchange))
+    alpha = startup_s(costs.exchange, workload)
+
+    def waits(_start: int, stop: int, begin: float, _encoded: float) -> bool:
+        return bool(runs.ready[stop] < begin + alpha)
+
+    return _walk(workload, runs, waits)
+
+
+def _walk(workload: Workload, runs: Runs, waits: Callable[[int, int, float, float], bool]) -> Plan:
+    """Close a run wherever it does not wait for the next tensor.
+
+    ``waits(start, stop, begin, encoded)`` decides for the run ``[start, stop)``, whose exchange
+    would begin at ``begin`` (tau_c), after ``encoded`` seconds of encoding earlier runs. Times
+    before the run never change again, so one pass gives what recomputing all of them would.
+    """
+    stops: list[int] = []
+    start, encoded, free = 0, 0.0, 0.0
+    for stop in range(1, len(workload)):
+        same_kind = workload.kinds[stop] == workload.kinds[stop - 1]
+        after = encoded + runs.encode_one(start, stop)
+        begin = max(runs.ready[stop - 1] + after, free)
+        if same_kind and waits(start, stop, begin, encoded):
+            continue
+        stops.append(stop)
+        free = begin + runs.exchange_one(start, stop)
+        start, encoded = stop, after
+    return plan_of(workload, [*stops, len(workload)] if len(workload) else [])

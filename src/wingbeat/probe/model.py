@@ -1,0 +1,173 @@
+"""What was measured of one model on one cluster, and what planning makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from wingbeat.costs import Costs, Workload
+from wingbeat.costs.fit import Fit, best_fit, fit_line
+from wingbeat.errors import UsageError
+from wingbeat.probe.exchange import Samples
+from wingbeat.probe.links import LinkSamples
+from wingbeat.types import TensorSpec
+from wingbeat.wires import DTYPES, Coded, TopK, least_bytes
+
+_SHOWN = 5
+_FLAG_BYTES = 4
+"""Beside what a codec writes, each parameter's flag travels as float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFit:
+    """Plain collectives on one network interface, or on several together (OMGS-SGD, Eq. 11).
+
+    Attributes:
+        name: the interface's, or all names.
+        all_gather: seconds by the bytes that each worker brings.
+        all_reduce: seconds by the bytes of the buffer.
+    """
+
+    name: str
+    all_gather: Fit
+    all_reduce: Fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The backward pass, what encoding and exchanging take, and the rest of an iteration.
+
+    Attributes:
+        workers: how many took part.
+        links: rank 0's names of the network interfaces in use.
+        wire: what gradients travel as, in words.
+        way: ``"gather"`` or ``"reduce"``, as in `wingbeat.probe.exchange.measure_wire`.
+        tensors: index of each tensor in the model's list, first ready first.
+        names: their names.
+        ready_s: when each gradient is ready on the slowest worker, in seconds from the first,
+            nothing but backward counted (Eqs. 2 and 7); never falls.
+        encode: seconds by elements, on the thread that runs backward (Eq. 10).
+        exchange: seconds by bytes of one worker's payload, decoding included (Eq. 11).
+        interfaces: each network interface by itself, then all together if there are several.
+        rest_s: seconds of an iteration outside of backward and exchange.
+    """
+
+    workers: int
+    links: tuple[str, ...]
+    wire: str
+    way: str
+    tensors: tuple[int, ...]
+    names: tuple[str, ...]
+    ready_s: tuple[float, ...]
+    encode: Fit
+    exchange: Fit
+    interfaces: tuple[LinkFit, ...]
+    rest_s: float
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds from the first gradient to the last."""
+        return self.ready_s[-1] if self.ready_s else 0.0
+
+    def costs(self) -> Costs:
+        """Return what a bucket of so many elements, or bytes, costs."""
+        return Costs(encode=self.encode.curve, exchange=self.exchange.curve)
+
+    def workload(self, specs: Sequence[TensorSpec], nbytes: Sequence[float]) -> Workload:
+        """Return the backward pass as `wingbeat.plans.merge` wants it.
+
+        Args:
+            specs: all tensors of the model.
+            nbytes: what each of ``specs`` adds to a payload, as `payload_bytes` says.
+
+        Raises:
+            UsageError: the probe is of another model.
+        """
+        known = [specs[t].name if t < len(specs) else None for t in self.tensors]
+        if known != list(self.names) or len(self.tensors) != len(specs):
+            raise UsageError(
+                f"the probe has {len(self.names)} tensors, the model {len(specs)} or others by "
+                "name; measure this model anew"
+            )
+        return Workload(
+            tensors=self.tensors,
+            ready_s=self.ready_s,
+            numels=tuple(specs[t].numel for t in self.tensors),
+            nbytes=tuple(float(nbytes[t]) for t in self.tensors),
+            kinds=tuple(f"{specs[t].dtype} on {specs[t].device}" for t in self.tensors),
+        )
+
+    def explain(self) -> list[str]:
+        """Return what was found, in lines for people."""
+        seconds = [0.0, *(b - a for a, b in pairwise(self.ready_s))]
+        slowest = sorted(zip(seconds, self.names, strict=True), key=lambda pair: -pair[0])
+        shown = ", ".join(f"{name} {1e3 * s:.3g} ms" for s, name in slowest[:_SHOWN] if s > 0)
+        lines = [
+            f"{self.workers} workers over {' + '.join(self.links)}, gradients as {self.wire}",
+            f"backward: {1e3 * self.backward_s:.4g} ms from the first of {len(self.names)} "
+            f"gradients to the last; the rest of an iteration: {1e3 * self.rest_s:.4g} ms",
+            f"encoding, by elements: {self.encode.explain()}",
+            f"exchange, by bytes: {self.exchange.explain()}",
+        ]
+        for link in self.interfaces:
+            lines.append(f"all-gather on {link.name}, by bytes: {link.all_gather.explain()}")
+            lines.append(f"all-reduce on {link.name}, by bytes: {link.all_reduce.explain()}")
+        return [*lines, f"slowest gradients: {shown}"] if shown else lines
+
+
+def fitted(samples: Samples, wire: str | Coded) -> tuple[Fit, Fit]:
+    """Return the fits of encoding and exchange; encoding top-k may follow Eq. 10."""
+    density = wire.density if isinstance(wire, TopK) else None
+    return best_fit(samples.encode, density=density), best_fit(samples.exchange)
+
+
+def fitted_links(links: Sequence[LinkSamples]) -> tuple[LinkFit, ...]:
+    """Return alpha and beta of each interface."""
+    return tuple(
+        LinkFit(link.name, fit_line(link.all_gather), fit_line(link.all_reduce)) for link in links
+    )
+
+
+def wire_text(wire: str | Coded) -> str:
+    """Return the words for a wire that files and people see: ``fp32`` is the gradients' own dtype.
+
+    >>> wire_text("bfloat16"), wire_text(TopK(density=0.01))
+    ('bf16', 'TopK(density=0.01)')
+    """
+    spelling = {dtype: name for name, dtype in DTYPES.items()}
+    return spelling.get(wire, wire) if isinstance(wire, str) else str(wire)
+
+
+def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]:
+    """Return about how many bytes each tensor adds to a bucket's payload, its flag included."""
+    each = []
+    for spec in specs:
+        flag = _FLAG_BYTES
+        if isinstance(wire, str):
+            flag = least_bytes(wire, (1,), spec.itemsize)
+        each.append(float(least_bytes(wire, spec.shape, spec.itemsize) + flag))
+    return each
+
+
+def key_of(
+    specs: Sequence[TensorSpec], workers: int, links: Sequence[str], wire: str | Coded
+) -> dict[str, Any]:
+    """Return what tells this model on this cluster from others, as JSON knows it.
+
+    A digest of the parameters (names, shapes, dtypes, kind of device), the number of workers,
+    the names of the network interfaces, and the wire.
+    """
+    shapes = [
+        [spec.name, list(spec.shape), spec.dtype, spec.device.partition(":")[0]] for spec in specs
+    ]
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    return {
+        "parameters": digest[:16],
+        "workers": workers,
+        "links": list(links),
+        "wire": wire_text(wire),
+    }

@@ -1,0 +1,224 @@
+"""A probe as a JSON file that people can read and the next run can use."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from wingbeat.costs.fit import Fit, fit_of
+from wingbeat.errors import UsageError
+from wingbeat.probe.exchange import WAYS
+from wingbeat.probe.model import LinkFit, Probe
+
+VERSION = 1
+_FORMAT = "wingbeat probe"
+_AGAIN = "delete the file to measure again"
+_LONGEST_S = 1e6
+_WIDTH = 100
+_Box = TypeVar("_Box", dict[str, Any], list[Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A probe file's content: what was measured, and for which model and cluster (``key``)."""
+
+    probe: Probe
+    key: dict[str, Any]
+
+
+def save(path: str | os.PathLike[str], probe: Probe, key: Mapping[str, Any]) -> None:
+    """Write the file in one go: whoever looks sees the old one or the new one, never a part.
+
+    Args:
+        path: the file; its folder has to exist.
+        probe: what was measured.
+        key: what `wingbeat.probe.model.key_of` says of the model and the cluster.
+
+    Raises:
+        UsageError: the folder is missing or cannot be written.
+    """
+    target = Path(path)
+    if not target.absolute().parent.is_dir():
+        folder = str(target.absolute().parent)
+        raise UsageError(f"cannot write probe file {str(path)!r}: there is no folder {folder!r}")
+    text = _pretty({**to_json(probe), "key": dict(key)}) + "\n"
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+    except OSError as err:
+        part.unlink(missing_ok=True)
+        raise UsageError(f"cannot write probe file {str(path)!r}: {err.strerror or err}") from None
+
+
+def load(path: str | os.PathLike[str]) -> Saved:
+    """Read a file that `save` wrote, and check everything in it.
+
+    Raises:
+        UsageError: no such file or folder, a file of another version, or a damaged one.
+    """
+    name = f"probe file {str(path)!r}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as err:
+        raise UsageError(f"cannot read {name}: {err.strerror or err}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} is damaged: it is no text; {_AGAIN}") from None
+    try:
+        data = json.loads(text)
+        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError) as err:
+        raise UsageError(f"{name} is damaged: {err}; {_AGAIN}") from None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise UsageError(f"{name} is no probe file of wingbeat; name another, or {_AGAIN}")
+    if data.get("version") != VERSION:
+        raise UsageError(
+            f"{name} has version {data.get('version')!r}; this wingbeat reads version {VERSION}; "
+            f"{_AGAIN}"
+        )
+    try:
+        return Saved(from_json(data), _get(data, "key", dict))
+    except UsageError as err:
+        raise UsageError(f"{name} is damaged: {err}; {_AGAIN}") from None
+
+
+def matches(saved: Saved, key: Mapping[str, Any]) -> bool:
+    """Whether the probe is of the model and cluster that ``key`` describes."""
+    same: bool = saved.key == json.loads(json.dumps(dict(key)))
+    return same
+
+
+# -- to JSON and back -----------------------------------------------------------------------
+
+
+def to_json(probe: Probe) -> dict[str, Any]:
+    """Return all of the probe as JSON knows it; seconds, elements and bytes are in the names."""
+    return {
+        "format": _FORMAT,
+        "version": VERSION,
+        "what": probe.explain(),
+        "workers": probe.workers,
+        "links": list(probe.links),
+        "wire": probe.wire,
+        "way": probe.way,
+        "rest_s": probe.rest_s,
+        "encode_s_by_elements": probe.encode.to_json(),
+        "exchange_s_by_bytes": probe.exchange.to_json(),
+        "interfaces": [
+            {
+                "name": link.name,
+                "all_gather_s_by_bytes": link.all_gather.to_json(),
+                "all_reduce_s_by_bytes": link.all_reduce.to_json(),
+            }
+            for link in probe.interfaces
+        ],
+        "backward": [
+            {"ready_s": ready, "tensor": tensor, "name": name}
+            for ready, tensor, name in zip(probe.ready_s, probe.tensors, probe.names, strict=True)
+        ],
+    }
+
+
+def from_json(data: Any) -> Probe:
+    """Return the probe that `to_json` wrote, from a file or from another worker.
+
+    Raises:
+        UsageError: anything in it is damaged; says what, in one line.
+    """
+    if not isinstance(data, dict):
+        raise UsageError(f"a probe is {str(data)[:40]!r}; allowed is what to_json returns")
+    backward = _rows(data, "backward")
+    ready = [_number(row.get("ready_s"), "backward.ready_s") for row in backward]
+    if ready != sorted(ready):
+        raise UsageError("backward.ready_s falls; allowed is the order of gradients")
+    tensors = [_whole(row.get("tensor"), "backward.tensor", 0) for row in backward]
+    if not backward or sorted(tensors) != list(range(len(tensors))):
+        raise UsageError("backward.tensor has to name each tensor once")
+    if data.get("way") not in WAYS:
+        raise UsageError(f"way={data.get('way')!r}; allowed are {', '.join(WAYS)}")
+    return Probe(
+        workers=_whole(data.get("workers"), "workers", 1),
+        links=tuple(_text(link, "links") for link in _get(data, "links", list)),
+        wire=_text(data.get("wire"), "wire"),
+        way=data["way"],
+        tensors=tuple(tensors),
+        names=tuple(_text(row.get("name"), "backward.name") for row in backward),
+        ready_s=tuple(ready),
+        encode=_fit(data, "encode_s_by_elements"),
+        exchange=_fit(data, "exchange_s_by_bytes"),
+        interfaces=tuple(
+            LinkFit(
+                _text(link.get("name"), "interfaces.name"),
+                _fit(link, "all_gather_s_by_bytes"),
+                _fit(link, "all_reduce_s_by_bytes"),
+            )
+            for link in _rows(data, "interfaces")
+        ),
+        rest_s=_number(data.get("rest_s"), "rest_s"),
+    )
+
+
+def _fit(data: dict[str, Any], key: str) -> Fit:
+    return fit_of(data.get(key), key)
+
+
+def _get(data: dict[str, Any], key: str, kind: type[_Box]) -> _Box:
+    value = data.get(key)
+    if not isinstance(value, kind):
+        raise UsageError(f"{key!r} is missing or no {kind.__name__}")
+    return value
+
+
+def _rows(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    values = _get(data, key, list)
+    if not all(isinstance(value, dict) for value in values):
+        raise UsageError(f"{key!r} is no list of dicts")
+    return values
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{where} holds {value!r}; allowed is text")
+    return value
+
+
+def _whole(value: Any, where: str, least: int) -> int:
+    if type(value) is not int or not least <= value < 2**53:
+        raise UsageError(f"{where} holds {value!r}; allowed are whole numbers from {least} on")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    # Written so that NaN fails as well.
+    if type(value) not in (int, float) or not 0.0 <= value <= _LONGEST_S:
+        raise UsageError(f"{where} holds {value!r}; allowed are numbers from 0 to {_LONGEST_S:g}")
+    return float(value)
+
+
+def _pretty(value: Any, indent: int = 0) -> str:
+    """Return JSON with one line for whatever fits into one.
+
+    >>> print(_pretty({"a": [1, 2], "b": ["x" * 60, "y" * 60]})[:22])
+    {
+      "a": [1, 2],
+      "b
+    """
+    short = json.dumps(value)
+    fits = indent > 0 and indent + len(short) <= _WIDTH
+    if fits or not value or not isinstance(value, (dict, list)):
+        return short
+    inner = indent + 2
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {_pretty(each, inner)}" for key, each in value.items()]
+    else:
+        parts = [_pretty(each, inner) for each in value]
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    lines = ",\n".join(" " * inner + part for part in parts)
+    return f"{left}\n{lines}\n{' ' * indent}{right}"

@@ -1,0 +1,327 @@
+"""Layers merged by what they are measured to cost (OMGS-SGD, sections III and IV).
+
+The first iterations run with all layers in one bucket while backward is measured. Then all workers
+measure the codec and the links together, rank 0 makes the plan, and everyone follows it. Times that
+drift begin it all anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wingbeat.collectives import Collectives, Handle
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe.log import log
+from wingbeat.plans import merge
+from wingbeat.probe import saved
+from wingbeat.probe.backward import BackwardTimes, combine
+from wingbeat.probe.links import measure_links, measure_wire
+from wingbeat.probe.model import (
+    Probe,
+    fitted,
+    fitted_links,
+    key_of,
+    payload_bytes,
+    wire_text,
+)
+from wingbeat.sync.bucketing import Bucketing
+from wingbeat.sync.drift import Drift
+from wingbeat.sync.stopwatch import Stopwatch
+from wingbeat.sync.wiring import Wiring
+from wingbeat.types import Bucket, Choices, Merging, Plan
+from wingbeat.wires import Coded, TopK
+
+_RULES = {"exact": merge.exact, "paper": merge.greedy, "wfbp": merge.wfbp}
+
+
+class LayerMerging:
+    """Measures, has a plan made, and lets a `Bucketing` follow it.
+
+    What an earlier run has measured, in the file on rank 0, is taken over at once.
+    """
+
+    def __init__(
+        self,
+        rule: Merging,
+        choices: Choices,
+        bucketing: Bucketing,
+        wiring: Wiring,
+        collectives: Collectives,
+    ) -> None:
+        world = collectives.world
+        self._rule = rule
+        self._choices = choices
+        self._wiring = wiring
+        self._bucketing = bucketing
+        self._collectives = collectives
+        self._device = bucketing.slots[0].param.device
+        self._key = key_of(
+            bucketing.specs, world.size, [link.name for link in world.links], choices.wire
+        )
+        self._drift = Drift(rule.steps, rule.drift)
+        self._stopwatch = Stopwatch(self._device)
+        self._times = self._new_times()
+        self._began = 0.0
+        self._ends: list[float] = []
+        self._handle: Handle | None = None
+        self._rows = torch.zeros(world.size, dtype=torch.float64)
+        self.probe: Probe | None = None
+        self.timeline: merge.Timeline | None = None
+        if rule.file:
+            self._take_known()
+
+    @property
+    def _wire(self) -> str | Coded:
+        """What gradients travel as: fp32 where a codec was tried and does not pay."""
+        return self._choices.wire if self._wiring.on or not self._wiring.coded else ""
+
+    def deciding(self) -> bool:
+        """Whether the plan is still to be made."""
+        return self._drift.watching
+
+    def report(self) -> dict[str, Any] | None:
+        """Return what was measured and what the plan should bring; None before there is one."""
+        if self.probe is None or self.timeline is None:
+            return None
+        return {
+            "merge": self._rule.rule,
+            "buckets": len(self.timeline.rows),
+            "tensors": len(self.probe.tensors),
+            "predicted_s": self.probe.rest_s + self.timeline.finish_s,
+            "rest_s": self.probe.rest_s,
+            "backward_s": self.timeline.backward_s,
+            "encode_s": self.timeline.encode_s,
+            "exposed_s": self.timeline.exposed_s,
+            "encode": self.probe.encode.to_json(),
+            "exchange": self.probe.exchange.to_json(),
+            "fit_error": self.probe.exchange.error,
+        }
+
+    # -- in backward ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward has brought its first gradient."""
+        if self._drift.watching:
+            self._times.begin()
+            self._began = time.perf_counter()
+
+    def enter(self, index: int) -> None:
+        """A gradient is ready, and the engine begins to work on it."""
+        if self._drift.watching:
+            self._times.enter(index)
+
+    def leave(self) -> None:
+        """The engine has done with that gradient."""
+        if self._drift.watching:
+            self._times.leave()
+
+    def end(self) -> None:
+        """The last gradient of a backward has come."""
+        if self._drift.watching:
+            self._times.end()
+
+    def finish(self) -> None:
+        """All exchanges of a backward are over."""
+        if self._drift.watching and self._began:
+            self._ends.append(time.perf_counter() - self._began)
+            self._began = 0.0
+
+    # -- between iterations ---------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """Count an iteration; plan when enough has been seen, and hear whether times drift.
+
+        Raises:
+            PeerError: a worker failed, or sent something that is no measurement.
+        """
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+            self._hear(self._drift.take(self._rows.tolist()))
+        self._drift.lap(self._stopwatch.lap())
+        if self._drift.due():
+            self._plan()
+
+    def exchange(self) -> None:
+        """At the end of a window tell everyone the median; in each backward, on every worker."""
+        if self._drift.reports():
+            self._rows[self._collectives.world.rank] = self._drift.median()
+            self._handle = self._collectives.all_gather(self._rows)
+
+    def _hear(self, drifted: tuple[float, float] | None) -> None:
+        if drifted is None:
+            return
+        if self._collectives.world.rank == 0:
+            log.info(
+                "iterations take %.4g s in place of %.4g s: measuring anew, to merge layers anew",
+                drifted[1],
+                drifted[0],
+            )
+        self._times = self._new_times()
+        self._ends.clear()
+
+    def _new_times(self) -> BackwardTimes:
+        return BackwardTimes(len(self._bucketing.slots), self._device)
+
+    # -- planning -------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Measure together, combine by the slowest, follow rank 0's plan."""
+        world = self._collectives.world
+        order = list(self._bucketing.ready_order)
+        mine = self._own_times(order)
+        told = [row for row in world.exchange("backward times", mine) if row is not None]
+        self._drift.planned()
+        if not told:  # nobody had a batch of its own
+            return
+        outside = [row.pop() if isinstance(row, list) and row else None for row in told]
+        ready = combine(told, len(order), world.rank)
+        found = self._measured(order, ready, _slowest(outside, world.rank))
+        self._follow(found)
+        if world.rank == 0 and self._rule.file:
+            self._keep(found)
+        self._stopwatch.restart()
+
+    def _own_times(self, order: Sequence[int]) -> list[float] | None:
+        """Return ready times, then what an iteration takes outside of backward and exchange."""
+        totals = self._times.totals()
+        if not totals or not self._ends:
+            return None
+        ends = sorted(self._ends)
+        rest = max(0.0, self._drift.median() - ends[len(ends) // 2])
+        return [*self._times.medians(order), rest]
+
+    def _measured(self, order: Sequence[int], ready: Sequence[float], rest_s: float) -> Probe:
+        world = self._collectives.world
+        specs = self._bucketing.specs
+        way = "gather" if isinstance(self._wire, TopK) else "reduce"
+        if world.rank == 0:
+            log.info("measuring codec and links, to merge layers by what they cost")
+        samples = measure_wire(
+            self._collectives,
+            self._wire,
+            way,
+            sum(spec.numel for spec in specs),
+            device=self._device,
+            dtype=self._bucketing.slots[0].param.dtype,
+        )
+        encode, exchange = fitted(samples, self._wire)
+        links = measure_links(self._collectives, topology=self._choices.topology)
+        return Probe(
+            workers=world.size,
+            links=tuple(link.name for link in world.links),
+            wire=wire_text(self._wire),
+            way=way,
+            tensors=tuple(order),
+            names=tuple(specs[i].name for i in order),
+            ready_s=tuple(ready),
+            encode=encode,
+            exchange=exchange,
+            interfaces=fitted_links(links),
+            rest_s=rest_s,
+        )
+
+    def _follow(self, found: Probe) -> None:
+        """Take over rank 0's plan: equal arithmetic on all machines is not relied on."""
+        world = self._collectives.world
+        nbytes = payload_bytes(self._bucketing.specs, self._wire)
+        workload = found.workload(self._bucketing.specs, nbytes)
+        plan = None
+        if world.rank == 0:
+            plan = [
+                list(b.tensors) for b in _RULES[self._rule.rule](workload, found.costs()).buckets
+            ]
+        answer = world.exchange("merged layers", plan)[0]
+        plan_of_all = _checked(answer, found.tensors, world.rank)
+        self.probe = found
+        self.timeline = merge.predict(plan_of_all, workload, found.costs())
+        self._bucketing.follow(plan_of_all)
+        if world.rank == 0:
+            log.info(
+                "%d gradients merged into %d: %.4g ms an iteration expected, %.3g ms of exchange "
+                "exposed",
+                len(found.tensors),
+                len(plan_of_all.buckets),
+                1e3 * (found.rest_s + self.timeline.finish_s),
+                1e3 * self.timeline.exposed_s,
+            )
+
+    # -- the file -------------------------------------------------------------------------
+
+    def _keep(self, found: Probe) -> None:
+        try:
+            saved.save(self._rule.file, found, self._key)
+            log.info("what was measured is kept in %s", self._rule.file)
+        except UsageError as err:  # a full disk, say: no reason to end the training
+            log.warning("%s; this run goes on with what it has measured", err)
+
+    def _take_known(self) -> None:
+        """Follow what the file on rank 0 says, if it is there and for this model and cluster.
+
+        Raises:
+            UsageError: rank 0 cannot use the file; on every rank.
+        """
+        world = self._collectives.world
+        mine = _read(self._rule.file, self._key) if world.rank == 0 else None
+        answer = world.exchange("plan file", mine)[0]
+        if isinstance(answer, str):
+            raise UsageError(answer)
+        if answer is None:
+            return
+        try:
+            found = saved.from_json(answer)
+            self._follow(found)
+        except UsageError as err:
+            raise PeerError(f"rank {world.rank}: rank 0 sent a damaged plan: {err}") from None
+        self._drift.planned()
+
+
+def _read(file: str, key: dict[str, Any]) -> dict[str, Any] | str | None:
+    """Return what the file holds for this key as JSON, None if nothing, or what is wrong."""
+    path = Path(file)
+    try:
+        if not path.exists():
+            folder = path.absolute().parent
+            missing = f"plan_file={file!r}: there is no folder {str(folder)!r}"
+            return None if folder.is_dir() else missing
+        known = saved.load(path)
+    except OSError as err:
+        return f"plan_file={file!r}: {err.strerror or err}"
+    except UsageError as err:
+        return str(err)
+    if not saved.matches(known, key):
+        log.warning("plan file %s is for another model, cluster or wire: measuring anew", path)
+        return None
+    return saved.to_json(known.probe)
+
+
+def _slowest(values: Sequence[Any], rank: int) -> float:
+    """Return the largest: who begins backward last keeps all exchanges waiting.
+
+    Raises:
+        PeerError: one is no time.
+    """
+    for peer, value in enumerate(values):
+        if type(value) not in (int, float) or not 0 <= value < 1e9:
+            raise PeerError(f"rank {rank}: rank {peer} sent {value!r} where a time was due")
+    return float(max(values))
+
+
+def _checked(answer: Any, tensors: Sequence[int], rank: int) -> Plan:
+    """Return rank 0's plan.
+
+    Raises:
+        PeerError: it is none: its buckets, end to end, have to be all tensors in their order.
+    """
+    if isinstance(answer, list) and all(isinstance(b, list) and b for b in answer):
+        flat = [index for bucket in answer for index in bucket]
+        if flat == list(tensors):
+            return Plan(tuple(Bucket(tuple(bucket)) for bucket in answer))
+    raise PeerError(
+        f"rank {rank}: rank 0 sent a malformed plan of merged layers: {str(answer)[:60]}"
+    )

@@ -1,0 +1,234 @@
+"""``benchmarks/omgs.py``: what it asks the bench for, what it makes of it, and how it judges."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SENT = ("allreduce:wire=topk", "allreduce:wire=topk@0.005")
+
+
+@pytest.fixture(scope="module")
+def omgs() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "omgs.py"
+    spec = importlib.util.spec_from_file_location("benchmark_omgs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(omgs: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["omgs.py", *words])
+    parsed: argparse.Namespace = omgs.arguments()
+    return parsed
+
+
+def merge(predicted: float, buckets: int = 2) -> dict[str, Any]:
+    """A plan of which 0.1 s is computed and a fifth of the rest is encoded."""
+    return {
+        "buckets": buckets,
+        "predicted_s": predicted,
+        "rest_s": 0.04,
+        "backward_s": 0.06,
+        "encode_s": (predicted - 0.1) * 0.2,
+        "exposed_s": (predicted - 0.1) * 0.8,
+    }
+
+
+def run(median: float, plan: dict[str, Any] | None = None) -> dict[str, Any]:
+    waits = {"reduce_scatter_s": 0.0, "all_gather_s": median - 0.11, "all_reduce_s": 0.01}
+    parts = {"forward_s": 0.03, "backward_s": 0.05, "encode_s": 0.01, "update_s": 0.007}
+    return {
+        "iteration_s": {"median": median, "p10": median - 0.01, "p90": median + 0.01},
+        "bytes_per_iteration": 1000.0,
+        "breakdown": {"whole": {**waits, **parts, "other_s": 0.003}},
+        "merge": plan,
+        "samples_s": [median],
+        "final_loss": 1.0,
+    }
+
+
+def made(omgs: ModuleType, model: str = "resnet50", /, **runs: dict[str, Any]) -> dict[str, Any]:
+    """The figures of rows of these names; ``paper`` stands for Algorithm 1."""
+    rows = [{"paper": "omgs:merge=paper"}.get(name, name) for name in runs]
+    raw = {"lab": "star:16@50mbit", "workers": 16, "config": {}, "machine": {"load_before": []}}
+    out: dict[str, Any] = omgs.figures(model, rows, {**raw, "runs": list(runs.values())})
+    return out
+
+
+def test_the_papers_speedups_follow_from_its_times(omgs: ModuleType) -> None:
+    # Table VI, columns s1 and s2; times have three digits, which leaves 0.004.
+    speedups = {
+        name: (own["topksgd"] / own["omgs"], own["mgs"] / own["omgs"])
+        for name, own in omgs.PAPER_S.items()
+    }
+    assert speedups["vgg16"] == pytest.approx((1.015, 1.578), abs=4e-3)
+    assert speedups["resnet50"] == pytest.approx((1.313, 2.4), abs=4e-3)
+    assert speedups["inception_v4"] == pytest.approx((1.284, 2.717), abs=4e-3)
+    assert speedups["lstm_ptb"] == pytest.approx((1.113, 1.042), abs=4e-3)
+    assert list(omgs.PAPER_LAYERS) == list(omgs.PAPER_S) == list(omgs.MODELS)
+
+
+def test_rows_get_the_papers_density_and_a_file_for_their_plan(omgs: ModuleType) -> None:
+    plan = Path("/plans/0.json")
+    complete = omgs.complete
+    assert complete("topksgd", "resnet50", plan) == "topksgd:density=0.001"
+    assert complete("mgs", "lstm_ptb", plan) == "mgs:density=0.005"
+    assert complete("mgwfbp", "vgg16", plan) == "mgwfbp:plan_file=/plans/0.json"
+    assert complete("psgd", "vgg16", plan) == "psgd"
+    assert (
+        complete("omgs:merge=paper", "lstm_ptb", plan)
+        == "omgs:merge=paper,density=0.005,plan_file=/plans/0.json"
+    )
+    given = "omgs:density=0.01,plan_file=mine.json"
+    assert complete(given, "lstm_ptb", plan) == given
+    assert complete(SENT[0], "resnet50", plan) == SENT[0]
+
+
+def test_each_model_is_one_bench_on_the_papers_network(
+    omgs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(omgs, monkeypatch, "--strategies", *SENT)
+    benches = omgs.configs(args, Path("/plans"))
+    assert tuple(benches) == omgs.MODELS
+    for config in benches.values():
+        checked = config.check()
+        assert checked.workers == 16
+        assert str(checked.asked) == "star:16@1gbit"
+        assert checked.lab.rate == 50e6
+        assert config.breakdown
+        assert [row.text for row in checked.rows] == list(SENT)
+
+
+def test_stretch_slows_the_links_with_the_computation(
+    omgs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--scale", "0.1", "--stretch", "4", "--rate", "10gbit", "--workers", "8")
+    args = arguments(omgs, monkeypatch, *words, "--models", "vgg16", "--strategies", *SENT)
+    checked = omgs.configs(args, Path("/plans"))["vgg16"].check()
+    assert checked.lab.rate == 10e9 * 0.1 / 4
+    assert checked.model.compute_s()[0] == pytest.approx(4 * 0.12148825)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--models", "resnet5"], "'resnet50'"),
+        (["--workers", "1"], "2 or more"),
+        (["--rate", "fast"], "fast"),
+        (["--strategies", "omg:density=0.1"], "omg"),
+        (["--json", "/dev/null/no/omgs.json"], "/dev/null/no/omgs.json"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    omgs: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    named: str,
+) -> None:
+    usual = ["--json", str(tmp_path / "omgs.json"), "--strategies", *SENT]
+    monkeypatch.setattr(sys, "argv", ["omgs.py", *usual, *words])
+    monkeypatch.setattr(omgs.runner, "run", lambda *_, **__: pytest.fail("it started"))
+    assert omgs.main() == 2
+    assert named in capsys.readouterr().err
+
+
+def test_figures_stand_beside_the_papers(omgs: ModuleType) -> None:
+    out = made(
+        omgs,
+        topksgd=run(0.5, merge(0.5, buckets=1)),
+        lags=run(1.0),
+        mgs=run(0.8),
+        omgs=run(0.4, merge(0.41)),
+    )
+    rows = out["rows"]
+    assert rows["omgs"]["ratio_to_topksgd"] == pytest.approx(0.8)
+    assert rows["omgs"]["ratio_to_mgs"] == pytest.approx(0.5)
+    assert rows["omgs"]["paper_ratio_to_topksgd"] == pytest.approx(0.507 / 0.666)
+    assert rows["omgs"]["paper_ratio_to_mgs"] == pytest.approx(0.507 / 1.217)
+    assert (rows["omgs"]["layers"], rows["omgs"]["paper_layers"]) == (2, 2)
+    assert (rows["lags"]["layers"], rows["lags"]["paper_layers"]) == (None, 161)
+    assert rows["lags"]["paper_ratio_to_mgs"] is None
+    assert rows["omgs"]["prediction_error"] == pytest.approx(0.025)
+
+
+def test_the_parts_are_those_of_the_papers_picture(omgs: ModuleType) -> None:
+    own = made(omgs, omgs=run(0.4, merge(0.5)))["rows"]["omgs"]
+    assert own["parts_s"] == pytest.approx(
+        {
+            "forward": 0.03,
+            "backward": 0.05,
+            "sparsification": 0.01,
+            "communication": 0.3,
+            "other": 0.01,
+        }
+    )
+    assert sum(own["parts_s"].values()) == pytest.approx(0.4)
+    predicted = {"forward": 0.04, "backward": 0.06, "sparsification": 0.08, "communication": 0.32}
+    assert own["predicted_parts_s"] == pytest.approx(predicted)
+    assert sum(predicted.values()) == pytest.approx(own["predicted_s"])
+
+
+def test_the_planned_row_must_be_within_3_percent_of_the_best_plan(omgs: ModuleType) -> None:
+    right = merge(0.4)
+    assert made(omgs, topksgd=run(0.39), omgs=run(0.4, right))["missed"] == []
+    out = made(omgs, topksgd=run(0.38), omgs=run(0.4, right), paper=run(0.5, right))
+    assert (out["judged"], out["best"]) == ("omgs", "topksgd")
+    assert out["missed"] == ["resnet50: omgs takes 1.053x the time of topksgd; limit 1.03"]
+    # What sends every gradient is no plan for the largest ones.
+    assert made(omgs, ddp=run(0.2), omgs=run(0.4, right))["missed"] == []
+
+
+def test_the_prediction_is_judged_in_both_directions(omgs: ModuleType) -> None:
+    for predicted, lines in ((0.37, 0), (0.43, 0), (0.35, 1), (0.45, 1)):
+        assert len(made(omgs, omgs=run(0.4, merge(predicted)))["missed"]) == lines
+    [line] = made(omgs, omgs=run(0.4, merge(0.45)))["missed"]
+    assert line == "resnet50: omgs is predicted +12.5% off; limit 10%"
+    [line] = made(omgs, omgs=run(0.4))["missed"]
+    assert line == "resnet50: omgs has predicted nothing"
+
+
+def test_without_a_row_of_omgs_nothing_is_judged(omgs: ModuleType) -> None:
+    out = made(omgs, ddp=run(0.5), mgs=run(0.4))
+    assert (out["judged"], out["of_best"], out["missed"]) == (None, None, [])
+    assert out["rows"]["ddp"]["ratio_to_topksgd"] is None
+    assert out["rows"]["ddp"]["ratio_to_mgs"] == pytest.approx(1.25)
+
+
+def test_a_row_of_the_table_has_the_papers_figures_in_brackets(omgs: ModuleType) -> None:
+    out = made(omgs, topksgd=run(0.5), omgs=run(0.4, merge(0.41)), ddp=run(0.9))
+    columns = omgs.table("resnet50", out).columns
+    cells = [list(column.cells) for column in columns]
+    assert cells[0] == ["topksgd", "omgs", "ddp"]
+    assert cells[3] == ["1.000 (1.000)", "0.800 (0.761)", "1.800"]
+    assert cells[4] == ["- (0.547)", "- (0.417)", "-"]
+    assert cells[5] == ["- (1)", "2 (2)", "-"]
+    assert cells[6] == ["-", "410 (+2.5%)", "-"]
+
+
+def test_a_prediction_stands_under_its_row(omgs: ModuleType) -> None:
+    out = made(omgs, topksgd=run(0.5), omgs=run(0.4, merge(0.41)))
+    drawn = omgs.bars(out["rows"])
+    assert [(label, thin) for label, _, thin in drawn] == [
+        ("topksgd", False),
+        ("omgs", False),
+        ("predicted", True),
+    ]
+
+
+def test_it_draws_a_png(omgs: ModuleType, tmp_path: Path) -> None:
+    rows = {"topksgd": run(0.5), "omgs": run(0.4, merge(0.41))}
+    models = {name: made(omgs, name, **rows) for name in ("vgg16", "lstm_ptb")}
+    omgs.draw(models, tmp_path / "omgs.png")
+    assert (tmp_path / "omgs.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
