@@ -5,11 +5,14 @@
     python benchmarks/omgs.py --rate 10gbit --stretch 2 --models vgg16 lstm_ptb
     python benchmarks/omgs.py --strategies topksgd mgs omgs mgwfbp psgd
 
-Each model is one ``wingbeat bench``: the rows take turns on one lab of 16 hosts with 1 Gbit/s, as
-in the paper, and train the density of its Table IV. Times are paced (an RTX 2080 Ti's); choosing
-the largest gradients, bytes and links are real. The model's scale shrinks gradients and rates
-together, so that what a byte costs stays in proportion to computation; what a message costs at
-least does not shrink, and 16 hosts on a few cores pay more for it than 16 machines.
+Each model is one ``wingbeat bench``: the rows take turns on one lab of 16 hosts, and train the
+density of the paper's Table IV. Times are paced (an RTX 2080 Ti's); choosing the largest gradients,
+bytes and links are real. The rate keeps the ratio of the paper's 1 Gbit/s to its GPU's time with
+its batch: 1 Gbit/s times (seconds of an iteration there / here), and with fewer than 16 workers as
+much less as they gather less. ``SETTINGS`` has the rates, and for each model a scale, which
+shrinks gradients and rates together, and a stretch, which is slow motion for computation and links:
+what 16 workers cost two cores has to fit into the time that their computation is paced to. What a
+message costs at least is the two cores', and neither shrinks nor stretches.
 
 Printed beside the paper's figures, which are of other hardware: ratios to TopK-SGD and MGS-SGD
 and the number of merged layers. VGG-16 is ImageNet's here with 32 tensors; the paper's, for
@@ -71,6 +74,19 @@ PAPER_LAYERS: dict[str, dict[str, int]] = {
     "lstm_ptb": {"topksgd": 1, "lags": 11, "mgs": 9, "omgs": 6},
 }
 """Table V: layers after merging."""
+
+SETTINGS: dict[str, tuple[float, float, float]] = {
+    "vgg16": (1170, 0.03, 2.5),
+    "resnet50": (293, 0.1, 4.0),
+    "inception_v4": (585, 0.06, 1.5),
+    "lstm_ptb": (1170, 0.05, 4.0),
+}
+"""Rate in Mbit/s, scale and stretch. A P102-100 at the paper's 1.8 GHz has 11.5e12 FLOP/s, the
+paced GPU 13.45e12: so 1.17 of its time for the same batch; the paper's batch is a quarter of the
+profile's for ResNet-50 and half for Inception-v4. VGG-16 is taken as if its batch were the same."""
+
+OTHERS = (1000, 0.05, 2.0)
+"""The same for models that the paper has not."""
 
 SPARSE = ("topksgd", "lags", "mgs", "omgs")
 """Rows that send the largest gradients only: so their plans can be compared."""
@@ -135,9 +151,9 @@ def arguments() -> argparse.Namespace:
     note = "as for wingbeat bench; the paper's density is added where none is given"
     parser.add_argument("--strategies", nargs="+", default=list(ROWS), metavar="ROW", help=note)
     parser.add_argument("--workers", type=int, default=16, help="hosts of the lab (default: 16)")
-    parser.add_argument("--rate", default="1gbit", help="of a host, before scaling (1gbit)")
-    parser.add_argument("--scale", type=float, default=0.05, help="of models and rates (0.05)")
-    parser.add_argument("--stretch", type=float, default=1.0, help="slow motion (default: 1)")
+    parser.add_argument("--rate", help="of a host, before scaling (default: the model's own)")
+    parser.add_argument("--scale", type=float, help="of models and rates (the model's own)")
+    parser.add_argument("--stretch", type=float, help="slow motion (default: the model's own)")
     parser.add_argument("--iterations", type=int, default=12, help="timed ones of each row (12)")
     parser.add_argument("--rounds", type=int, default=3, help="how often rows take turns (3)")
     parser.add_argument("--warmup", type=int, default=2, help="untimed ones of each turn (2)")
@@ -156,17 +172,17 @@ def configs(args: argparse.Namespace, plans: Path) -> dict[str, BenchConfig]:
         raise UsageError(f"--workers {args.workers}: allowed are 2 or more")
     out = {}
     for name in args.models:
+        mbit, scale, stretch = SETTINGS.get(name, OTHERS)
+        # What is gathered grows with the other workers: the paper's are 15.
+        rate = args.rate or f"{round(mbit * (args.workers - 1) / 15)}mbit"
         out[name] = BenchConfig(
-            lab=f"star:{args.workers}@{args.rate}",
-            model=f"paced:{name}@{args.scale:g}",
-            strategies=tuple(
-                complete(row, name, plans / f"{name}-{number}.json")
-                for number, row in enumerate(args.strategies)
-            ),
+            lab=f"star:{args.workers}@{rate}",
+            model=f"paced:{name}@{args.scale or scale:g}",
+            strategies=tuple(complete(row, name, plans) for row in args.strategies),
             iterations=args.iterations,
             rounds=min(args.rounds, args.iterations),
             warmup=args.warmup,
-            stretch=args.stretch,
+            stretch=args.stretch or stretch,
             breakdown=True,
             measure=False,
         )
@@ -174,15 +190,20 @@ def configs(args: argparse.Namespace, plans: Path) -> dict[str, BenchConfig]:
     return out
 
 
-def complete(row: str, model: str, plan: Path) -> str:
-    """The row with the paper's density, and with a file, so that it plans once for all rounds."""
+def complete(row: str, model: str, plans: Path) -> str:
+    """The row with the paper's density, and with a file, so that it measures once for all rounds.
+
+    Rows that differ only in how they merge share what was measured.
+    """
     name, _, rest = row.partition(":")
     items = list(filter(None, rest.split(",")))
     given = {item.partition("=")[0] for item in items}
     if kind(row) in SPARSE and "density" not in given:
         items.append(f"density={DENSITIES.get(model, DENSITY):g}")
     if kind(row) in PLANNED and "plan_file" not in given:
-        items.append(f"plan_file={plan}")
+        shared = sorted(item for item in items if not item.startswith("merge="))
+        file = plans / "-".join([model, name, *shared]).replace("=", "")
+        items.append(f"plan_file={file}.json")
     return ":".join([name, ",".join(items)]) if items else name
 
 

@@ -10,10 +10,17 @@ from wingbeat.sync.drift import SETTLING, WINDOW, Drift
 
 def _planned(factor: float = 1.5) -> Drift:
     drift = Drift(2, factor)
-    while not drift.due():
-        drift.lap(0.1)
-    drift.planned()
+    _plan_twice(drift, 0.1)
     return drift
+
+
+def _plan_twice(drift: Drift, seconds: float) -> None:
+    for first in (True, False):
+        assert drift.watching
+        assert drift.first is first
+        while not drift.due():
+            drift.lap(seconds)
+        drift.planned()
 
 
 def _window(drift: Drift, seconds: float, others: list[float] | None = None) -> object:
@@ -34,10 +41,19 @@ def test_planning_is_due_after_the_measured_iterations(steps: int) -> None:
         boundaries += 1
     # The first boundary has no iteration before it.
     assert boundaries == 1 + SETTLING + steps
-    assert drift.watching
+    drift.planned()
+    assert drift.watching, "measured again under the plan"
+    while not drift.due():
+        drift.lap(0.1)
     drift.planned()
     assert not drift.watching
     assert not drift.due()
+
+
+def test_a_known_plan_is_not_measured_again() -> None:
+    drift = Drift(2, 1.5)
+    drift.planned(known=True)
+    assert not drift.watching
 
 
 def test_the_first_iterations_do_not_count() -> None:
@@ -59,10 +75,7 @@ def test_times_that_drift_begin_it_anew(seconds: float) -> None:
     drift = _planned()
     assert _window(drift, 0.1) is None
     assert _window(drift, seconds) == (0.1, seconds)
-    assert drift.watching
-    while not drift.due():
-        drift.lap(seconds)
-    drift.planned()
+    _plan_twice(drift, seconds)
     assert _window(drift, seconds) is None
     assert _window(drift, seconds) is None
 

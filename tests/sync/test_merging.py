@@ -23,8 +23,11 @@ from wingbeat.types import Bucket, Plan
 from wingbeat.wires import Sketch
 
 STEPS = 2
-PLANNED = drift.SETTLING + STEPS + 1
-"""Backward passes, the last of which is the first with the plan."""
+FIRST = drift.SETTLING + STEPS + 1
+"""Backward passes, the last of which is the first with a plan."""
+
+PLANNED = 2 * FIRST
+"""The same for the plan that stays."""
 
 SLOW_LINKS = Samples(
     encode=tuple((float(n), 1e-9 * n) for n in (1000, 2000, 4000)),
@@ -97,7 +100,7 @@ def test_workers_plan_together_and_weights_stay(rule: str, accumulate: int) -> N
 @pytest.mark.usefixtures("_measured")
 def test_the_plan_follows_what_links_cost(most: int) -> None:
     for _, sizes, report in _on(2, wingbeat.OMGS(density=0.5, steps=STEPS)):
-        assert {len(row) for row in sizes[: PLANNED - 1]} == {1}
+        assert {len(row) for row in sizes[: FIRST - 1]} == {1}
         assert {len(row) for row in sizes[PLANNED - 1 :]} == {report["buckets"]}
         assert report["buckets"] == 1 if most == 1 else report["buckets"] > 1
         assert report["tensors"] == sum(sizes[-1])
@@ -218,8 +221,8 @@ def test_drifting_times_are_measured_anew(
 
     monkeypatch.setattr(merging, "Stopwatch", Laps)
     with caplog.at_level(logging.INFO, logger="wingbeat"):
-        _on(2, wingbeat.OMGS(density=0.1, steps=STEPS), 40)
-    assert sorted(made) == [0, 0, 1, 1]
+        _on(2, wingbeat.OMGS(density=0.1, steps=STEPS), 50)
+    assert sorted(made) == 4 * [0] + 4 * [1]
     assert "iterations take 1 s in place of 0.1 s" in caplog.text
 
 

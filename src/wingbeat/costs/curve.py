@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeGuard, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class Curve(Protocol):
         ...
 
 
-def fits(value: Any) -> bool:
+def fits(value: Any) -> TypeGuard[float]:
     """Whether ``value`` is a finite number that a float can hold, and no bool."""
     try:
         return is_number(value)

@@ -20,7 +20,7 @@ ACCEPTED = 0.2
 """Largest relative error up to which a formula stands for the samples."""
 
 _Z = 1.959964
-_T = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
+_T = dict(enumerate((12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622), 1))
 """97.5% quantiles: the normal distribution's, and Student's for few degrees of freedom."""
 
 
@@ -64,7 +64,7 @@ class Fit:
             return f"pieces through the medians; {errors}"
         parts = []
         for name, (low, high) in self.intervals.items():
-            limits = "known by one amount only" if math.isinf(high) else f"{low:.3g} to {high:.3g}"
+            limits = "too few amounts to say" if math.isinf(high) else f"{low:.3g} to {high:.3g}"
             parts.append(f"{name} {getattr(self.curve, name):.3g} s ({limits})")
         return f"{type(self.curve).__name__.lower()}: {', '.join(parts)}; {errors}"
 
@@ -216,7 +216,7 @@ def _least_squares(columns: Floats, target: Floats) -> list[tuple[float, float]]
 
 
 def _quantile(freedom: int) -> float:
-    """97.5% quantile of Student's distribution, to four digits (Cornish and Fisher's series)."""
+    """97.5% quantile of Student's distribution, to three digits (Cornish and Fisher's series)."""
     if freedom in _T:
         return _T[freedom]
     z, n = _Z, freedom

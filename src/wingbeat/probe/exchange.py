@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ FIRST = 1024
 """Elements, or bytes, of the smallest exchange that is measured, as in the paper (V-B)."""
 
 REPEATS = 5
-BUDGET_S = 0.2
+BUDGET_S = 0.5
 WAYS = ("gather", "reduce")
 
-_MORE = 4
+_MORE, _SHARE = 4, 0.2
 _LEAST = 2
 """Amounts that a line needs, however long they take."""
 
@@ -94,17 +94,18 @@ def measure_exchange(
 ) -> Samples:
     """Measure exchanges of growing amounts; all workers call it alike, and at the same time.
 
-    Every repetition begins with a barrier; one more comes first and does not count. Each figure
-    is the median of a worker, then that of the slowest. A worker that has encoded sooner than
-    another waits for it: that is no part of the exchange, which is the slowest worker's whole
-    time less the slowest encoding.
+    Every repetition begins with a barrier. The first two of each amount tell how far to go and
+    how often; then amounts take turns, so that a disturbance is none of one amount alone. Each
+    figure is the median of a worker, then that of the slowest. A worker that has encoded sooner
+    than another waits for it: that is no part of the exchange, which is the slowest worker's
+    whole time less the slowest encoding.
 
     Args:
         collectives: what the exchange uses.
         make_action: makes the exchange of so many elements.
         amounts: elements, growing; the same on every worker.
-        repeats: repetitions that count, at least; up to four times as many where the budget is
-            enough for them.
+        repeats: repetitions that count, at least; up to four times as many where a fifth of the
+            budget is enough for them.
         budget_s: after the first two, no amount follows one that took longer than this, by the
             exchanged figures, so that all workers stop alike.
         device: where the tensors are; on a GPU the current stream is waited for.
@@ -115,48 +116,54 @@ def measure_exchange(
         PeerError: a peer failed, or sent something that is no measurement; names it.
     """
     world = whole if whole is not None else collectives.world
-    settle = _settler(device)
-    encode, exchange = [], []
-    count = _MORE * repeats
+    meter = _Meter(collectives.world, _settler(device), now)
+    actions: list[Action] = []
+    counts: list[int] = []
     for amount in amounts:
-        action = make_action(amount)
-        mine = _repeat(collectives.world, action, count, settle, now)
-        slowest_call, slowest = _slowest(world.exchange("probe", mine), world.rank)
-        encode.append((float(amount), slowest_call))
-        exchange.append((float(action.nbytes), slowest - slowest_call))
-        if slowest > budget_s and len(encode) >= _LEAST:
+        actions.append(make_action(amount))
+        mine = min(meter.repeat(actions[-1])[1] for _ in range(2))
+        [(_, slowest)] = _slowest(world.exchange("probe", [[0.0, mine]]), 1, world.rank)
+        # What is short is disturbed most, and costs least to repeat.
+        enough = int(_SHARE * budget_s / slowest) if slowest > 0 else _MORE * repeats
+        counts.append(max(repeats, min(_MORE * repeats, enough)))
+        if slowest > budget_s and len(counts) >= _LEAST:
             break
-        if slowest > 0:
-            # What is short is disturbed most, and costs least to repeat.
-            count = max(repeats, min(_MORE * repeats, int(budget_s / slowest)))
+    taken: list[list[tuple[float, float]]] = [[] for _ in actions]
+    for turn in range(max(counts, default=0)):
+        for action, count, times in zip(actions, counts, taken, strict=True):
+            if turn < count:
+                times.append(meter.repeat(action))
+    medians = [[statistics.median(column) for column in zip(*row, strict=True)] for row in taken]
+    slowest_of_all = _slowest(world.exchange("probe", medians), len(actions), world.rank)
+    encode, exchange = [], []
+    for amount, action, (call, slowest) in zip(amounts, actions, slowest_of_all, strict=False):
+        encode.append((float(amount), call))
+        exchange.append((float(action.nbytes), slowest - call))
     return Samples(tuple(encode), tuple(exchange))
 
 
-def _repeat(
-    world: World,
-    action: Action,
-    repeats: int,
-    settle: Callable[[], object],
-    now: Callable[[], float],
-) -> list[float]:
-    """Return this worker's median seconds of the call, and of all from its begin to the end."""
-    barrier = Collectives(world, "doubling")
-    tiny = torch.zeros(world.size)
-    calls, wholes = [], []
-    for _ in range(1 + repeats):
+class _Meter:
+    """Times one repetition of an action after the other."""
+
+    def __init__(
+        self, world: World, settle: Callable[[], object], now: Callable[[], float]
+    ) -> None:
+        self._barrier = Collectives(world, "doubling")
+        self._tiny = torch.zeros(world.size)
+        self._settle, self._now = settle, now
+
+    def repeat(self, action: Action) -> tuple[float, float]:
+        """Return seconds of the call that starts it, and of all until it is done."""
         action.prepare()
-        settle()
-        barrier.all_gather(tiny).wait()
-        begin = now()
+        self._settle()
+        self._barrier.all_gather(self._tiny).wait()
+        begin = self._now()
         handle = action.start()
-        settle()
-        called = now()
+        self._settle()
+        called = self._now()
         handle.wait()
-        settle()
-        calls.append(called - begin)
-        wholes.append(now() - begin)
-    # The first one met cold buffers and connections.
-    return [statistics.median(calls[1:]), statistics.median(wholes[1:])]
+        self._settle()
+        return called - begin, self._now() - begin
 
 
 def measure_wire(
@@ -199,47 +206,64 @@ def measure_wire(
         )
     where = device if device is not None else torch.device("cpu")
     size = collectives.world.size
-
-    def action(numel: int) -> Action:
-        return _wire_action(collectives, wire, way, numel, where, dtype)
-
     # A bucket is a multiple of the number of workers long, too.
     amounts = [-(-amount // size) * size for amount in growing(FIRST, max(1, largest))]
+    generator = torch.Generator().manual_seed(0)  # the user's random state is left alone
+    gradients = torch.randn(amounts[-1], generator=generator).to(where, dtype)
+    room = _Room(gradients, torch.empty_like(gradients))
+
+    def action(numel: int) -> Action:
+        return _wire_action(collectives, wire, way, room.cut(numel))
+
     return measure_exchange(
         collectives, action, amounts, repeats, budget_s=budget_s, device=where, now=now
     )
 
 
-def _wire_action(
-    collectives: Collectives,
-    wire: str | Coded,
-    way: str,
-    numel: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Action:
-    """A bucket of one region with gradients of a bell curve; the user's random state is kept."""
-    generator = torch.Generator().manual_seed(numel)
-    gradients = torch.randn(numel, generator=generator).to(device, dtype)
-    buffer = torch.empty_like(gradients)
+@dataclass(slots=True)
+class _Room:
+    """Buffers that exchanges of all amounts share, as each is over before the next begins."""
+
+    gradients: torch.Tensor
+    buffer: torch.Tensor
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def cut(self, numel: int) -> _Room:
+        """Return the first elements of everything."""
+        return _Room(self.gradients[:numel], self.buffer[:numel], self.kept)
+
+    def float32(self, what: str) -> torch.Tensor:
+        """Return what is kept of such a bucket beside its gradients: as long, zeros at first."""
+        known = self.kept.get(what)
+        if known is None or known.numel() < self.buffer.numel():
+            known = torch.zeros(self.buffer.numel(), device=self.buffer.device)
+            self.kept[what] = known
+        return known[: self.buffer.numel()]
+
+
+def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _Room) -> Action:
+    """A bucket of one region, with gradients of a bell curve."""
+    buffer = room.buffer
+    numel = buffer.numel()
 
     def prepare() -> None:
-        buffer.copy_(gradients)
+        buffer.copy_(room.gradients)
 
     if isinstance(wire, str):
         narrow = wire_dtype(wire)
-        itemsize = min(dtype.itemsize, dtype.itemsize if narrow is None else narrow.itemsize)
+        itemsize = buffer.element_size()
+        if narrow is not None:
+            itemsize = min(itemsize, narrow.itemsize)
         return Action(_reducing(collectives, buffer, narrow), numel * itemsize, prepare)
     codec = make(wire, _SETTLED)
     coding = Coding([Region(Span(0, numel), codec)])
-    owed = torch.zeros(numel, device=device) if codec.feedback else None
-    encoded = Encoded(coding, owed)
+    encoded = Encoded(coding, room.float32("residual") if codec.feedback else None)
     nbytes = coding.room(Span(0, numel))
     if way == "reduce":
         return Action(_reducing(collectives, buffer, encoded), nbytes, prepare)
     velocity = None
     if isinstance(wire, TopK) and wire.momentum:
-        velocity = torch.zeros(numel, device=device)
+        velocity = room.float32("velocity")
 
     def gather() -> Handle:
         return collectives.all_gather_sum(buffer, wire=encoded, velocity=velocity)
@@ -260,17 +284,26 @@ def _settler(device: torch.device | None) -> Callable[[], object]:
     return lambda: torch.cuda.current_stream(device).synchronize()
 
 
-def _slowest(rows: Sequence[Any], rank: int) -> tuple[float, float]:
+def _slowest(rows: Sequence[Any], count: int, rank: int) -> list[tuple[float, float]]:
     """Return the largest of each figure.
 
     Raises:
-        PeerError: a row is not two times of which the second contains the first.
+        PeerError: a row is not ``count`` pairs of times of which the second contains the first.
     """
     for peer, row in enumerate(rows):
-        right = isinstance(row, list) and [type(v) in (int, float) for v in row] == [True, True]
-        if not right or not 0 <= row[0] <= row[1] <= _LONGEST_S:
+        right = isinstance(row, list) and len(row) == count and all(map(_right, row))
+        if not right:
             raise PeerError(
                 f"rank {rank}: rank {peer} sent a malformed measurement of an exchange: "
                 f"{str(row)[:60]}; all workers have to run the same wingbeat"
             )
-    return float(max(row[0] for row in rows)), float(max(row[1] for row in rows))
+    return [
+        (float(max(call for call, _ in pairs)), float(max(whole for _, whole in pairs)))
+        for pairs in zip(*rows, strict=True)
+    ]
+
+
+def _right(pair: Any) -> bool:
+    if not isinstance(pair, list) or [type(v) in (int, float) for v in pair] != [True, True]:
+        return False
+    return bool(0 <= pair[0] <= pair[1] <= _LONGEST_S)

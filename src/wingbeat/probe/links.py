@@ -26,6 +26,9 @@ from wingbeat.transport.world import World
 
 __all__ = ["LinkSamples", "Samples", "measure_exchange", "measure_links", "measure_wire"]
 
+_FACTOR = 4.0
+"""Between two amounts. Two coefficients need few."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSamples:
@@ -77,7 +80,7 @@ def measure_links(
                 return _plain_action(alone, what, nbytes)
 
             samples = measure_exchange(
-                alone, action, growing(FIRST, largest_bytes), repeats,
+                alone, action, growing(FIRST, largest_bytes, _FACTOR), repeats,
                 budget_s=budget_s, whole=whole, now=now,
             )  # fmt: skip
             by_what.append(_whole_time(samples))

@@ -205,10 +205,11 @@ def _number(value: Any, where: str) -> float:
 def _pretty(value: Any, indent: int = 0) -> str:
     """Return JSON with one line for whatever fits into one.
 
-    >>> print(_pretty({"a": [1, 2], "b": ["x" * 60, "y" * 60]})[:22])
+    >>> print(_pretty({"a": [1, 2], "b": {"c": 3}}))
     {
       "a": [1, 2],
-      "b
+      "b": {"c": 3}
+    }
     """
     short = json.dumps(value)
     fits = indent > 0 and indent + len(short) <= _WIDTH

@@ -24,16 +24,20 @@ _LONGEST_S = 1e9
 class Drift:
     """One worker's count of iterations: first those that are measured, then windows.
 
+    What is measured before there is a plan is measured again under it, where exchanges compete with
+    backward for the processors, and planned a second time.
+
     Args:
         steps: iterations that are measured before planning.
         factor: iterations that take this many times as long, or as short, call for a new plan.
 
     Attributes:
-        watching: whether the iteration that begins now is to be measured, or soon one is.
+        watching: whether iterations are measured, to plan from what they show.
+        first: whether nothing has been planned since measuring began.
     """
 
     def __init__(self, steps: int, factor: float) -> None:
-        self.watching = True
+        self.watching = self.first = True
         self._steps, self._factor = steps, factor
         self._seen = 0
         self._laps: list[float] = []
@@ -53,10 +57,14 @@ class Drift:
         """Return the median of the laps so far, 0 without any."""
         return statistics.median(self._laps) if self._laps else 0.0
 
-    def planned(self) -> None:
-        """A plan was made, or taken from a file: count anew, in windows."""
+    def planned(self, *, known: bool = False) -> None:
+        """A plan was made: count anew, to measure under it or, after that, in windows.
+
+        A plan that is ``known``, from a file, was measured so when it was made.
+        """
         self._restart()
-        self.watching = False
+        self.watching = self.first and not known
+        self.first = False
         self._usual = 0.0
 
     def reports(self) -> bool:
@@ -87,7 +95,7 @@ class Drift:
         if 1 / self._factor <= now / self._usual <= self._factor:
             return None
         usual, self._usual = self._usual, 0.0
-        self.watching = True
+        self.watching = self.first = True
         return usual, now
 
     def _restart(self) -> None:

@@ -1,14 +1,15 @@
 """Layers merged by what they are measured to cost (OMGS-SGD, sections III and IV).
 
 The first iterations run with all layers in one bucket while backward is measured. Then all workers
-measure the codec and the links together, rank 0 makes the plan, and everyone follows it. Times that
-drift begin it all anew.
+measure the codec and the links together, rank 0 makes the plan, and everyone follows it. Backward
+is measured once more under the plan, and planned for again. Times that drift begin it all anew.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ class LayerMerging:
         )
         self._drift = Drift(rule.steps, rule.drift)
         self._stopwatch = Stopwatch(self._device)
-        self._times = self._new_times()
         self._began = 0.0
         self._ends: list[float] = []
+        self._forget_times()
         self._handle: Handle | None = None
         self._rows = torch.zeros(world.size, dtype=torch.float64)
         self.probe: Probe | None = None
@@ -162,11 +163,7 @@ class LayerMerging:
                 drifted[1],
                 drifted[0],
             )
-        self._times = self._new_times()
-        self._ends.clear()
-
-    def _new_times(self) -> BackwardTimes:
-        return BackwardTimes(len(self._bucketing.slots), self._device)
+        self._forget_times()
 
     # -- planning -------------------------------------------------------------------------
 
@@ -174,18 +171,29 @@ class LayerMerging:
         """Measure together, combine by the slowest, follow rank 0's plan."""
         world = self._collectives.world
         order = list(self._bucketing.ready_order)
-        mine = self._own_times(order)
-        told = [row for row in world.exchange("backward times", mine) if row is not None]
+        told = world.exchange("backward times", self._own_times(order))
+        first = self._drift.first
         self._drift.planned()
-        if not told:  # nobody had a batch of its own
+        self._forget_times()
+        if all(row is None for row in told):  # nobody had a batch of its own
             return
+        # Who had none keeps nobody waiting.
+        told = [[0.0] * (len(order) + 1) if row is None else row for row in told]
         outside = [row.pop() if isinstance(row, list) and row else None for row in told]
-        ready = combine(told, len(order), world.rank)
-        found = self._measured(order, ready, _slowest(outside, world.rank))
+        ready = tuple(combine(told, len(order), world.rank))
+        rest_s = _slowest(outside, world.rank)
+        if first or self.probe is None:
+            found = self._measured(order, ready, rest_s)
+        else:
+            found = replace(self.probe, ready_s=ready, rest_s=rest_s)
         self._follow(found)
-        if world.rank == 0 and self._rule.file:
+        if world.rank == 0 and self._rule.file and not self._drift.watching:
             self._keep(found)
         self._stopwatch.restart()
+
+    def _forget_times(self) -> None:
+        self._times = BackwardTimes(len(self._bucketing.slots), self._device)
+        self._ends.clear()
 
     def _own_times(self, order: Sequence[int]) -> list[float] | None:
         """Return ready times, then what an iteration takes outside of backward and exchange."""
@@ -196,7 +204,7 @@ class LayerMerging:
         rest = max(0.0, self._drift.median() - ends[len(ends) // 2])
         return [*self._times.medians(order), rest]
 
-    def _measured(self, order: Sequence[int], ready: Sequence[float], rest_s: float) -> Probe:
+    def _measured(self, order: Sequence[int], ready: tuple[float, ...], rest_s: float) -> Probe:
         world = self._collectives.world
         specs = self._bucketing.specs
         way = "gather" if isinstance(self._wire, TopK) else "reduce"
@@ -219,7 +227,7 @@ class LayerMerging:
             way=way,
             tensors=tuple(order),
             names=tuple(specs[i].name for i in order),
-            ready_s=tuple(ready),
+            ready_s=ready,
             encode=encode,
             exchange=exchange,
             interfaces=fitted_links(links),
@@ -278,7 +286,7 @@ class LayerMerging:
             self._follow(found)
         except UsageError as err:
             raise PeerError(f"rank {world.rank}: rank 0 sent a damaged plan: {err}") from None
-        self._drift.planned()
+        self._drift.planned(known=True)
 
 
 def _read(file: str, key: dict[str, Any]) -> dict[str, Any] | str | None:

@@ -14,11 +14,11 @@ and a bucket in front of a rest, encoded in ``e``, exchanged in ``c``, its last 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wingbeat.costs.curve import Floats
 from wingbeat.costs.workload import Costs, Workload
-from wingbeat.plans.merge.runs import Positions as Places
-from wingbeat.plans.merge.runs import Runs
+from wingbeat.plans.merge.runs import Positions, Runs
 
 SLACK = 1e-11
 """Relative; bounds add up in another order than plans do, and must not cut off by rounding."""
@@ -34,9 +34,9 @@ class Table:
         exchange: the same for the exchange.
         least_encoded, least_free: the least ``encoded`` and ``free`` at each position.
         least_late, least_rest: the least ``late`` and ``rest`` from each position on.
-        best: a finish that some plan has; `tighten` lowers it.
-        least: no plan finishes earlier, up to rounding; `Rests` raises it.
-        open: ``[stop, start]``, whether a plan with this run can finish by ``best``.
+        hope: ``[stop, start]``, a time before which no plan with this run finishes.
+        best: a finish that some plan has.
+        least: no plan finishes earlier, up to rounding.
     """
 
     def __init__(self, workload: Workload, costs: Costs) -> None:
@@ -50,118 +50,135 @@ class Table:
         self.encode[there] = runs.encode(starts, stops)
         self.exchange = np.full(there.shape, np.inf)
         self.exchange[there] = runs.exchange(starts, stops)
-        # The same with the rows of one start next to each other.
-        self.encode_from = np.ascontiguousarray(self.encode.T)
-        self.exchange_from = np.ascontiguousarray(self.exchange.T)
         self._bound_rest()
         self._bound_beginnings()
-        self.open = there
-        self.best = np.inf
-        self.least = max(
-            float(bound) for bound in (self.least_late[0], self.least_rest[0], self.least_free[-1])
-        )
-        self.tighten(self._one_beginning_each())
+        after = self.least_encoded + self.encode
+        sent = np.maximum(self.ready[:, None] + after, self.least_free) + self.exchange
+        self.hope = np.maximum(after + self.least_late[:, None], sent + self.least_rest[:, None])
+        bounds = (self.least_late[0], self.least_rest[0], self.least_free[-1])
+        self.least = max(float(bound) for bound in bounds)
 
     def _bound_rest(self) -> None:
+        # Rows of one start are read here, columns of the table.
+        encode, exchange = self.encode.T.copy(), self.exchange.T.copy()
         late, rest = np.zeros(self.count + 1), np.zeros(self.count + 1)
         for start in range(self.count - 1, -1, -1):
-            stops = slice(start + 1, None)
-            encode = self.encode_from[start, stops]
-            exchange = self.exchange_from[start, stops] + rest[stops]
-            rest[start] = exchange.min()
-            late[start] = np.maximum(
-                self.ready[stops] + encode + exchange, encode + late[stops]
-            ).min()
+            after = encode[start, start + 1 :]
+            sent = exchange[start, start + 1 :] + rest[start + 1 :]
+            rest[start] = sent.min()
+            sent += after
+            sent += self.ready[start + 1 :]
+            late[start] = np.maximum(sent, after + late[start + 1 :]).min()
         self.least_late, self.least_rest = late, rest
 
     def _bound_beginnings(self) -> None:
-        encoded, free = np.zeros(self.count + 1), np.zeros(self.count + 1)
+        """Bound them, and follow at each position the most hopeful one for a good plan."""
+        # Row 0 has each least by itself, row 1 a beginning that there is.
+        encoded, free = np.zeros((2, self.count + 1)), np.zeros((2, self.count + 1))
         for stop in range(1, self.count + 1):
-            after = encoded[:stop] + self.encode[stop, :stop]
-            encoded[stop] = after.min()
-            begin = np.maximum(self.ready[stop] + after, free[:stop])
-            free[stop] = (begin + self.exchange[stop, :stop]).min()
-        self.least_encoded, self.least_free = encoded, free
-
-    def _one_beginning_each(self) -> float:
-        """Return the finish of a good plan: at each position only the most hopeful beginning."""
-        encoded, free = np.zeros(self.count + 1), np.zeros(self.count + 1)
-        for stop in range(1, self.count + 1):
-            after = encoded[:stop] + self.encode[stop, :stop]
-            sent = np.maximum(self.ready[stop] + after, free[:stop]) + self.exchange[stop, :stop]
-            hope = np.maximum(after + self.least_late[stop], sent + self.least_rest[stop])
+            after = encoded[:, :stop] + self.encode[stop, :stop]
+            sent = np.maximum(self.ready[stop] + after, free[:, :stop])
+            sent += self.exchange[stop, :stop]
+            hope = np.maximum(after[1] + self.least_late[stop], sent[1] + self.least_rest[stop])
             chosen = hope.argmin()
-            encoded[stop], free[stop] = after[chosen], sent[chosen]
-        return float(free[self.count])
+            encoded[0, stop], free[0, stop] = after[0].min(), sent[0].min()
+            encoded[1, stop], free[1, stop] = after[1, chosen], sent[1, chosen]
+        self.least_encoded, self.least_free = encoded[0], free[0]
+        self.best = float(free[1, self.count])
 
-    def after(
-        self, stop: int, starts: Places, encoded: Floats, free: Floats
-    ) -> tuple[Floats, Floats]:
-        """Return (encoded, free) at ``stop`` where those are by position what was before."""
-        after = encoded[starts] + self.encode[stop, starts]
-        sent = np.maximum(self.ready[stop] + after, free[starts]) + self.exchange[stop, starts]
-        return after, sent
 
-    def tighten(self, finish: float) -> None:
-        """Take note of a plan that finishes then, and close runs that only later plans have."""
-        if finish >= self.best:
-            return
-        self.best = finish
-        after = self.least_encoded + self.encode
-        sent = np.maximum(self.ready[:, None] + after, self.least_free) + self.exchange
-        hope = np.maximum(after + self.least_late[:, None], sent + self.least_rest[:, None])
-        self.open &= hope <= self.limit
+class Window:
+    """A table without the runs that only plans later than a limit have.
 
-    @property
-    def limit(self) -> float:
-        """``best`` with a little to spare for rounding."""
-        return self.best * (1.0 + SLACK)
+    Attributes:
+        table: where it comes from.
+        limit: finish, with a little to spare for rounding.
+        encode, exchange: as the table's, infinite for what is left out too.
+        first, last: for each stop, the least start that is left and the greatest, plus 1, int.
+    """
+
+    def __init__(self, table: Table, finish: float) -> None:
+        self.table = table
+        self.limit = finish * (1.0 + SLACK)
+        self.open: NDArray[np.bool_] = table.hope <= self.limit
+        self.encode = np.where(self.open, table.encode, np.inf)
+        self.exchange = np.where(self.open, table.exchange, np.inf)
+        self.first, self.last = _ends(self.open)
+
+    def close(self, rests: Rests) -> None:
+        """Leave out more, by the bounds of ``rests``."""
+        table = self.table
+        for stop in range(1, table.count + 1):
+            starts = np.flatnonzero(self.open[stop])
+            if not len(starts):
+                continue
+            encoded = table.least_encoded[starts] + table.encode[stop, starts]
+            free = np.maximum(table.ready[stop] + encoded, table.least_free[starts])
+            free += table.exchange[stop, starts]
+            late = rests.finish(stop, encoded, free) > self.limit
+            self.open[stop, starts[late]] = False
+
+
+def pareto(first: Floats, second: Floats) -> Positions:
+    """Return the indices of pairs that no other is below, ``first`` rising; of equal ones, one."""
+    order = np.lexsort((second, first))
+    ordered = second[order]
+    kept = np.append(True, ordered[1:] < np.minimum.accumulate(ordered)[:-1])
+    chosen: Positions = order[kept[: len(order)]]
+    return chosen
+
+
+def _ends(rows: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
+    """Return the first true column of each row and the last, plus 1; 0 and 0 if there is none."""
+    some = rows.any(axis=1)
+    last = rows.shape[1] - rows[:, ::-1].argmax(axis=1)
+    return np.where(some, rows.argmax(axis=1), 0).tolist(), np.where(some, last, 0).tolist()
 
 
 class Rests:
     """For each position, pairs (late, rest) such that no rest of a plan is below all of them.
 
     With enough of them they are the Pareto front of all rests that can still finish by the
-    table's ``best``. With fewer, neighbours on the front are replaced by the corner below them.
+    window's limit. With fewer, neighbours on the front are replaced by the corner below them.
 
     Args:
-        table: costs and bounds.
+        window: costs, bounds and the limit.
         width: how many pairs are kept for each position at most.
     """
 
-    def __init__(self, table: Table, width: int) -> None:
-        self.table, self.width = table, width
-        shape = (table.count + 1, width)
+    def __init__(self, window: Window, width: int) -> None:
+        self._width = width
+        count = window.table.count
+        shape = (count + 1, width)
         self._late, self._rest = np.full(shape, np.inf), np.full(shape, np.inf)
-        self._kept = np.zeros(table.count + 1, dtype=np.int64)
+        self._kept = [0] * count + [1]
         self._late[-1, 0] = self._rest[-1, 0] = 0.0
-        self._kept[-1] = 1
-        open_from = np.ascontiguousarray(table.open.T)
-        for start in range(table.count - 1, -1, -1):
-            stops = np.flatnonzero(open_from[start])
-            if len(stops):
-                self._keep(start, *self._candidates(start, stops))
-        table.least = max(table.least, float(self.finish(0, np.zeros(1), np.zeros(1))[0]))
+        encode, exchange = window.encode.T.copy(), window.exchange.T.copy()
+        first, last = _ends(window.open.T)
+        for start in range(count - 1, -1, -1):
+            stops = slice(first[start], last[start])
+            width = max(self._kept[stops], default=0)
+            if width:
+                self._add(window, start, stops, width, encode[start, stops], exchange[start, stops])
 
-    def _candidates(self, start: int, stops: Places) -> tuple[Floats, Floats]:
-        table = self.table
-        width = int(self._kept[stops].max())
-        encode = table.encode_from[start, stops][:, None]
-        rest = table.exchange_from[start, stops][:, None] + self._rest[stops, :width]
-        late = np.maximum(
-            (table.ready[stops][:, None] + encode) + rest, encode + self._late[stops, :width]
-        )
-        hopeful = late <= table.limit - table.least_encoded[start]
-        hopeful &= rest <= table.limit - table.least_free[start]
-        return late[hopeful], rest[hopeful]
+    def _add(
+        self, window: Window, start: int, stops: slice, width: int, encode: Floats, exchange: Floats
+    ) -> None:
+        table = window.table
+        rest = exchange[:, None] + self._rest[stops, :width]
+        late = rest + (table.ready[stops] + encode)[:, None]
+        np.maximum(late, encode[:, None] + self._late[stops, :width], out=late)
+        hopeful = late <= window.limit - table.least_encoded[start]
+        hopeful &= rest <= window.limit - table.least_free[start]
+        late, rest = late[hopeful], rest[hopeful]
+        if len(rest):
+            self._keep(start, late, rest)
 
     def _keep(self, start: int, late: Floats, rest: Floats) -> None:
-        if not len(rest):
-            return
         least, most = rest.min(), rest.max()
-        scale = self.width / (most - least) if most > least else 0.0
-        bins = np.minimum((rest - least) * scale, self.width - 1.0).astype(np.int64)
-        lates, rests = np.full(self.width, np.inf), np.full(self.width, np.inf)
+        scale = (self._width - 1e-6) / (most - least) if most > least else 0.0
+        bins = ((rest - least) * scale).astype(np.int64)
+        lates, rests = np.full(self._width, np.inf), np.full(self._width, np.inf)
         np.minimum.at(lates, bins, late)
         np.minimum.at(rests, bins, rest)
         falling = np.append(True, lates[1:] < np.minimum.accumulate(lates)[:-1])
@@ -169,31 +186,28 @@ class Rests:
         self._late[start, :kept], self._rest[start, :kept] = lates[falling], rests[falling]
         self._kept[start] = kept
 
+    @property
+    def least(self) -> float:
+        """No plan within the limit finishes earlier; infinite if there is none."""
+        return float(self.finish(0, np.zeros(1), np.zeros(1))[0])
+
     def finish(self, place: int, encoded: Floats, free: Floats) -> Floats:
         """Return the least finish of plans with such beginnings up to ``place``, float64[n]."""
         kept = self._kept[place]
         late, rest = self._late[place, :kept], self._rest[place, :kept]
+        if not kept:
+            return np.full(len(free), np.inf)
         # Along the front late falls and rest rises: the best is where one overtakes the other.
         found = np.searchsorted(rest - late, encoded - free)
-        by_rest = free + np.append(rest, np.inf)[found]
-        by_late = encoded + np.append(np.inf, late)[found]
+        by_rest = np.where(found < kept, free + rest[np.minimum(found, kept - 1)], np.inf)
+        by_late = np.where(found > 0, encoded + late[np.maximum(found, 1) - 1], np.inf)
         bound: Floats = np.minimum(by_rest, by_late)
         return bound
 
-    def finish_each(self, places: Places, encoded: Floats, free: Floats) -> Floats:
+    def finish_each(self, places: Positions, encoded: Floats, free: Floats) -> Floats:
         """Do the same where each beginning has a place of its own, int64[n]."""
-        width = int(np.max(self._kept[places], initial=0))
+        width = max((self._kept[place] for place in set(places.tolist())), default=0)
         late, rest = self._late[places, :width], self._rest[places, :width]
         ends = np.maximum(encoded[:, None] + late, free[:, None] + rest)
         bound: Floats = ends.min(axis=1, initial=np.inf)
         return bound
-
-    def close(self) -> None:
-        """Close runs that only plans later than the table's limit have."""
-        table = self.table
-        for stop in range(1, table.count + 1):
-            starts = np.flatnonzero(table.open[stop])
-            if len(starts):
-                encoded, free = table.after(stop, starts, table.least_encoded, table.least_free)
-                late = self.finish(stop, encoded, free) > table.limit
-                table.open[stop, starts[late]] = False

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wingbeat.costs.curve import Floats
 from wingbeat.costs.workload import Costs, Workload
-from wingbeat.plans.merge.bounds import Rests, Table
+from wingbeat.plans.merge.bounds import Rests, Table, Window, pareto
 from wingbeat.plans.merge.exhaustive import TIE
 from wingbeat.plans.merge.fewest import fewest
 from wingbeat.plans.merge.runs import plan_of
 from wingbeat.types import Plan
 
-WIDTH, ROOM, GROWTH = 32, 16, 4
+WIDTH, ROOM, GROWTH = 64, 8, 4
 """Pairs and beginnings kept for each position in the first round, and how both grow."""
+SHARE = 0.5
+"""How far from the least bound to the best plan known the first rounds look."""
 CROWD = 8
 """Beginnings that are compared with each other, for each that is kept."""
 
@@ -42,100 +43,75 @@ def exact(workload: Workload, costs: Costs) -> Plan:
     links sooner may have delayed backward for longer. Theorem 1 of the paper overlooks this.
 
     **Why it ends soon.** Fronts may be long (no polynomial bound is known for curves of any
-    shape), so beginnings that cannot finish by the best plan known are dropped too. Rounds take
-    turns: bounds for the rest of a plan from its end (`Rests`), then beginnings from its start, as
-    many as ``ROOM`` at each position, the most hopeful. A round that had to drop none for want
-    of room has seen everything that matters; otherwise the next one has more room, a better
-    plan to beat and so sharper bounds.
+    shape), so beginnings that cannot finish by some time aimed at are dropped too. A round bounds
+    the rest of a plan from its end (`Rests`), then follows beginnings from its start, as many as
+    there is ``room`` for at each position, the most hopeful. If it dropped none for want of room,
+    it has found the best plan or proved that none finishes by that time. Otherwise the next has
+    more room, and better bounds to begin with.
     """
     if not len(workload):
         return Plan(())
     table = Table(workload, costs)
-    width, room = WIDTH, ROOM
-    rests = Rests(table, width)
+    width, room, share = WIDTH, ROOM, SHARE
+    rests = None
     while table.best > table.least * (1.0 + TIE):
-        rests.close()
-        finish, complete = _forward(rests, room)
-        table.tighten(finish)
-        if complete:
+        aim = table.least + share * (table.best - table.least)
+        window = Window(table, aim)
+        rests = Rests(window, width)
+        finish, complete = _forward(window, rests, room)
+        table.best = min(table.best, finish)
+        table.least = max(table.least, min(rests.least, aim))
+        if complete and finish <= aim:
             break
-        width, room = width * GROWTH, room * GROWTH
-        rests = Rests(table, width)
-    rests.close()
-    return plan_of(workload, fewest(rests, table.best * (1.0 + TIE)))
+        if complete or rests.least > aim:
+            table.least, share = aim, 1.0
+        else:
+            width, room = width * GROWTH, room * GROWTH
+    window = Window(table, table.best * (1.0 + TIE))
+    stops = fewest(window, rests or Rests(window, WIDTH), table.best * (1.0 + TIE))
+    return plan_of(workload, stops)
 
 
-def _forward(rests: Rests, room: int) -> tuple[float, bool]:
-    """Return the least finish found, and whether no beginning was dropped for want of room."""
-    table = rests.table
-    labels = _Labels(table)
+def _forward(window: Window, rests: Rests, room: int) -> tuple[float, bool]:
+    """Return the least finish found, and whether no beginning was dropped for want of room.
+
+    Infinite if none was found within the window's limit.
+    """
+    table = window.table
+    shape = (table.count + 1, room)
+    encoded, free = np.full(shape, np.inf), np.full(shape, np.inf)
+    encoded[0, 0] = free[0, 0] = 0.0
+    kept = [1] + [0] * table.count
     complete = True
     for stop in range(1, table.count + 1):
-        encoded, free = labels.ending(stop)
-        bound = rests.finish(stop, encoded, free)
-        chosen = np.flatnonzero(bound <= table.limit)
-        if len(chosen) > CROWD * room:
-            # Sorting all of them would take longer than it helps.
-            complete = False
-            chosen = chosen[np.argpartition(bound[chosen], CROWD * room)[: CROWD * room]]
-        chosen = chosen[pareto(encoded[chosen], free[chosen])]
-        if len(chosen) > room:
-            complete = False
-            chosen = chosen[np.argpartition(bound[chosen], room)[:room]]
-        labels.add(stop, encoded[chosen], free[chosen])
-    return labels.finish(), complete
+        starts = slice(window.first[stop], window.last[stop])
+        width = max(kept[starts], default=0)
+        if not width:
+            continue
+        after = encoded[starts, :width] + window.encode[stop, starts, None]
+        sent = np.maximum(table.ready[stop] + after, free[starts, :width])
+        sent += window.exchange[stop, starts, None]
+        hope = np.maximum(after + table.least_late[stop], sent + table.least_rest[stop])
+        hopeful = hope <= window.limit
+        after, sent, dropped = _best(rests, stop, after[hopeful], sent[hopeful], window.limit, room)
+        kept[stop] = len(sent)
+        encoded[stop, : len(sent)], free[stop, : len(sent)] = after, sent
+        complete &= not dropped
+    return float(free[-1].min()), complete
 
 
-def pareto(encoded: Floats, free: Floats) -> NDArray[np.int64]:
-    """Return the indices of pairs that no other pair is below; of equal ones, one."""
-    order = np.lexsort((free, encoded))
-    sorted_free = free[order]
-    kept = np.append(True, sorted_free[1:] < np.minimum.accumulate(sorted_free)[:-1])
-    chosen: NDArray[np.int64] = order[kept[: len(order)]]
-    return chosen
-
-
-class _Labels:
-    """Beginnings of plans, by the position where they end."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-        self._encoded, self._free = np.zeros(1024), np.zeros(1024)
-        self._place = np.zeros(1024, dtype=np.int64)
-        self._count = 1
-        self._begin = np.zeros(table.count + 2, dtype=np.int64)
-        self._begin[1] = 1
-
-    def ending(self, stop: int) -> tuple[Floats, Floats]:
-        """Return (encoded, free) of all beginnings with one more bucket, up to ``stop``."""
-        table = self._table
-        starts = np.flatnonzero(table.open[stop])
-        self._begin[stop + 1] = self._count
-        if not len(starts):
-            return np.zeros(0), np.zeros(0)
-        labels = slice(self._begin[starts[0]], self._begin[starts[-1] + 1])
-        place = self._place[labels]
-        encoded = self._encoded[labels] + table.encode[stop, place]
-        sent = np.maximum(table.ready[stop] + encoded, self._free[labels])
-        free = sent + table.exchange[stop, place]
-        late, rest = table.least_late[stop], table.least_rest[stop]
-        hopeful = np.maximum(encoded + late, free + rest) <= table.limit
-        return encoded[hopeful], free[hopeful]
-
-    def add(self, place: int, encoded: Floats, free: Floats) -> None:
-        """Keep beginnings that end at ``place``; places come in rising order."""
-        count = self._count + len(free)
-        while count > len(self._free):
-            self._encoded = np.concatenate((self._encoded, np.zeros_like(self._encoded)))
-            self._free = np.concatenate((self._free, np.zeros_like(self._free)))
-            self._place = np.concatenate((self._place, np.zeros_like(self._place)))
-        self._encoded[self._count : count] = encoded
-        self._free[self._count : count] = free
-        self._place[self._count : count] = place
-        self._count = count
-        self._begin[place + 1] = count
-
-    def finish(self) -> float:
-        """Return the least ``free`` of the beginnings that are whole plans; infinite if none."""
-        whole = self._free[self._begin[-2] : self._count]
-        return float(whole.min(initial=np.inf))
+def _best(
+    rests: Rests, stop: int, encoded: Floats, free: Floats, limit: float, room: int
+) -> tuple[Floats, Floats, bool]:
+    """Return the Pareto front of what may finish by the limit; and whether it had no room."""
+    bound = rests.finish(stop, encoded, free)
+    chosen = np.flatnonzero(bound <= limit)
+    dropped = False
+    for size in (CROWD * room, room):
+        # Sorting a crowd would take longer than it helps.
+        if len(chosen) > size:
+            dropped = True
+            chosen = chosen[np.argpartition(bound[chosen], size)[:size]]
+        if size > room and len(chosen) > 1:
+            chosen = chosen[pareto(encoded[chosen], free[chosen])]
+    return encoded[chosen], free[chosen], dropped

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from wingbeat.costs.curve import Floats
-from wingbeat.plans.merge.bounds import Rests, Table
+from wingbeat.plans.merge.bounds import Rests, Window
 from wingbeat.plans.merge.runs import Positions
 
 
-def fewest(rests: Rests, limit: float) -> list[int]:
+def fewest(window: Window, rests: Rests, limit: float) -> list[int]:
     """Return the stops of the plan with the fewest buckets that finishes by ``limit``.
 
     Among those with as few, it is the one that finishes first. There has to be such a plan.
@@ -17,12 +17,13 @@ def fewest(rests: Rests, limit: float) -> list[int]:
     All beginnings of one bucket, then all of two and so on, each time the Pareto front at each
     position, until one is a whole plan.
     """
-    table = rests.table
-    starts, stops = np.nonzero(table.open.T)
-    first = np.searchsorted(starts, np.arange(table.count + 2))
-    forced = _forced(table)
+    table = window.table
+    window.close(rests)
+    forced = _forced(window)
     if forced[-1:] == [table.count]:
         return forced
+    starts, stops = np.nonzero(window.open.T)
+    first = np.searchsorted(starts, np.arange(table.count + 2))
     place, encoded, free = np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1)
     layers: list[tuple[Positions, Positions]] = []
     while True:
@@ -34,9 +35,9 @@ def fewest(rests: Rests, limit: float) -> list[int]:
         sent = np.maximum(table.ready[stop] + after, free[parent])
         sent += table.exchange[stop, place[parent]]
         hope = np.maximum(after + table.least_late[stop], sent + table.least_rest[stop])
-        kept = np.flatnonzero(hope <= table.limit)
+        kept = np.flatnonzero(hope <= window.limit)
         kept = kept[_fronts(stop[kept], after[kept], sent[kept])]
-        kept = kept[rests.finish_each(stop[kept], after[kept], sent[kept]) <= table.limit]
+        kept = kept[rests.finish_each(stop[kept], after[kept], sent[kept]) <= window.limit]
         layers.append((stop[kept], parent[kept]))
         place, encoded, free = stop[kept], after[kept], sent[kept]
         assert len(place), "no plan finishes by the limit"
@@ -45,12 +46,12 @@ def fewest(rests: Rests, limit: float) -> list[int]:
             return _walk_back(layers, int(whole[free[whole].argmin()]))
 
 
-def _forced(table: Table) -> list[int]:
+def _forced(window: Window) -> list[int]:
     """Return the stops up to the first position from where there are several ways or none."""
-    open_from = np.ascontiguousarray(table.open.T)
+    open_from = np.ascontiguousarray(window.open.T)
     found: list[int] = []
     place = 0
-    while place < table.count:
+    while place < window.table.count:
         ways = np.flatnonzero(open_from[place])
         if len(ways) != 1:
             break

@@ -1,0 +1,400 @@
+"""Plans of merged gradients: what they cost, and which is the best."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wingbeat.costs import NOTHING, Costs, Curve, Line, Pieces, Sorting, Workload
+from wingbeat.errors import UsageError
+from wingbeat.paced.profile import load_profile
+from wingbeat.plans import merge
+from wingbeat.types import Bucket, Plan
+
+F32 = "float32 cpu"
+
+
+def work(
+    ready: list[float], numels: list[int], nbytes: list[float] | None = None, kinds: str = ""
+) -> Workload:
+    """A workload of tensors 0, 1, 2, ...; each letter of ``kinds`` is a kind."""
+    return Workload(
+        tensors=tuple(range(len(ready))),
+        ready_s=tuple(ready),
+        numels=tuple(numels),
+        nbytes=tuple(nbytes if nbytes is not None else [6e-3 * n for n in numels]),
+        kinds=tuple(kinds) if kinds else (F32,) * len(ready),
+    )
+
+
+def groups(plan: Plan) -> list[tuple[int, ...]]:
+    return [bucket.tensors for bucket in plan.buckets]
+
+
+def plan_of(*buckets: tuple[int, ...]) -> Plan:
+    return Plan(tuple(Bucket(bucket) for bucket in buckets))
+
+
+@st.composite
+def curves(draw: st.DrawFn, sizes: st.SearchStrategy[float]) -> Curve:
+    """Curves of every kind; times near 1 at the largest amounts, or far from it."""
+    kind = draw(st.sampled_from(["none", "line", "sorting", "pieces"]))
+    times = st.sampled_from([0.0, 1e-3, 0.1, 0.3, 1.0, 4.0])
+    if kind == "none":
+        return NOTHING
+    if kind == "line":
+        return Line(draw(times), draw(times) / 1e3)
+    if kind == "sorting":
+        return Sorting(draw(times) / 1e3, draw(st.sampled_from([0.001, 0.1, 1.0])), draw(times))
+    amounts = sorted(draw(st.sets(sizes, min_size=1, max_size=5)))
+    seconds = sorted(draw(times) for _ in amounts)
+    return Pieces(tuple(amounts), tuple(seconds))
+
+
+@st.composite
+def instances(draw: st.DrawFn, most: int = 8) -> tuple[Workload, Costs]:
+    count = draw(st.integers(1, most))
+    gaps = draw(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.5]), min_size=count,
+                         max_size=count))  # fmt: skip
+    numels = draw(st.lists(st.integers(0, 5000), min_size=count, max_size=count))
+    kinds = draw(st.lists(st.sampled_from("aaaab"), min_size=count, max_size=count))
+    ready = [sum(gaps[: i + 1]) for i in range(count)]
+    scale = draw(st.sampled_from([0.006, 1.0, 4.0]))
+    workload = work(ready, numels, [scale * n for n in numels], "".join(kinds))
+    sizes = st.sampled_from([1.0, 10.0, 500.0, 1000.0, 2000.0, 8000.0, 20000.0])
+    return workload, Costs(draw(curves(sizes)), draw(curves(sizes)))
+
+
+def simulate(plan: Plan, workload: Workload, costs: Costs) -> list[dict[str, float]]:
+    """The same backward pass as events: a thread that computes and encodes, and one link."""
+    now, link_free = 0.0, 0.0
+    gap = dict(zip(workload.tensors, (b - a for a, b in
+               pairwise((0.0, *workload.ready_s))), strict=True))  # fmt: skip
+    size = dict(zip(workload.tensors, zip(workload.numels, workload.nbytes, strict=True),
+                    strict=True))  # fmt: skip
+    rows = []
+    for bucket in plan.buckets:
+        for tensor in bucket.tensors:
+            now += gap[tensor]
+        begin = now
+        now += costs.encode(float(sum(size[t][0] for t in bucket.tensors)))
+        sent = now if now > link_free else link_free
+        link_free = sent + costs.exchange(math.fsum(size[t][1] for t in bucket.tensors))
+        rows.append({"encode_begin_s": begin, "encode_end_s": now, "exchange_begin_s": sent,
+                     "exchange_end_s": link_free})  # fmt: skip
+    return rows
+
+
+# -- predict -----------------------------------------------------------------------------------
+
+
+def test_predict_by_hand() -> None:
+    workload = work([1.0, 2.0, 4.0], [10, 20, 30], [1.0, 2.0, 3.0])
+    costs = Costs(Line(0.5, 0.0), Line(1.0, 1.0))
+    timeline = merge.predict(plan_of((0,), (1, 2)), workload, costs)
+    first, second = timeline.rows
+    assert first == merge.Row(Bucket((0,)), 1.0, 1.0, 1.5, 1.5, 3.5)
+    # Encoding the first delays the others' gradients by as much.
+    assert second == merge.Row(Bucket((1, 2)), 4.0, 4.5, 5.0, 5.0, 11.0)
+    assert timeline.backward_s == 4.0
+    assert timeline.encode_s == 1.0
+    assert timeline.exposed_s == 6.0
+    assert timeline.finish_s == 11.0
+
+
+def test_an_exchange_waits_for_the_one_before() -> None:
+    workload = work([1.0, 2.0], [1, 1], [10.0, 1.0])
+    timeline = merge.predict(merge.none(workload), workload, Costs(NOTHING, Line(0.0, 1.0)))
+    assert [row.exchange_begin_s for row in timeline.rows] == [1.0, 11.0]
+    assert timeline.finish_s == 12.0
+
+
+@given(instances(), st.data())
+@settings(deadline=None, max_examples=150)
+def test_predict_is_what_happens(instance: Any, data: st.DataObject) -> None:
+    workload, costs = instance
+    cuts = data.draw(st.sets(st.integers(1, len(workload)))) | {len(workload)}
+    cuts |= {i for i in range(1, len(workload)) if workload.kinds[i] != workload.kinds[i - 1]}
+    stops = sorted(cuts)
+    plan = plan_of(*(workload.tensors[a:b] for a, b in pairwise([0, *stops])))
+    timeline = merge.predict(plan, workload, costs)
+    for row, event in zip(timeline.rows, simulate(plan, workload, costs), strict=True):
+        for name, value in event.items():
+            assert getattr(row, name) == pytest.approx(value, rel=1e-9, abs=1e-12)
+    assert timeline.finish_s == timeline.rows[-1].exchange_end_s
+    assert timeline.finish_s == pytest.approx(
+        timeline.backward_s + timeline.encode_s + timeline.exposed_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (plan_of((0,), (2,), (1,)), "bucket 1 holds the tensors [2]"),
+        (plan_of((0, 2), (1,)), "bucket 0"),
+        (plan_of((0,), (1,)), "2 of 3"),
+        (plan_of((0,), (), (1, 2)), "bucket 1"),
+        (plan_of((0,), (1, 2), (3,)), "bucket 2"),
+        (plan_of((0, 1), (2,)), "mixes a and b"),
+    ],
+)
+def test_a_plan_of_something_else_is_one_line(plan: Plan, words: str) -> None:
+    workload = work([0.0, 1.0, 2.0], [1, 1, 1], kinds="abb")
+    with pytest.raises(UsageError) as caught:
+        merge.predict(plan, workload, Costs(NOTHING, NOTHING))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# -- simple plans ------------------------------------------------------------------------------
+
+
+def test_simple_plans() -> None:
+    workload = work([0.0] * 6, [5, 3, 4, 1, 9, 2], kinds="aaabbb")
+    assert groups(merge.none(workload)) == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert groups(merge.one(workload)) == [(0, 1, 2), (3, 4, 5)]
+    assert groups(merge.by_size(workload, 8)) == [(0, 1), (2,), (3, 4), (5,)]
+    assert groups(merge.by_size(workload, 1)) == groups(merge.none(workload))
+    assert groups(merge.by_size(workload, 10**9)) == groups(merge.one(workload))
+    with pytest.raises(UsageError, match="elements=0"):
+        merge.by_size(workload, 0)
+
+
+def profile(name: str) -> Workload:
+    """A paced model's backward pass on its own device."""
+    ready, numels, seconds = [], [], 0.0
+    for layer in reversed(load_profile(name).layers):
+        seconds += layer.backward_ms / 1e3
+        for parameter in reversed(layer.parameters):
+            ready.append(seconds)
+            numels.append(parameter.numel)
+    return work(ready, numels)
+
+
+@pytest.mark.parametrize(("name", "tensors", "merged"), [("resnet50", 161, 53)])
+def test_by_size_makes_the_papers_number_of_buckets(name: str, tensors: int, merged: int) -> None:
+    workload = profile(name)
+    assert len(workload) == tensors
+    # Table V says 53; the stem's last tensors make one more here, because they stand alone.
+    assert abs(len(merge.by_size(workload, 8192).buckets) - merged) <= 1
+
+
+PLANNERS = {
+    "none": lambda w, _: merge.none(w),
+    "one": lambda w, _: merge.one(w),
+    "by_size": lambda w, _: merge.by_size(w, 1000),
+    "greedy": merge.greedy,
+    "wfbp": merge.wfbp,
+    "exact": merge.exact,
+    "exhaustive": merge.exhaustive,
+}
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@given(instances())
+@settings(deadline=None, max_examples=40)
+def test_every_plan_is_of_runs_of_one_kind(name: str, instance: Any) -> None:
+    workload, costs = instance
+    plan = PLANNERS[name](workload, costs)
+    assert tuple(t for bucket in plan.buckets for t in bucket.tensors) == workload.tensors
+    for bucket in plan.buckets:
+        assert len({workload.kinds[t] for t in bucket.tensors}) == 1
+    assert PLANNERS[name](workload, costs) == plan
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_nothing_to_send_is_an_empty_plan(name: str) -> None:
+    nothing = Workload((), (), (), (), ())
+    costs = Costs(NOTHING, Line(1.0, 1.0))
+    plan = PLANNERS[name](nothing, costs)
+    assert plan == Plan(())
+    assert merge.predict(plan, nothing, costs).finish_s == 0.0
+
+
+def test_plans_name_the_models_own_indices() -> None:
+    workload = Workload((7, 2, 5), (0.0, 0.0, 9.0), (1, 1, 1), (1.0, 1.0, 1.0), (F32,) * 3)
+    costs = Costs(NOTHING, Line(1.0, 1.0))
+    for planner in (merge.greedy, merge.wfbp, merge.exact, merge.exhaustive):
+        assert groups(planner(workload, costs)) == [(7, 2), (5,)]
+
+
+# -- the best plan -----------------------------------------------------------------------------
+
+
+@given(instances(most=10))
+@settings(deadline=None, max_examples=250)
+def test_exact_is_the_best_of_all_plans(instance: Any) -> None:
+    workload, costs = instance
+    found, best = merge.exact(workload, costs), merge.exhaustive(workload, costs)
+    # To the last bit: all plans are priced by the same additions in the same order.
+    assert merge.predict(found, workload, costs).finish_s == (
+        merge.predict(best, workload, costs).finish_s
+    )
+    assert len(found.buckets) == len(best.buckets)
+
+
+def every_plan(workload: Workload) -> list[Plan]:
+    plans = []
+    for bits in range(2 ** (len(workload) - 1)):
+        stops = [i for i in range(1, len(workload)) if bits >> (i - 1) & 1]
+        ends = [0, *stops, len(workload)]
+        plan = plan_of(*(workload.tensors[a:b] for a, b in pairwise(ends)))
+        if all(len({workload.kinds[t] for t in b.tensors}) == 1 for b in plan.buckets):
+            plans.append(plan)
+    return plans
+
+
+@given(instances(most=6))
+@settings(deadline=None, max_examples=60)
+def test_exhaustive_has_seen_every_plan(instance: Any) -> None:
+    workload, costs = instance
+    best = merge.predict(merge.exhaustive(workload, costs), workload, costs).finish_s
+    finishes = [merge.predict(plan, workload, costs).finish_s for plan in every_plan(workload)]
+    assert best >= min(finishes)
+    assert best == pytest.approx(min(finishes), rel=1e-11)
+
+
+def test_ties_go_to_fewer_buckets() -> None:
+    # Whatever is sent before the last gradient is hidden: only that the last goes alone counts.
+    workload = work([0.0, 1.0, 2.0, 50.0], [1, 1, 1, 1], [1.0] * 4)
+    costs = Costs(NOTHING, Line(0.0, 1.0))
+    for planner in (merge.exact, merge.exhaustive):
+        assert groups(planner(workload, costs)) == [(0, 1, 2), (3,)]
+    free = Costs(NOTHING, NOTHING)
+    for planner in (merge.exact, merge.exhaustive):
+        assert groups(planner(workload, free)) == [(0, 1, 2, 3)]
+
+
+def test_rounding_is_no_reason_for_another_bucket() -> None:
+    # 0.1 + 0.2 > 0.3: in one bucket, or in three, the links are busy for as long.
+    workload = work([0.0] * 6, [1] * 6, [0.1, 0.2, 0.3, 0.1, 0.7, 0.1])
+    costs = Costs(NOTHING, Line(0.0, 1.0))
+    for planner in (merge.exact, merge.exhaustive):
+        assert groups(planner(workload, costs)) == [(0, 1, 2, 3, 4, 5)]
+
+
+def test_exhaustive_knows_its_limit() -> None:
+    workload = work([0.0] * 21, [1] * 21)
+    with pytest.raises(UsageError, match="21 tensors: allowed are at most 20"):
+        merge.exhaustive(workload, Costs(NOTHING, NOTHING))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "inception_v4", "vgg16"])
+def test_exact_beats_every_other_rule_on_real_models(name: str) -> None:
+    workload = profile(name)
+    costs = Costs(Sorting(3.16e-10, 1.0), Line(0.011, 1e-7))
+    finish = {
+        rule: merge.predict(PLANNERS[rule](workload, costs), workload, costs).finish_s
+        for rule in PLANNERS
+        if rule != "exhaustive"
+    }
+    assert min(finish, key=lambda rule: (finish[rule], rule != "exact")) == "exact"
+    # No single change of the plan, a cut more, a cut less or a cut moved, is better.
+    stops = list(accumulate(len(b.tensors) for b in merge.exact(workload, costs).buckets))[:-1]
+    near = [sorted({*stops} ^ {place}) for place in range(1, len(workload))]
+    near += [sorted({*stops} ^ {s, s + d}) for s in stops for d in (-1, 1) if s + d > 0]
+    for other in near[:: len(near) // 60]:
+        plan = plan_of(*(workload.tensors[a:b] for a, b in pairwise([0, *other, len(workload)])))
+        assert merge.predict(plan, workload, costs).finish_s >= finish["exact"] * (1 - 1e-12)
+
+
+# -- the published rules -----------------------------------------------------------------------
+
+
+def test_algorithm_1_by_hand() -> None:
+    # Layer 3 (position 0): u = 2, Q3: 2 < 1 + (1 + 1), Q5: 1 + 1 > 2 is false: a bucket.
+    # Layer 2 (position 1): u = 2.5, tau_c = 3, Q3: 2.5 < 3 + 2, Q5: 3 + 1 > 2.5: it waits.
+    workload = work([1.0, 2.0, 2.5], [1, 1, 1], [1.0, 1.0, 1.0])
+    assert groups(merge.greedy(workload, Costs(NOTHING, Line(1.0, 1.0)))) == [(0,), (1, 2)]
+
+
+def algorithm_1(workload: Workload, costs: Costs, alpha: float) -> list[int]:
+    """The pseudo-code line by line, layers counted as there: 1 is ready last. Returns stops."""
+    count = len(workload)
+    d = {count - p: float(workload.numels[p]) for p in range(count)}
+    b = {count - p: workload.nbytes[p] for p in range(count)}
+    ready = (0.0, *workload.ready_s)
+    tb = {count - p: ready[p + 1] - ready[p] for p in range(count)}
+
+    def ccps(top: int, tau: float) -> None:
+        for layer in range(top, 0, -1):
+            ts[layer] = costs.encode(d[layer])
+            taub[layer] = tau if layer == top else taus[layer + 1] + ts[layer + 1]
+            taus[layer] = taub[layer] + tb[layer]
+
+    def ccms() -> None:
+        for layer in range(count, 0, -1):
+            tc[layer] = costs.exchange(b[layer])
+            end = taus[layer] + ts[layer]
+            tauc[layer] = end if layer == count else max(tauc[layer + 1] + tc[layer + 1], end)
+
+    taub: dict[int, float] = {}
+    taus: dict[int, float] = {}
+    ts: dict[int, float] = {}
+    tc: dict[int, float] = {}
+    tauc: dict[int, float] = {}
+    ccps(count, 0.0)
+    ccms()
+    merged = set()
+    for layer in range(count, 1, -1):
+        u = taub[layer] + tb[layer] + tb[layer - 1]
+        q3 = u + ts[layer] + costs.encode(d[layer - 1]) < tauc[layer] + costs.exchange(b[layer])
+        q5 = tauc[layer] + alpha > u + costs.encode(d[layer] + d[layer - 1])
+        if q3 and q5:
+            tb[layer - 1], tb[layer] = tb[layer - 1] + tb[layer], 0.0
+            d[layer - 1], d[layer] = d[layer - 1] + d[layer], 0.0
+            b[layer - 1], b[layer] = b[layer - 1] + b[layer], 0.0
+            ccps(layer, taub[layer])
+            ccms()
+            merged.add(layer)
+    return [count - layer + 1 for layer in range(count, 0, -1) if layer not in merged]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 3.0), st.integers(1, 5000)), min_size=1, max_size=12),
+    st.floats(0.01, 3.0),
+    st.floats(1e-5, 1e-3),
+    st.floats(1e-6, 1e-4),
+)
+@settings(deadline=None, max_examples=200)
+def test_greedy_is_algorithm_1(rows: Any, alpha: float, beta: float, gamma: float) -> None:
+    ready = [math.fsum(gap for gap, _ in rows[: i + 1]) for i in range(len(rows))]
+    workload = work(ready, [numel for _, numel in rows], [float(numel) for _, numel in rows])
+    costs = Costs(Sorting(gamma, 0.5), Line(alpha, beta))
+    stops = algorithm_1(workload, costs, alpha)
+    plan = plan_of(*(workload.tensors[a:b] for a, b in pairwise([0, *stops])))
+    assert merge.greedy(workload, costs) == plan
+
+
+def test_algorithm_1_is_not_optimal() -> None:
+    """Against Theorem 1: the links' first message is best sent early, not merged for its alpha.
+
+    The rule sees that (0, 1) ends sooner than (0,), (1,); that 2 then waits for it, it does not.
+    """
+    workload = work([1.0, 3.0, 6.0], [2, 1, 1], [2.0, 1.0, 1.0])
+    costs = Costs(Sorting(1e-9, 0.001), Line(3.0, 1.0))
+    greedy, best = merge.greedy(workload, costs), merge.exact(workload, costs)
+    assert groups(greedy) == [(0, 1), (2,)]
+    assert groups(best) == [(0,), (1, 2)]
+    assert merge.predict(greedy, workload, costs).finish_s == pytest.approx(13.0)
+    assert merge.predict(best, workload, costs).finish_s == pytest.approx(11.0)
+
+
+def test_mg_wfbp_by_hand() -> None:
+    # Tensor 1 comes 0.5 after 0 is ready, less than alpha; tensor 2 comes 5 later.
+    workload = work([1.0, 1.5, 6.5], [1, 1, 1], [1.0, 1.0, 1.0])
+    costs = Costs(Line(9.0, 9.0), Line(1.0, 0.0))
+    assert groups(merge.wfbp(workload, costs)) == [(0, 1), (2,)]
+
+
+def test_alpha_of_a_curve_that_is_no_line() -> None:
+    workload = work([1.0, 1.5, 6.5], [1, 1, 1], [0.0, 4.0, 9.0])
+    same = Pieces((4.0, 9.0), (1.0, 1.0))
+    assert merge.wfbp(workload, Costs(NOTHING, same)) == merge.wfbp(
+        workload, Costs(NOTHING, Line(1.0, 0.0))
+    )
