@@ -77,7 +77,7 @@ PAPER_LAYERS: dict[str, dict[str, int]] = {
 
 SETTINGS: dict[str, tuple[float, float, float]] = {
     "vgg16": (1170, 0.03, 2.5),
-    "resnet50": (293, 0.1, 4.0),
+    "resnet50": (292, 0.1, 4.0),
     "inception_v4": (585, 0.06, 1.5),
     "lstm_ptb": (1170, 0.05, 4.0),
 }

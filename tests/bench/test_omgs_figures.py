@@ -79,34 +79,47 @@ def test_the_papers_speedups_follow_from_its_times(omgs: ModuleType) -> None:
 
 
 def test_rows_get_the_papers_density_and_a_file_for_their_plan(omgs: ModuleType) -> None:
-    plan = Path("/plans/0.json")
+    plans = Path("/plans")
     complete = omgs.complete
-    assert complete("topksgd", "resnet50", plan) == "topksgd:density=0.001"
-    assert complete("mgs", "lstm_ptb", plan) == "mgs:density=0.005"
-    assert complete("mgwfbp", "vgg16", plan) == "mgwfbp:plan_file=/plans/0.json"
-    assert complete("psgd", "vgg16", plan) == "psgd"
-    assert (
-        complete("omgs:merge=paper", "lstm_ptb", plan)
-        == "omgs:merge=paper,density=0.005,plan_file=/plans/0.json"
-    )
+    assert complete("topksgd", "resnet50", plans) == "topksgd:density=0.001"
+    assert complete("mgs", "lstm_ptb", plans) == "mgs:density=0.005"
+    assert complete("mgwfbp", "vgg16", plans) == "mgwfbp:plan_file=/plans/vgg16-mgwfbp.json"
+    assert complete("psgd", "vgg16", plans) == "psgd"
     given = "omgs:density=0.01,plan_file=mine.json"
-    assert complete(given, "lstm_ptb", plan) == given
-    assert complete(SENT[0], "resnet50", plan) == SENT[0]
+    assert complete(given, "lstm_ptb", plans) == given
+    assert complete(SENT[0], "resnet50", plans) == SENT[0]
 
 
-def test_each_model_is_one_bench_on_the_papers_network(
+def test_rows_that_merge_otherwise_share_what_was_measured(omgs: ModuleType) -> None:
+    exact, paper = (omgs.complete(r, "lstm_ptb", Path("/p")) for r in ("omgs", "omgs:merge=paper"))
+    assert exact == "omgs:density=0.005,plan_file=/p/lstm_ptb-omgs-density0.005.json"
+    assert paper == exact.replace(":", ":merge=paper,")
+    sketch = omgs.complete("mgwfbp:wire=sketch", "vgg16", Path("/p"))
+    assert sketch == "mgwfbp:wire=sketch,plan_file=/p/vgg16-mgwfbp-wiresketch.json"
+
+
+def test_each_model_is_one_bench_with_the_papers_ratio(
     omgs: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = arguments(omgs, monkeypatch, "--strategies", *SENT)
-    benches = omgs.configs(args, Path("/plans"))
+    benches = omgs.configs(arguments(omgs, monkeypatch), Path("/plans"))
     assert tuple(benches) == omgs.MODELS
-    for config in benches.values():
+    for name, config in benches.items():
         checked = config.check()
+        mbit, scale, stretch = omgs.SETTINGS[name]
         assert checked.workers == 16
-        assert str(checked.asked) == "star:16@1gbit"
-        assert checked.lab.rate == 50e6
+        assert checked.lab.rate == pytest.approx(1e6 * mbit * scale / stretch, rel=1e-6)
         assert config.breakdown
-        assert [row.text for row in checked.rows] == list(SENT)
+        assert [row.name for row in checked.rows] == ["topksgd", "lags", "mgs", "omgs", "omgs"]
+    # A quarter of the batch on a GPU that is 1.17 times as slow.
+    assert omgs.SETTINGS["resnet50"][0] == round(1000 * 1.17 / 4)
+
+
+def test_fewer_workers_gather_less_over_slower_links(
+    omgs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(omgs, monkeypatch, "--workers", "8", "--strategies", *SENT)
+    checked = omgs.configs(args, Path("/plans"))["inception_v4"].check()
+    assert str(checked.asked) == "star:8@273mbit"
 
 
 def test_stretch_slows_the_links_with_the_computation(

@@ -93,6 +93,7 @@ class Window:
     Attributes:
         table: where it comes from.
         limit: finish, with a little to spare for rounding.
+        open: ``[stop, start]``, whether the run is left.
         encode, exchange: as the table's, infinite for what is left out too.
         first, last: for each stop, the least start that is left and the greatest, plus 1, int.
     """
@@ -104,19 +105,6 @@ class Window:
         self.encode = np.where(self.open, table.encode, np.inf)
         self.exchange = np.where(self.open, table.exchange, np.inf)
         self.first, self.last = _ends(self.open)
-
-    def close(self, rests: Rests) -> None:
-        """Leave out more, by the bounds of ``rests``."""
-        table = self.table
-        for stop in range(1, table.count + 1):
-            starts = np.flatnonzero(self.open[stop])
-            if not len(starts):
-                continue
-            encoded = table.least_encoded[starts] + table.encode[stop, starts]
-            free = np.maximum(table.ready[stop] + encoded, table.least_free[starts])
-            free += table.exchange[stop, starts]
-            late = rests.finish(stop, encoded, free) > self.limit
-            self.open[stop, starts[late]] = False
 
 
 def pareto(first: Floats, second: Floats) -> Positions:
@@ -149,10 +137,11 @@ class Rests:
     def __init__(self, window: Window, width: int) -> None:
         self._width = width
         count = window.table.count
-        shape = (count + 1, width)
+        # An infinite column stands before each front's late and behind its rest.
+        shape = (count + 1, width + 1)
         self._late, self._rest = np.full(shape, np.inf), np.full(shape, np.inf)
         self._kept = [0] * count + [1]
-        self._late[-1, 0] = self._rest[-1, 0] = 0.0
+        self._late[-1, 1] = self._rest[-1, 0] = 0.0
         encode, exchange = window.encode.T.copy(), window.exchange.T.copy()
         first, last = _ends(window.open.T)
         for start in range(count - 1, -1, -1):
@@ -167,7 +156,7 @@ class Rests:
         table = window.table
         rest = exchange[:, None] + self._rest[stops, :width]
         late = rest + (table.ready[stops] + encode)[:, None]
-        np.maximum(late, encode[:, None] + self._late[stops, :width], out=late)
+        np.maximum(late, encode[:, None] + self._late[stops, 1 : width + 1], out=late)
         hopeful = late <= window.limit - table.least_encoded[start]
         hopeful &= rest <= window.limit - table.least_free[start]
         late, rest = late[hopeful], rest[hopeful]
@@ -183,7 +172,7 @@ class Rests:
         np.minimum.at(rests, bins, rest)
         falling = np.append(True, lates[1:] < np.minimum.accumulate(lates)[:-1])
         kept = int(falling.sum())
-        self._late[start, :kept], self._rest[start, :kept] = lates[falling], rests[falling]
+        self._late[start, 1 : kept + 1], self._rest[start, :kept] = lates[falling], rests[falling]
         self._kept[start] = kept
 
     @property
@@ -194,20 +183,16 @@ class Rests:
     def finish(self, place: int, encoded: Floats, free: Floats) -> Floats:
         """Return the least finish of plans with such beginnings up to ``place``, float64[n]."""
         kept = self._kept[place]
-        late, rest = self._late[place, :kept], self._rest[place, :kept]
-        if not kept:
-            return np.full(len(free), np.inf)
+        late, rest = self._late[place], self._rest[place]
         # Along the front late falls and rest rises: the best is where one overtakes the other.
-        found = np.searchsorted(rest - late, encoded - free)
-        by_rest = np.where(found < kept, free + rest[np.minimum(found, kept - 1)], np.inf)
-        by_late = np.where(found > 0, encoded + late[np.maximum(found, 1) - 1], np.inf)
-        bound: Floats = np.minimum(by_rest, by_late)
+        found = np.searchsorted(rest[:kept] - late[1 : kept + 1], encoded - free)
+        bound: Floats = np.minimum(free + rest[found], encoded + late[found])
         return bound
 
     def finish_each(self, places: Positions, encoded: Floats, free: Floats) -> Floats:
         """Do the same where each beginning has a place of its own, int64[n]."""
         width = max((self._kept[place] for place in set(places.tolist())), default=0)
-        late, rest = self._late[places, :width], self._rest[places, :width]
+        late, rest = self._late[places, 1 : width + 1], self._rest[places, :width]
         ends = np.maximum(encoded[:, None] + late, free[:, None] + rest)
         bound: Floats = ends.min(axis=1, initial=np.inf)
         return bound

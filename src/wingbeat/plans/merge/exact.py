@@ -12,8 +12,10 @@ from wingbeat.plans.merge.fewest import fewest
 from wingbeat.plans.merge.runs import plan_of
 from wingbeat.types import Plan
 
-WIDTH, ROOM, GROWTH = 64, 8, 4
+WIDTH, ROOM, GROWTH = 96, 4, 4
 """Pairs and beginnings kept for each position in the first round, and how both grow."""
+WIDEST = 384
+"""Pairs kept at most: following beginnings is cheaper than still sharper bounds for them."""
 SHARE = 0.5
 """How far from the least bound to the best plan known the first rounds look."""
 CROWD = 8
@@ -66,7 +68,7 @@ def exact(workload: Workload, costs: Costs) -> Plan:
         if complete or rests.least > aim:
             table.least, share = aim, 1.0
         else:
-            width, room = width * GROWTH, room * GROWTH
+            width, room = min(width * GROWTH, WIDEST), room * GROWTH
     window = Window(table, table.best * (1.0 + TIE))
     stops = fewest(window, rests or Rests(window, WIDTH), table.best * (1.0 + TIE))
     return plan_of(workload, stops)

@@ -18,7 +18,6 @@ def fewest(window: Window, rests: Rests, limit: float) -> list[int]:
     position, until one is a whole plan.
     """
     table = window.table
-    window.close(rests)
     forced = _forced(window)
     if forced[-1:] == [table.count]:
         return forced
