@@ -185,7 +185,8 @@ class OMGS(Settings):
         drift: measure and merge anew when iterations take this many times as long, or as short,
             as right after planning.
         plan_file: where rank 0 keeps what was measured; a run that finds it there measures nothing.
-        topology: of exchanges that are summed on the way, with wires other than top-k.
+        topology: ``"ring"``, ``"mesh"`` or ``"doubling"``; payloads that are small together are
+            gathered by doubling in any case.
 
     Raises:
         UsageError: a value out of range, or options of top-k with another wire.
@@ -210,6 +211,7 @@ class OMGS(Settings):
         self.check_number("drift", "numbers above 1", lambda v: v > 1)
         self.check_name("topology", TOPOLOGIES)
         _check_file(self, self.merge in MERGES, f"merge={self.merge!r}", MERGES)
+        object.__setattr__(self, "groups", wires.pairs(self.groups))
         self._coded()
 
     def choices(self) -> Choices:

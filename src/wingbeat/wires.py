@@ -80,7 +80,7 @@ class TopK(Settings):
 
     def __post_init__(self) -> None:
         self.check_number("density", "numbers above 0 up to 1", lambda v: 0 < v <= 1)
-        object.__setattr__(self, "groups", _pairs(self.groups))
+        object.__setattr__(self, "groups", pairs(self.groups))
         self.check_count("warmup", 0, 10_000_000)
         self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
         self.check_flag("if_pays")
@@ -91,7 +91,7 @@ class TopK(Settings):
         >>> TopK(density=0.01, groups={"embedding.*": 0.5}).density_of("embedding.weight")
         0.5
         """
-        for pattern, density in _pairs(self.groups):
+        for pattern, density in pairs(self.groups):
             if fnmatchcase(name, pattern):
                 return density
         return self.density
@@ -185,25 +185,24 @@ def of(wire: Wire) -> str | Coded:
     return cls(**{option: number})  # type: ignore[arg-type]
 
 
-def _pairs(groups: Any) -> tuple[tuple[str, float], ...]:
+def pairs(groups: Any) -> tuple[tuple[str, float], ...]:
     """Return the densities of groups of parameters as pairs, which can be hashed.
 
     Raises:
         UsageError: what is no name pattern, or a density out of range.
     """
     try:
-        pairs = tuple(
-            (p, d) for p, d in (groups.items() if isinstance(groups, Mapping) else groups)
-        )
+        listed = groups.items() if isinstance(groups, Mapping) else groups
+        made = tuple((pattern, density) for pattern, density in listed)
     except (TypeError, ValueError):
-        pairs = ((groups, None),)
-    for pattern, density in pairs:
+        made = ((groups, None),)
+    for pattern, density in made:
         if not (isinstance(pattern, str) and pattern and is_number(density) and 0 < density <= 1):
             raise UsageError(
                 f"TopK(groups=...): {pattern!r}: {density!r} is no group; allowed are patterns of "
                 "parameter names with densities above 0 up to 1, such as {'embedding.*': 0.01}"
             )
-    return pairs
+    return made
 
 
 def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:
@@ -218,6 +217,6 @@ def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:
     if isinstance(wire, TopK):
         return int(numel * min(itemsize, TOPK_BYTES * wire.density))
     if isinstance(wire, LowRank):
-        thin = wire.rank * (numel // shape[0] + shape[0]) if len(shape) == 2 else numel
+        thin = wire.rank * (numel // max(1, shape[0]) + shape[0]) if len(shape) == 2 else numel
         return int(min(numel, thin) * wire.bits / 8)
     return numel * min(itemsize, HALF_BYTES) if wire else numel * itemsize

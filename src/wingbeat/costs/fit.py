@@ -136,6 +136,8 @@ def fit_of(data: Any, where: str) -> Fit:
     if names:
         raise UsageError(f"{where}: the curve has no coefficient {min(map(str, names))!r}")
     pairs = [_pair(sample, f"{where}.samples") for sample in samples]
+    if not pairs:
+        raise UsageError(f"{where}: samples is empty; allowed is what the curve was fitted to")
     limits = {name: _limits(pair, f"{where}.{name}") for name, pair in intervals.items()}
     errors = []
     for key in ("median_relative_error", "worst_relative_error"):

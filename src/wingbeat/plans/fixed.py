@@ -71,7 +71,8 @@ def _taper(
     while members and 0 < edge < limit:
         # What a tensor larger than the edge takes, the next bucket may take as well.
         edge = max(edge, placed)
-        tensors = next(_fill(specs, members, min(edge, limit), least=edge // 8))
+        size = min(edge, limit)
+        tensors = next(_fill(specs, members, size, least=size // 8))
         out.append(tensors)
         placed += sum(specs[t].nbytes for t in tensors)
         members = members[len(tensors) :]

@@ -25,6 +25,9 @@ from wingbeat.wires import Coded, TopK
 FIRST = 1024
 """Elements, or bytes, of the smallest exchange that is measured, as in the paper (V-B)."""
 
+LARGEST = 1 << 24
+"""Elements of the largest: beyond it curves go on straight, and memory is the model's own."""
+
 REPEATS = 5
 BUDGET_S = 0.5
 WAYS = ("gather", "reduce")
@@ -186,7 +189,8 @@ def measure_wire(
             settings. Residuals and momentum are kept as in training, after any warm-up.
         way: ``"gather"`` for `Collectives.all_gather_sum`, which needs a codec, ``"reduce"`` for
             `Collectives.all_reduce`, which encodes while it is under way.
-        largest: elements of the largest bucket that can come; the last amount.
+        largest: elements of the largest bucket that can come; the last amount, if it is no more
+            than ``LARGEST``.
         device: where the gradients are; default: the CPU.
         dtype: what the gradients are.
         repeats: as for `measure_exchange`.
@@ -207,7 +211,8 @@ def measure_wire(
     where = device if device is not None else torch.device("cpu")
     size = collectives.world.size
     # A bucket is a multiple of the number of workers long, too.
-    amounts = [-(-amount // size) * size for amount in growing(FIRST, max(1, largest))]
+    largest = min(max(1, largest), LARGEST)
+    amounts = [-(-amount // size) * size for amount in growing(FIRST, largest)]
     generator = torch.Generator().manual_seed(0)  # the user's random state is left alone
     gradients = torch.randn(amounts[-1], generator=generator).to(where, dtype)
     room = _Room(gradients, torch.empty_like(gradients))

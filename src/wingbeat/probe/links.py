@@ -55,8 +55,8 @@ def measure_links(
 ) -> tuple[LinkSamples, ...]:
     """Measure plain collectives on each network interface by itself, then on all together.
 
-    All-gathers go by doubling, as those of payloads do; all-reduces by ``topology``. Tensors are
-    on the CPU. Nothing else may be under way.
+    All-gathers go by doubling, as those of small payloads do; all-reduces by ``topology``.
+    Tensors are on the CPU. Nothing else may be under way.
 
     Args:
         collectives: those of the whole world.

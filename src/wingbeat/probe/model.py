@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -143,13 +143,18 @@ def wire_text(wire: str | Coded) -> str:
 
 
 def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]:
-    """Return about how many bytes each tensor adds to a bucket's payload, its flag included."""
+    """Return about how many bytes each tensor adds to a bucket's payload, its flag included.
+
+    A group's density counts; that top-k sends a value at least does not.
+    """
     each = []
     for spec in specs:
-        flag = _FLAG_BYTES
-        if isinstance(wire, str):
-            flag = least_bytes(wire, (1,), spec.itemsize)
-        each.append(float(least_bytes(wire, spec.shape, spec.itemsize) + flag))
+        flag, own = _FLAG_BYTES, wire
+        if isinstance(own, TopK):
+            own = replace(own, density=own.density_of(spec.name), groups=())
+        if isinstance(own, str):
+            flag = least_bytes(own, (1,), spec.itemsize)
+        each.append(float(least_bytes(own, spec.shape, spec.itemsize) + flag))
     return each
 
 

@@ -298,6 +298,8 @@ class Engine:
         so that their next collectives still match. The gradients are dropped.
         """
         if self._in_backward:
+            if self.merging is not None:
+                self.merging.abandon()
             self._launch_all()
             self.discard()
             for slot in self.slots:

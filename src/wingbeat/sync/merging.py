@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Collectives, Handle
+from wingbeat.costs import Workload
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
 from wingbeat.plans import merge
@@ -61,9 +62,6 @@ class LayerMerging:
         self._bucketing = bucketing
         self._collectives = collectives
         self._device = bucketing.slots[0].param.device
-        self._key = key_of(
-            bucketing.specs, world.size, [link.name for link in world.links], choices.wire
-        )
         self._drift = Drift(rule.steps, rule.drift)
         self._stopwatch = Stopwatch(self._device)
         self._began = 0.0
@@ -73,13 +71,20 @@ class LayerMerging:
         self._rows = torch.zeros(world.size, dtype=torch.float64)
         self.probe: Probe | None = None
         self.timeline: merge.Timeline | None = None
-        if rule.file:
+        self._known = not rule.file
+        # While it is tried whether a codec pays, nobody knows what will travel.
+        if not wiring.deciding():
             self._take_known()
 
     @property
     def _wire(self) -> str | Coded:
         """What gradients travel as: fp32 where a codec was tried and does not pay."""
         return self._choices.wire if self._wiring.on or not self._wiring.coded else ""
+
+    def _key(self) -> dict[str, Any]:
+        world = self._collectives.world
+        links = [link.name for link in world.links]
+        return key_of(self._bucketing.specs, world.size, links, self._wire)
 
     def deciding(self) -> bool:
         """Whether the plan is still to be made."""
@@ -132,6 +137,11 @@ class LayerMerging:
             self._ends.append(time.perf_counter() - self._began)
             self._began = 0.0
 
+    def abandon(self) -> None:
+        """A backward was cut short: nothing of it counts."""
+        self._began = 0.0
+        self._times.begin()
+
     # -- between iterations ---------------------------------------------------------------
 
     def boundary(self) -> None:
@@ -140,6 +150,7 @@ class LayerMerging:
         Raises:
             PeerError: a worker failed, or sent something that is no measurement.
         """
+        self._take_known()
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
@@ -207,13 +218,12 @@ class LayerMerging:
     def _measured(self, order: Sequence[int], ready: tuple[float, ...], rest_s: float) -> Probe:
         world = self._collectives.world
         specs = self._bucketing.specs
-        way = "gather" if isinstance(self._wire, TopK) else "reduce"
         if world.rank == 0:
             log.info("measuring codec and links, to merge layers by what they cost")
         samples = measure_wire(
             self._collectives,
             self._wire,
-            way,
+            self._way(),
             sum(spec.numel for spec in specs),
             device=self._device,
             dtype=self._bucketing.slots[0].param.dtype,
@@ -224,7 +234,7 @@ class LayerMerging:
             workers=world.size,
             links=tuple(link.name for link in world.links),
             wire=wire_text(self._wire),
-            way=way,
+            way=self._way(),
             tensors=tuple(order),
             names=tuple(specs[i].name for i in order),
             ready_s=ready,
@@ -237,14 +247,17 @@ class LayerMerging:
     def _follow(self, found: Probe) -> None:
         """Take over rank 0's plan: equal arithmetic on all machines is not relied on."""
         world = self._collectives.world
-        nbytes = payload_bytes(self._bucketing.specs, self._wire)
-        workload = found.workload(self._bucketing.specs, nbytes)
-        plan = None
+        workload = self._workload(found)
+        mine: Any = None
         if world.rank == 0:
-            plan = [
-                list(b.tensors) for b in _RULES[self._rule.rule](workload, found.costs()).buckets
-            ]
-        answer = world.exchange("merged layers", plan)[0]
+            try:
+                made = _RULES[self._rule.rule](workload, found.costs())
+                mine = [list(bucket.tensors) for bucket in made.buckets]
+            except Exception as err:
+                mine = f"rank 0 could not merge layers: {type(err).__name__}: {err}"
+        answer = world.exchange("merged layers", mine)[0]
+        if isinstance(answer, str):
+            raise PeerError(f"rank {world.rank}: {answer}")
         plan_of_all = _checked(answer, found.tensors, world.rank)
         self.probe = found
         self.timeline = merge.predict(plan_of_all, workload, found.costs())
@@ -263,7 +276,7 @@ class LayerMerging:
 
     def _keep(self, found: Probe) -> None:
         try:
-            saved.save(self._rule.file, found, self._key)
+            saved.save(self._rule.file, found, self._key())
             log.info("what was measured is kept in %s", self._rule.file)
         except UsageError as err:  # a full disk, say: no reason to end the training
             log.warning("%s; this run goes on with what it has measured", err)
@@ -274,8 +287,11 @@ class LayerMerging:
         Raises:
             UsageError: rank 0 cannot use the file; on every rank.
         """
+        if self._known:
+            return
+        self._known = True
         world = self._collectives.world
-        mine = _read(self._rule.file, self._key) if world.rank == 0 else None
+        mine = self._read() if world.rank == 0 else None
         answer = world.exchange("plan file", mine)[0]
         if isinstance(answer, str):
             raise UsageError(answer)
@@ -288,24 +304,43 @@ class LayerMerging:
             raise PeerError(f"rank {world.rank}: rank 0 sent a damaged plan: {err}") from None
         self._drift.planned(known=True)
 
+    def _read(self) -> dict[str, Any] | str | None:
+        """Return what the file holds for this key as JSON, None if nothing, or what is wrong."""
+        path = Path(self._rule.file)
+        try:
+            if not path.exists():
+                folder = path.absolute().parent
+                missing = f"plan_file={self._rule.file!r}: there is no folder {str(folder)!r}"
+                return None if folder.is_dir() else missing
+            known = saved.load(path)
+            if not saved.matches(known, self._key()):
+                log.warning(
+                    "plan file %s is for another model, cluster or wire: measuring anew", path
+                )
+                return None
+            self._workload(known.probe)
+        except OSError as err:
+            return f"plan_file={self._rule.file!r}: {err.strerror or err}"
+        except UsageError as err:
+            return f"plan_file={self._rule.file!r}: {err}; delete the file to measure again"
+        return saved.to_json(known.probe)
 
-def _read(file: str, key: dict[str, Any]) -> dict[str, Any] | str | None:
-    """Return what the file holds for this key as JSON, None if nothing, or what is wrong."""
-    path = Path(file)
-    try:
-        if not path.exists():
-            folder = path.absolute().parent
-            missing = f"plan_file={file!r}: there is no folder {str(folder)!r}"
-            return None if folder.is_dir() else missing
-        known = saved.load(path)
-    except OSError as err:
-        return f"plan_file={file!r}: {err.strerror or err}"
-    except UsageError as err:
-        return str(err)
-    if not saved.matches(known, key):
-        log.warning("plan file %s is for another model, cluster or wire: measuring anew", path)
-        return None
-    return saved.to_json(known.probe)
+    def _workload(self, found: Probe) -> Workload:
+        """Return the backward pass that was measured, with what travels.
+
+        Raises:
+            UsageError: it is of another model, or another wire was measured.
+        """
+        if (found.wire, found.way) != (wire_text(self._wire), self._way()):
+            raise UsageError(
+                f"gradients travel as {wire_text(self._wire)} ({self._way()}), and what was "
+                f"measured is {found.wire} ({found.way})"
+            )
+        specs = self._bucketing.specs
+        return found.workload(specs, payload_bytes(specs, self._wire))
+
+    def _way(self) -> str:
+        return "gather" if isinstance(self._wire, TopK) else "reduce"
 
 
 def _slowest(values: Sequence[Any], rank: int) -> float:
@@ -328,7 +363,7 @@ def _checked(answer: Any, tensors: Sequence[int], rank: int) -> Plan:
     """
     if isinstance(answer, list) and all(isinstance(b, list) and b for b in answer):
         flat = [index for bucket in answer for index in bucket]
-        if flat == list(tensors):
+        if flat == list(tensors) and all(type(index) is int for index in flat):
             return Plan(tuple(Bucket(tuple(bucket)) for bucket in answer))
     raise PeerError(
         f"rank {rank}: rank 0 sent a malformed plan of merged layers: {str(answer)[:60]}"

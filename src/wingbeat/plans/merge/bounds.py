@@ -165,8 +165,9 @@ class Rests:
 
     def _keep(self, start: int, late: Floats, rest: Floats) -> None:
         least, most = rest.min(), rest.max()
-        scale = (self._width - 1e-6) / (most - least) if most > least else 0.0
-        bins = ((rest - least) * scale).astype(np.int64)
+        # Divided first: a reciprocal of the least differences there are would be infinite.
+        share = (rest - least) / (most - least) if most > least else np.zeros(len(rest))
+        bins = (share * (self._width - 1e-6)).astype(np.int64)
         lates, rests = np.full(self._width, np.inf), np.full(self._width, np.inf)
         np.minimum.at(lates, bins, late)
         np.minimum.at(rests, bins, rest)

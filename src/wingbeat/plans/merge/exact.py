@@ -14,8 +14,6 @@ from wingbeat.types import Plan
 
 WIDTH, ROOM, GROWTH = 96, 4, 4
 """Pairs and beginnings kept for each position in the first round, and how both grow."""
-WIDEST = 384
-"""Pairs kept at most: following beginnings is cheaper than still sharper bounds for them."""
 SHARE = 0.5
 """How far from the least bound to the best plan known the first rounds look."""
 CROWD = 8
@@ -49,7 +47,8 @@ def exact(workload: Workload, costs: Costs) -> Plan:
     the rest of a plan from its end (`Rests`), then follows beginnings from its start, as many as
     there is ``room`` for at each position, the most hopeful. If it dropped none for want of room,
     it has found the best plan or proved that none finishes by that time. Otherwise the next has
-    more room, and better bounds to begin with.
+    more room, and better bounds to begin with. 500 tensors take some tenths of a second, but
+    curves with jumps can take many seconds and half a gigabyte.
     """
     if not len(workload):
         return Plan(())
@@ -68,7 +67,7 @@ def exact(workload: Workload, costs: Costs) -> Plan:
         if complete or rests.least > aim:
             table.least, share = aim, 1.0
         else:
-            width, room = min(width * GROWTH, WIDEST), room * GROWTH
+            width, room = width * GROWTH, room * GROWTH
     window = Window(table, table.best * (1.0 + TIE))
     stops = fewest(window, rests or Rests(window, WIDTH), table.best * (1.0 + TIE))
     return plan_of(workload, stops)
