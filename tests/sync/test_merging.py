@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.links import Samples
+from wingbeat.probe.model import payload_bytes
 from wingbeat.sync import drift, merging
 from wingbeat.sync.merging import LayerMerging
 from wingbeat.transport import loopback
-from wingbeat.types import Bucket, Plan
-from wingbeat.wires import Sketch
+from wingbeat.types import Bucket, Plan, Span
+from wingbeat.wires import Sketch, TopK
 
 STEPS = 2
 FIRST = drift.SETTLING + STEPS + 1
@@ -255,7 +257,9 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
         _on(2, strategy)
 
 
-@pytest.mark.parametrize("answer", [None, [[0], []], [[0, 1]], [[1], [0], [2]], "x", [[0], [1], 2]])
+@pytest.mark.parametrize(
+    "answer", [None, [[0], []], [[0, 1]], [[1], [0], [2]], "x", [[0], [1], 2], [[0.0], [1, 2]]]
+)
 def test_a_malformed_plan_names_rank_0(answer: Any) -> None:
     with pytest.raises(PeerError, match="rank 1: rank 0 sent a malformed plan"):
         merging._checked(answer, [0, 1, 2], 1)
@@ -282,3 +286,73 @@ def test_densities_by_group_travel_in_one_bucket() -> None:
     assert found["first.weight"] == round(0.25 * 78)
     rest = [n for n in found if not n.startswith("head") and n != "first.weight"]
     assert sum(found[name] for name in rest) <= len(rest)
+
+
+def test_a_file_of_what_no_longer_travels_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "merged.json"
+    strategy = wingbeat.OMGS(density=0.1, steps=STEPS, plan_file=str(file))
+    _on(2, strategy)
+    known = json.loads(file.read_text())
+    rows = known["backward"]
+    rows[0]["name"], rows[1]["name"] = rows[1]["name"], rows[0]["name"]
+    for change in ({"way": "reduce"}, {"wire": "fp32"}, {"backward": rows}):
+        file.write_text(json.dumps({**json.loads(json.dumps(known)), **change}))
+        with pytest.raises(UsageError, match=r"merged\.json.*delete the file"):
+            _on(2, strategy, 2)
+
+
+def test_a_planner_that_fails_says_so_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Plan:
+        raise MemoryError("no room")
+
+    monkeypatch.setitem(merging._RULES, "exact", fails)
+
+    def body(world: Any) -> str:
+        with pytest.raises(PeerError, match="rank 0 could not merge layers: MemoryError: no room"):
+            _train(world, wingbeat.OMGS(steps=STEPS))
+        return "told"
+
+    assert loopback.run(loopback.worlds(3), body) == ["told"] * 3
+
+
+def test_a_codec_that_may_not_pay_is_planned_for_as_what_travels(tmp_path: Path) -> None:
+    """The trial comes first; the file is kept, and read, for what it has decided."""
+    file = tmp_path / "merged.json"
+    strategy = wingbeat.OMGS(wire=TopK(density=0.1), steps=STEPS, plan_file=str(file))
+
+    def body(world: Any, coded: bool) -> dict[str, Any]:
+        model = net()
+        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        engine(model).wiring.decide(coded)
+        for step in range(PLANNED + 1):
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            optimizer.step()
+        report: dict[str, Any] = engine(model).merging.report()
+        return report
+
+    for coded, wire in ((True, "TopK(density=0.1)"), (False, "fp32")):
+        loopback.run(loopback.worlds(2), lambda world, c=coded: body(world, c))
+        saved = json.loads(file.read_text())
+        assert (saved["wire"], saved["key"]["wire"]) == (wire, wire)
+
+
+@pytest.mark.parametrize(
+    "groups", [{}, {"head.*": 1.0}, {"*": 0.5}, {"first.weight": 0.2, "*.bias": 0.9}]
+)
+def test_planned_bytes_are_those_that_travel(groups: dict[str, float]) -> None:
+    wire = TopK(density=0.05, groups=groups, if_pays=False)
+
+    def body(world: Any) -> tuple[float, int]:
+        strategy = wingbeat.OMGS(wire=wire, merge="one")
+        layers = {"first": torch.nn.Linear(300, 200), "head": torch.nn.Linear(200, 300)}
+        model = torch.nn.Sequential(OrderedDict(layers))
+        sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        model(torch.ones(2, 300)).sum().backward()
+        [bucket] = engine(model).buckets
+        encoded = engine(model).wiring._encoded(bucket)
+        room = encoded.coding.room(Span(0, bucket.flat.numel()))
+        return sum(payload_bytes(engine(model).bucketing.specs, wire)), room
+
+    for planned, room in loopback.run(loopback.worlds(2), body):
+        assert planned == pytest.approx(room, rel=0.02)
