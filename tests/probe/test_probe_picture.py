@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from probe_made import SIZES, SPECS, WIRE, probe
-from wingbeat.costs.fit import best_fit
 
 from wingbeat.costs import Costs, Line, Pieces, Sorting, Workload
+from wingbeat.costs.fit import best_fit
 from wingbeat.errors import UsageError
 from wingbeat.plans import merge
 from wingbeat.probe import picture
