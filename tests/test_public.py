@@ -10,7 +10,8 @@ import pytest
 import wingbeat
 
 PUBLIC = [
-    *("AllReduce", "DeAR", "LowRank", "Sketch", "TopK"),
+    *("AllReduce", "DeAR", "LAGS", "LowRank", "MGS", "MGWFBP", "OMGS", "PSGD", "Sketch"),
+    *("TopK", "TopKSGD"),
     *("distribute", "init", "release", "shutdown"),
 ]
 

@@ -100,6 +100,12 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "fsdp": ("fsdp", 40_400),
         "allreduce": ("allreduce", 40_400),
         "dear:mb=5": ("dear", 40_400),
+        "omgs": ("allreduce", 60),
+        "psgd": ("allreduce", 40_400),
+        "mgwfbp": ("allreduce", 40_400),
+        "topksgd:density=0.01": ("allreduce", 606),
+        "lags:density=0.01": ("allreduce", 606),
+        "mgs:density=0.01": ("allreduce", 606),
     }
     for text, (kind, nbytes) in expected.items():
         row = peers.parse(text)
