@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from wingbeat.errors import UsageError, unknown
 
@@ -51,7 +51,7 @@ class Settings:
             raise self._refuse(key, allowed)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether ``value`` is a finite number, and no bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False

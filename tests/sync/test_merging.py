@@ -16,7 +16,7 @@ import wingbeat
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.probe.links import Samples
+from wingbeat.probe.exchange import Samples
 from wingbeat.probe.model import payload_bytes
 from wingbeat.sync import drift, merging
 from wingbeat.sync.merging import LayerMerging

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,11 @@ from wingbeat import sync
 from wingbeat.bench import ddp, tracing
 from wingbeat.bench.peers import Peer
 from wingbeat.bench.tracing import CommHook
+from wingbeat.sync.merging import LayerMerging
 from wingbeat.sync.upgrade import engine_of
 from wingbeat.sync.wiring import Wiring
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-class Merging(Protocol):
-    """What finds out in the first iterations which gradients travel together (OMGS-SGD, IV)."""
-
-    def deciding(self) -> bool:
-        """Whether the plan is still to come; changes in the same iteration on all workers."""
-
-    def report(self) -> dict[str, Any] | None:
-        """Return the plan's figures, as in a run's ``merge``; None before there is a plan."""
 
 
 @dataclass
@@ -51,7 +42,7 @@ class Attached:
     detach: Callable[[], None]
     settle: Callable[[], None]
     wiring: Wiring | None = None
-    merging: Merging | None = None
+    merging: LayerMerging | None = None
 
     def deciding(self) -> bool:
         """Whether the row is still finding out how it will train, and cannot be timed yet."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,21 +37,14 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Draw what was found here.")] = None,
 ) -> None:
     """Show a plan file."""
-    if _was_measured(file):
+    from wingbeat.plans.planfile import was_measured
+
+    if was_measured(file):
         _show_measured(file, png)
     else:
         _show_tuned(file, png)
     if png is not None:
         print(f"picture: {png}")
-
-
-def _was_measured(file: Path) -> bool:
-    """Whether it is a file of measurements, told without torch; any other is read as trials."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and data.get("format") == "wingbeat probe"
 
 
 def _show_measured(file: Path, png: Path | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,14 +38,9 @@ LARGEST = 1e15
 infinity."""
 
 
-def fits(value: Any) -> TypeGuard[float]:
-    """Whether ``value`` is a finite number that a float can hold, and no bool."""
-    return is_number(value)
-
-
 def _check(name: str, **values: float) -> None:
     for key, value in values.items():
-        if not fits(value) or value < 0:
+        if not is_number(value) or value < 0:
             raise UsageError(f"{name}({key}={value!r}): allowed are finite numbers, 0 or more")
 
 
@@ -213,7 +208,7 @@ def curve_of(data: Any, where: str) -> Curve:
 
 def _number(value: Any, key: str) -> float:
     # Whole numbers of JSON have no limit, floats have.
-    if not fits(value) or abs(value) > LARGEST:
+    if not is_number(value) or abs(value) > LARGEST:
         raise UsageError(f"{key} is {value!r}; allowed are finite numbers up to {LARGEST:g}")
     return float(value)
 

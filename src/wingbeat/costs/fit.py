@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from wingbeat.costs.curve import Curve, Floats, Line, Pieces, Sorting, curve_of, fits
+from wingbeat.costs.curve import Curve, Floats, Line, Pieces, Sorting, curve_of
 from wingbeat.errors import UsageError
+from wingbeat.settings import is_number
 
 Samples = Sequence[tuple[float, float]]
 """(amount, seconds) pairs; an amount may be there several times."""
@@ -142,7 +143,7 @@ def fit_of(data: Any, where: str) -> Fit:
     errors = []
     for key in ("median_relative_error", "worst_relative_error"):
         value = data.get(key)
-        if not fits(value) or value < 0:
+        if not is_number(value) or value < 0:
             raise UsageError(f"{where}.{key} is {value!r}; allowed are finite numbers, 0 or more")
         errors.append(float(value))
     return Fit(curve, errors[0], errors[1], limits, tuple(pairs))
@@ -155,7 +156,7 @@ def _medians(samples: Samples, least: int) -> tuple[Floats, Floats]:
     """Return the amounts, rising, and the median seconds of each."""
     by_amount: dict[float, list[float]] = {}
     for amount, seconds in samples:
-        if not (fits(amount) and amount > 0 and fits(seconds) and seconds >= 0):
+        if not (is_number(amount) and amount > 0 and is_number(seconds) and seconds >= 0):
             raise UsageError(
                 f"sample ({amount!r}, {seconds!r}): allowed are amounts above 0 and seconds, 0 or "
                 "more, all finite"
@@ -254,7 +255,7 @@ def _fit(curve: Curve, intervals: dict[str, tuple[float, float]], samples: Sampl
 def _pair(data: Any, where: str) -> tuple[float, float]:
     if isinstance(data, list) and len(data) == 2:
         amount, seconds = data
-        if fits(amount) and fits(seconds) and amount > 0 and seconds >= 0:
+        if is_number(amount) and is_number(seconds) and amount > 0 and seconds >= 0:
             return float(amount), float(seconds)
     raise UsageError(f"{where} holds {data!r}; allowed is [amount above 0, seconds, 0 or more]")
 
@@ -262,8 +263,8 @@ def _pair(data: Any, where: str) -> tuple[float, float]:
 def _limits(data: Any, where: str) -> tuple[float, float]:
     if isinstance(data, list) and len(data) == 2:
         low, high = data
-        if fits(low) and high is None:
+        if is_number(low) and high is None:
             return float(low), math.inf
-        if fits(low) and fits(high) and 0 <= low <= high:
+        if is_number(low) and is_number(high) and 0 <= low <= high:
             return float(low), float(high)
     raise UsageError(f"{where} is {data!r}; allowed is [low, high], 0 or more, high may be null")

@@ -6,17 +6,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from wingbeat.errors import UsageError
+from wingbeat.plans.planfile import TUNED
 from wingbeat.plans.result import Result
 from wingbeat.plans.search import Sample
 
-VERSION = 1
-_FORMAT = "wingbeat bucket plan"
 _SEARCHES = ("bo", "random", "grid")
-_AGAIN = "delete the file to tune again"
 _MEASURED, _EXPECTED = "iterations_per_s", "expected_iterations_per_s"
 _TINY, _HUGE = 1e-12, 1e12
 _Kind = TypeVar("_Kind", dict[str, Any], list[Any])
@@ -47,21 +44,7 @@ def save(path: str | os.PathLike[str], result: Result, key: Mapping[str, Any]) -
     Raises:
         UsageError: the folder is missing or cannot be written.
     """
-    target = Path(path)
-    if not target.absolute().parent.is_dir():
-        folder = str(target.absolute().parent)
-        raise UsageError(f"cannot write plan file {str(path)!r}: there is no folder {folder!r}")
-    text = json.dumps(_to_json(result, key), indent=2) + "\n"
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-    except OSError as err:
-        part.unlink(missing_ok=True)
-        raise UsageError(f"cannot write plan file {str(path)!r}: {err.strerror or err}") from None
+    TUNED.write(path, json.dumps(_to_json(result, key), indent=2) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
@@ -70,49 +53,16 @@ def load(path: str | os.PathLike[str]) -> Saved:
     Raises:
         UsageError: no such file or folder, a file of another version, or a damaged one.
     """
-    name = f"plan file {str(path)!r}"
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as err:
-        raise UsageError(f"cannot read {name}: {err.strerror or err}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{name} is damaged: it is no text; {_AGAIN}") from None
-    try:
-        data = json.loads(text)
-        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError) as err:
-        raise UsageError(f"{name} is damaged: {err}; {_AGAIN}") from None
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise UsageError(f"{name} is no plan file of wingbeat; name another, or {_AGAIN}")
-    if data.get("version") != VERSION:
-        raise UsageError(
-            f"{name} has version {data.get('version')!r}; this wingbeat reads version {VERSION}; "
-            f"{_AGAIN}"
-        )
-    try:
-        return _from_json(data)
-    except _Damaged as err:
-        raise UsageError(f"{name} is damaged: {err}; {_AGAIN}") from None
-
-
-def matches(saved: Saved, key: Mapping[str, Any]) -> bool:
-    """Whether the plan was tuned for the model and cluster that ``key`` describes."""
-    same: bool = saved.key == json.loads(json.dumps(dict(key)))
-    return same
+    return TUNED.read(path, _from_json)
 
 
 # -- to JSON and back -----------------------------------------------------------------------
 
 
-class _Damaged(ValueError):
-    """What is wrong inside a file."""
-
-
 def _to_json(result: Result, key: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes stand twice: in MB for people, in bytes for the next run."""
     return {
-        "format": _FORMAT,
-        "version": VERSION,
+        **TUNED.head(),
         "chosen_mb": _mb(result.chosen_bytes),
         "why": result.explain(),
         "search": result.search,
@@ -142,14 +92,14 @@ def _from_json(data: dict[str, Any]) -> Saved:
     limits = [_whole(value, "bytes.range") for value in _get(sizes, "range", list)]
     costs = [_number(value, "decision_s", zero=True) for value in _get(data, "decision_s", list)]
     if not trials or {len(nbytes), len(costs)} != {len(trials)}:
-        raise _Damaged("samples, bytes.samples and decision_s have to be equally long")
+        raise UsageError("samples, bytes.samples and decision_s have to be equally long")
     if len(limits) != 2 or limits[0] > limits[1]:
-        raise _Damaged(f"bytes.range={limits!r} has to be the smallest and the largest size")
+        raise UsageError(f"bytes.range={limits!r} has to be the smallest and the largest size")
     chosen = _whole(sizes.get("chosen"), "bytes.chosen")
     if chosen not in nbytes:
-        raise _Damaged(f"bytes.chosen={chosen!r} is none of bytes.samples")
+        raise UsageError(f"bytes.chosen={chosen!r} is none of bytes.samples")
     if data.get("search") not in _SEARCHES:
-        raise _Damaged(f"search={data.get('search')!r}; allowed are {', '.join(_SEARCHES)}")
+        raise UsageError(f"search={data.get('search')!r}; allowed are {', '.join(_SEARCHES)}")
     result = Result(
         search=data["search"],
         low_bytes=limits[0],
@@ -173,20 +123,20 @@ def _mb(nbytes: int) -> float:
 def _get(data: dict[str, Any], key: str, kind: type[_Kind]) -> _Kind:
     value = data.get(key)
     if not isinstance(value, kind):
-        raise _Damaged(f"{key!r} is missing or no {kind.__name__}")
+        raise UsageError(f"{key!r} is missing or no {kind.__name__}")
     return value
 
 
 def _column(trials: list[Any], key: str) -> list[float]:
     """Return one value of every sample."""
     if not all(isinstance(trial, dict) for trial in trials):
-        raise _Damaged("'samples' is no list of dicts")
+        raise UsageError("'samples' is no list of dicts")
     return [_number(trial.get(key), f"samples.{key}") for trial in trials]
 
 
 def _whole(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**53:
-        raise _Damaged(f"{where} holds {value!r}; allowed are whole numbers above 0")
+        raise UsageError(f"{where} holds {value!r}; allowed are whole numbers above 0")
     return value
 
 
@@ -194,5 +144,5 @@ def _number(value: Any, where: str, *, zero: bool = False) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     least = 0.0 if zero else _TINY
     if not is_number or not least <= value <= _HUGE:
-        raise _Damaged(f"{where} holds {value!r}; allowed are numbers from {least} to {_HUGE}")
+        raise UsageError(f"{where} holds {value!r}; allowed are numbers from {least} to {_HUGE}")
     return float(value)

@@ -19,12 +19,9 @@ from wingbeat.probe.exchange import (
     Samples,
     growing,
     measure_exchange,
-    measure_wire,
 )
 from wingbeat.transport.link import Link, Pending
 from wingbeat.transport.world import World
-
-__all__ = ["LinkSamples", "Samples", "measure_exchange", "measure_links", "measure_wire"]
 
 _FACTOR = 4.0
 """Between two amounts. Two coefficients need few."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,6 +10,7 @@ from typing import Any
 from wingbeat.costs import Costs, Workload
 from wingbeat.costs.fit import Fit, best_fit, fit_line
 from wingbeat.errors import UsageError
+from wingbeat.plans.planfile import digest
 from wingbeat.probe.exchange import Samples
 from wingbeat.probe.links import LinkSamples
 from wingbeat.types import TensorSpec
@@ -98,7 +97,7 @@ class Probe:
             ready_s=self.ready_s,
             numels=tuple(specs[t].numel for t in self.tensors),
             nbytes=tuple(float(nbytes[t]) for t in self.tensors),
-            kinds=tuple(f"{specs[t].dtype} on {specs[t].device}" for t in self.tensors),
+            kinds=tuple(specs[t].kind for t in self.tensors),
         )
 
     def explain(self) -> list[str]:
@@ -169,9 +168,8 @@ def key_of(
     shapes = [
         [spec.name, list(spec.shape), spec.dtype, spec.device.partition(":")[0]] for spec in specs
     ]
-    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {
-        "parameters": digest[:16],
+        "parameters": digest(shapes),
         "workers": workers,
         "links": list(links),
         "wire": wire_text(wire),

@@ -6,17 +6,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from wingbeat.costs.fit import Fit, fit_of
 from wingbeat.errors import UsageError
+from wingbeat.plans.planfile import MEASURED
 from wingbeat.probe.exchange import WAYS
 from wingbeat.probe.model import LinkFit, Probe
 
-VERSION = 1
-_FORMAT = "wingbeat probe"
-_AGAIN = "delete the file to measure again"
 _LONGEST_S = 1e6
 _WIDTH = 100
 _Box = TypeVar("_Box", dict[str, Any], list[Any])
@@ -41,21 +38,7 @@ def save(path: str | os.PathLike[str], probe: Probe, key: Mapping[str, Any]) -> 
     Raises:
         UsageError: the folder is missing or cannot be written.
     """
-    target = Path(path)
-    if not target.absolute().parent.is_dir():
-        folder = str(target.absolute().parent)
-        raise UsageError(f"cannot write probe file {str(path)!r}: there is no folder {folder!r}")
-    text = _pretty({**to_json(probe), "key": dict(key)}) + "\n"
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-    except OSError as err:
-        part.unlink(missing_ok=True)
-        raise UsageError(f"cannot write probe file {str(path)!r}: {err.strerror or err}") from None
+    MEASURED.write(path, _pretty({**to_json(probe), "key": dict(key)}) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
@@ -64,35 +47,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
     Raises:
         UsageError: no such file or folder, a file of another version, or a damaged one.
     """
-    name = f"probe file {str(path)!r}"
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as err:
-        raise UsageError(f"cannot read {name}: {err.strerror or err}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{name} is damaged: it is no text; {_AGAIN}") from None
-    try:
-        data = json.loads(text)
-        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError) as err:
-        raise UsageError(f"{name} is damaged: {err}; {_AGAIN}") from None
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise UsageError(f"{name} is no probe file of wingbeat; name another, or {_AGAIN}")
-    if data.get("version") != VERSION:
-        raise UsageError(
-            f"{name} has version {data.get('version')!r}; this wingbeat reads version {VERSION}; "
-            f"{_AGAIN}"
-        )
-    try:
-        return Saved(from_json(data), _get(data, "key", dict))
-    except UsageError as err:
-        raise UsageError(f"{name} is damaged: {err}; {_AGAIN}") from None
-
-
-def matches(saved: Saved, key: Mapping[str, Any]) -> bool:
-    """Whether the probe is of the model and cluster that ``key`` describes."""
-    same: bool = saved.key == json.loads(json.dumps(dict(key)))
-    return same
+    return MEASURED.read(path, lambda data: Saved(from_json(data), _get(data, "key", dict)))
 
 
 # -- to JSON and back -----------------------------------------------------------------------
@@ -101,8 +56,7 @@ def matches(saved: Saved, key: Mapping[str, Any]) -> bool:
 def to_json(probe: Probe) -> dict[str, Any]:
     """Return all of the probe as JSON knows it; seconds, elements and bytes are in the names."""
     return {
-        "format": _FORMAT,
-        "version": VERSION,
+        **MEASURED.head(),
         "what": probe.explain(),
         "workers": probe.workers,
         "links": list(probe.links),

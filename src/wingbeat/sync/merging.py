@@ -7,10 +7,10 @@ is measured once more under the plan, and planned for again. Times that drift be
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from wingbeat.collectives import Collectives, Handle
 from wingbeat.costs import Workload
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
-from wingbeat.plans import merge
+from wingbeat.plans import merge, planfile
 from wingbeat.probe import saved
 from wingbeat.probe.backward import BackwardTimes, combine
-from wingbeat.probe.links import measure_links, measure_wire
+from wingbeat.probe.exchange import measure_wire
+from wingbeat.probe.links import measure_links
 from wingbeat.probe.model import (
     Probe,
     fitted,
@@ -208,11 +209,9 @@ class LayerMerging:
 
     def _own_times(self, order: Sequence[int]) -> list[float] | None:
         """Return ready times, then what an iteration takes outside of backward and exchange."""
-        totals = self._times.totals()
-        if not totals or not self._ends:
+        if not self._times.totals() or not self._ends:
             return None
-        ends = sorted(self._ends)
-        rest = max(0.0, self._drift.median() - ends[len(ends) // 2])
+        rest = max(0.0, self._drift.median() - statistics.median(self._ends))
         return [*self._times.medians(order), rest]
 
     def _measured(self, order: Sequence[int], ready: tuple[float, ...], rest_s: float) -> Probe:
@@ -306,23 +305,20 @@ class LayerMerging:
 
     def _read(self) -> dict[str, Any] | str | None:
         """Return what the file holds for this key as JSON, None if nothing, or what is wrong."""
-        path = Path(self._rule.file)
+        file = self._rule.file
         try:
-            if not path.exists():
-                folder = path.absolute().parent
-                missing = f"plan_file={self._rule.file!r}: there is no folder {str(folder)!r}"
-                return None if folder.is_dir() else missing
-            known = saved.load(path)
-            if not saved.matches(known, self._key()):
-                log.warning(
-                    "plan file %s is for another model, cluster or wire: measuring anew", path
-                )
-                return None
-            self._workload(known.probe)
-        except OSError as err:
-            return f"plan_file={self._rule.file!r}: {err.strerror or err}"
+            known = planfile.known(file, saved.load)
         except UsageError as err:
-            return f"plan_file={self._rule.file!r}: {err}; delete the file to measure again"
+            return str(err)
+        if known is None:
+            return None
+        if not planfile.same_key(known.key, self._key()):
+            log.warning("plan file %s is for another model, cluster or wire: measuring anew", file)
+            return None
+        try:
+            self._workload(known.probe)
+        except UsageError as err:
+            return f"plan_file={file!r}: {err}; {planfile.MEASURED.remedy}"
         return saved.to_json(known.probe)
 
     def _workload(self, found: Probe) -> Workload:

@@ -7,9 +7,6 @@ backward's exchange. So all workers change plans before the same backward, and a
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ import torch
 from wingbeat.collectives import Collectives, Handle
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
-from wingbeat.plans import saved
+from wingbeat.plans import planfile, saved
 from wingbeat.plans.result import Result, as_mb
 from wingbeat.plans.tuner import Tuner
 from wingbeat.sync.bucketing import Bucketing
@@ -122,23 +119,20 @@ class SizeTuning:
 
 def _read(tuning: Tuning, start: int, key: dict[str, Any]) -> int | str:
     """Return the size that the file holds, 0 if none, or what is wrong with it."""
-    path = Path(tuning.file)
     try:
-        if not path.exists():
-            folder = path.absolute().parent
-            missing = f"plan_file={tuning.file!r}: there is no folder {str(folder)!r}"
-            return 0 if folder.is_dir() else missing
-        known = saved.load(path)
-    except OSError as err:
-        return f"plan_file={tuning.file!r}: {err.strerror or err}"
+        known = planfile.known(tuning.file, saved.load)
     except UsageError as err:
         return str(err)
+    if known is None:
+        return 0
     size = known.chosen_bytes
-    if not saved.matches(known, key):
-        log.warning("plan file %s is for another model, cluster or strategy: tuning anew", path)
+    if not planfile.same_key(known.key, key):
+        log.warning(
+            "plan file %s is for another model, cluster or strategy: tuning anew", tuning.file
+        )
         return 0
     if not (tuning.low_bytes <= size <= tuning.high_bytes or size == start):
-        log.warning("plan file %s has %s MB, out of range: tuning anew", path, as_mb(size))
+        log.warning("plan file %s has %s MB, out of range: tuning anew", tuning.file, as_mb(size))
         return 0
     return size
 
@@ -146,9 +140,8 @@ def _read(tuning: Tuning, start: int, key: dict[str, Any]) -> int | str:
 def _key_of(bucketing: Bucketing, collectives: Collectives, choices: Choices) -> dict[str, Any]:
     """Tell apart what a plan was tuned for: the model's parameters, the cluster, the strategy."""
     shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
-    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {
-        "parameters": digest[:16],
+        "parameters": planfile.digest(shapes),
         "workers": collectives.world.size,
         "links": len(collectives.world.links),
         "topology": choices.topology,

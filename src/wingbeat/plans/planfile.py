@@ -1,0 +1,143 @@
+"""What files of plans have in common, whatever found the plan: JSON, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from wingbeat.errors import UsageError
+
+_Content = TypeVar("_Content")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of file.
+
+    Attributes:
+        noun: what messages call it.
+        format: what its ``format`` says.
+        version: what its ``version`` says.
+        again: what to do without it, after "delete the file to".
+    """
+
+    noun: str
+    format: str
+    version: int
+    again: str
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a file that is of no use."""
+        return f"delete the file to {self.again}"
+
+    def head(self) -> dict[str, Any]:
+        """Return what such a file begins with."""
+        return {"format": self.format, "version": self.version}
+
+    def write(self, path: str | os.PathLike[str], text: str) -> None:
+        """Write the file in one go: whoever looks sees the old one or the new one, never a part.
+
+        Raises:
+            UsageError: the folder is missing or cannot be written.
+        """
+        name = f"{self.noun} {str(path)!r}"
+        target = Path(path)
+        if not target.absolute().parent.is_dir():
+            folder = str(target.absolute().parent)
+            raise UsageError(f"cannot write {name}: there is no folder {folder!r}")
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        except OSError as err:
+            part.unlink(missing_ok=True)
+            raise UsageError(f"cannot write {name}: {err.strerror or err}") from None
+
+    def read(
+        self, path: str | os.PathLike[str], understand: Callable[[dict[str, Any]], _Content]
+    ) -> _Content:
+        """Read a file of this kind and version.
+
+        Args:
+            path: the file.
+            understand: makes of it what it holds; raises `UsageError` if something is wrong.
+
+        Raises:
+            UsageError: no such file, a file of another kind or version, or a damaged one.
+        """
+        name = f"{self.noun} {str(path)!r}"
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as err:
+            raise UsageError(f"cannot read {name}: {err.strerror or err}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{name} is damaged: it is no text; {self.remedy}") from None
+        try:
+            data = json.loads(text)
+            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        except (ValueError, RecursionError) as err:
+            raise UsageError(f"{name} is damaged: {err}; {self.remedy}") from None
+        if not isinstance(data, dict) or data.get("format") != self.format:
+            raise UsageError(
+                f"{name} is no {self.noun} of wingbeat; name another, or {self.remedy}"
+            )
+        if data.get("version") != self.version:
+            raise UsageError(
+                f"{name} has version {data.get('version')!r}; this wingbeat reads version "
+                f"{self.version}; {self.remedy}"
+            )
+        try:
+            return understand(data)
+        except UsageError as err:
+            raise UsageError(f"{name} is damaged: {err}; {self.remedy}") from None
+
+
+TUNED = Kind("plan file", "wingbeat bucket plan", 1, "tune again")
+MEASURED = Kind("probe file", "wingbeat probe", 1, "measure again")
+
+
+def was_measured(path: Path) -> bool:
+    """Whether it is a file of measurements; what cannot be read is not."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("format") == MEASURED.format
+
+
+def known(file: str, load: Callable[[Path], _Content]) -> _Content | None:
+    """Return what ``load`` makes of a strategy's ``plan_file``, None if there is none yet.
+
+    Raises:
+        UsageError: there is no folder for it, or ``load`` refuses it.
+    """
+    path = Path(file)
+    try:
+        if path.exists():
+            return load(path)
+        folder = path.absolute().parent
+        if folder.is_dir():
+            return None
+    except OSError as err:
+        raise UsageError(f"plan_file={file!r}: {err.strerror or err}") from None
+    raise UsageError(f"plan_file={file!r}: there is no folder {str(folder)!r}")
+
+
+def same_key(saved: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
+    """Whether a file's key is ``key``, as JSON knows it."""
+    same: bool = saved == json.loads(json.dumps(dict(key)))
+    return same
+
+
+def digest(parameters: list[list[Any]]) -> str:
+    """Return what tells these parameters' names, shapes and dtypes from others."""
+    return hashlib.sha256(json.dumps(parameters).encode()).hexdigest()[:16]
