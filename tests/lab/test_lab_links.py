@@ -12,7 +12,7 @@ pytestmark = pytest.mark.lab
 
 Measure = Callable[..., Any]
 EF, AF41 = 0xB8, 0x88
-ATTEMPTS = 5
+ATTEMPTS = 15
 """A busy machine can only make a flow slower, so the lower bound may be met by any attempt."""
 
 
@@ -88,9 +88,19 @@ def test_urgent_flow_takes_the_link(measure: Measure, prio: int) -> None:
 
 
 def test_without_priorities_flows_share(measure: Measure) -> None:
-    flows = [[0, 2, "10.0.0.3", EF], [1, 2, "10.0.0.3", 0]]
-    urgent, other = measure("star:3@300mbit", flows, seconds=2).rates
-    assert 0.2 < urgent / (urgent + other) < 0.8
+    """Of few flows the first to start keeps most for seconds: so many, and any attempt will do.
+
+    Honoured marks would give the urgent ones nine tenths every time, as above.
+    """
+    marks = [EF, 0, 0, EF, EF, 0, 0, EF]
+    flows = [[n % 2, 2, "10.0.0.3", mark] for n, mark in enumerate(marks)]
+    shares = []
+    for _ in range(ATTEMPTS):
+        rates = measure("star:3@300mbit", flows).rates
+        shares.append(sum(rates[n] for n, mark in enumerate(marks) if mark) / sum(rates))
+        if 0.2 < shares[-1] < 0.8:
+            return
+    raise AssertionError(f"urgent flows had {shares} of what all had")
 
 
 def test_urgent_flows_both_ways_are_not_held_up_by_their_acknowledgements(
