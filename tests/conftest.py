@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import random
 import sys
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,3 +49,16 @@ def _seeded() -> None:
     np.random.seed(SEED)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(SEED)
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment in which matplotlib was not installed."""
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -16,19 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "accuracy.py"
+from helpers.scripts import FOLDER, benchmark
 
 
 @pytest.fixture(scope="module")
 def accuracy() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PATH.parent))
-        spec = importlib.util.spec_from_file_location("benchmark_accuracy", PATH)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
+    with benchmark("accuracy") as module:
         yield module
 
 
@@ -208,7 +200,9 @@ def test_four_workers_learn_digits_the_same_way(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     words = ["--tasks", "digits", "--seeds", "0", "--iterations", "300", "--json", str(path)]
     words += ["--strategies", "allreduce", "dear:plan=fixed"]
-    done = subprocess.run([sys.executable, str(PATH), *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "accuracy.py"), *words], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     dense, dear = json.loads(path.read_text(encoding="utf-8"))["runs"]
     assert [point["iteration"] for point in dense["curve"]] == list(range(30, 301, 30))

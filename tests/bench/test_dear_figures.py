@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from helpers.scripts import benchmark
 from wingbeat import paced
 
 
 @pytest.fixture(scope="module")
-def dear() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "dear.py"
-    spec = importlib.util.spec_from_file_location("benchmark_dear", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def dear() -> Iterator[ModuleType]:
+    with benchmark("dear") as module:
+        yield module
 
 
 def arguments(dear: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:

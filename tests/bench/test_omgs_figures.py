@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from helpers.scripts import benchmark
+
 SENT = ("allreduce:wire=topk", "allreduce:wire=topk@0.005")
 
 
 @pytest.fixture(scope="module")
-def omgs() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "omgs.py"
-    spec = importlib.util.spec_from_file_location("benchmark_omgs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def omgs() -> Iterator[ModuleType]:
+    with benchmark("omgs") as module:
+        yield module
 
 
 def arguments(omgs: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,16 +21,6 @@ from wingbeat.types import Span
 
 FLAGS = 3
 WIRES = ["sketch", "sketch@3", "topk@0.02", "lowrank@2", "fp16"]
-
-
-@contextmanager
-def open_worlds(size: int, interfaces: int = 1):
-    members, board = late.worlds(size, interfaces=interfaces)
-    try:
-        yield members, board
-    finally:
-        for world in members:
-            world.close()
 
 
 def coding(wire: str, numel: int, cols: int = 0) -> Coding:
@@ -93,7 +81,7 @@ def test_all_get_the_same_bits_and_what_is_missing_is_owed(
             got.append(buffer)
         return got
 
-    with open_worlds(size, interfaces) as (members, _):
+    with late.open_worlds(size, interfaces) as (members, _):
         results = loopback.run(members, body)
     put_in = torch.stack([torch.stack([v.to(dtype).double() for v in each]) for each in values])
     for mine in results[1:]:
@@ -118,7 +106,7 @@ def test_sums_are_near_the_exact_ones_without_feedback(wire) -> None:
         Collectives(world).all_reduce(buffer, wire=Encoded(coding(wire, 100_003))).wait()
         return buffer
 
-    with open_worlds(4) as (members, _):
+    with late.open_worlds(4) as (members, _):
         result = loopback.run(members, body)[0]
     exact = torch.stack(values).sum(0)[:-FLAGS]
     error = (result[:-FLAGS] - exact).norm() / exact.norm()
@@ -139,7 +127,7 @@ def test_what_is_not_finite_arrives_as_such_everywhere_and_is_not_owed(wire, how
         exchange(Collectives(world), how, buffer, wired)
         return buffer
 
-    with open_worlds(3) as (members, _):
+    with late.open_worlds(3) as (members, _):
         results = loopback.run(members, body)
     for result in results:
         assert not result[17].isfinite()
@@ -194,7 +182,7 @@ def test_encoding_for_a_gather_is_on_the_event_stream() -> None:
         encoded = Encoded(coding("topk@0.02", numel))
         Collectives(world).all_gather_sum(torch.ones(numel), wire=encoded, bucket=7).wait()
 
-    with open_worlds(2) as (members, _):
+    with late.open_worlds(2) as (members, _):
         stream.start(0)
         try:
             loopback.run(members, body)

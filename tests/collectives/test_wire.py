@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,16 +16,6 @@ from wingbeat.transport.world import World
 WIRES = [torch.bfloat16, torch.float16]
 WIDE = [torch.float32, torch.float64]
 TOPOLOGIES = ["ring", "mesh"]
-
-
-@contextmanager
-def open_worlds(size: int, interfaces: int = 1):
-    members, board = late.worlds(size, interfaces=interfaces)
-    try:
-        yield members, board
-    finally:
-        for world in members:
-            world.close()
 
 
 def inputs(size: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
@@ -76,7 +64,7 @@ def test_sums_have_the_same_bits_everywhere_and_one_rounding_a_hop(
         in_halves(collectives, halves, wire)
         return whole, halves
 
-    with open_worlds(size, interfaces) as (members, _):
+    with late.open_worlds(size, interfaces) as (members, _):
         results = loopback.run(members, body)
     for whole, halves in results:
         assert whole.dtype is dtype
@@ -107,7 +95,7 @@ def test_a_reduced_block_is_not_rounded_before_it_is_gathered(topology, wire) ->
         collectives.all_gather(buffer, wire=wire).wait()
         return kept and torch.equal(buffer, torch.ones(50))
 
-    with open_worlds(3) as (members, _):
+    with late.open_worlds(3) as (members, _):
         assert loopback.run(members, body) == [True] * 3
 
 
@@ -123,7 +111,7 @@ def test_the_bytes_that_travel_shrink_with_the_dtype(topology, dtype, part) -> N
                 collectives.reduce_scatter(buffer, wire=wire).wait()
                 collectives.all_gather(buffer, wire=wire).wait()
 
-        with open_worlds(3) as (members, board):
+        with late.open_worlds(3) as (members, board):
             loopback.run(members, body)
         return board.nbytes
 
@@ -153,7 +141,7 @@ def test_what_is_too_large_for_fp16_arrives_as_infinite(topology, halves) -> Non
             collectives.all_reduce(buffer, wire=torch.float16).wait()
         return buffer
 
-    with open_worlds(3) as (members, _):
+    with late.open_worlds(3) as (members, _):
         results = loopback.run(members, body)
     columns = results[0].reshape(40, 7).T
     assert ((columns[0] - 61000).abs() <= 64).all()
@@ -190,7 +178,7 @@ def test_an_overflow_is_never_a_finite_number(rows, topology) -> None:
         in_halves(Collectives(world, topology), buffer, torch.float16)
         return buffer
 
-    with open_worlds(len(values)) as (members, _):
+    with late.open_worlds(len(values)) as (members, _):
         result = loopback.run(members, body)[0]
     # A sum on its way may overflow where the last one would not: more is lost then, never less.
     exact = values.double().sum(0)
@@ -204,7 +192,7 @@ def test_bf16_has_the_range_of_fp32() -> None:
         Collectives(world).all_reduce(buffer, wire=torch.bfloat16).wait()
         return buffer
 
-    with open_worlds(2) as (members, _):
+    with late.open_worlds(2) as (members, _):
         result = loopback.run(members, body)[1]
     assert torch.allclose(result, torch.tensor([2e38, 2e-38, 2e-30] * 5), rtol=0.02, atol=0.0)
 
@@ -222,7 +210,7 @@ def test_nothing_is_cast_that_is_as_narrow_or_no_floating_point_number(wire, dty
         Collectives(world).all_gather(gathered, wire=wire).wait()
         return buffer, gathered
 
-    with open_worlds(2) as (members, _):
+    with late.open_worlds(2) as (members, _):
         for summed, gathered in loopback.run(members, body):
             assert torch.equal(gathered, source)
             if dtype is not torch.bool:
@@ -231,14 +219,14 @@ def test_nothing_is_cast_that_is_as_narrow_or_no_floating_point_number(wire, dty
 
 def test_a_world_of_one_rounds_nothing() -> None:
     buffer = torch.tensor([0.1, 1e9])
-    with open_worlds(1) as (members, _):
+    with late.open_worlds(1) as (members, _):
         in_halves(Collectives(members[0]), buffer, torch.float16)
         Collectives(members[0]).all_reduce(buffer, wire=torch.float16).wait()
     assert torch.equal(buffer, torch.tensor([0.1, 1e9]))
 
 
 def test_other_wires_are_refused_with_what_is_allowed() -> None:
-    with open_worlds(1) as (members, _):
+    with late.open_worlds(1) as (members, _):
         collectives = Collectives(members[0])
         for wire in (torch.int8, torch.float32, torch.float8_e5m2):
             with pytest.raises(UsageError, match=rf"wire = {wire}: allowed are bfloat16, float16"):
@@ -270,7 +258,7 @@ def test_many_collectives_in_flight_do_not_share_scratch(topology) -> None:
             handle.wait()
         return buffers
 
-    with open_worlds(3, interfaces=2) as (members, _):
+    with late.open_worlds(3, interfaces=2) as (members, _):
         results = loopback.run(members, body)
     for i, each in enumerate(values):
         exact = torch.stack([v.double() for v in each]).sum(0)
@@ -296,7 +284,7 @@ def test_chunks_use_the_same_memory_again(monkeypatch) -> None:
             collectives.reduce_scatter(buffer, wire=torch.bfloat16).wait()
             collectives.all_gather(buffer, wire=torch.bfloat16).wait()
 
-    with open_worlds(2) as (members, _):
+    with late.open_worlds(2) as (members, _):
         loopback.run(members, lambda world: iterations(world, 2))
         warm = len(made)
         assert warm > 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -81,3 +83,14 @@ def worlds(size: int, *, interfaces: int = 1) -> tuple[list[World], Board]:
     for world in members:
         world.links = tuple(LateLink(board, world.rank, link.name) for link in world.links)
     return members, board
+
+
+@contextmanager
+def open_worlds(size: int, interfaces: int = 1) -> Iterator[tuple[list[World], Board]]:
+    """The same, closed in the end."""
+    members, board = worlds(size, interfaces=interfaces)
+    try:
+        yield members, board
+    finally:
+        for world in members:
+            world.close()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import subprocess
 import sys
 from pathlib import Path
@@ -138,15 +137,8 @@ def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         timeline.draw_png(run_of(1, 1), tmp_path / "file" / "timeline.png")
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_the_extra_is_named() -> None:
     with pytest.raises(UsageError, match=r"pip install 'wingbeat\[bench\]'"):
         timeline.draw_png(run_of(1, 1), "unused")
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import subprocess
 import sys
 from dataclasses import replace
@@ -123,15 +122,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         picture.draw_png(TUNED, tmp_path)
 
 
-def test_without_matplotlib_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_it_says_how_to_install_it() -> None:
     with pytest.raises(UsageError, match=r"pip install 'wingbeat\[bench\]'"):
         picture.draw_png(TUNED, "unused.png")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,16 +19,6 @@ from wingbeat.probe.exchange import (
 )
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
-
-
-@contextmanager
-def open_worlds(size: int, interfaces: int = 1) -> Iterator[list[World]]:
-    members, _ = late.worlds(size, interfaces=interfaces)
-    try:
-        yield members
-    finally:
-        for world in members:
-            world.close()
 
 
 class Clock:
@@ -85,7 +73,7 @@ def run(members, seconds_of, amounts, *, budget_s=1e6, repeats=3, logs=None):
 
 
 def test_encoding_and_exchange_are_told_apart() -> None:
-    with open_worlds(2) as members:
+    with late.open_worlds(2) as (members, _):
         found = run(members, lambda rank, n: (2.0 * n, 3.0 * n), [1, 2, 4])
     assert found[0] == found[1]
     assert found[0].encode == ((1.0, 2.0), (2.0, 4.0), (4.0, 8.0))
@@ -94,21 +82,21 @@ def test_encoding_and_exchange_are_told_apart() -> None:
 
 def test_waiting_for_a_slow_encoder_is_no_part_of_the_exchange() -> None:
     # Rank 1 encodes for 3 s longer, and rank 0 waits so much longer; the links need 2 s.
-    with open_worlds(2) as members:
+    with late.open_worlds(2) as (members, _):
         found = run(members, lambda rank, n: (1.0, 5.0) if rank == 0 else (4.0, 2.0), [1])
     assert found[0].encode == ((1.0, 4.0),)
     assert found[0].exchange == ((0.1, 2.0),)
 
 
 def test_a_slow_exchange_of_one_worker_counts() -> None:
-    with open_worlds(3) as members:
+    with late.open_worlds(3) as (members, _):
         found = run(members, lambda rank, n: (1.0, 2.0 + 3.0 * (rank == 2)), [1])
     assert [f.exchange for f in found] == [((0.1, 5.0),)] * 3
 
 
 def test_all_stop_alike_after_the_first_that_takes_longer_than_the_budget() -> None:
     logs: list[list[int]] = [[], [], []]
-    with open_worlds(3) as members:
+    with late.open_worlds(3) as (members, _):
         # Only rank 1 would notice.
         found = run(
             members, lambda rank, n: (0.0, n * (1.0 if rank == 1 else 0.1)), [1, 2, 4, 8, 16, 32],
@@ -122,7 +110,7 @@ def test_all_stop_alike_after_the_first_that_takes_longer_than_the_budget() -> N
 
 
 def test_two_amounts_are_measured_however_long_they_take() -> None:
-    with open_worlds(2) as members:
+    with late.open_worlds(2) as (members, _):
         found = run(members, lambda rank, n: (1.0, 9.0 * n), [1, 2, 4], budget_s=0.1)
     assert found[0].exchange == ((0.1, 9.0), (0.2, 18.0))
 
@@ -140,7 +128,7 @@ def test_medians_and_the_first_two_repetitions_do_not_count() -> None:
             Collectives(world), lambda n: Action(start, n), [1], 1, budget_s=1e4, now=clock
         )
 
-    with open_worlds(2) as members:
+    with late.open_worlds(2) as (members, _):
         assert loopback.run(members, body)[0].exchange == ((1.0, 2.5),)
 
 
@@ -163,7 +151,7 @@ def test_every_repetition_begins_with_a_barrier() -> None:
         make = lambda n: Action(start, n, prepare)  # noqa: E731
         return measure_exchange(Collectives(world), make, [1], 1, budget_s=1e9)
 
-    with open_worlds(2) as members:
+    with late.open_worlds(2) as (members, _):
         loopback.run(members, body)
     assert len(ready) == len(begun) == 6
     assert all(r < b for r, b in zip(ready, begun, strict=True))
@@ -185,7 +173,7 @@ def test_what_is_no_measurement_names_who_sent_it(value, monkeypatch) -> None:
             Collectives(world), lambda n: pretended(clock, n, 1.0, 1.0), [1], 1, now=clock
         )
 
-    with open_worlds(2) as members, pytest.raises(PeerError) as caught:
+    with late.open_worlds(2) as (members, _), pytest.raises(PeerError) as caught:
         loopback.run(members, body)
     assert "rank 1 sent a malformed measurement of an exchange" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -223,7 +211,7 @@ def test_wires_are_measured_as_training_uses_them(wire, way, bytes_of) -> None:
         assert torch.equal(state, torch.get_rng_state())
         return found
 
-    with open_worlds(size) as members:
+    with late.open_worlds(size) as (members, _):
         found = loopback.run(members, body)
     assert found[0] == found[1] == found[2]
     numels = [int(n) for n, _ in found[0].encode]
@@ -248,7 +236,7 @@ def test_with_gather_encoding_is_over_when_the_call_returns(monkeypatch) -> None
         slow(self, *args, **options)
 
     monkeypatch.setattr(TopKCodec, "encode", encode)
-    with open_worlds(2) as members:
+    with late.open_worlds(2) as (members, _):
         found = loopback.run(
             members,
             lambda world: measure_wire(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,16 +15,6 @@ from wingbeat.errors import PeerError
 from wingbeat.probe.links import measure_links
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
-
-
-@contextmanager
-def open_worlds(size: int, interfaces: int = 1) -> Iterator[list[World]]:
-    members, _ = late.worlds(size, interfaces=interfaces)
-    try:
-        yield members
-    finally:
-        for world in members:
-            world.close()
 
 
 class Watched:
@@ -74,7 +62,7 @@ def test_each_interface_is_measured_by_itself_then_all() -> None:
         assert torch.equal(after, torch.full((1000,), 3.0))
         return found, seen
 
-    with open_worlds(3, interfaces=2) as members:
+    with late.open_worlds(3, interfaces=2) as (members, _):
         for world in members:
             delays = (0.0, delay_s)
             pairs = zip(world.links, delays, strict=True)
@@ -102,7 +90,7 @@ def test_each_interface_is_measured_by_itself_then_all() -> None:
 
 
 def test_one_interface_is_measured_once() -> None:
-    with open_worlds(2) as members:
+    with late.open_worlds(2) as (members, _):
         found = loopback.run(
             members, lambda world: measure_links(Collectives(world), largest_bytes=1024, repeats=1)
         )
@@ -120,7 +108,7 @@ def test_a_worker_that_is_missing_is_named_and_the_link_is_closed() -> None:
             measure_links(Collectives(world), repeats=1)
         return str(caught.value)
 
-    with open_worlds(3, interfaces=2) as members:
+    with late.open_worlds(3, interfaces=2) as (members, _):
         for world in members:
             world.timeout = 0.3
             world.links = tuple(Watched(link, used[world.rank], 0.0) for link in world.links)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import subprocess
 import sys
@@ -148,15 +147,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         picture.draw_timeline_png(schedule(), tmp_path)
 
 
-def test_without_matplotlib_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_it_says_how_to_install_it() -> None:
     with pytest.raises(UsageError, match=r"pip install 'wingbeat\[bench\]'"):
         picture.draw_png(probe(), "unused.png")
 
