@@ -96,6 +96,17 @@ def test_the_command_line_spells_every_option() -> None:
     assert parse("dear:plan=layers,layers=3,wire=bf16,shard_optimizer=true") == wingbeat.DeAR(
         plan="layers", layers=3, wire="bf16", shard_optimizer=True
     )
+    assert parse("omgs:density=0.01,groups=embedding.*@0.1+*.bias@1") == wingbeat.OMGS(
+        density=0.01, groups={"embedding.*": 0.1, "*.bias": 1.0}
+    )
+
+
+@pytest.mark.parametrize("item", ["fc", "@0.1", "fc@", "fc@much", "fc@0.1+"])
+def test_a_group_is_spelled_with_its_density(item: str) -> None:
+    with pytest.raises(UsageError, match="write PATTERN@DENSITY"):
+        parse(f"omgs:groups={item}")
+    with pytest.raises(UsageError, match=r"'fc': 2\.0 is no group"):
+        parse("lags:groups=fc@2")
 
 
 def test_a_strategy_says_what_is_not_at_its_default() -> None:

@@ -328,11 +328,30 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
         if value.lower() not in ("true", "false"):
             raise UsageError(f"option {key}={value!r} in {where!r}: allowed are true and false")
         return value.lower() == "true"
+    if kind is tuple:
+        return _groups(key, value, where)
     try:
         return kind(value)
     except ValueError:
         kind_name = getattr(kind, "__name__", "value")
         raise UsageError(f"option {key}={value!r} in {where!r} is no valid {kind_name}") from None
+
+
+def _groups(key: str, text: str, where: str) -> tuple[tuple[str, float], ...]:
+    """Read ``PATTERN@DENSITY+PATTERN@DENSITY``; commas would end the option."""
+    found = []
+    for item in text.split("+"):
+        pattern, _, density = item.rpartition("@")
+        try:
+            found.append((pattern, float(density)))
+        except ValueError:
+            pattern = ""
+        if not pattern:
+            raise UsageError(
+                f"option {key}={text!r} in {where!r}: {item!r} is no group; write "
+                "PATTERN@DENSITY, several with + between, such as embedding.*@0.01+*.bias@1"
+            )
+    return tuple(found)
 
 
 def _check_file(strategy: Any, has_one: bool, plan: str, with_one: Sequence[str]) -> None:
