@@ -84,6 +84,7 @@ def test_another_number_of_workers_goes_on(
     pool_of(after).run(cases.second_half, kind, halves)
 
 
+@pytest.mark.slow
 def test_a_network_learns_as_it_does_without_a_hook(pool_of: PoolOf) -> None:
     """Accuracy is the mean over three starts: DDP's own differs by 0.02 from start to start."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import product
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 from helpers.pool import Pool
 
 from . import cases, play
-from .registry import CHECKS, MEASURED, SCENARIOS, Check, Grid, Scenario
+from .registry import CHECKS, CODED, MEASURED, SCENARIOS, Check, Grid, Scenario
 
 assert cases, "importing the package registers the cases"
 
@@ -31,45 +31,52 @@ PLANNING = frozenset(
 """Cases that planning in the midst of training might disturb; each takes a second to measure."""
 
 
-def _can_wait(name: str, grid: Grid, world: int, strategy: str, mb: float) -> bool:
-    """Whether only the slow run needs this point: every world and every size have another."""
-    if strategy in MEASURED and name not in PLANNING:
-        return True
-    if "sharded" in strategy and world == 2 and 3 in grid.worlds:
-        return True  # what it shares with the others is tested there
-    if ("coded" in strategy or strategy in MEASURED) and (world, mb) != (
-        min(3, max(grid.worlds)),
-        min(grid.mbs),
-    ):
-        return True  # hardly anything of what remains depends on it
-    if len(grid.worlds) == 1 or len(grid.mbs) == 1 or world == 1:
-        return False
-    return mb == (min(grid.mbs) if world == 2 else max(grid.mbs))
+Point = tuple[int, str, float]  # world, strategy, mb
 
 
-def _marks(*point: Any) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if _can_wait(*point) else []
+def _sizes(grid: Grid, world: int) -> tuple[float, ...]:
+    """Bucket sizes of the quick run: every world and every size have one another."""
+    if len(grid.worlds) == 1 or world == 1:
+        return grid.mbs
+    return (max(grid.mbs) if world == 2 else min(grid.mbs),)
+
+
+def _quick(case: Scenario | Check, turn: int) -> set[Point]:
+    """Return the points that do not wait for the slow run, which has all of the grid.
+
+    Every strategy that owns its arithmetic has its case with many buckets and most workers. Codecs
+    and pairs of workers add little to that: one point of them for each case, each in its turn.
+    """
+    grid = case.grid
+    usual = (min(3, max(grid.worlds)), min(grid.mbs))
+    chosen: set[Point] = set()
+    in_turn: list[Point] = []
+    for strategy in grid.strategies:
+        if strategy in MEASURED:
+            chosen |= {(usual[0], strategy, usual[1])} if case.name in PLANNING else set()
+        elif strategy in CODED:
+            in_turn.append((usual[0], strategy, usual[1]))
+        else:
+            for world in grid.worlds:
+                points = [(world, strategy, mb) for mb in _sizes(grid, world)]
+                if world == 2 and usual[0] == 3:
+                    in_turn += points if "sharded" not in strategy else []
+                else:
+                    chosen.update(points)
+    return chosen | ({in_turn[turn % len(in_turn)]} if in_turn else set())
 
 
 def _points(named: Mapping[str, Scenario | Check]) -> list[ParameterSet]:
-    rows = [
-        (world, case, strategy, mb)
-        for case in named.values()
-        for world in case.grid.worlds
-        for strategy in case.grid.strategies
-        for mb in case.grid.mbs
-    ]
-    rows.sort(key=lambda row: row[0])  # one pool after the other
-    return [
-        pytest.param(
-            *(world, case.name, strategy, mb),
-            id=f"{case.name}-{strategy}-{mb:g}MB-{world}",
-            marks=[pytest.mark.slow]
-            if _can_wait(case.name, case.grid, world, strategy, mb)
-            else [],
-        )
-        for world, case, strategy, mb in rows
-    ]
+    rows = []
+    for turn, case in enumerate(named.values()):
+        quick = _quick(case, turn)
+        for point in product(case.grid.worlds, case.grid.strategies, case.grid.mbs):
+            world, strategy, mb = point
+            name = f"{case.name}-{strategy}-{mb:g}MB-{world}"
+            marks = [] if point in quick else [pytest.mark.slow]
+            rows.append(pytest.param(world, case.name, strategy, mb, id=name, marks=marks))
+    rows.sort(key=lambda row: row.values[0])  # one pool after the other
+    return rows
 
 
 @pytest.mark.parametrize(("world", "name", "strategy", "mb"), _points(SCENARIOS))
