@@ -248,7 +248,6 @@ def test_exact_needs_no_luck_with_its_room(instance: Any, room: tuple[int, int, 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("WIDTH", "ROOM", "GROWTH"), room, strict=True):
             patch.setattr(module, name, value)
-        patch.setattr(module, "CROWD", 1)
         found = merge.exact(workload, costs)
     best = merge.exhaustive(workload, costs)
     assert merge.predict(found, workload, costs).finish_s == (
