@@ -59,20 +59,34 @@ bool Layers::is_new(const Beginning& here, const std::vector<Beginning>& front) 
 }
 
 void Layers::find(std::size_t stop) {
-  const auto rests = rests_.at(stop);
+  const Rest least = runs_.least_after(stop);
   for (const Run& run : runs_.ending(stop)) {
     ++work_.done;
     for (std::size_t i = ends_[run.start]; i < ends_[run.start + 1]; ++i) {
       const Label& before = labels_[i];
       const Beginning here = runs_.with(before, run);
       ++work_.done;
-      if (!is_new(here, seen_[stop]) || least_finish(rests, here) > limit_) continue;
-      found_.push_back({here, 0.0, run.start, static_cast<std::uint32_t>(i), before.count + 1});
+      if (here.x + least.y > limit_) break;
+      if (here.y + least.x <= limit_) {
+        found_.push_back({here, 0.0, run.start, static_cast<std::uint32_t>(i), before.count + 1});
+      }
+      // Where the links are idle, those that follow have both greater.
+      if (runs_.ready(run) + here.x >= before.y) break;
     }
   }
   keep_front(found_, [](const Label&, const Label&) { return false; });
-  seen_[stop].insert(seen_[stop].end(), found_.begin(), found_.end());
-  keep_front(seen_[stop], [](const Beginning&, const Beginning&) { return false; });
+  std::erase_if(found_, [&, rests = rests_.at(stop)](const Label& label) {
+    return !is_new(label, seen_[stop]) || least_finish(rests, label) > limit_;
+  });
+  if (found_.empty()) return;
+  std::vector<Beginning>& seen = seen_[stop];
+  const auto old = static_cast<std::ptrdiff_t>(seen.size());
+  seen.insert(seen.end(), found_.begin(), found_.end());
+  std::inplace_merge(seen.begin(), seen.begin() + old, seen.end(),
+                     [](const Beginning& a, const Beginning& b) {
+                       return a.x != b.x ? a.x < b.x : a.y < b.y;
+                     });
+  keep_falling(seen);
 }
 
 void Layers::next(const std::vector<std::size_t>& more, std::size_t left) {
