@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wingbeat import _native
+from wingbeat.costs.curve import Floats
 from wingbeat.costs.workload import Costs, Workload
 from wingbeat.errors import UsageError
 from wingbeat.plans.merge.exhaustive import TIE
@@ -97,9 +97,17 @@ def bounded(workload: Workload, costs: Costs, work: int) -> Bounded:
     runs = Runs(workload, costs)
     starts, stops = _all(runs)
     encode, exchange = runs.encode(starts, stops), runs.exchange(starts, stops)
-    arrays = (runs.ready, runs.first, encode, exchange)
     best, least_s, proven = _native.best_merge(
-        len(runs), *map(_address, arrays), TIE, WIDTH, ROOM, GROWTH, work
+        len(runs),
+        _address(runs.ready),
+        _address(runs.first),
+        _address(encode),
+        _address(exchange),
+        TIE,
+        WIDTH,
+        ROOM,
+        GROWTH,
+        work,
     )
     return Bounded(plan_of(workload, best), least_s, proven)
 
@@ -113,9 +121,9 @@ def _all(runs: Runs) -> tuple[Positions, Positions]:
     return starts, stops
 
 
-def _address(array: NDArray[np.float64] | NDArray[np.int64]) -> int:
+def _address(array: Floats | Positions) -> int:
     """Return where an array lies, as the search needs it."""
     assert array.flags.c_contiguous, "the search reads one number after the other"
     assert array.dtype in (np.float64, np.int64), array.dtype
     assert np.isfinite(array).all(), "seconds are finite"
-    return array.ctypes.data
+    return int(array.ctypes.data)
