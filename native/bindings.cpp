@@ -1,11 +1,16 @@
-// What Python sees. Tensors come as addresses, so that torch's own types stay out of the build;
-// wingbeat/kernels/native.py has checked them.
+// What Python sees. Tensors and arrays come as addresses, so that torch's own types stay out of the
+// build; wingbeat/kernels/native.py and wingbeat/plans/merge/exact.py have checked them.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <stdexcept>
+#include <tuple>
+#include <vector>
 
 #include "loops.h"
+#include "merge.h"
 #include "sketch.h"
 #include "topk.h"
 
@@ -54,6 +59,20 @@ void topk_decode(std::uintptr_t payload, std::size_t n, std::uintptr_t out, std:
   }
 }
 
+std::tuple<std::vector<std::int64_t>, double, bool> best_merge(
+    std::size_t count, std::uintptr_t ready, std::uintptr_t first, std::uintptr_t encode,
+    std::uintptr_t exchange, double tie, std::size_t width, std::size_t room, std::size_t growth,
+    std::uint64_t work) {
+  const wingbeat::MergeCosts costs{count, at<const double>(ready), at<const std::int64_t>(first),
+                                   at<const double>(encode), at<const double>(exchange)};
+  wingbeat::Merged found;
+  {
+    const nb::gil_scoped_release unlocked;
+    found = wingbeat::best_merge(costs, {tie, width, room, growth, work});
+  }
+  return {std::move(found.stops), found.least, found.proven};
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -62,6 +81,7 @@ NB_MODULE(_native, module) {
   module.def("sketch_decode", &sketch_decode, Unlocked());
   module.def("topk_encode", &topk_encode, Unlocked());
   module.def("topk_decode", &topk_decode, Unlocked());
+  module.def("best_merge", &best_merge);
   module.def("instructions", [] { return wingbeat::loops().name; });
   module.def("prefer_portable", &wingbeat::prefer_portable);
 }

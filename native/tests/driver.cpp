@@ -14,6 +14,7 @@
 #include "inputs.h"
 #include "layout.h"
 #include "loops.h"
+#include "merges.h"
 #include "naive.h"
 #include "sketch.h"
 #include "topk.h"
@@ -359,6 +360,14 @@ void check_threads() {
   }
 }
 
+void check_merges() {
+  for (unsigned number = 0; number < 3000; ++number) {
+    current = "merge of instance " + std::to_string(number);
+    const std::string wrong = naive::wrong_merge(number);
+    expect(wrong.empty(), wrong.c_str());
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -372,6 +381,7 @@ int main() {
   check_misled_samples();
   check_malformed();
   check_threads();
+  check_merges();
   std::printf("driver: %ld checks passed with %s\n", checks, wingbeat::loops().name);
   return 0;
 }

@@ -24,5 +24,18 @@ def topk_encode(
     /,
 ) -> None: ...
 def topk_decode(payload: int, n: int, out: int, k: int, add: bool, threads: int, /) -> None: ...
+def best_merge(
+    count: int,
+    ready: int,
+    first: int,
+    encode: int,
+    exchange: int,
+    tie: float,
+    width: int,
+    room: int,
+    growth: int,
+    work: int,
+    /,
+) -> tuple[list[int], float, bool]: ...
 def instructions() -> str: ...
 def prefer_portable(on: bool, /) -> None: ...

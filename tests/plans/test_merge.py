@@ -7,6 +7,7 @@ import math
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -248,13 +249,68 @@ def test_exact_needs_no_luck_with_its_room(instance: Any, room: tuple[int, int, 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("WIDTH", "ROOM", "GROWTH"), room, strict=True):
             patch.setattr(module, name, value)
-        patch.setattr(module, "CROWD", 1)
         found = merge.exact(workload, costs)
     best = merge.exhaustive(workload, costs)
     assert merge.predict(found, workload, costs).finish_s == (
         merge.predict(best, workload, costs).finish_s
     )
     assert len(found.buckets) == len(best.buckets)
+
+
+@given(instances(most=10), st.integers(0, 400))
+@settings(deadline=None, max_examples=150)
+def test_limited_work_gives_a_plan_and_a_bound(instance: Any, work: int) -> None:
+    workload, costs = instance
+    found = merge.bounded(workload, costs, work)
+    finish = merge.predict(found.plan, workload, costs).finish_s
+    best = merge.exact(workload, costs)
+    best_s = merge.predict(best, workload, costs).finish_s
+    assert found.least_s <= finish
+    assert found.least_s <= best_s * (1 + 1e-11)
+    # Of ties, exact may take the later for its fewer buckets.
+    assert finish >= best_s * (1 - 2e-12)
+    if found.proven:
+        assert found.plan == best
+    assert merge.bounded(workload, costs, work) == found
+
+
+def jumpy(count: int, seed: int) -> tuple[Workload, Costs]:
+    """Tensors of similar sizes, and costs that jump at sizes of 1 to 50 of them."""
+    rng = np.random.default_rng(seed)
+    numels = np.maximum(1, 1000 * np.exp(rng.normal(0, 1, count))).astype(np.int64)
+    workload = work(np.cumsum(rng.exponential(1e-3, count)).tolist(), numels.tolist())
+
+    def stairs(each: float, whole: float) -> Pieces:
+        steps = np.unique(rng.uniform(each / 2, each * 50, 60))
+        amounts = np.unique(np.concatenate((steps, steps * (1 + 1e-9))))
+        seconds = np.cumsum(rng.exponential(1.0, len(amounts)) ** 2)
+        return Pieces(tuple(amounts.tolist()), tuple((seconds * whole / seconds[-1]).tolist()))
+
+    each = float(numels.mean())
+    return workload, Costs(stairs(each, 0.02), stairs(each * 6e-3, 0.1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_jumps_and_tensors(seed: int) -> None:
+    workload, costs = jumpy(300, seed)
+    found = merge.bounded(workload, costs, 200_000_000)
+    assert found.proven
+    finish = merge.predict(found.plan, workload, costs).finish_s
+    assert found.least_s == pytest.approx(finish, rel=2e-12)
+    stops = list(accumulate(len(b.tensors) for b in found.plan.buckets))[:-1]
+    for place in range(1, len(workload)):
+        other = sorted({*stops} ^ {place})
+        plan = plan_of(*(workload.tensors[a:b] for a, b in pairwise([0, *other, len(workload)])))
+        assert merge.predict(plan, workload, costs).finish_s >= finish * (1 - 1e-12)
+    few = merge.bounded(workload, costs, 1_000)
+    assert not few.proven
+    assert few.least_s <= finish <= merge.predict(few.plan, workload, costs).finish_s * (1 + 2e-12)
+
+
+@pytest.mark.parametrize("work", [-1, 1.5, True, 2**63 + 1])
+def test_work_is_a_number_of_steps(work: Any) -> None:
+    with pytest.raises(UsageError, match=f"work={work!r}: allowed are"):
+        merge.bounded(Workload((), (), (), (), ()), Costs(NOTHING, NOTHING), work)
 
 
 def every_plan(workload: Workload) -> list[Plan]:

@@ -7,15 +7,17 @@ everything else here makes plans.
 
 from __future__ import annotations
 
-from wingbeat.plans.merge.exact import exact
+from wingbeat.plans.merge.exact import Bounded, bounded, exact
 from wingbeat.plans.merge.exhaustive import exhaustive
 from wingbeat.plans.merge.paper import greedy, wfbp
 from wingbeat.plans.merge.simple import by_size, none, one
 from wingbeat.plans.merge.timeline import Row, Timeline, predict
 
 __all__ = [
+    "Bounded",
     "Row",
     "Timeline",
+    "bounded",
     "by_size",
     "exact",
     "exhaustive",

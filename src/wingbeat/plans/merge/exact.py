@@ -1,23 +1,38 @@
-"""The best plan of all, by dynamic programming over Pareto labels."""
+"""The best plan of all, by a search over Pareto labels (in C++, ``native/src/merge.h``)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from wingbeat import _native
 from wingbeat.costs.curve import Floats
 from wingbeat.costs.workload import Costs, Workload
-from wingbeat.plans.merge.bounds import Rests, Table, Window, pareto
+from wingbeat.errors import UsageError
 from wingbeat.plans.merge.exhaustive import TIE
-from wingbeat.plans.merge.fewest import fewest
-from wingbeat.plans.merge.runs import plan_of
+from wingbeat.plans.merge.runs import Positions, Runs, plan_of
 from wingbeat.types import Plan
 
-WIDTH, ROOM, GROWTH = 96, 4, 4
-"""Pairs and beginnings kept for each position in the first round, and how both grow."""
-SHARE = 0.5
-"""How far from the least bound to the best plan known the first rounds look."""
-CROWD = 8
-"""Beginnings that are compared with each other, for each that is kept."""
+WIDTH, ROOM, GROWTH = 32, 4, 4
+"""Corners and beginnings kept for each position in the first round, and how both grow."""
+UNLIMITED = 2**63
+"""Work that nobody does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """What a search with limited work has found.
+
+    Attributes:
+        plan: the best plan, or the best that was found.
+        least_s: no plan finishes earlier, rounding aside; the plan's own finish if it is the best.
+        proven: whether the plan is the best, ties and all, as `exact` returns it.
+    """
+
+    plan: Plan
+    least_s: float
+    proven: bool
 
 
 def exact(workload: Workload, costs: Costs) -> Plan:
@@ -42,77 +57,73 @@ def exact(workload: Workload, costs: Costs) -> Plan:
     how many buckets there are, and with Eq. 10 by where they are cut: a beginning that frees the
     links sooner may have delayed backward for longer. Theorem 1 of the paper overlooks this.
 
+    **From both ends.** The rest of a plan matters by two numbers as well: ``rest``, the seconds its
+    exchanges take, and ``late``, when its last exchange would end behind links always free and with
+    nothing encoded before. With a beginning it makes
+
+        finish_s = max(encoded + late, free + rest)
+
+    and a bucket in front of it makes of it ``c + rest`` and ``max(r + e + c + rest, e + late)``.
+
     **Why it ends soon.** Fronts may be long (no polynomial bound is known for curves of any
-    shape), so beginnings that cannot finish by some time aimed at are dropped too. A round bounds
-    the rest of a plan from its end (`Rests`), then follows beginnings from its start, as many as
-    there is ``room`` for at each position, the most hopeful. If it dropped none for want of room,
-    it has found the best plan or proved that none finishes by that time. Otherwise the next has
-    more room, and better bounds to begin with. 500 tensors take some tenths of a second, but
-    curves with jumps can take many seconds and half a gigabyte.
+    shape). So a front is thinned: neighbours are replaced by the corner below them, which still
+    bounds them all. A round bounds rests from the end in this way, then follows from the start the
+    most hopeful beginnings, as many as there is room for, which gives better plans; then it bounds
+    beginnings as it did rests. Neither end keeps what cannot finish, by the bounds of the other,
+    before the best plan so far. What is left shrinks from round to round while there is room for
+    more, until nothing has to be dropped: then the best plan is found. 500 tensors take about 10 ms
+    in all, curves with jumps now and then some tenths of a second.
     """
+    return bounded(workload, costs, UNLIMITED).plan
+
+
+def bounded(workload: Workload, costs: Costs, work: int) -> Bounded:
+    """Do the same with limited work: return what `exact` does, or else the best plan found.
+
+    Work is counted, not timed, so the same input gives the same plan.
+
+    Args:
+        workload: what backward brings.
+        costs: what buckets cost.
+        work: beginnings and rests of plans it may look at, about; each takes some 10 ns.
+
+    Raises:
+        UsageError: ``work`` is negative or no whole number.
+    """
+    if type(work) is not int or not 0 <= work <= UNLIMITED:
+        raise UsageError(f"work={work!r}: allowed are whole numbers, 0 to 2**63")
     if not len(workload):
-        return Plan(())
-    table = Table(workload, costs)
-    width, room, share = WIDTH, ROOM, SHARE
-    rests = None
-    while table.best > table.least * (1.0 + TIE):
-        aim = table.least + share * (table.best - table.least)
-        window = Window(table, aim)
-        rests = Rests(window, width)
-        finish, complete = _forward(window, rests, room)
-        table.best = min(table.best, finish)
-        table.least = max(table.least, min(rests.least, aim))
-        if complete and finish <= aim:
-            break
-        if complete or rests.least > aim:
-            table.least, share = aim, 1.0
-        else:
-            width, room = width * GROWTH, room * GROWTH
-    window = Window(table, table.best * (1.0 + TIE))
-    stops = fewest(window, rests or Rests(window, WIDTH), table.best * (1.0 + TIE))
-    return plan_of(workload, stops)
+        return Bounded(Plan(()), 0.0, True)
+    runs = Runs(workload, costs)
+    starts, stops = _all(runs)
+    encode, exchange = runs.encode(starts, stops), runs.exchange(starts, stops)
+    best, least_s, proven = _native.best_merge(
+        len(runs),
+        _address(runs.ready),
+        _address(runs.first),
+        _address(encode),
+        _address(exchange),
+        TIE,
+        WIDTH,
+        ROOM,
+        GROWTH,
+        work,
+    )
+    return Bounded(plan_of(workload, best), least_s, proven)
 
 
-def _forward(window: Window, rests: Rests, room: int) -> tuple[float, bool]:
-    """Return the least finish found, and whether no beginning was dropped for want of room.
-
-    Infinite if none was found within the window's limit.
-    """
-    table = window.table
-    shape = (table.count + 1, room)
-    encoded, free = np.full(shape, np.inf), np.full(shape, np.inf)
-    encoded[0, 0] = free[0, 0] = 0.0
-    kept = [1] + [0] * table.count
-    complete = True
-    for stop in range(1, table.count + 1):
-        starts = slice(window.first[stop], window.last[stop])
-        width = max(kept[starts], default=0)
-        if not width:
-            continue
-        after = encoded[starts, :width] + window.encode[stop, starts, None]
-        sent = np.maximum(table.ready[stop] + after, free[starts, :width])
-        sent += window.exchange[stop, starts, None]
-        hope = np.maximum(after + table.least_late[stop], sent + table.least_rest[stop])
-        hopeful = hope <= window.limit
-        after, sent, dropped = _best(rests, stop, after[hopeful], sent[hopeful], window.limit, room)
-        kept[stop] = len(sent)
-        encoded[stop, : len(sent)], free[stop, : len(sent)] = after, sent
-        complete &= not dropped
-    return float(free[-1].min()), complete
+def _all(runs: Runs) -> tuple[Positions, Positions]:
+    """Return starts and stops of all runs, by stop and then by start."""
+    places = np.arange(len(runs) + 1)
+    counts = places - runs.first
+    stops = np.repeat(places, counts)
+    starts = np.arange(len(stops)) - np.repeat(np.cumsum(counts) - places, counts)
+    return starts, stops
 
 
-def _best(
-    rests: Rests, stop: int, encoded: Floats, free: Floats, limit: float, room: int
-) -> tuple[Floats, Floats, bool]:
-    """Return the Pareto front of what may finish by the limit; and whether it had no room."""
-    bound = rests.finish(stop, encoded, free)
-    chosen = np.flatnonzero(bound <= limit)
-    dropped = False
-    for size in (CROWD * room, room):
-        # Sorting a crowd would take longer than it helps.
-        if len(chosen) > size:
-            dropped = True
-            chosen = chosen[np.argpartition(bound[chosen], size)[:size]]
-        if size > room and len(chosen) > 1:
-            chosen = chosen[pareto(encoded[chosen], free[chosen])]
-    return encoded[chosen], free[chosen], dropped
+def _address(array: Floats | Positions) -> int:
+    """Return where an array lies, as the search needs it."""
+    assert array.flags.c_contiguous, "the search reads one number after the other"
+    assert array.dtype in (np.float64, np.int64), array.dtype
+    assert np.isfinite(array).all(), "seconds are finite"
+    return int(array.ctypes.data)
