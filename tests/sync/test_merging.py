@@ -315,6 +315,18 @@ def test_a_planner_that_fails_says_so_on_every_rank(monkeypatch: pytest.MonkeyPa
     assert loopback.run(loopback.worlds(3), body) == ["told"] * 3
 
 
+def test_a_search_that_takes_too_long_is_ended_and_says_how_good_its_plan_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(merging, "_WORK", 0)
+    with caplog.at_level(logging.WARNING, logger="wingbeat"):
+        results = _on(2, wingbeat.OMGS(steps=STEPS), FIRST + 1)
+    assert "the search for the best plan was ended" in caplog.text
+    for _, sizes, report in results:
+        assert sum(sizes[-1]) == len(list(net().parameters()))
+        assert report is not None
+
+
 def test_a_codec_that_may_not_pay_is_planned_for_as_what_travels(tmp_path: Path) -> None:
     """The trial comes first; the file is kept, and read, for what it has decided."""
     file = tmp_path / "merged.json"

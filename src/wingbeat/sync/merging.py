@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Collectives, Handle
-from wingbeat.costs import Workload
+from wingbeat.costs import Costs, Workload
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
 from wingbeat.plans import merge, planfile
@@ -39,7 +39,23 @@ from wingbeat.sync.wiring import Wiring
 from wingbeat.types import Bucket, Choices, Merging, Plan
 from wingbeat.wires import Coded, TopK
 
-_RULES = {"exact": merge.exact, "paper": merge.greedy, "wfbp": merge.wfbp}
+_WORK = 200_000_000
+"""Of the search for the best plan: a second or two, which the other workers wait."""
+
+
+def _exact(workload: Workload, costs: Costs) -> Plan:
+    found = merge.bounded(workload, costs, _WORK)
+    if not found.proven:
+        finish_s = merge.predict(found.plan, workload, costs).finish_s
+        log.warning(
+            "the search for the best plan was ended: %.4g ms of backward found, none is below %.4g",
+            1e3 * finish_s,
+            1e3 * found.least_s,
+        )
+    return found.plan
+
+
+_RULES = {"exact": _exact, "paper": merge.greedy, "wfbp": merge.wfbp}
 
 
 class LayerMerging:
