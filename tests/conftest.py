@@ -6,12 +6,16 @@ import builtins
 import os
 import random
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from helpers.pool import Pool
 
 SEED = 20_240
 
@@ -62,3 +66,38 @@ def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+@pytest.fixture(scope="session")
+def pool_of() -> Iterator[Callable[[int], Pool]]:
+    """``pool_of(size)``: that many workers in one gloo group, for all tests that leave it as it was."""
+    from helpers.pool import Pool, load_ddp  # torch, which most folders do without
+
+    pools: dict[int, Pool] = {}
+
+    def get(size: int) -> Pool:
+        if size not in pools:
+            pools[size] = Pool(size)
+            # DDP loads much of torch when it is first used, which takes its time on a busy machine.
+            pools[size].run(load_ddp, deadline=150.0)
+        return pools[size]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[Callable[..., Pool]]:
+    """``fresh_pool(size, default_group=...)``: workers for one test only."""
+    from helpers.pool import Pool
+
+    pools: list[Pool] = []
+
+    def make(size: int, default_group: bool = False) -> Pool:
+        pools.append(Pool(size, default_group=default_group))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()

@@ -10,6 +10,7 @@ from wingbeat.bench import runner
 from wingbeat.bench.config import BenchConfig
 
 
+@pytest.mark.slow
 def test_the_speedup_and_the_breakdown_are_measured_with_the_rows() -> None:
     config = BenchConfig(
         lab="loopback:2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -28,10 +28,8 @@ def measured_on_this_worker() -> dict[str, Any]:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool(2, default_group=False)
-    yield made
-    made.close()
+def pool(fresh_pool: Callable[..., Pool]) -> Pool:
+    return fresh_pool(2)
 
 
 def test_both_halves_and_both_passes_are_measured(pool: Pool) -> None:

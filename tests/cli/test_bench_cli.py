@@ -103,7 +103,7 @@ def test_star_with_a_paced_model(tmp_path: Path) -> None:
     png, trace = tmp_path / "out.png", tmp_path / "trace.json"
     data = run_bench(
         tmp_path, "--lab", "star:2@2gbit", "--model", "paced:resnet50@0.02",
-        "--iterations", "4", "--rounds", "2", "--warmup", "2",
+        "--iterations", "4", "--rounds", "1", "--warmup", "2",
         "--strategies", "ddp", "dear", "--strategies", "single",
         "--png", str(png), "--trace", str(trace),
     )  # fmt: skip

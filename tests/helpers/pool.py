@@ -21,7 +21,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 GRACE = 5.0
 """Seconds the other workers get to report once one has failed."""
@@ -44,6 +47,11 @@ class Outcome:
     error: str = ""
     detail: str = ""
     seconds: float = 0.0
+
+
+def load_ddp() -> None:
+    """Have a worker load what DDP needs."""
+    DistributedDataParallel(nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()
 
 
 class CaseFailed(AssertionError):

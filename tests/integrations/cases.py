@@ -21,11 +21,6 @@ from wingbeat.integrations.ddp.exchange import TopKExchange
 STEPS = range(6)
 
 
-def load() -> None:
-    """Have this process load what DDP needs."""
-    DistributedDataParallel(nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()
-
-
 def books(kind: str, options: dict[str, Any]) -> None:
     """What is delivered and what is owed is what was put in, with DDP's usual options."""
     backwards = options.pop("backwards", 1)

@@ -88,7 +88,9 @@ def test_the_thread_ends_with_its_state(pool_of: PoolOf) -> None:
 def test_a_worker_that_dies_is_told_by_the_others(
     kind: str, fresh_pool: Callable[..., Pool]
 ) -> None:
-    outcomes = fresh_pool(3).outcomes(cases.victim, kind, deadline=150.0, grace=20.0)
+    outcomes = fresh_pool(3, default_group=True).outcomes(
+        cases.victim, kind, deadline=150.0, grace=20.0
+    )
     assert outcomes[1].kind == "died"
     for rank in (0, 2):
         assert outcomes[rank].kind == "ok", outcomes[rank]

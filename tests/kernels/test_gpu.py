@@ -99,6 +99,7 @@ def test_all_of_the_contract_is_kept_by_the_interpreter() -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_candidates_and_all_values_select_the_same() -> None:
     interpreted("-c", WAYS)
 

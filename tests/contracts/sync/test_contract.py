@@ -44,26 +44,33 @@ def _sizes(grid: Grid, world: int) -> tuple[float, ...]:
 def _quick(case: Scenario | Check, turn: int) -> set[Point]:
     """Return the points that do not wait for the slow run, which has all of the grid.
 
-    Every strategy that owns its arithmetic has its case with many buckets and most workers. Codecs
-    and pairs of workers add little to that: one point of them for each case, each in its turn.
+    Each case runs with many buckets and most workers. What codecs, pairs of workers and shards add
+    to that depends little on the case: they take turns.
     """
     grid = case.grid
     usual = (min(3, max(grid.worlds)), min(grid.mbs))
     chosen: set[Point] = set()
-    in_turn: list[Point] = []
+    sharded: list[Point] = []
+    others: list[Point] = []
     for strategy in grid.strategies:
         if strategy in MEASURED:
             chosen |= {(usual[0], strategy, usual[1])} if case.name in PLANNING else set()
         elif strategy in CODED:
-            in_turn.append((usual[0], strategy, usual[1]))
+            others.append((usual[0], strategy, usual[1]))
         else:
             for world in grid.worlds:
                 points = [(world, strategy, mb) for mb in _sizes(grid, world)]
-                if world == 2 and usual[0] == 3:
-                    in_turn += points if "sharded" not in strategy else []
+                if "sharded" in strategy:
+                    sharded += points if world == usual[0] else []
+                elif world == 2 and usual[0] == 3:
+                    others += points
                 else:
                     chosen.update(points)
-    return chosen | ({in_turn[turn % len(in_turn)]} if in_turn else set())
+    groups = [points for points in (sharded, others) if points]
+    if groups:
+        points = groups[turn % len(groups)]
+        chosen.add(points[turn // len(groups) % len(points)])
+    return chosen
 
 
 def _points(named: Mapping[str, Scenario | Check]) -> list[ParameterSet]:
