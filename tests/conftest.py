@@ -70,7 +70,7 @@ def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def pool_of() -> Iterator[Callable[[int], Pool]]:
-    """``pool_of(size)``: that many workers in one gloo group, for all tests that leave it as it was."""
+    """``pool_of(size)``: so many workers in a gloo group, for tests that leave it as it was."""
     from helpers.pool import Pool, load_ddp  # torch, which most folders do without
 
     pools: dict[int, Pool] = {}
