@@ -64,8 +64,17 @@ def _train(
     return [p.detach().clone() for p in model.parameters()], sizes, ended
 
 
-@pytest.mark.parametrize("plan", ["bo", "random", "grid"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("plan", "accumulate"),
+    [
+        ("bo", 2),
+        ("random", 1),
+        ("grid", 1),
+        pytest.param("bo", 1, marks=pytest.mark.slow),
+        pytest.param("random", 2, marks=pytest.mark.slow),
+        pytest.param("grid", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_workers_change_buckets_together_and_weights_stay(plan: str, accumulate: int) -> None:
     def tuned(world: Any) -> tuple[list[torch.Tensor], Sizes, bool]:
         return _train(world, ENDS_WITHIN, accumulate, plan=plan)
