@@ -74,22 +74,20 @@ class Kind:
         Raises:
             UsageError: no such file, a file of another kind or version, or a damaged one.
         """
-        name = f"{self.noun} {str(path)!r}"
+        name, useless = f"{self.noun} {str(path)!r}", f"name another, or {self.remedy}"
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as err:
             raise UsageError(f"cannot read {name}: {err.strerror or err}") from None
         except UnicodeDecodeError:
-            raise UsageError(f"{name} is damaged: it is no text; {self.remedy}") from None
+            raise UsageError(f"{name} is damaged: it is no text; {useless}") from None
         try:
             data = json.loads(text)
             json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except (ValueError, RecursionError) as err:
-            raise UsageError(f"{name} is damaged: {err}; {self.remedy}") from None
+            raise UsageError(f"{name} is damaged: {err}; {useless}") from None
         if not isinstance(data, dict) or data.get("format") != self.format:
-            raise UsageError(
-                f"{name} is no {self.noun} of wingbeat; name another, or {self.remedy}"
-            )
+            raise UsageError(f"{name} is no {self.noun} of wingbeat; {useless}")
         if data.get("version") != self.version:
             raise UsageError(
                 f"{name} has version {data.get('version')!r}; this wingbeat reads version "
