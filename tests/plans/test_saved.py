@@ -185,7 +185,8 @@ def test_a_file_that_is_not_right_is_one_line(tmp_path: Path, data: Any, words: 
 def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"plan\.json' is damaged: .*; delete the file") as caught:
+    words = r"plan\.json' is damaged: .*; name another, or delete the file"
+    with pytest.raises(UsageError, match=words) as caught:
         saved.load(path)
     assert "\n" not in str(caught.value)
 

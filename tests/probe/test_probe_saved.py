@@ -194,7 +194,8 @@ def _places(value: Any, path: tuple[Any, ...] = ()):
 def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "probe.json"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"probe\.json' is damaged: .*; delete the file") as caught:
+    words = r"probe\.json' is damaged: .*; name another, or delete the file"
+    with pytest.raises(UsageError, match=words) as caught:
         saved.load(path)
     assert "\n" not in str(caught.value)
 
