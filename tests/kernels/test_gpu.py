@@ -83,6 +83,7 @@ def interpreted(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_contract_is_kept_by_the_interpreter() -> None:
     tests = ("tests/contracts/kernels", "-k", CONTRACT, "-q", "-p", "no:cacheprovider")
     summary = interpreted("-m", "pytest", *tests).splitlines()[-1]

@@ -91,7 +91,9 @@ def assert_gone(pids: set[int], networks: set[str], launcher_pid: int) -> None:
 
 
 @pytest.mark.parametrize("launcher", LOOPBACK_OR_LAB, indirect=True)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_nothing_outlives_the_launcher(
     launcher: subprocess.Popen[str], number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:

@@ -47,5 +47,6 @@ def trains_the_same() -> None:
         assert_same(_trained(True, wire=wire), want, 5e-2)
 
 
+@pytest.mark.slow
 def test_sharded_training_ends_the_same_as_over_steps(pool: Pool) -> None:
     pool.run(trains_the_same)

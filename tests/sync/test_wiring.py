@@ -244,7 +244,7 @@ def _gathered(world: Any, state: Any) -> list[Any]:
     return list(_board.values())
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+@pytest.mark.parametrize("kind", ["allreduce", pytest.param("dear", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wire", ALWAYS, ids=repr)
 def test_training_ends_near_where_dense_training_does(kind, wire) -> None:
     def body(world: Any, chosen: Any) -> Any:

@@ -23,7 +23,9 @@ SLACK = 8.0
 """Seconds on top of it for two busy cores."""
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("allreduce", 1), ("dear", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "size"), [pytest.param("allreduce", 1, marks=pytest.mark.slow), ("dear", 2)]
+)
 def test_init_makes_and_shutdown_closes_the_default_group(
     strategy: str, size: int, fresh_pool: FreshPool
 ) -> None:
@@ -54,7 +56,7 @@ def _survivors(outcomes: list[Outcome], victim: int) -> list[Outcome]:
 @pytest.mark.parametrize(
     ("size", "where", "mb"),
     [
-        (2, "between", LARGE),
+        pytest.param(2, "between", LARGE, marks=pytest.mark.slow),
         (3, "backward", TINY),
         pytest.param(3, "between", TINY, marks=pytest.mark.slow),
     ],
