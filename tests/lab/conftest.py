@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,11 +30,23 @@ class Ran:
 
 @dataclass
 class Measured:
-    """Rates on the wire in bit/s: of each flow while it lasted, and of all over the whole time."""
+    """Rates on the wire in bit/s: of each flow while it lasted, and of all over the whole time.
+
+    ``given`` is the share of the time that this machine surely had: while its own host gives a
+    processor to others no timer fires, and a token bucket that is full by then loses what it was
+    due. A link's lower bound is a share of that; its upper bound knows no excuse.
+    """
 
     rates: list[float]
     together: float
     stats: lab.LabStats
+    given: float
+
+
+def stolen_seconds() -> float:
+    """Since boot, added up over all processors: wanted by this machine, given to others."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(words[8]) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture
@@ -64,8 +78,10 @@ def measure(run_lab: Callable[..., Ran]) -> Callable[..., Measured]:
 
     def run(spec: str, flows: list[Flow], seconds: float = 1.2, **options: Any) -> Measured:
         command = [sys.executable, "-S", str(FLOW), str(seconds), json.dumps(flows)]
+        began, stolen = time.monotonic(), stolen_seconds()
         ran = run_lab(spec, command, **options)
         assert ran.result.exit_code == 0, ran
+        stolen = (stolen_seconds() - stolen) / (time.monotonic() - began)
         reports: list[dict[str, float]] = [{} for _ in flows]
         for line in (line for lines in ran.lines.values() for line in lines):
             report = json.loads(line)
@@ -75,6 +91,7 @@ def measure(run_lab: Callable[..., Ran]) -> Callable[..., Measured]:
             [r["bits"] / (r["ended"] - r["began"]) for r in reports],
             sum(r["bits"] for r in reports) / whole,
             ran.result.stats,
+            max(0.0, 1 - stolen),
         )
 
     return run
