@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -42,7 +43,9 @@ from torch import Tensor, nn
 
 import wingbeat
 from wingbeat import strategies
-from wingbeat.bench import digits, machine
+from wingbeat.bench import digits, machine, peers
+from wingbeat.bench.attach import Attached, attached
+from wingbeat.bench.peers import Peer
 from wingbeat.errors import UsageError
 from wingbeat.observe.figure import blank, writing
 from wingbeat.wires import Sketch, TopK
@@ -56,6 +59,7 @@ EXAMPLES = """examples:
   python benchmarks/accuracy.py --tasks digits --strategies allreduce allreduce:wire=lowrank@4
   python benchmarks/accuracy.py --strategies allreduce allreduce:wire=topk@0.001 --warmup 200
   python benchmarks/accuracy.py --tasks text --strategies allreduce omgs:density=0.001,warmup=1000
+  python benchmarks/accuracy.py --strategies ddp ddp+powersgd:rank=4 allreduce:wire=lowrank@4
 """
 
 
@@ -153,13 +157,20 @@ def text_task() -> Task:
 TASKS = {"digits": digits_task, "text": text_task}
 
 
-def parse(text: str, warmup: int) -> strategies.Strategy:
-    """The strategy, with a codec that is used whatever it pays; UsageError if there is none."""
-    strategy = strategies.parse(text)
-    if isinstance(strategy, strategies.OMGS):  # its codec is used in any case
-        sparse = isinstance(strategy.choices().wire, TopK)
-        return dataclasses.replace(strategy, warmup=warmup) if warmup and sparse else strategy
+def parse(text: str, warmup: int) -> Peer:
+    """The row, with a codec that is used whatever it pays; UsageError if there is none."""
+    peer = peers.parse(text)
+    if peer.strategy is None:
+        return peer
+    return dataclasses.replace(peer, strategy=coded(peer.strategy, warmup))
+
+
+def coded(strategy: strategies.Strategy, warmup: int) -> strategies.Strategy:
+    """The strategy with its codec on in any case, and top-k's density warmed up."""
     wire = strategy.choices().wire
+    if isinstance(strategy, strategies.OMGS):  # its codec is used in any case
+        sparse = isinstance(wire, TopK)
+        return dataclasses.replace(strategy, warmup=warmup) if warmup and sparse else strategy
     if isinstance(wire, str):
         return strategy
     changes: dict[str, Any] = {"warmup": warmup} if isinstance(wire, TopK) else {}
@@ -196,28 +207,35 @@ def evaluate(model: nn.Module, task: Task) -> dict[str, float | None]:
     return {"accuracy": 100 * right / count, "bits": bits if math.isfinite(bits) else None}
 
 
-def train(task: Task, strategy: strategies.Strategy, seed: int, iterations: int) -> dict[str, Any]:
+def train(task: Task, peer: Peer, seed: int, iterations: int) -> dict[str, Any]:
     """Train once; the curve, and whether all workers end with the same weights."""
     begin = time.monotonic()
-    model = task.network(seed)
-    optimizer: Any = torch.optim.SGD(model.parameters(), momentum=task.momentum, weight_decay=5e-4)
-    model, optimizer = wingbeat.distribute(model, optimizer, strategy)
     batches = task.batches(dist.get_rank(), dist.get_world_size(), seed)
     marks = {round(iterations * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
     curve = []
-    for step in range(iterations):
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate * rate_at(step, iterations)
-        optimizer.zero_grad()
-        loss_of(model, *next(batches))[0].backward()
-        if math.isfinite(task.max_norm):
-            optimizer.clip_grad_norm_(task.max_norm)
-        optimizer.step()
-        if step + 1 in marks:
-            curve.append({"iteration": step + 1, **evaluate(model, task)})
-    weights = [p.detach().clone() for p in model.parameters()]
-    wingbeat.release(model, optimizer)
+    optimizer = functools.partial(torch.optim.SGD, momentum=task.momentum, weight_decay=5e-4)
+    with attached(peer, task.network(seed), optimizer) as made:
+        for step in range(iterations):
+            for group in made.optimizer.param_groups:
+                group["lr"] = task.rate * rate_at(step, iterations)
+            made.optimizer.zero_grad()
+            loss_of(made.model, *next(batches))[0].backward()
+            if math.isfinite(task.max_norm):
+                clip(made, task.max_norm)
+            made.optimizer.step()
+            if step + 1 in marks:
+                curve.append({"iteration": step + 1, **evaluate(made.model, task)})
+        weights = [p.detach().clone() for p in made.model.parameters()]
     return {"same_weights": same_everywhere(weights), "s": time.monotonic() - begin, "curve": curve}
+
+
+def clip(made: Attached, max_norm: float) -> None:
+    """Scale the gradients down: wingbeat's optimizers do it themselves, DDP's are whole here."""
+    own = getattr(made.optimizer, "clip_grad_norm_", None)
+    if own is not None:
+        own(max_norm)
+    else:
+        nn.utils.clip_grad_norm_(made.model.parameters(), max_norm)
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -240,12 +258,13 @@ def worker(options: argparse.Namespace) -> None:
 
 def judged(text: str) -> bool:
     """Whether the rule is about this row."""
-    wire = strategies.parse(text).choices().wire
+    strategy = peers.parse(text).strategy
+    wire = "" if strategy is None else strategy.choices().wire
     if isinstance(wire, Sketch):
         return wire.bits == 8
     if isinstance(wire, TopK):
         return wire.density >= 0.01 or wire.warmup > 0
-    return not wire
+    return peers.parse(text).exact
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -351,8 +370,11 @@ def check(options: argparse.Namespace) -> None:
     parsed = [parse(text, options.warmup) for text in options.strategies]
     for name in options.tasks:
         TASKS[name]()
-    if parsed[0].choices().wire:
-        raise UsageError(f"--strategies: {parsed[0]!r} is not exact; put allreduce first")
+    if not parsed[0].exact:
+        raise UsageError(f"--strategies: {parsed[0].text!r} is not exact; put allreduce first")
+    for peer in parsed:
+        if peer.kind == "fsdp":
+            raise UsageError(f"--strategies: {peer.text!r} keeps no whole weights to compare")
     for path in filter(None, (options.json, options.png)):
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from wingbeat.errors import UsageError
 
 _Content = TypeVar("_Content")
+_Box = TypeVar("_Box", dict[str, Any], list[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,54 @@ def known(file: str, load: Callable[[Path], _Content]) -> _Content | None:
     except OSError as err:
         raise UsageError(f"plan_file={file!r}: {err.strerror or err}") from None
     raise UsageError(f"plan_file={file!r}: there is no folder {str(folder)!r}")
+
+
+def part(data: Mapping[str, Any], key: str, kind: type[_Box]) -> _Box:
+    """Return the list or dict under ``key``.
+
+    Raises:
+        UsageError: it is missing or something else.
+    """
+    value = data.get(key)
+    if not isinstance(value, kind):
+        raise UsageError(f"{key!r} is missing or no {kind.__name__}")
+    return value
+
+
+def rows(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the list of dicts under ``key``.
+
+    Raises:
+        UsageError: it is missing or something else.
+    """
+    values = part(data, key, list)
+    if not all(isinstance(value, dict) for value in values):
+        raise UsageError(f"{key!r} is no list of dicts")
+    return values
+
+
+def whole(value: Any, where: str, least: int) -> int:
+    """Return a value that has to be a whole number from ``least`` on.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if type(value) is not int or not least <= value < 2**53:
+        raise UsageError(f"{where} holds {value!r}; allowed are whole numbers from {least} on")
+    return value
+
+
+def number(value: Any, where: str, least: float, most: float) -> float:
+    """Return a value that has to be a number between two.
+
+    Raises:
+        UsageError: it is none.
+    """
+    # Written so that NaN fails as well.
+    if type(value) not in (int, float) or not least <= value <= most:
+        allowed = f"numbers from {least:g} to {most:g}"
+        raise UsageError(f"{where} holds {value!r}; allowed are {allowed}")
+    return float(value)
 
 
 def same_key(saved: Mapping[str, Any], key: Mapping[str, Any]) -> bool:

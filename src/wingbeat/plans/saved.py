@@ -6,17 +6,16 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from wingbeat.errors import UsageError
-from wingbeat.plans.planfile import TUNED
+from wingbeat.plans.planfile import TUNED, number, part, rows, whole
 from wingbeat.plans.result import Result
 from wingbeat.plans.search import Sample
 
 _SEARCHES = ("bo", "random", "grid")
 _MEASURED, _EXPECTED = "iterations_per_s", "expected_iterations_per_s"
 _TINY, _HUGE = 1e-12, 1e12
-_Kind = TypeVar("_Kind", dict[str, Any], list[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +86,15 @@ def _to_json(result: Result, key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(data: dict[str, Any]) -> Saved:
-    sizes, trials = _get(data, "bytes", dict), _get(data, "samples", list)
-    nbytes = [_whole(value, "bytes.samples") for value in _get(sizes, "samples", list)]
-    limits = [_whole(value, "bytes.range") for value in _get(sizes, "range", list)]
-    costs = [_number(value, "decision_s", zero=True) for value in _get(data, "decision_s", list)]
+    sizes, trials = part(data, "bytes", dict), rows(data, "samples")
+    nbytes = [whole(value, "bytes.samples", 1) for value in part(sizes, "samples", list)]
+    limits = [whole(value, "bytes.range", 1) for value in part(sizes, "range", list)]
+    costs = [number(value, "decision_s", 0, _HUGE) for value in part(data, "decision_s", list)]
     if not trials or {len(nbytes), len(costs)} != {len(trials)}:
         raise UsageError("samples, bytes.samples and decision_s have to be equally long")
     if len(limits) != 2 or limits[0] > limits[1]:
         raise UsageError(f"bytes.range={limits!r} has to be the smallest and the largest size")
-    chosen = _whole(sizes.get("chosen"), "bytes.chosen")
+    chosen = whole(sizes.get("chosen"), "bytes.chosen", 1)
     if chosen not in nbytes:
         raise UsageError(f"bytes.chosen={chosen!r} is none of bytes.samples")
     if data.get("search") not in _SEARCHES:
@@ -104,7 +103,7 @@ def _from_json(data: dict[str, Any]) -> Saved:
         search=data["search"],
         low_bytes=limits[0],
         high_bytes=limits[1],
-        steps=_whole(data.get("steps_per_trial"), "steps_per_trial"),
+        steps=whole(data.get("steps_per_trial"), "steps_per_trial", 1),
         samples=tuple(
             Sample(size, throughput)
             for size, throughput in zip(nbytes, _column(trials, _MEASURED), strict=True)
@@ -113,36 +112,13 @@ def _from_json(data: dict[str, Any]) -> Saved:
         chosen_bytes=chosen,
         costs_s=tuple(costs),
     )
-    return Saved(result, _get(data, "key", dict))
+    return Saved(result, part(data, "key", dict))
 
 
 def _mb(nbytes: int) -> float:
     return round(nbytes / 2**20, 4)
 
 
-def _get(data: dict[str, Any], key: str, kind: type[_Kind]) -> _Kind:
-    value = data.get(key)
-    if not isinstance(value, kind):
-        raise UsageError(f"{key!r} is missing or no {kind.__name__}")
-    return value
-
-
-def _column(trials: list[Any], key: str) -> list[float]:
+def _column(trials: list[dict[str, Any]], key: str) -> list[float]:
     """Return one value of every sample."""
-    if not all(isinstance(trial, dict) for trial in trials):
-        raise UsageError("'samples' is no list of dicts")
-    return [_number(trial.get(key), f"samples.{key}") for trial in trials]
-
-
-def _whole(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**53:
-        raise UsageError(f"{where} holds {value!r}; allowed are whole numbers above 0")
-    return value
-
-
-def _number(value: Any, where: str, *, zero: bool = False) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    least = 0.0 if zero else _TINY
-    if not is_number or not least <= value <= _HUGE:
-        raise UsageError(f"{where} holds {value!r}; allowed are numbers from {least} to {_HUGE}")
-    return float(value)
+    return [number(trial.get(key), f"samples.{key}", _TINY, _HUGE) for trial in trials]

@@ -6,17 +6,16 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from wingbeat.costs.fit import Fit, fit_of
 from wingbeat.errors import UsageError
-from wingbeat.plans.planfile import MEASURED
+from wingbeat.plans.planfile import MEASURED, number, part, rows, whole
 from wingbeat.probe.exchange import WAYS
 from wingbeat.probe.model import LinkFit, Probe
 
 _LONGEST_S = 1e6
 _WIDTH = 100
-_Box = TypeVar("_Box", dict[str, Any], list[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
     Raises:
         UsageError: no such file or folder, a file of another version, or a damaged one.
     """
-    return MEASURED.read(path, lambda data: Saved(from_json(data), _get(data, "key", dict)))
+    return MEASURED.read(path, lambda data: Saved(from_json(data), part(data, "key", dict)))
 
 
 # -- to JSON and back -----------------------------------------------------------------------
@@ -88,18 +87,18 @@ def from_json(data: Any) -> Probe:
     """
     if not isinstance(data, dict):
         raise UsageError(f"a probe is {str(data)[:40]!r}; allowed is what to_json returns")
-    backward = _rows(data, "backward")
-    ready = [_number(row.get("ready_s"), "backward.ready_s") for row in backward]
+    backward = rows(data, "backward")
+    ready = [number(row.get("ready_s"), "backward.ready_s", 0, _LONGEST_S) for row in backward]
     if ready != sorted(ready):
         raise UsageError("backward.ready_s falls; allowed is the order of gradients")
-    tensors = [_whole(row.get("tensor"), "backward.tensor", 0) for row in backward]
+    tensors = [whole(row.get("tensor"), "backward.tensor", 0) for row in backward]
     if not backward or sorted(tensors) != list(range(len(tensors))):
         raise UsageError("backward.tensor has to name each tensor once")
     if data.get("way") not in WAYS:
         raise UsageError(f"way={data.get('way')!r}; allowed are {', '.join(WAYS)}")
     return Probe(
-        workers=_whole(data.get("workers"), "workers", 1),
-        links=tuple(_text(link, "links") for link in _get(data, "links", list)),
+        workers=whole(data.get("workers"), "workers", 1),
+        links=tuple(_text(link, "links") for link in part(data, "links", list)),
         wire=_text(data.get("wire"), "wire"),
         way=data["way"],
         tensors=tuple(tensors),
@@ -113,9 +112,9 @@ def from_json(data: Any) -> Probe:
                 _fit(link, "all_gather_s_by_bytes"),
                 _fit(link, "all_reduce_s_by_bytes"),
             )
-            for link in _rows(data, "interfaces")
+            for link in rows(data, "interfaces")
         ),
-        rest_s=_number(data.get("rest_s"), "rest_s"),
+        rest_s=number(data.get("rest_s"), "rest_s", 0, _LONGEST_S),
     )
 
 
@@ -123,37 +122,10 @@ def _fit(data: dict[str, Any], key: str) -> Fit:
     return fit_of(data.get(key), key)
 
 
-def _get(data: dict[str, Any], key: str, kind: type[_Box]) -> _Box:
-    value = data.get(key)
-    if not isinstance(value, kind):
-        raise UsageError(f"{key!r} is missing or no {kind.__name__}")
-    return value
-
-
-def _rows(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    values = _get(data, key, list)
-    if not all(isinstance(value, dict) for value in values):
-        raise UsageError(f"{key!r} is no list of dicts")
-    return values
-
-
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{where} holds {value!r}; allowed is text")
     return value
-
-
-def _whole(value: Any, where: str, least: int) -> int:
-    if type(value) is not int or not least <= value < 2**53:
-        raise UsageError(f"{where} holds {value!r}; allowed are whole numbers from {least} on")
-    return value
-
-
-def _number(value: Any, where: str) -> float:
-    # Written so that NaN fails as well.
-    if type(value) not in (int, float) or not 0.0 <= value <= _LONGEST_S:
-        raise UsageError(f"{where} holds {value!r}; allowed are numbers from 0 to {_LONGEST_S:g}")
-    return float(value)
 
 
 def _pretty(value: Any, indent: int = 0) -> str:
