@@ -54,7 +54,8 @@ def test_a_judged_row_may_lose_half_a_point_on_average(accuracy: ModuleType) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["allreduce:wire=sketch@4", "allreduce:wire=topk@0.001", "dear:wire=lowrank"]
+    "name",
+    ["allreduce:wire=sketch@4", "allreduce:wire=topk@0.001", "dear:wire=lowrank", "ddp+powersgd"],
 )
 def test_coarser_rows_are_shown_and_not_judged(accuracy: ModuleType, name: str) -> None:
     rows = accuracy.summary(made("text", "allreduce", 60.0) + made("text", name, 20.0, same=False))
@@ -77,10 +78,9 @@ def test_workers_that_end_apart_are_a_miss(accuracy: ModuleType) -> None:
 
 def test_codecs_are_used_whatever_they_pay(accuracy: ModuleType) -> None:
     for name in ("sketch", "topk@0.01", "lowrank@2", "fp16"):
-        wire = accuracy.parse(f"allreduce:wire={name}", 0).choices().wire
-        assert wire.if_pays is False
-    assert accuracy.parse("dear:wire=topk@0.001", 70).choices().wire.warmup == 70
-    assert accuracy.parse("dear:mb=3", 70).mb == 3
+        assert accuracy.parse(f"allreduce:wire={name}", 0).strategy.choices().wire.if_pays is False
+    assert accuracy.parse("dear:wire=topk@0.001", 70).strategy.choices().wire.warmup == 70
+    assert accuracy.parse("dear:mb=3", 70).strategy.mb == 3
 
 
 def test_the_rate_rises_then_falls_to_nothing(accuracy: ModuleType) -> None:
@@ -146,7 +146,8 @@ def test_a_source_that_is_missing_is_said(accuracy: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--strategies", "allreduce:wire=sketch", "allreduce"], "Sketch"),
+        (["--strategies", "allreduce:wire=sketch", "allreduce"], "'allreduce:wire=sketch'"),
+        (["--strategies", "ddp", "fsdp"], "'fsdp'"),
         (["--strategies", "allreduce", "allreduce"], "--strategies allreduce allreduce"),
         (["--strategies", "allreduce", "allreduce:wire=skech"], "'skech'"),
         (["--seeds", "1", "1"], "--seeds 1 1"),
@@ -199,7 +200,7 @@ def test_what_was_trained_is_kept_drawn_and_judged(
 def test_four_workers_learn_digits_the_same_way(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     words = ["--tasks", "digits", "--seeds", "0", "--iterations", "300", "--json", str(path)]
-    words += ["--strategies", "allreduce", "dear:plan=fixed"]
+    words += ["--strategies", "ddp", "dear:plan=fixed"]
     done = subprocess.run(
         [sys.executable, str(FOLDER / "accuracy.py"), *words], capture_output=True, text=True
     )
