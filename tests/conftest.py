@@ -77,7 +77,8 @@ def pool_of() -> Iterator[Callable[[int], Pool]]:
 
     def get(size: int) -> Pool:
         if size not in pools:
-            pools[size] = Pool(size)
+            # Most cases run with three: enough to see that workers may hash text differently.
+            pools[size] = Pool(size, interpreters=size == 3)
             # DDP loads much of torch when it is first used, which takes its time on a busy machine.
             pools[size].run(load_ddp, deadline=150.0)
         return pools[size]

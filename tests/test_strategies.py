@@ -78,6 +78,12 @@ def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
     assert wingbeat.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")
 
 
+def test_a_row_of_table_one_merges_as_its_name_says() -> None:
+    assert parse("mgs:merge=size") == wingbeat.MGS()
+    with pytest.raises(UsageError, match=r"TopKSGD\(merge='exact'\): TopKSGD has 'one'; OMGS"):
+        parse("topksgd:merge=exact")
+
+
 @pytest.mark.parametrize("wire", ["topk", "topk@0.01", "sketch", "lowrank@2"])
 def test_a_codec_by_name_is_merged_without_asking_whether_it_pays(wire: str) -> None:
     coded = wingbeat.OMGS(wire=wire).choices().wire

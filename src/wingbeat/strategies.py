@@ -206,6 +206,9 @@ class OMGS(Settings):
 
     def __post_init__(self) -> None:
         self.check_name("merge", (*MERGES, *_UNMEASURED))
+        name, usual = type(self).__name__, type(self).merge
+        if type(self) is not OMGS and self.merge != usual:
+            raise UsageError(f"{name}(merge={self.merge!r}): {name} has {usual!r}; OMGS has others")
         self.check_count("elements", 1, 2**40)
         self.check_count("steps", 1, 10_000)
         self.check_number("drift", "numbers above 1", lambda v: v > 1)

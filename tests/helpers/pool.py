@@ -1,23 +1,28 @@
 """A set of worker processes on loopback that run test cases by name.
 
-Importing torch takes over a second, so a pool is started once and given many cases. Every
-worker sees the environment that torchrun sets; as under torchrun's agent, the parent serves the
-rendezvous store, so no port is guessed and none is raced for. A case is any importable function;
-each worker calls it with the same arguments and sends back what it returned or raised.
+Importing torch takes seconds, so a server does it once and forks the workers, and a pool is given
+many cases. Every worker sees the environment that torchrun sets; as under torchrun's agent, the
+parent serves the rendezvous store, so no port is guessed and none is raced for. A case is any
+importable function; each worker calls it with the same arguments and sends back what it returned
+or raised.
+
+Forked workers hash text alike, which real ones do not: a pool can have interpreters of its own.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from helpers import worker
 
 GRACE = 5.0
 """Seconds the other workers get to report once one has failed."""
@@ -58,10 +65,8 @@ class CaseFailed(AssertionError):
     """A case did not succeed on every worker."""
 
 
-def _worker_env(rank: int, size: int, port: int) -> dict[str, str]:
-    path = [entry for entry in sys.path if entry and Path(entry).is_dir()]
+def _torchrun_env(rank: int, size: int, port: int) -> dict[str, str]:
     return {
-        **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
@@ -71,11 +76,27 @@ def _worker_env(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What has to be there before an interpreter loads anything."""
+    path = [entry for entry in sys.path if entry and Path(entry).is_dir()]
+    early = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path),
-        "PYTHONFAULTHANDLER": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    before = {name: os.environ.get(name) for name in early}
+    os.environ.update(early)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 @dataclass
@@ -83,13 +104,14 @@ class Pool:
     """``size`` workers on loopback; started by the first case, restarted after a failed one.
 
     With ``default_group`` each worker joins torch.distributed's default gloo group before its
-    first case; without it that is left to the case.
+    first case; without it that is left to the case. With ``interpreters`` each worker has an
+    interpreter of its own, which takes seconds; otherwise they are forked.
     """
 
     size: int
     default_group: bool = True
-    starts: int = 0
-    _workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    interpreters: bool = False
+    _workers: list[BaseProcess] = field(default_factory=list)
     _pipes: list[Connection] = field(default_factory=list)
     _logs: list[Path] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -101,22 +123,18 @@ class Pool:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.starts += 1
+        context = multiprocessing.get_context("spawn" if self.interpreters else "forkserver")
+        context.set_forkserver_preload(["helpers.nursery"])
         for rank in range(self.size):
             ours, theirs = Pipe()
             log = Path(self._folder.name) / f"worker-{rank}.log"
-            mode = "join" if self.default_group else "alone"
-            with log.open("wb") as out:
-                worker = subprocess.Popen(
-                    [sys.executable, "-m", "helpers.worker", str(theirs.fileno()), mode],
-                    env=_worker_env(rank, self.size, self._store.port),
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
+            env = _torchrun_env(rank, self.size, self._store.port)
+            args = (theirs, env, str(log), self.default_group)
+            process = context.Process(target=worker.main, args=args)  # type: ignore[attr-defined]
+            with _environment():
+                process.start()
             theirs.close()
-            self._workers.append(worker)
+            self._workers.append(process)
             self._pipes.append(ours)
             self._logs.append(log)
 
@@ -125,12 +143,11 @@ class Pool:
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + 2.0
-        for worker in self._workers:
-            try:
-                worker.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.send_signal(signal.SIGKILL)
-                worker.wait()
+        for process in self._workers:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
         self._workers, self._pipes, self._logs, self._store = [], [], [], None
         if self._folder is not None:
             self._folder.cleanup()
@@ -191,8 +208,8 @@ class Pool:
             try:
                 kind, value, error, detail = pipe.recv()
             except (EOFError, OSError):
-                code = self._workers[rank].wait()
-                error, detail = f"exit code {code}", self._tail(rank)
+                self._workers[rank].join()
+                error, detail = f"exit code {self._workers[rank].exitcode}", self._tail(rank)
                 found[rank] = Outcome(rank, "died", error=error, detail=detail, seconds=took)
                 continue
             if kind != "ok":
@@ -200,17 +217,19 @@ class Pool:
             found[rank] = Outcome(rank, kind, value, error, detail, took)
 
     def _tail(self, rank: int) -> str:
-        text = self._logs[rank].read_text(errors="replace")
+        path = self._logs[rank]
+        text = path.read_text(errors="replace") if path.exists() else ""
         if len(text) > 2 * SHOWN:
             text = f"{text[:SHOWN]}\n[...]\n{text[-SHOWN:]}"
         return f"\noutput of rank {rank}:\n{text}" if text.strip() else ""
 
     def _stack(self, rank: int) -> str:
         """Where a silent worker stands: it prints its stacks on SIGUSR1."""
-        if self._workers[rank].poll() is not None:
+        pid = self._workers[rank].pid
+        if self._workers[rank].exitcode is not None or pid is None or not self._logs[rank].exists():
             return self._tail(rank)
         size = self._logs[rank].stat().st_size
-        self._workers[rank].send_signal(signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR1)
         until = time.monotonic() + 1.0
         while self._logs[rank].stat().st_size == size and time.monotonic() < until:
             time.sleep(0.02)

@@ -40,16 +40,26 @@ def answer(module: str, name: str, args: tuple[Any, ...]) -> tuple[str, Any, str
         return "raised", None, f"{type(error).__name__}: {error}", traceback.format_exc()
 
 
-def main() -> None:
-    """Serve cases until the parent closes the pipe."""
+def main(pipe: Connection, env: dict[str, str], log: str, join: bool) -> None:
+    """Serve cases until the parent closes the pipe.
+
+    Args:
+        pipe: where cases come from and answers go.
+        env: what torchrun would have set, and what else is other than the server's.
+        log: file for all that is printed.
+        join: begin in torch.distributed's default group, over gloo.
+    """
+    os.environ.update(env)
+    with open(log, "wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with_parent()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*find_unused_parameters=True.*")
-    if sys.argv[2] == "join":
+    if join:
         dist.init_process_group("gloo", timeout=timedelta(seconds=45))
-    pipe = Connection(int(sys.argv[1]))
     while True:
         try:
             module, name, args = pipe.recv()
@@ -58,7 +68,3 @@ def main() -> None:
         pipe.send(answer(module, name, args))
     sys.stdout.flush()
     os._exit(0)  # the peers are leaving too: an orderly goodbye would only wait for them
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from helpers.machine import stolen_seconds
 from wingbeat import lab
 
 FLOW = Path(__file__).with_name("flow.py")
@@ -41,12 +41,6 @@ class Measured:
     together: float
     stats: lab.LabStats
     given: float
-
-
-def stolen_seconds() -> float:
-    """Since boot, added up over all processors: wanted by this machine, given to others."""
-    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    return int(words[8]) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture
