@@ -169,12 +169,13 @@ def coded(strategy: strategies.Strategy, warmup: int) -> strategies.Strategy:
     """The strategy with its codec on in any case, and top-k's density warmed up."""
     wire = strategy.choices().wire
     if isinstance(strategy, strategies.OMGS):  # its codec is used in any case
-        sparse = isinstance(wire, TopK)
-        return dataclasses.replace(strategy, warmup=warmup) if warmup and sparse else strategy
+        own = strategy.warmup or (warmup if isinstance(wire, TopK) else 0)
+        return dataclasses.replace(strategy, warmup=own)
     if isinstance(wire, str):
         return strategy
-    changes: dict[str, Any] = {"warmup": warmup} if isinstance(wire, TopK) else {}
-    return dataclasses.replace(strategy, wire=dataclasses.replace(wire, if_pays=False, **changes))
+    if isinstance(wire, TopK):
+        wire = dataclasses.replace(wire, warmup=wire.warmup or warmup)
+    return dataclasses.replace(strategy, wire=dataclasses.replace(wire, if_pays=False))
 
 
 def rate_at(step: int, iterations: int) -> float:
@@ -256,18 +257,17 @@ def worker(options: argparse.Namespace) -> None:
     wingbeat.shutdown()
 
 
-def judged(text: str) -> bool:
-    """Whether the rule is about this row."""
-    strategy = peers.parse(text).strategy
-    wire = "" if strategy is None else strategy.choices().wire
+def judged(peer: Peer) -> bool:
+    """Whether the rule is about this row, with the warm-up that it trained with."""
+    wire = "" if peer.strategy is None else peer.strategy.choices().wire
     if isinstance(wire, Sketch):
         return wire.bits == 8
     if isinstance(wire, TopK):
         return wire.density >= 0.01 or wire.warmup > 0
-    return peers.parse(text).exact
+    return peer.exact
 
 
-def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(runs: Sequence[dict[str, Any]], warmup: int = 0) -> list[dict[str, Any]]:
     """A row for each task and strategy, in order; the gap is to the task's first, in points."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs:
@@ -277,7 +277,8 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for (task, strategy), own in groups.items():
         finals, bits = ([r["curve"][-1][key] for r in own] for key in ("accuracy", "bits"))
         mean = statistics.fmean(finals)
-        row = {"task": task, "strategy": strategy, "judged": judged(strategy), "accuracy": mean}
+        row = {"task": task, "strategy": strategy, "judged": judged(parse(strategy, warmup))}
+        row["accuracy"] = mean
         row["gap"] = mean - first.setdefault(task, mean)
         row |= {"lowest": min(finals), "highest": max(finals)}
         row["bits"] = None if None in bits else statistics.fmean(bits)
@@ -391,7 +392,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--iterations", type=int, help="of each training; default: the task's own")
-    parser.add_argument("--warmup", type=int, default=0, help="of top-k, in iterations")
+    parser.add_argument("--warmup", type=int, default=0, help="of top-k rows without one")
     parser.add_argument("--json", type=Path, help="write figures and curves here")
     parser.add_argument("--png", type=Path, help="draw the curves here")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -410,7 +411,7 @@ def main() -> int:
         return 2
     about = {"machine": machine.describe(), "versions": machine.versions(), "command": sys.argv}
     runs = run(sys.argv[1:])
-    rows = summary(runs)
+    rows = summary(runs, options.warmup)
     lines = missed(rows)
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows, len(options.seeds)))
     if options.json:

@@ -63,6 +63,14 @@ def test_coarser_rows_are_shown_and_not_judged(accuracy: ModuleType, name: str) 
     assert accuracy.missed(rows) == []
 
 
+def test_a_warm_up_for_all_rows_leaves_those_that_have_one(accuracy: ModuleType) -> None:
+    assert accuracy.parse("omgs:warmup=1000", 200).strategy.warmup == 1000
+    assert accuracy.parse("omgs", 200).strategy.warmup == 200
+    runs = made("text", "allreduce", 60.0) + made("text", "allreduce:wire=topk@0.001", 20.0)
+    assert accuracy.missed(accuracy.summary(runs)) == []
+    assert len(accuracy.missed(accuracy.summary(runs, warmup=200))) == 1
+
+
 def test_each_task_has_its_own_reference(accuracy: ModuleType) -> None:
     runs = made("text", "allreduce", 60.0) + made("text", "allreduce:wire=sketch", 59.9)
     runs += made("digits", "allreduce", 99.0) + made("digits", "allreduce:wire=sketch", 98.0)

@@ -138,7 +138,6 @@ def test_what_is_not_finite_arrives_as_such_everywhere_and_is_not_owed(wire, how
 
 def test_a_malformed_payload_names_who_sent_it() -> None:
     """Nothing that arrives is trusted: offsets that lead out of the buffer are refused."""
-    members, _ = late.worlds(2)
     numel = 5003
     encoded = Encoded(coding("topk@0.02", numel))
 
@@ -153,10 +152,9 @@ def test_a_malformed_payload_names_who_sent_it() -> None:
             collectives.all_gather_sum(torch.ones(numel), wire=encoded).wait()
         return str(caught.value)
 
-    message = loopback.run(members, body)[0]
+    with late.open_worlds(2) as (members, _):
+        message = loopback.run(members, body)[0]
     assert message.startswith("rank 0: rank 1 sent a malformed payload: ")
-    for world in members:
-        world.close()
 
 
 def test_chunks_that_overlap_the_regions_are_encoded_by_region() -> None:

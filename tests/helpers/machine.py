@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+TRIES = 5
+"""Of what needs a machine whose host leaves it its processors, before it is given up."""
+
+DENIED = f"others had this machine's processors in each of {TRIES} tries"
+
 
 def stolen_seconds() -> float:
     """Since boot, over all processors: time this machine wanted and its host gave to others.

@@ -118,7 +118,7 @@ class Pool:
     _store: dist.TCPStore | None = None
 
     def start(self) -> None:
-        """Start the workers; does not wait for them."""
+        """Start the workers; waits for the first server to load torch, and for no worker."""
         self._folder = tempfile.TemporaryDirectory(prefix="wingbeat-pool-")
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)

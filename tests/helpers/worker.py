@@ -45,7 +45,7 @@ def main(pipe: Connection, env: dict[str, str], log: str, join: bool) -> None:
 
     Args:
         pipe: where cases come from and answers go.
-        env: what torchrun would have set, and what else is other than the server's.
+        env: what torchrun would have set.
         log: file for all that is printed.
         join: begin in torch.distributed's default group, over gloo.
     """

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from helpers.machine import DENIED, TRIES
+
 pytestmark = pytest.mark.lab
 
 Measure = Callable[..., Any]
@@ -19,14 +21,18 @@ ATTEMPTS = 15
 def assert_rates(measure: Measure, spec: str, flows: list[Any], rates: list[float]) -> Any:
     """Each flow within 3% below its rate in one attempt, in none more than 1% above."""
     lacking = [1.0] * len(flows)
-    for _ in range(ATTEMPTS):
+    quiet = 0
+    for attempt in range(ATTEMPTS):
         measured = measure(spec, flows)
         shares = [m / r for m, r in zip(measured.rates, rates, strict=True)]
         assert max(shares) <= 1.01, shares
-        lacks = [measured.given - share for share in shares]
-        lacking = [min(pair) for pair in zip(lacking, lacks, strict=True)]
+        quiet += measured.quiet
+        due = measured.given if measured.quiet else 1.0
+        lacking = [min(best, due - share) for best, share in zip(lacking, shares, strict=True)]
         if max(lacking) <= 0.03:
             return measured
+        if attempt + 1 >= TRIES and not quiet:
+            pytest.skip(DENIED)
     raise AssertionError(f"{lacking} of the rates were lacking after {ATTEMPTS} attempts")
 
 
@@ -70,24 +76,26 @@ def test_trunk_is_the_bottleneck_between_leaf_switches(measure: Measure) -> None
     assert measured.stats.trunks[trunk]["all"].bytes < 10_000
 
 
-def test_many_senders_share_the_receivers_link(measure: Measure) -> None:
+def test_many_senders_share_the_receivers_link(measure_quietly: Measure) -> None:
     flows = [[n, 0, "10.0.0.1", 0] for n in (1, 2, 3)]
-    measured = measure("star:4@300mbit", flows)
-    assert 0.85 * measured.given < measured.together / 3e8 < 1.01
+    measured = measure_quietly("star:4@300mbit", flows, enough=lambda m: m.together > 0.85 * 3e8)
+    assert 0.85 * 3e8 < measured.together < 1.01 * 3e8
 
 
 @pytest.mark.parametrize("prio", [2, 3])
-def test_urgent_flow_takes_the_link(measure: Measure, prio: int) -> None:
+def test_urgent_flow_takes_the_link(measure_quietly: Measure, prio: int) -> None:
     flows = [[0, 2, "10.0.0.3", EF], [1, 2, "10.0.0.3", AF41]]
-    measured = measure(f"star:3@300mbit,prio={prio}", flows)
+    measured = measure_quietly(
+        f"star:3@300mbit,prio={prio}", flows, enough=lambda m: m.rates[0] > 0.85 * 3e8
+    )
     urgent, other = measured.rates
     # On an overloaded machine both can be slower, but not the urgent one alone.
-    assert urgent > 0.85 * measured.given * 3e8
+    assert urgent > 0.85 * 3e8
     assert other < 0.1 * urgent
     classes = measured.stats.hosts["h2"]["eth0"].into
     second = "af41" if prio == 3 else "be"
     assert classes["ef"].bytes > 10 * classes[second].bytes > 0
-    assert measured.stats.hosts["h0"]["eth0"].out["ef"].bytes > 0.85 * measured.given * 3e8 / 8
+    assert measured.stats.hosts["h0"]["eth0"].out["ef"].bytes > 0.85 * 3e8 / 8
 
 
 def test_without_priorities_flows_share(measure: Measure) -> None:
@@ -107,7 +115,7 @@ def test_without_priorities_flows_share(measure: Measure) -> None:
 
 
 def test_urgent_flows_both_ways_are_not_held_up_by_their_acknowledgements(
-    measure: Measure,
+    measure_quietly: Measure,
 ) -> None:
     flows = [
         [0, 1, "10.0.0.2", EF],
@@ -115,8 +123,10 @@ def test_urgent_flows_both_ways_are_not_held_up_by_their_acknowledgements(
         [0, 1, "10.0.0.2", 0],
         [1, 0, "10.0.0.1", 0],
     ]
-    measured = measure("star:2@200mbit,prio=2", flows)
-    assert min(measured.rates[:2]) > 0.85 * measured.given * 2e8
+    measured = measure_quietly(
+        "star:2@200mbit,prio=2", flows, enough=lambda m: min(m.rates[:2]) > 0.85 * 2e8
+    )
+    assert min(measured.rates[:2]) > 0.85 * 2e8
     for host in ("h0", "h1"):
         port = measured.stats.hosts[host]["eth0"]
         assert all(c.drops == 0 for c in (*port.out.values(), *port.into.values()))

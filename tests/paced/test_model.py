@@ -62,21 +62,24 @@ def passes(model: PacedModel) -> tuple[float, float]:
 def check_pace(profile: Profile, model: PacedModel, stretch: float, tolerance: float) -> None:
     """Never early; and late by at most ``tolerance`` in the best of some tries.
 
-    Other programs may hold the processor during any one try, and other machines may hold it
-    during all of them: what they took is taken off.
+    Other programs may hold the processor during any one try; tries in which other machines held it
+    are no reason to fail.
     """
     want = [stretch * profile.forward_ms / 1e3, stretch * profile.backward_ms / 1e3]
     best = [float("inf"), float("inf")]
-    for _ in range(12):
+    quiet = 0
+    for _ in range(30):
         stolen = stolen_seconds()
         took = passes(model)
         assert took[0] >= want[0]
         assert took[1] >= want[1]
-        stolen = stolen_seconds() - stolen
-        best = [min(b, t - stolen) for b, t in zip(best, took, strict=True)]
+        quiet += stolen_seconds() == stolen
+        best = [min(pair) for pair in zip(best, took, strict=True)]
         if all(b <= (1 + tolerance) * w for b, w in zip(best, want, strict=True)):
             return
-    pytest.fail(f"forward and backward took {best} s at best, the profile says {want} s")
+        if quiet >= 12:
+            pytest.fail(f"forward and backward took {best} s at best, the profile says {want} s")
+    pytest.skip("others had this machine's processors in most of 30 tries")
 
 
 def test_total_time_is_within_two_percent() -> None:

@@ -6,17 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.merges import groups
 from wingbeat import plans
 from wingbeat.plans.layers import layers, none
-from wingbeat.types import Fusion, Plan, TensorSpec
+from wingbeat.types import Fusion, TensorSpec
 
 
 def spec(name: str, n: int = 10, dtype: str = "float32", device: str = "cpu") -> TensorSpec:
     return TensorSpec(name, (n,), dtype, 2 if dtype == "float16" else 4, device)
-
-
-def groups(plan: Plan) -> list[tuple[int, ...]]:
-    return [bucket.tensors for bucket in plan.buckets]
 
 
 NET = [spec(f"net.{i}.{kind}") for i in range(3) for kind in ("weight", "bias")]

@@ -101,6 +101,13 @@ def test_the_file_is_replaced_in_one_go(tmp_path: Path, monkeypatch: pytest.Monk
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_a_file_that_cannot_even_be_begun_is_named(tmp_path: Path) -> None:
+    """What is written first has a longer name, so it can neither be written nor removed."""
+    path = tmp_path / ("p" * 250)
+    with pytest.raises(UsageError, match=r"cannot write plan file .*File name too long"):
+        saved.save(path, TUNED, KEY)
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none" / "plan.json"
     with pytest.raises(UsageError, match=r"there is no folder '.*none'"):

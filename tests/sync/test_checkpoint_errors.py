@@ -195,4 +195,4 @@ def _hear(sent: Any, message: str) -> None:
         with pytest.raises(PeerError, match=message if world.rank == 0 else "all-gather"):
             optimizer.state_dict()
 
-    on(2, body, timeout=0.2)
+    on(2, body, timeout=0.5)

@@ -39,8 +39,8 @@ def test_an_optimizer_may_write_to_its_gradients() -> None:
             model.flush()
         return model.weight.detach().clone()
 
-    members, _ = late.worlds(4)
-    first, *others = loopback.run(members, body)
+    with late.open_worlds(4) as (members, _):
+        first, *others = loopback.run(members, body)
     for other in others:
         assert torch.equal(first, other)
 

@@ -96,6 +96,27 @@ def test_workers_plan_together_and_weights_stay(rule: str, accumulate: int) -> N
         assert_same(found, expected, tolerance=1e-5)
 
 
+def test_the_dtype_of_most_elements_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measured(*_args: Any, dtype: torch.dtype, **_options: Any) -> Samples:
+        asked.append(dtype)
+        return FREE
+
+    usual = net
+
+    def mixed() -> Any:
+        model = usual()
+        model.scale = torch.nn.Parameter(model.scale.detach().double())
+        assert next(model.parameters()).dtype == torch.float64
+        return model
+
+    monkeypatch.setattr(merging, "measure_wire", measured)
+    monkeypatch.setitem(globals(), "net", mixed)
+    _on(2, wingbeat.OMGS(wire="fp32", steps=STEPS), FIRST)
+    assert asked == [torch.float32] * 2
+
+
 @pytest.mark.parametrize(
     ("_measured", "most"), [(SLOW_LINKS, 1), (FREE, 10)], indirect=["_measured"]
 )

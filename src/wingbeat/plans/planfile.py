@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -60,7 +61,8 @@ class Kind:
                 os.fsync(file.fileno())
             part.replace(target)
         except OSError as err:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what hinders writing may hinder this too
+                part.unlink()
             raise UsageError(f"cannot write {name}: {err.strerror or err}") from None
 
     def read(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from wingbeat.probe.model import (
     payload_bytes,
     wire_text,
 )
+from wingbeat.sync.bucket import Slot
 from wingbeat.sync.bucketing import Bucketing
 from wingbeat.sync.drift import Drift
 from wingbeat.sync.stopwatch import Stopwatch
@@ -48,7 +50,8 @@ def _exact(workload: Workload, costs: Costs) -> Plan:
     if not found.proven:
         finish_s = merge.predict(found.plan, workload, costs).finish_s
         log.warning(
-            "the search for the best plan was ended: %.4g ms of backward found, none is below %.4g",
+            "the search for the best plan was ended: all is exchanged %.4g ms after backward "
+            "began, and with no plan before %.4g ms",
             1e3 * finish_s,
             1e3 * found.least_s,
         )
@@ -241,7 +244,7 @@ class LayerMerging:
             self._way(),
             sum(spec.numel for spec in specs),
             device=self._device,
-            dtype=self._bucketing.slots[0].param.dtype,
+            dtype=_prevalent_dtype(self._bucketing.slots),
         )
         encode, exchange = fitted(samples, self._wire)
         links = measure_links(self._collectives, topology=self._choices.topology)
@@ -353,6 +356,14 @@ class LayerMerging:
 
     def _way(self) -> str:
         return "gather" if isinstance(self._wire, TopK) else "reduce"
+
+
+def _prevalent_dtype(slots: Sequence[Slot]) -> torch.dtype:
+    """Return the dtype of most elements: the one whose costs decide."""
+    counts: Counter[torch.dtype] = Counter()
+    for slot in slots:
+        counts[slot.param.dtype] += slot.param.numel()
+    return counts.most_common(1)[0][0]
 
 
 def _slowest(values: Sequence[Any], rank: int) -> float:

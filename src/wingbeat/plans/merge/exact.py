@@ -26,7 +26,8 @@ class Bounded:
 
     Attributes:
         plan: the best plan, or the best that was found.
-        least_s: no plan finishes earlier, rounding aside; the plan's own finish if it is the best.
+        least_s: no plan finishes earlier, rounding aside; the plan's own finish, or within a tie
+            of it, if it is the best.
         proven: whether the plan is the best, ties and all, as `exact` returns it.
     """
 
