@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,6 +164,15 @@ def test_a_table_row_holds_the_figures() -> None:
     made = table.render(report())
     assert len(cells) == len(made.columns)
     assert "S_max 1.20 of 2; each alone, in ms: forward 200, backward 400" in str(made.caption)
+
+
+def test_the_table_says_when_others_had_the_processors() -> None:
+    assert "other machines" not in str(table.render(report()).caption)
+    quiet = replace(report(), machine={"cores": 2, "stolen_share": 0.029})
+    assert "other machines" not in str(table.render(quiet).caption)
+    spoiled = replace(report(), machine={"cores": 2, "stolen_share": 0.15})
+    assert "had 15% of the processors' time meanwhile" in str(table.render(spoiled).caption)
+    assert "had 15% of" in str(demo.render(quiet, spoiled).caption)
 
 
 def test_a_missing_figure_is_a_dash() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from helpers.machine import DENIED, TRIES, stolen_seconds
+from helpers.machine import DENIED, TRIES
 from wingbeat import lab
+from wingbeat.bench.machine import stolen_seconds
 
 FLOW = Path(__file__).with_name("flow.py")
 Flow = tuple[int, int, str, int]

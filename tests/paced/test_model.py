@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from helpers.machine import stolen_seconds
+from wingbeat.bench.machine import stolen_seconds
 from wingbeat.paced import Layer, PacedModel, Parameter, Profile, load_profile
 from wingbeat.paced.clock import SLACK
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.machine import disturbed
 from wingbeat.bench.results import Report
 from wingbeat.bench.table import MISSING, megabytes, milliseconds
 from wingbeat.lab.spec import LabSpec
@@ -115,6 +116,8 @@ def render(digits: Report, paced: Report) -> Table:
         "ratio below 1: faster than DDP; MB: by the kernel's counters\n"
         "real: trains on data; paced: real bytes, emulated computation, cannot learn"
     )
+    if spoiled := disturbed(digits.machine, paced.machine):
+        table.caption += f"\n{spoiled}"
     return table
 
 

@@ -81,7 +81,7 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
         WorkerError: a worker failed; names it and shows its last lines.
     """
     checked = config.check()
-    about = machine.describe()
+    about, stolen_share = machine.describe(), machine.StolenShare()
     with (
         tempfile.TemporaryDirectory(prefix="wingbeat-bench-") as name,
         Progress(checked, quiet=quiet) as progress,
@@ -99,6 +99,7 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
         )
         if ended.exit_code:
             raise _failure(ended, listener)
+        about["stolen_share"] = stolen_share()
         raw = json.loads(result_path.read_text(encoding="utf-8"))
         blocks = [Block(**block) for block in raw["blocks"]]
         alone = _measured(checked, raw["timings"])

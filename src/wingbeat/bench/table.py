@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from wingbeat.bench.machine import disturbed
 from wingbeat.bench.results import Report, Run
 from wingbeat.bench.speedup import Measured
 
@@ -55,6 +56,8 @@ def render(report: Report) -> Table:
     inexact = sorted({run.strategy for run in report.runs if not run.exact})
     if inexact:
         table.caption += f"\nnot exact (other weights than DDP's): {', '.join(inexact)}"
+    if spoiled := disturbed(report.machine):
+        table.caption += f"\n{spoiled}"
     return table
 
 
