@@ -45,7 +45,7 @@ class Measured:
     @property
     def quiet(self) -> bool:
         """Whether this says anything about links that were slow."""
-        return self.given >= 0.9
+        return self.given >= 0.95
 
 
 @pytest.fixture
