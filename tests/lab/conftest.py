@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from helpers.machine import DENIED, TRIES
 from wingbeat import lab
 from wingbeat.bench.machine import stolen_seconds
 
 FLOW = Path(__file__).with_name("flow.py")
 Flow = tuple[int, int, str, int]
+TRIES = 5
+"""Of what needs a quiet machine, before it is given up."""
 
 
 @dataclass
@@ -34,18 +35,13 @@ class Measured:
 
     ``given`` is the share of the flows' time that this machine surely had: while its own host gives
     a processor to others no timer fires, and a token bucket that is full by then loses what it was
-    due. A link's lower bound is a share of that; its upper bound knows no excuse.
+    due. What was slow by no more says nothing about links; upper bounds know no excuse.
     """
 
     rates: list[float]
     together: float
     stats: lab.LabStats
     given: float
-
-    @property
-    def quiet(self) -> bool:
-        """Whether this says anything about links that were slow."""
-        return self.given >= 0.95
 
 
 @pytest.fixture
@@ -103,8 +99,8 @@ def measure_quietly(measure: Callable[..., Measured]) -> Callable[..., Measured]
     def run(*args: Any, enough: Callable[[Measured], bool], **options: Any) -> Measured:
         for _ in range(TRIES):
             measured = measure(*args, **options)
-            if measured.quiet or enough(measured):
+            if measured.given >= 0.99 or enough(measured):
                 return measured
-        pytest.skip(DENIED)
+        pytest.skip(f"others had this machine's processors in each of {TRIES} tries")
 
     return run

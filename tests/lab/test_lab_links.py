@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from helpers.machine import DENIED, TRIES
-
 pytestmark = pytest.mark.lab
 
 Measure = Callable[..., Any]
@@ -20,20 +18,19 @@ ATTEMPTS = 15
 
 def assert_rates(measure: Measure, spec: str, flows: list[Any], rates: list[float]) -> Any:
     """Each flow within 3% below its rate in one attempt, in none more than 1% above."""
-    lacking = [1.0] * len(flows)
-    quiet = 0
-    for attempt in range(ATTEMPTS):
+    best, excused = [0.0] * len(flows), [0.0] * len(flows)
+    for _ in range(ATTEMPTS):
         measured = measure(spec, flows)
         shares = [m / r for m, r in zip(measured.rates, rates, strict=True)]
         assert max(shares) <= 1.01, shares
-        quiet += measured.quiet
-        due = measured.given if measured.quiet else 1.0
-        lacking = [min(best, due - share) for best, share in zip(lacking, shares, strict=True)]
-        if max(lacking) <= 0.03:
-            return measured
-        if attempt + 1 >= TRIES and not quiet:
-            pytest.skip(DENIED)
-    raise AssertionError(f"{lacking} of the rates were lacking after {ATTEMPTS} attempts")
+        best = [max(pair) for pair in zip(best, shares, strict=True)]
+        if min(best) >= 0.97:
+            return measured.stats
+        allowed = [share + 1 - measured.given for share in shares]
+        excused = [max(pair) for pair in zip(excused, allowed, strict=True)]
+    if min(excused) >= 0.97:
+        pytest.skip(f"others had this machine's processors: {best} of the asked rates at best")
+    raise AssertionError(f"{best} of the asked rates after {ATTEMPTS} attempts")
 
 
 @pytest.mark.parametrize(("text", "rate"), [("10mbit", 1e7), ("1gbit", 1e9)])
@@ -44,14 +41,13 @@ def test_rate_both_ways(measure: Measure, text: str, rate: float) -> None:
 
 def test_ring_at_line_rate_loses_nothing(measure: Measure) -> None:
     flows = [[n, (n + 1) % 4, f"10.0.0.{(n + 1) % 4 + 1}", 0] for n in range(4)]
-    measured = assert_rates(measure, "star:4@250mbit", flows, [25e7] * 4)
-    # A second at 250 Mbit/s is 31 MB; acknowledgements ride on top.
-    least = 0.9 * measured.given * 31.25e6
-    for ports in measured.stats.hosts.values():
+    stats = assert_rates(measure, "star:4@250mbit", flows, [25e7] * 4)
+    for ports in stats.hosts.values():
         port = ports["eth0"]
         assert (port.out["all"].drops, port.into["all"].drops) == (0, 0)
-        assert least < port.out["all"].bytes < 1.5 * 31.25e6
-        assert port.into["all"].bytes > least
+        # A second at 250 Mbit/s is 31 MB; acknowledgements ride on top.
+        assert 0.9 * 31.25e6 < port.out["all"].bytes < 1.5 * 31.25e6
+        assert port.into["all"].bytes > 0.9 * 31.25e6
 
 
 def test_two_rails_carry_twice(measure: Measure) -> None:
@@ -69,11 +65,10 @@ def test_overrides_hold_both_ways_and_only_there(measure: Measure) -> None:
 
 def test_trunk_is_the_bottleneck_between_leaf_switches(measure: Measure) -> None:
     across, inside = [0, 2, "10.0.0.3", 0], [0, 1, "10.0.0.2", 0]
-    spec, trunk = "fat-tree:4/2@300mbit+100mbit", "leaf0-0 -> spine0"
-    measured = assert_rates(measure, spec, [across], [1e8])
-    assert measured.stats.trunks[trunk]["all"].bytes > 0.97 * measured.given * 1e8 / 8
-    measured = assert_rates(measure, spec, [inside], [3e8])
-    assert measured.stats.trunks[trunk]["all"].bytes < 10_000
+    stats = assert_rates(measure, "fat-tree:4/2@300mbit+100mbit", [across], [1e8])
+    assert stats.trunks["leaf0-0 -> spine0"]["all"].bytes > 0.97e8 / 8
+    stats = assert_rates(measure, "fat-tree:4/2@300mbit+100mbit", [inside], [3e8])
+    assert stats.trunks["leaf0-0 -> spine0"]["all"].bytes < 10_000
 
 
 def test_many_senders_share_the_receivers_link(measure_quietly: Measure) -> None:
