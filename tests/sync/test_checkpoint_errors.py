@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.training import adamw, assert_same, distributed, net, on, state_of, train
+from helpers.training import adamw, assert_same, distributed, engine, net, on, state_of, train
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 
 
@@ -190,8 +190,9 @@ def _hear(sent: Any, message: str) -> None:
         train(model, optimizer, range(1))
         model.flush()
         if world.rank == 0:
-            exchange = world.exchange
-            world.exchange = lambda what, value: [exchange(what, value)[0], sent]
+            own = engine(model).world
+            exchange = own.exchange
+            own.exchange = lambda what, value: [exchange(what, value)[0], sent]
         with pytest.raises(PeerError, match=message if world.rank == 0 else "all-gather"):
             optimizer.state_dict()
 

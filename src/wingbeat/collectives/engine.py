@@ -18,7 +18,7 @@ from wingbeat.collectives.native_coded import start_coded
 from wingbeat.collectives.packing import Cast, Coded, Encoded, Packing, Wire
 from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
 from wingbeat.observe.events import stream
-from wingbeat.topologies import ring
+from wingbeat.topologies import mesh, ring
 from wingbeat.transport.world import World
 from wingbeat.types import Round, Span, blocks_of, split
 
@@ -77,15 +77,17 @@ class Collectives:
         bucket: int = -1,
         after: Handle | None = None,
         wire: Wire | None = None,
+        label: str = "",
     ) -> Handle:
         """Spread each owner's block to everyone; a chunk starts when ``after`` is done with it.
 
-        With a ``wire`` each owner rounds its own block too: all workers get the same bits.
+        ``label`` says in a word or two what it is that is no bucket, for messages. With a ``wire``
+        each owner rounds its own block too: all workers get the same bits.
 
         Raises:
             UsageError: gradients cannot travel in the dtype ``wire``.
         """
-        return self._submit("all_gather", buffer, bucket, after, wire)
+        return self._submit("all_gather", buffer, bucket, after, wire, label=label)
 
     def all_reduce(
         self, buffer: torch.Tensor, *, bucket: int = -1, wire: Wire | None = None
@@ -123,9 +125,9 @@ class Collectives:
         handle = self._submit("all_gather", rows.view(-1), bucket, topology=short)
         return Gathered(handle, rows, wire.coding, buffer, world.rank)
 
-    def broadcast(self, buffer: torch.Tensor, root: int) -> Handle:
+    def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
         """Overwrite every worker's buffer with that of rank ``root``."""
-        return self._submit(f"broadcast:{root}", buffer, -1)
+        return self._submit(f"broadcast:{root}", buffer, -1, label=label)
 
     def _submit(
         self,
@@ -135,6 +137,7 @@ class Collectives:
         after: Handle | None = None,
         wire: Wire | None = None,
         topology: str = "",
+        label: str = "",
     ) -> Handle:
         """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
         world = self.world
@@ -156,7 +159,7 @@ class Collectives:
             world.weights,
         )
         jobs = [
-            executor.submit(program, buffer, what, bucket, _job_of(after, i), packing)
+            executor.submit(program, buffer, what, bucket, _job_of(after, i), packing, label)
             for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True))
         ]
         return Handle(jobs)
@@ -196,15 +199,14 @@ _executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDi
 
 
 def _executors_of(world: World) -> list[Executor]:
-    """One thread per link, shared by everything in this world.
-
-    So collectives of several models keep the order of their calls, equal on all workers.
-    """
+    """One thread per link, shared by everything in this world: collectives keep their order."""
     if world not in _executors:
         executors = [Executor(world, index) for index in range(len(world.links))]
         _executors[world] = executors
         for executor in executors:
             world.on_close(executor.close)
+            # A model that its user has dropped takes its channel along, but not the thread.
+            weakref.finalize(world, executor.stop)
     return _executors[world]
 
 
@@ -234,6 +236,9 @@ def _rounds(what: str, topology: str, rank: int, blocks: Sequence[Span], link: i
         rounds: list[Round] = getattr(topologies.get(topology), name)(rank, blocks, link)
         return rounds
     # A broadcast has no owners: it passes the blocks one after the other.
+    if topology == "mesh":
+        size = len(blocks)
+        return [s for b in blocks if b for s in mesh.broadcast(rank, size, int(root), b, link)]
     return [
         step
         for block in blocks

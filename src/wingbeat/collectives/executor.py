@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from wingbeat.collectives.program import Program, Transfer, last_overlap
 from wingbeat.collectives.scratch import Scratch
+from wingbeat.collectives.tags import CHUNKS, base_tag
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.transport.blame import Blame
@@ -32,9 +33,6 @@ DEPTH = 4
 """Collectives begun at once. One begins when the one before it has handed its last chunk to the
 link: then the link never idles, and no chunk queues behind a later collective's."""
 
-_TAGS_PER_JOB = 1 << 16
-_JOBS_IN_TAGS = 1 << 14
-
 _counter = itertools.count()
 
 
@@ -49,11 +47,14 @@ class Job:
         bucket: int,
         after: Job | None,
         packing: Packing | None,
+        label: str = "",
     ) -> None:
         self.program = program
         self.buffer = buffer
+        self.operation = what
         self.what = what.partition(":")[0]
         self.bucket = bucket
+        self.label = label
         self.after = after
         self.packing = packing
         self.dtype = buffer.dtype if packing is None else packing.dtype
@@ -72,7 +73,9 @@ class Job:
 
     def __str__(self) -> str:
         name = self.what.replace("_", "-")
-        return f"{name} of bucket {self.bucket}" if self.bucket >= 0 else name
+        if self.bucket >= 0:
+            return f"{name} of bucket {self.bucket}"
+        return f"{name} of {self.label}" if self.label else name
 
     def gates(self) -> Iterator[tuple[int, Transfer]]:
         """Yield what can be sent at first, each with the chunk of ``after`` that it waits for.
@@ -139,31 +142,37 @@ class Executor:
         bucket: int,
         after: Job | None,
         packing: Packing | None = None,
+        label: str = "",
     ) -> Job:
         """Queue a program on ``buffer``; each chunk is sent when ``after`` has finished with it.
 
-        With a ``packing``, chunks travel as it packs them.
+        With a ``packing``, chunks travel as it packs them. ``label`` says what is exchanged where
+        it is no bucket.
 
         Raises:
             PeerError: an earlier job failed, so that the workers are no longer in step.
         """
-        job = Job(program, buffer, what, bucket, after, packing)
+        job = Job(program, buffer, what, bucket, after, packing, label)
         with self._wake:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
                 raise PeerError(f"{job} was started after wingbeat.shutdown()")
-            job.base_tag = (self._submitted % _JOBS_IN_TAGS) * _TAGS_PER_JOB
+            job.base_tag = base_tag(what, bucket, buffer.nbytes, label, self._submitted)
             self._submitted += 1
             self._queue.append(job)
             self._wake.notify()
         return job
 
-    def close(self) -> None:
-        """End the thread once the queue is empty; wait for it."""
+    def stop(self) -> None:
+        """Let the thread end once the queue is empty."""
         with self._wake:
             self._closing = True
             self._wake.notify()
+
+    def close(self) -> None:
+        """End the thread once the queue is empty; wait for it."""
+        self.stop()
         self._thread.join(self._timeout)
 
     def _run(self) -> None:
@@ -273,7 +282,7 @@ class Executor:
             into = self._scratch.take(len(transfer.span), job.dtype)
         else:
             into = job.buffer[transfer.span.start : transfer.span.stop]
-        pending = self._link.recv(into, transfer.peer, job.base_tag + transfer.tag)
+        pending = self._link.recv(into, transfer.peer, job.base_tag + transfer.tag % CHUNKS)
         job.announced.append((pending, into))
 
     def _send(self, job: Job, transfer: Transfer) -> None:
@@ -281,7 +290,7 @@ class Executor:
             chunk = job.buffer[transfer.span.start : transfer.span.stop]
         else:
             chunk = self._pack(job, job.packing, transfer.span)
-        pending = self._link.send(chunk, transfer.peer, job.base_tag + transfer.tag)
+        pending = self._link.send(chunk, transfer.peer, job.base_tag + transfer.tag % CHUNKS)
         job.sends.append((pending, transfer.peer, chunk))
         job.unsent -= 1
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wingbeat.sync.hooks import ModuleHook
+from wingbeat.sync.last_hook import LastHook
 
 if TYPE_CHECKING:
     from wingbeat.sync.engine import Engine
@@ -25,24 +26,22 @@ def attach(engine: Engine) -> list[Any]:
 
 def _on_parameters(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
     return [
-        slot.param.register_post_accumulate_grad_hook(functools.partial(_on_grad, me, slot.index))
-        for slot in engine.slots
+        LastHook(slot.param, functools.partial(_on_grad, me, slot.index)) for slot in engine.slots
     ]
 
 
 def _on_modules(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
+    model = engine.model
     handles: list[Any] = []
-    for module in engine.model.modules():
+    for module in model.modules():
         handles += [
-            module.register_forward_pre_hook(ModuleHook(me, "enter_module")),
             module.register_state_dict_pre_hook(ModuleHook(me, "before_state")),
             module.register_load_state_dict_pre_hook(ModuleHook(me, "before_state")),
         ]
-    model = engine.model
+        if module is model or engine.reads_directly(module):
+            handles.append(module.register_forward_pre_hook(ModuleHook(me, "enter_module")))
     before = ModuleHook(me, "enter_forward")
-    after = ModuleHook(me, "leave_forward")
     handles.append(model.register_forward_pre_hook(before, prepend=True))
-    handles.append(model.register_forward_hook(after, always_call=True))
     return handles
 
 
@@ -54,6 +53,11 @@ def _on_optimizer(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
         optimizer.register_load_state_dict_pre_hook(before),
         optimizer.register_load_state_dict_post_hook(ModuleHook(me, "after_load")),
     ]
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward, as when activations are computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def on_backward_end(engine: Engine) -> None:

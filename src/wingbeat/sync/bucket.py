@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,51 +10,72 @@ import torch
 if TYPE_CHECKING:
     from wingbeat.collectives import Handle, Wire
     from wingbeat.sync.partial import GroupSnapshot
+    from wingbeat.sync.pending import PendingGradient
 
-
-class Prior(enum.Enum):
-    """What the optimizer would see in ``p.grad`` if nothing were added to it."""
-
-    NONE = enum.auto()
-    ZERO = enum.auto()
-    """A gradient of zeros, from ``zero_grad(set_to_none=False)``."""
-    KEPT = enum.auto()
-    """The bucket's view holds a gradient that still counts, though ``p.grad`` is None."""
+TURNS = 4
+"""Steps are counted modulo this in the buckets: workers that disagree are found at once."""
 
 
 class Slot:
-    """One parameter's place in a bucket."""
+    """One parameter's place in a bucket.
 
-    __slots__ = ("bucket", "index", "name", "param", "prior", "ready", "used", "view")
+    Attributes:
+        view: the gradient's place in the bucket's buffer.
+        shown: the same memory, as users see it in ``p.grad``.
+        pending: what stands in ``p.grad`` while the gradient is not whole; None where a schedule
+            has no such time.
+        ready: whether its gradient has been taken in, in this backward.
+        used: whether this worker had a gradient for it.
+    """
+
+    __slots__ = (
+        "bucket",
+        "index",
+        "name",
+        "param",
+        "pending",
+        "ready",
+        "shown",
+        "used",
+        "view",
+    )
 
     def __init__(self, index: int, name: str, param: torch.nn.Parameter) -> None:
         self.index = index
         self.name = name
         self.param = param
-        self.prior = Prior.NONE
+        self.pending: PendingGradient | None = None
         self.ready = False
         self.used = False
         self.bucket: Bucket
         self.view: torch.Tensor
+        self.shown: torch.Tensor
+
+    def show(self) -> None:
+        """Let ``p.grad`` be the gradient in the buffer."""
+        if self.shown.data_ptr() != self.view.data_ptr():  # somebody assigned to p.grad.data
+            self.shown = self.view.detach()
+        self.param.grad = self.shown
+
+    def holds(self, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad``, found in ``p.grad``, stands for what is in the buffer."""
+        if grad is self.shown:
+            return self.shown.data_ptr() == self.view.data_ptr()
+        return grad is not None and (grad is self.pending or grad is self.view)
 
     def fill(self, scale: float) -> bool:
         """Put the gradient times ``scale`` into the view; False if there is no gradient at all.
 
-        What the view already holds counts when autograd accumulated into it, or when the
-        gradient was kept there.
+        What the view already holds counts when autograd accumulated into it.
         """
         grad = self.param.grad
-        if grad is self.view:
-            self.view.mul_(scale)
-        elif self.prior is Prior.KEPT:
-            if grad is not None:
-                self.view.add_(grad.detach())
-            self.view.mul_(scale)
-        elif grad is not None:
-            torch.mul(grad.detach(), scale, out=self.view)
-        else:
+        if grad is None:
             self.view.zero_()
-            return self.prior is Prior.ZERO
+            return False
+        if self.holds(grad):
+            self.view.mul_(scale)
+        else:
+            torch.mul(grad.detach(), scale, out=self.view)
         return True
 
 
@@ -63,14 +83,14 @@ class Bucket:
     """Parameters of one dtype and device, whose gradients travel in one flat buffer.
 
     The buffer ends with one flag per parameter. A worker that has a gradient for it adds 1, so
-    that the sum tells, at no extra message, whether any worker used the parameter.
+    that the sum tells, at no extra message, whether any worker used the parameter. After the flags
+    come `TURNS` elements, of which each worker adds 1 to the one that its number of steps chooses.
 
     Attributes:
-        flat: the gradients, end to end, then the flags, then zeros up to ``multiple``.
+        flat: the gradients, end to end, then flags and turns, then zeros up to ``multiple``.
         handle: the last collective on ``flat``.
         wire: what its gradients travel as in this iteration.
         snapshot: the settings of a step whose update is due when ``handle`` is done.
-        kept: whether the gradients in ``flat`` still count, as nobody has zeroed them.
         missing: how many gradients the bucket still waits for in this backward.
     """
 
@@ -81,19 +101,29 @@ class Bucket:
         self.numel = sum(p.numel() for p in params)
         first = params[0]
         used = self.numel + len(slots)
-        length = -(-used // multiple) * multiple
+        length = -(-(used + TURNS) // multiple) * multiple
         self.flat = torch.zeros(length, dtype=first.dtype, device=first.device)
         self.flags = self.flat[self.numel : used]
+        self.turns = self.flat[used : used + TURNS]
+        self._tail = self.flat[self.numel : used + TURNS]
+        self._tails = [
+            torch.ones(len(slots) + TURNS, dtype=first.dtype, device=first.device)
+            for _ in range(TURNS + 1)
+        ]
+        for turn, tail in enumerate(self._tails):
+            tail[len(slots) :] = 0
+            if turn < TURNS:
+                tail[len(slots) + turn] = 1
         self.handle: Handle | None = None
         self.wire: Wire | None = None
         self.snapshot: GroupSnapshot | None = None
-        self.kept = False
         self.missing = len(slots)
         offset = 0
         for slot in slots:
             end = offset + slot.param.numel()
             slot.bucket = self
             slot.view = self.flat[offset:end].view(slot.param.shape)
+            slot.shown = slot.view.detach()
             offset = end
 
     @property
@@ -113,13 +143,21 @@ class Bucket:
             self.handle.wait()
             self.handle = None
 
-    def write_flags(self) -> None:
-        """Tell the other workers which parameters have a gradient here."""
-        self.flags.fill_(1)
+    def write_tail(self, steps: int | None) -> None:
+        """Tell the other workers which parameters have a gradient here, after how many steps.
+
+        None for ``steps``: this worker has run out of batches, and its steps do not count.
+        """
+        self._tail.copy_(self._tails[TURNS if steps is None else steps % TURNS])
         if not self.dense:
             for position, slot in enumerate(self.slots):
                 if not slot.used:
                     self.flags[position] = 0
+
+    def in_step(self) -> bool:
+        """Whether all workers had made the same number of steps, once the buffer is whole."""
+        counts: list[float] = self.turns.tolist()
+        return sum(count > 0 for count in counts) <= 1
 
     def contributed(self) -> list[Slot]:
         """Return the slots that some worker had a gradient for, once the buffer is whole."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from wingbeat import plans
 from wingbeat.errors import PeerError
-from wingbeat.sync.bucket import Bucket, Prior, Slot
-from wingbeat.sync.order import ForwardOrder
+from wingbeat.sync.bucket import Bucket, Slot
 from wingbeat.transport.world import World
 from wingbeat.types import Fusion, Plan, TensorSpec
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Where DDP's users name what is not to be synchronised."""
 
 
 class Bucketing:
     """The plan in force, as buckets with buffers; and how the next one comes about.
 
-    The order in which gradients become ready and the order in which forward needs parameters
-    are those that rank 0 saw in the first iteration, so that all workers hold the same plan.
+    The order in which gradients become ready is the one that rank 0 saw in the first backward, so
+    that all workers hold the same plan. Forward needs parameters in the reverse order: a gradient
+    is ready when backward has passed the parameter's first use.
 
     Attributes:
         slots: one for each trained parameter, in the order of ``model.named_parameters()``.
@@ -29,10 +32,11 @@ class Bucketing:
     """
 
     def __init__(self, model: torch.nn.Module, fusion: Fusion, world: World) -> None:
-        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        trained = [(n, p) for n, p in synchronised(model) if p.requires_grad]
         self.slots = [Slot(i, name, param) for i, (name, param) in enumerate(trained)]
         self.specs = [spec_of(name, param) for name, param in trained]
-        self.forward_order = ForwardOrder(model, [param for _, param in trained])
+        self.slot_of: dict[torch.Tensor, Slot] = {slot.param: slot for slot in self.slots}
+        self._readers = list(_readers(model, self.slot_of))
         self.buckets: list[Bucket] = []
         self.forward_buckets: list[Bucket] = []
         self._world = world
@@ -40,31 +44,15 @@ class Bucketing:
         self._plan: Plan | None = None
         self._seen: list[int] | None = []
         self._ready_order = list(reversed(range(len(self.slots))))
-        self._first_use: list[int] = []
+        self._unused: list[int] = []
         self._buckets_of: dict[torch.nn.Module, list[Bucket]] = {}
         self.stale = False
 
     def needed_by(self, module: torch.nn.Module) -> Sequence[Bucket]:
-        """Return the buckets whose parameters the module reads in forward."""
+        """Return the buckets whose parameters the module is known to read in forward."""
         return self._buckets_of.get(module, ())
 
-    # -- learning the orders --------------------------------------------------------------
-
-    @property
-    def learning(self) -> bool:
-        """Whether no whole iteration has been watched yet."""
-        return self._seen is not None
-
-    def watch_forward(self) -> None:
-        """Watch the forward that begins now, if it is the first."""
-        if self.learning and not self.forward_order.watching:
-            self.forward_order.start()
-
-    def end_forward(self) -> None:
-        """Take over what has been seen of a forward."""
-        if self.forward_order.watching:
-            self.forward_order.stop()
-            self.order_forward()
+    # -- learning the order ---------------------------------------------------------------
 
     def ready(self, index: int) -> None:
         """Note that the gradient of slot ``index`` is ready."""
@@ -72,7 +60,7 @@ class Bucketing:
             self._seen.append(index)
 
     def agree(self) -> None:
-        """After the first backward: take over the orders that rank 0 saw, on every rank.
+        """After the first backward: take over the order that rank 0 saw, on every rank.
 
         Also after one that an exception cut short here, because the others wait for it.
 
@@ -81,15 +69,19 @@ class Bucketing:
         """
         if self._seen is None:
             return
-        self.forward_order.stop()
         seen, self._seen = self._seen, None
-        missing = sorted(set(range(len(self.slots))) - set(seen), reverse=True)
-        mine = [[*seen, *missing], self.forward_order.first_use]
-        ready_order, first_use = self._world.exchange("order", mine)[0]
-        if sorted(ready_order) != list(range(len(self.slots))):
-            raise PeerError(f"rank {self._world.rank}: rank 0 sent a malformed parameter order")
-        self._first_use = [i for i in first_use if 0 <= i < len(self.slots)]
-        self._ready_order = ready_order
+        unused = sorted(set(range(len(self.slots))) - set(seen), reverse=True)
+        answer = self._world.exchange("order", [seen, unused])[0]
+        try:
+            seen, unused = ([int(i) for i in part] for part in answer)
+            if sorted([*seen, *unused]) != list(range(len(self.slots))):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise PeerError(
+                f"rank {self._world.rank}: rank 0 sent a malformed parameter order"
+            ) from None
+        self._ready_order = [*seen, *unused]
+        self._unused = unused
         self.stale = True
 
     # -- the plan -------------------------------------------------------------------------
@@ -114,10 +106,9 @@ class Bucketing:
         for bucket in self.buckets:
             bucket.settle()
         for slot in self.slots:
-            if slot.prior is Prior.KEPT:
-                grad = slot.param.grad
-                slot.param.grad = slot.view if grad is None else grad.add_(slot.view)
-                slot.prior = Prior.NONE
+            grad = slot.param.grad
+            if grad is not None and slot.holds(grad):
+                slot.param.grad = slot.view  # of the old buffer
         self.build()
 
     def build(self) -> None:
@@ -131,23 +122,54 @@ class Bucketing:
         self.order_forward()
 
     def order_forward(self) -> None:
-        """Find out which buckets each module waits for, and which are needed first.
-
-        What a module waits for is this worker's own affair; the order in which buckets are
-        gathered is what all have agreed on, and the definition order until then.
-        """
-        first = {slot: i for i, slot in enumerate(self._first_use)}
-        position = [first.get(i, len(first) + i) for i in range(len(self.slots))]
+        """Find out which buckets are needed first, and which each module waits for."""
+        unused = set(self._unused)
+        order = [i for i in reversed(self._ready_order) if i not in unused]
+        position = {slot: place for place, slot in enumerate([*order, *self._unused])}
         self.forward_buckets = sorted(
             self.buckets, key=lambda b: min(position[slot.index] for slot in b.slots)
         )
-        self._buckets_of.clear()
-        for bucket in self.forward_buckets:
-            for slot in bucket.slots:
-                for module in self.forward_order.readers[slot.index]:
-                    buckets = self._buckets_of.setdefault(module, [])
-                    if bucket not in buckets:
-                        buckets.append(bucket)
+        rank = {bucket: place for place, bucket in enumerate(self.forward_buckets)}
+        self._buckets_of = {
+            module: sorted({slot.bucket for slot in slots}, key=rank.__getitem__)
+            for module, slots in self._readers
+        }
+
+
+def synchronised(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the named parameters that the workers hold in common.
+
+    Those are all but the ones that the model names as DDP's
+    ``_set_params_and_buffers_to_ignore_for_model`` has it.
+    """
+    left_out = ignored(model)
+    return ((name, p) for name, p in model.named_parameters() if name not in left_out)
+
+
+def ignored(model: torch.nn.Module) -> set[str]:
+    """Return the names of parameters and buffers that each worker keeps for itself."""
+    return set(model.__dict__.get(IGNORED, ()))
+
+
+def _readers(
+    model: torch.nn.Module, slot_of: Mapping[torch.Tensor, Slot]
+) -> Iterator[tuple[torch.nn.Module, list[Slot]]]:
+    """Yield each module that has parameters of its own, and these.
+
+    What is compiled reads all of what is in it, and nobody can watch it do so.
+    """
+    for module in model.modules():
+        opaque = is_opaque(module)
+        params = module.parameters() if opaque else module._parameters.values()
+        slots = [slot_of[param] for param in params if param is not None and param in slot_of]
+        if slots:
+            yield module, slots
+
+
+def is_opaque(module: torch.nn.Module) -> bool:
+    """Whether a module's forward is compiled code."""
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return isinstance(module, torch.jit.ScriptModule) or compiled or hasattr(module, "_orig_mod")
 
 
 def spec_of(name: str, param: torch.Tensor) -> TensorSpec:

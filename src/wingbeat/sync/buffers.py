@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Collectives, Handle
+    from wingbeat.transport.world import World
 
 _ALIGN = 16
 
@@ -17,29 +18,44 @@ class ByteBuffer:
     """Tensors of any dtype laid end to end as bytes, to travel in one message."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
         offsets, end = [], 0
-        for tensor in self._tensors:
+        for tensor in tensors:
             offsets.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        device = tensors[0].device if tensors else torch.device("cpu")
         self.flat = torch.zeros(end, dtype=torch.uint8, device=device)
         self._views = [
             self.flat[a : a + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-            for a, t in zip(offsets, self._tensors, strict=True)
+            for a, t in zip(offsets, tensors, strict=True)
         ]
 
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these have the dtypes and shapes that were laid out."""
+        return [(t.dtype, t.shape) for t in tensors] == [(v.dtype, v.shape) for v in self._views]
+
     @torch.no_grad()
-    def pack(self) -> None:
+    def pack(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors into the bytes."""
-        for tensor, view in zip(self._tensors, self._views, strict=True):
+        for tensor, view in zip(tensors, self._views, strict=True):
             view.copy_(tensor)
 
     @torch.no_grad()
-    def unpack(self) -> None:
+    def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the bytes into the tensors."""
-        for tensor, view in zip(self._tensors, self._views, strict=True):
+        for tensor, view in zip(tensors, self._views, strict=True):
             tensor.copy_(view)
+
+    def is_current(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the tensors are what was packed, bit for bit."""
+        return self.fits(tensors) and all(
+            torch.equal(_bits(tensor), _bits(view))
+            for tensor, view in zip(tensors, self._views, strict=True)
+        )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: NaN equals itself, and zero is not minus zero."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def broadcast_now(
@@ -51,9 +67,9 @@ def broadcast_now(
     for tensor in [*tensors, None]:
         if batch and (tensor is None or nbytes >= limit or tensor.device != batch[0].device):
             packed = ByteBuffer(batch)
-            packed.pack()
-            collectives.broadcast(packed.flat, root).wait()
-            packed.unpack()
+            packed.pack(batch)
+            collectives.broadcast(packed.flat, root, label="tensors").wait()
+            packed.unpack(batch)
             batch, nbytes = [], 0
         if tensor is not None:
             batch.append(tensor)
@@ -61,30 +77,103 @@ def broadcast_now(
 
 
 class BufferSync:
-    """Broadcasts a model's buffers behind the gradients; applied before the next forward."""
+    """Keeps a model's buffers those of one worker, the root, as DDP's forward does.
 
-    def __init__(self, buffers: Sequence[torch.Tensor], collectives: Collectives) -> None:
+    The root's buffers travel in the background, behind the gradients. As they may be written to
+    between that and the next forward, a forward that is to be synchronised begins with one byte
+    from the root: whether what it holds now is what it sent. If not, it sends its buffers again.
+
+    Args:
+        model: whose buffers; looked up anew each time, as a name may be given another tensor.
+        ignored: names of buffers that each worker keeps for itself.
+        collectives: what gradients travel by.
+        world: a channel of its own for the byte, which must not queue behind gradients.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, ignored: Collection[str], collectives: Collectives
+    ) -> None:
+        self._places = list(_places(model, ignored))
         self._collectives = collectives
         self._rank = collectives.world.rank
-        self._bytes = ByteBuffer(buffers) if buffers else None
+        self._own: Collectives | None = None
+        self._sent: ByteBuffer | None = None
+        self._news = torch.zeros(1, dtype=torch.uint8)
         self._handle: Handle | None = None
+        self._asked: Handle | None = None
         self._root = 0
+        if self._places and collectives.world.size > 1:
+            self._own = type(collectives)(collectives.world.open_channel(), "mesh")
+
+    @property
+    def channel(self) -> World | None:
+        """The channel of its own, to be closed in the end."""
+        return None if self._own is None else self._own.world
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        """Whether the module itself has buffers that are synchronised."""
+        return any(module._buffers is place for place, _ in self._places)
 
     def start(self, root: int = 0) -> None:
         """Send rank ``root``'s buffers to everyone, in the background."""
-        if self._bytes is None:
+        if self._own is None:
             return
         self.apply()
-        if self._rank == root:
-            self._bytes.pack()
+        self._sent = self._packed(root)
         self._root = root
-        self._handle = self._collectives.broadcast(self._bytes.flat, root)
+        label = "buffers after backward"
+        self._handle = self._collectives.broadcast(self._sent.flat, root, label=label)
+
+    def ask(self, root: int) -> None:
+        """Hear from ``root`` whether its buffers are others by now; every worker must call it."""
+        if self._own is None:
+            return
+        self.apply()
+        self._root = root
+        if self._rank == root:
+            sent = self._sent
+            self._news[0] = sent is None or not sent.is_current(self._tensors())
+        self._asked = self._own.broadcast(self._news, root, label="news of buffers")
 
     def apply(self) -> None:
-        """Wait for the broadcast under way, if any, and take over what it brought."""
-        if self._handle is None or self._bytes is None:
-            return
+        """Wait for what is under way, if anything, and take it over."""
         handle, self._handle = self._handle, None
-        handle.wait()
-        if self._rank != self._root:
-            self._bytes.unpack()
+        if handle is not None and self._sent is not None:
+            handle.wait()
+            if self._rank != self._root:
+                self._sent.unpack(self._tensors())
+        asked, self._asked = self._asked, None
+        if asked is None or self._own is None:
+            return
+        asked.wait()
+        if self._news[0]:
+            self._sent = self._packed(self._root)
+            self._own.broadcast(self._sent.flat, self._root, label="buffers").wait()
+            if self._rank != self._root:
+                self._sent.unpack(self._tensors())
+
+    def _packed(self, root: int) -> ByteBuffer:
+        """Lay out today's buffers, with the values of this worker if it is the root."""
+        tensors = self._tensors()
+        if self._sent is None or not self._sent.fits(tensors):
+            self._sent = ByteBuffer(tensors)
+        if self._rank == root:
+            self._sent.pack(tensors)
+        return self._sent
+
+    def _tensors(self) -> list[torch.Tensor]:
+        found = (place.get(name) for place, name in self._places)
+        return [tensor for tensor in found if tensor is not None]
+
+
+def _places(
+    model: torch.nn.Module, ignored: Collection[str]
+) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
+    """Yield where each buffer is kept, once, and under what name."""
+    seen: set[torch.Tensor] = set()
+    for prefix, module in model.named_modules():
+        for name, tensor in module._buffers.items():
+            full = f"{prefix}.{name}" if prefix else name
+            if tensor is not None and tensor not in seen and full not in ignored:
+                seen.add(tensor)
+                yield module._buffers, name

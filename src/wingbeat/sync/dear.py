@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,10 +21,21 @@ from wingbeat.collectives import Handle
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
 from wingbeat.sync import scaler
-from wingbeat.sync.bucket import Bucket, Prior, Slot
+from wingbeat.sync.ambient import Ambient
+from wingbeat.sync.attach import in_backward
+from wingbeat.sync.bucket import Bucket, Slot
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.partial import GroupSnapshot
+from wingbeat.sync.pending import PendingGradient
+from wingbeat.sync.separable import steps_apart
+from wingbeat.sync.stale import StaleParameters
 from wingbeat.types import Span
+
+TWICE = (
+    "a parameter that gets its gradient twice in one backward, as with reentrant activation "
+    "checkpointing, or a hook that reads it; use checkpoint(..., use_reentrant=False), and read "
+    "gradients after backward"
+)
 
 PROVING_STEPS = 2
 """Steps in which an optimizer has to show that it leaves gradients as they are."""
@@ -42,11 +54,43 @@ class Phase(enum.Enum):
 
 
 class DearEngine(Engine):
-    """Splits each all-reduce in two, and each optimizer step by bucket."""
+    """Splits each all-reduce in two, and each optimizer step by bucket.
+
+    Every backward's reduce-scatters are followed by one round of all-gathers, whatever becomes of
+    the gradients and whenever it is asked for: so the collectives of all workers match, also where
+    a worker drops its gradients or looks at them alone.
+    """
 
     phase = Phase.IDLE
     _steps = 0
     _writes_gradients = False
+    _ambient: Ambient
+
+    def _start(self) -> None:
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "DeAR with torch.optim.LBFGS is not possible: each of its steps evaluates the loss "
+                "several times and needs whole gradients each time; use wingbeat.AllReduce()"
+            )
+        self.stale = StaleParameters(self.refresh)
+        self.in_parts = self.can_step_in_parts()
+        super()._start()
+        self._make_pending()
+
+    def can_step_in_parts(self) -> bool:
+        """Whether parameters can be updated apart, each when it is needed."""
+        params = [slot.param for slot in self.slots]
+        return steps_apart(self.optimizer) and self.stale.can_mark(params)
+
+    def rebucket(self) -> None:
+        """Change to the next plan; every worker does so before the same backward."""
+        super().rebucket()
+        self._make_pending()
+
+    def _make_pending(self) -> None:
+        me = weakref.ref(self)
+        for slot in self.slots:
+            slot.pending = PendingGradient(slot, me)
 
     def launch(self, bucket: Bucket) -> None:
         """BackPipe: start the bucket's reduce-scatter."""
@@ -62,8 +106,7 @@ class DearEngine(Engine):
     def store(self, slot: Slot) -> None:
         """Hide the gradient: what the buffer holds until the all-gather is no gradient."""
         if slot.used:
-            slot.param.grad = None
-            slot.prior = Prior.KEPT
+            slot.param.grad = slot.pending
 
     def before_backward(self) -> None:
         """Finish the last step, and gather gradients that this backward adds to."""
@@ -71,56 +114,92 @@ class DearEngine(Engine):
         if self.phase is Phase.REDUCED:
             self._gather()
         self.phase = Phase.IDLE
+        self._show_gradients()
 
     def finish_backward(self) -> None:
-        """Do not wait: reduce-scatters may go on while the optimizer's step is called."""
+        """Do not wait: reduce-scatters may go on while the optimizer's step is called.
+
+        Whether another worker has a gradient where this one has none is not known yet.
+        """
         self.phase = Phase.REDUCED
+        for slot in self.slots:
+            slot.param.grad = slot.pending
 
     def discard(self) -> None:
-        """Let the links finish; the sums are not used."""
+        """Let the links finish; the sums are not used, but the others may want to have them."""
         if self.phase is Phase.REDUCED:
-            super().discard()
+            for bucket in self.forward_buckets:
+                self._start_gather(bucket)
         self.phase = Phase.IDLE
+
+    def recover(self) -> None:
+        """After a backward that an exception cut short: keep in step with the other workers."""
+        if self._in_backward:
+            self.phase = Phase.REDUCED
+        super().recover()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """FeedPipe: queue every all-gather, first needed first, and return at once.
 
-        Raises:
-            UsageError: there is a closure; it would need the updated parameters at once.
+        A ``closure`` is called once, before the step. An optimizer that cannot be run on some of
+        its parameters steps at once, on whole gradients, and calls the closure as it likes.
         """
-        self.refuse(closure)
+        if not self.in_parts or self.partial.hooked:
+            return self._step_whole(closure)
+        loss = self.evaluate(closure)
         self.recover()
-        if self.phase is not Phase.REDUCED or self.partial.hooked:
-            # The user's hooks are to see whole gradients before, and new parameters after.
-            self.settle()
-            self.phase = Phase.IDLE
-            return super().step()
+        if self.phase is not Phase.REDUCED or self._replaced():
+            self._step_whole(None)
+            return loss
         self.phase = Phase.IDLE
         self._steps += 1
+        self.steps_made.count += 1
         snapshot = self.partial.snapshot()
+        self._ambient = Ambient(self.buckets[0].flat.device)
         for bucket in self.forward_buckets:
             self._start_gather(bucket)
             bucket.snapshot = snapshot
+            self.stale.mark(slot.param for slot in bucket.slots if self.partial.owns(slot.param))
         self.step_outside(snapshot)
-        return None
+        return loss
+
+    def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
+        """Step at once on whole gradients: the user's hooks are to see these and new parameters."""
+        self.settle()
+        self.phase = Phase.IDLE
+        if closure is None:
+            return super().step()
+
+        def whole() -> Any:
+            loss = closure()
+            self.settle()
+            self.phase = Phase.IDLE
+            return loss
+
+        return super().step(whole)
+
+    def evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        """Call the closure, if there is one, as optimizers do."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _replaced(self) -> bool:
+        """Whether somebody has put other gradients, or none, where pending ones were."""
+        return any(slot.param.grad is not slot.pending for slot in self.slots)
+
+    def visible_state(self) -> Any:
+        """Return the optimizer's state after all updates; inside its own step, as it is."""
+        if not self.partial.stepping:
+            self.flush()
+        return super().visible_state()
 
     def step_outside(self, snapshot: GroupSnapshot) -> None:
         """Update at once what is in no bucket but has got a gradient from somewhere."""
         others = [p for p in self.outside if p.grad is not None]
         if others:
             self.partial.step(others, snapshot)
-
-    def refuse(self, closure: Callable[[], Any] | None) -> None:
-        """Say that a step cannot evaluate the loss again.
-
-        Raises:
-            UsageError: there is a closure.
-        """
-        if closure is not None:
-            raise UsageError(
-                "DeAR applies updates during the next forward, so optimizer.step(closure) cannot "
-                "work; call step() without a closure, or use wingbeat.AllReduce()"
-            )
 
     @functools.cached_property
     def outside(self) -> list[torch.Tensor]:
@@ -130,16 +209,20 @@ class DearEngine(Engine):
 
     def before_module(self, buckets: Sequence[Bucket]) -> None:
         """Bring the parameters up to date that the module is about to read."""
-        for bucket in buckets:
-            if bucket.snapshot is not None:
-                self._apply(bucket)
+        with self.lock:
+            for bucket in buckets:
+                if bucket.snapshot is not None:
+                    self._apply(bucket)
+
+    def refresh(self, params: Sequence[torch.Tensor]) -> None:
+        """Bring these parameters up to date, as somebody is about to read them."""
+        slots = self.bucketing.slot_of
+        self.before_module([slots[param].bucket for param in params if param in slots])
 
     def flush(self) -> None:
         """Apply every update that is due."""
         super().flush()
-        for bucket in self.forward_buckets:
-            if bucket.snapshot is not None:
-                self._apply(bucket)
+        self.before_module(self.forward_buckets)
 
     def settle(self) -> None:
         """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
@@ -154,12 +237,38 @@ class DearEngine(Engine):
             self.phase = Phase.WHOLE
             self._show_gradients()
 
+    def show_gradient(self, slot: Slot) -> None:
+        """Make ``slot``'s view whole, because somebody touches what stands for it in ``p.grad``.
+
+        Raises:
+            UsageError: this happens in a backward that is making it, or it was dropped.
+        """
+        if self._in_backward and in_backward():
+            raise UsageError(
+                f"the gradient of parameter {slot.name!r} was needed in its own backward: " + TWICE
+            )
+        with self.lock:
+            cut_short = self._in_backward
+            self.settle()
+        if cut_short:
+            raise UsageError(
+                f"the gradient of parameter {slot.name!r} is gone: an exception cut its backward "
+                "short; call optimizer.zero_grad() and run the backward again"
+            )
+
     def _show_gradients(self) -> None:
-        for slot in self.slots:
-            if slot.prior is Prior.KEPT and slot.param.grad is None:
-                slot.bucket.settle()
-                slot.param.grad = slot.view
-                slot.prior = Prior.NONE
+        """Put whole gradients in the place of pending ones, and None where nobody has any."""
+        for bucket in self.buckets:
+            pending = [slot for slot in bucket.slots if slot.param.grad is slot.pending]
+            if not pending:
+                continue
+            bucket.settle()
+            whole = set(bucket.contributed())
+            for slot in pending:
+                if slot in whole:
+                    slot.show()
+                else:
+                    slot.param.grad = None
 
     def _start_gather(self, bucket: Bucket) -> None:
         bucket.handle = self.collectives.all_gather(
@@ -174,26 +283,27 @@ class DearEngine(Engine):
             for bucket in self.forward_buckets:
                 bucket.settle()
         for bucket in self.buckets:
-            self._whole_slots(bucket)
+            self.check_in_step(bucket)
 
-    def _whole_slots(self, bucket: Bucket) -> list[Slot]:
-        """Return the slots with a gradient, now that the bucket is whole, and keep it for them."""
-        slots = bucket.contributed()
-        if bucket.kept:
-            for slot in slots:
-                slot.prior = Prior.KEPT
-        return slots
-
-    @torch.no_grad()
     def _apply(self, bucket: Bucket) -> None:
-        snapshot, bucket.snapshot = bucket.snapshot, None
-        assert snapshot is not None
-        handle: Handle | None = bucket.handle
-        if handle is not None:
-            with self.exposed(bucket.index):
-                self._wait_for(handle)
-        begin = time.monotonic_ns()
-        slots = [s for s in self._whole_slots(bucket) if self.partial.owns(s.param)]
+        """Run the update of one bucket, as if at the moment of the step that it belongs to."""
+        with self._ambient.restored():
+            handle: Handle | None = bucket.handle
+            if handle is not None:
+                with self.exposed(bucket.index):
+                    self._wait_for(handle)
+            self.check_in_step(bucket)
+            snapshot, bucket.snapshot = bucket.snapshot, None
+            assert snapshot is not None
+            self.stale.clear(slot.param for slot in bucket.slots)
+            begin = time.monotonic_ns()
+            self._update_bucket(bucket, snapshot)
+            if stream.on:
+                stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
+
+    def _update_bucket(self, bucket: Bucket, snapshot: GroupSnapshot) -> None:
+        whole = bucket.contributed()
+        slots = [slot for slot in whole if self.partial.owns(slot.param)]
         # Gradients made since step() belong to the next one, as do zeros asked for meanwhile.
         later = [slot.param.grad for slot in slots]
         for slot in slots:
@@ -205,8 +315,10 @@ class DearEngine(Engine):
             self._writes_gradients |= bucket.flat._version != version
             for slot, grad in zip(slots, later, strict=True):
                 slot.param.grad = grad
-        if stream.on:
-            stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
+        if len(whole) < len(bucket.slots):
+            for slot in set(bucket.slots).difference(whole):
+                if slot.param.grad is slot.pending:
+                    slot.param.grad = None  # nobody has used it
 
     def _wait_for(self, handle: Handle) -> None:
         """Wait until the optimizer may use what an all-gather has brought.
@@ -283,7 +395,7 @@ class DearEngine(Engine):
         ]
         if norms:
             each[rank] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        self.collectives.all_gather(each).wait()
+        self.collectives.all_gather(each, label="norms").wait()
         total: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
         double = any(bucket.flat.dtype is torch.float64 for bucket in self.buckets)
         return total if double else total.float()

@@ -7,24 +7,19 @@ hand is run: on test tensors whole, and on the same tensors in pieces, as two wo
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.sync.twin import bare_step, close, copied_settings, make_twin, same_settings
 from wingbeat.sync.values import encode
 
 _SHAPES = ((72, 64), (3, 2, 2, 2))
 _CUTS = (1537, 7)
 """Where each test tensor is cut in two: amid a row, and at no multiple of a vector's width."""
 _STEPS = 3
-_LR = 0.01
-"""In place of the group's own, which a warm-up may have set to zero."""
-
-_RTOL, _ATOL = 1e-4, 1e-6
 
 Optimizer = torch.optim.Optimizer
 
@@ -41,14 +36,13 @@ def prove(optimizer: Optimizer, step: Callable[[Any], Any]) -> dict[str, bool]:
     Raises:
         UsageError: it does not.
     """
-    # A hook for all optimizers of the process belongs to the user's own steps.
-    bare = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    bare = bare_step(step)
     each: dict[str, bool] = {}
     tried = set()
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
         for like in _kinds(group["params"]):
-            key = (like.device, like.dtype, _same(settings))
+            key = (like.device, like.dtype, same_settings(settings))
             if key not in tried:
                 tried.add(key)
                 each |= _Trial(optimizer, bare, settings, like).run()
@@ -58,11 +52,6 @@ def prove(optimizer: Optimizer, step: Callable[[Any], Any]) -> dict[str, bool]:
 def _kinds(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """One trained parameter of each dtype and device."""
     return list({(p.dtype, p.device): p for p in params if p.requires_grad}.values())
-
-
-def _same(settings: dict[str, Any]) -> str:
-    """Text that is equal for settings that ask for the same trial."""
-    return repr(sorted((k, v) for k, v in settings.items() if k not in ("lr", "initial_lr")))
 
 
 class _Trial:
@@ -95,7 +84,7 @@ class _Trial:
             reason = str(err).strip().splitlines() or [""]
             raise self._refusal(f"{type(err).__name__}: {reason[0]}") from None
         for whole, parts in zip(wholes, zip(*pieces, strict=True), strict=True):
-            if not _close(whole.reshape(-1), torch.cat(parts)):
+            if not close(whole.reshape(-1), torch.cat(parts)):
                 raise self._refusal("parts of a parameter come out other than the whole")
         return self._compare(state, states)
 
@@ -121,7 +110,7 @@ class _Trial:
                 torch.nn.Parameter(w if whole else w.reshape(-1)[part].clone())
                 for w, part in zip(self._numbers(0, 1.0), parts, strict=True)
             ]
-            twin = self._twin()
+            twin = make_twin(self._optimizer)
             for number in range(1, _STEPS + 1):
                 for param, grad, part in zip(
                     params, self._numbers(number, 10.0 ** (2 - number)), parts, strict=True
@@ -134,7 +123,7 @@ class _Trial:
         return values[0] if len(workers) == 1 else values, states
 
     def _step_once(self, twin: Any, params: list[torch.nn.Parameter]) -> None:
-        group = {**self._copied_settings(), "params": params}
+        group = {**copied_settings(self._settings), "params": params}
         before = dict(group)
         twin.__dict__["param_groups"] = [group]
         self._step(twin)
@@ -144,27 +133,6 @@ class _Trial:
         loose = [k for k in twin.state if not isinstance(k, torch.Tensor)]
         if loose:
             raise self._refusal(f"it keeps state that belongs to no parameter: {loose[0]!r}")
-
-    def _twin(self) -> Any:
-        twin = object.__new__(type(self._optimizer))
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        memo: dict[int, Any] = {id(p): p for p in params} | {id(self._optimizer): twin}
-        for key, value in vars(self._optimizer).items():
-            if key.endswith("_hooks"):
-                twin.__dict__[key] = type(value)()
-            elif key not in ("param_groups", "state", "step"):
-                twin.__dict__[key] = _copied(value, memo)
-        twin.__dict__["state"] = defaultdict(dict)
-        return twin
-
-    def _copied_settings(self) -> dict[str, Any]:
-        settings = copy.deepcopy(self._settings)
-        lr = settings.get("lr")
-        if isinstance(lr, torch.Tensor):
-            settings["lr"] = torch.full_like(lr, _LR)
-        elif lr is not None:
-            settings["lr"] = _LR
-        return settings
 
     def _numbers(self, seed: int, scale: float) -> list[torch.Tensor]:
         """Test tensors whose norms differ by orders of magnitude from piece to piece."""
@@ -202,24 +170,8 @@ class _Trial:
             raise self._refusal(f"state {key!r}: {err}") from None
         if not isinstance(value, torch.Tensor):
             return all(other == value for other in others)
-        return all(other.shape == value.shape and _close(value, other) for other in others)
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # an attribute of any kind: what cannot be copied is shared
-        return value
+        return all(other.shape == value.shape and close(value, other) for other in others)
 
 
 def _joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    return _close(whole.reshape(-1), torch.cat([part.reshape(-1) for part in parts]))
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    # Not bit for bit: an element at a vector's end may be computed with other instructions.
-    return torch.allclose(a, b, _RTOL, _ATOL, equal_nan=True)
+    return close(whole.reshape(-1), torch.cat([part.reshape(-1) for part in parts]))

@@ -7,6 +7,7 @@ Buckets are launched strictly in the plan's order, on every worker, so no negoti
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,14 +17,17 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
-from wingbeat.sync.attach import attach, on_backward_end
-from wingbeat.sync.bucket import Bucket, Prior, Slot
-from wingbeat.sync.bucketing import Bucketing
+from wingbeat.sync.attach import attach, in_backward, on_backward_end
+from wingbeat.sync.bucket import Bucket, Slot
+from wingbeat.sync.bucketing import Bucketing, ignored, synchronised
 from wingbeat.sync.buffers import BufferSync
+from wingbeat.sync.convert import check_kind
 from wingbeat.sync.merging import LayerMerging
 from wingbeat.sync.partial import PartialOptimizer
+from wingbeat.sync.steps import Steps
 from wingbeat.sync.tuning import SizeTuning
 from wingbeat.sync.wiring import Wiring
+from wingbeat.sync.wrapped import refuse_around
 from wingbeat.transport.world import World
 from wingbeat.types import Choices
 
@@ -46,18 +50,24 @@ class Engine:
         self.collectives = collectives
         self.partial = PartialOptimizer(optimizer, plain_step)
         self.choices = choices
-        self.buffer_sync = BufferSync(list(model.buffers()), collectives)
+        self.buffer_sync = BufferSync(model, ignored(model), collectives)
         self.bucketing = Bucketing(model, choices.fusion, world)
         self.wiring = Wiring(choices.wire, self.bucketing.slots, collectives)
         self.tuning: SizeTuning | None = None
         self.merging: LayerMerging | None = None
+        self.steps_made = Steps(world)
         self.sync = True
+        self.lock = threading.RLock()
         self.buffer_root = 0
         self.last_clip: tuple[float, float] | None = None
         self.before_synced_forward: Callable[[], Any] | None = None
         self._scale = 1.0 / world.size
         self._handles: list[Any] = []
+        self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
+        self._decided: bool | None = None
         self._in_backward = False
+        self._skipping = False
+        self._shadowing = False
         self._next = 0
         self._start()
 
@@ -130,7 +140,12 @@ class Engine:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the optimizer's own step: gradients are whole, unless a schedule defers that."""
         self.recover()
+        self.steps_made.count += 1
         return self.partial.whole_step(closure)
+
+    def visible_state(self) -> Any:
+        """Return the optimizer's state for somebody to read: of the last step, if it is here."""
+        return self.optimizer.__dict__["state"]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the averaged gradients so that their global norm is at most ``max_norm``."""
@@ -141,27 +156,48 @@ class Engine:
     def detach(self) -> None:
         """Apply what is pending and remove every hook; gradients become plain tensors."""
         self.settle()
-        self.bucketing.forward_order.stop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for bucket in self.buckets:
             for slot in bucket.slots:
-                if slot.param.grad is slot.view:
+                if slot.holds(slot.param.grad):
+                    bucket.settle()
                     slot.param.grad = slot.view.clone()
 
-    def enter_forward(self, model: torch.nn.Module, _args: Any) -> None:
-        """Before the model's forward: get ready for the backward that may follow."""
-        if not torch.is_grad_enabled() or not model.training:
-            return
-        self.recover()
-        self.bucketing.watch_forward()
-        if self.sync and self.before_synced_forward is not None:
-            self.before_synced_forward()
+    def close(self) -> None:
+        """Give the channels back; nothing can be exchanged after that."""
+        for world in (self.buffer_sync.channel, self.world if self.world.channel else None):
+            if world is not None:
+                world.close()
 
-    def leave_forward(self, _model: torch.nn.Module, _args: Any, _out: Any) -> None:
-        """After the model's forward, also one that failed."""
-        self.bucketing.end_forward()
+    def enter_forward(self, _model: torch.nn.Module, _args: Any) -> None:
+        """Before the model's forward: get ready for the backward that may follow."""
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        refuse_around(self.model)
+        self._refuse_unfrozen()
+        self.recover()
+        # As under DDP, it is the forward that decides whether its gradients are synchronised.
+        self._decided = self.sync
+        if self.sync:
+            if self.before_synced_forward is not None:
+                self.before_synced_forward()
+            self.buffer_sync.ask(self.buffer_root)
+
+    def _refuse_unfrozen(self) -> None:
+        for param in self._frozen:
+            if param.requires_grad:
+                name = next(n for n, p in self.model.named_parameters() if p is param)
+                raise UsageError(
+                    f"parameter {name!r} needs a gradient, but was frozen when distribute() was "
+                    "called, so the workers would drift apart: call wingbeat.release(model, "
+                    "optimizer), and distribute() again after requires_grad_()"
+                )
+
+    def reads_directly(self, module: torch.nn.Module) -> bool:
+        """Whether the module has parameters or buffers of its own that are synchronised."""
+        return bool(self.bucketing.needed_by(module)) or self.buffer_sync.owns(module)
 
     def enter_module(self, module: torch.nn.Module, _args: Any) -> None:
         """Before any module's forward: bring up to date what it reads."""
@@ -181,10 +217,18 @@ class Engine:
     # -- backward -------------------------------------------------------------------------
 
     def on_grad(self, index: int) -> None:
-        """Take in one gradient; called by autograd as soon as it has been accumulated."""
-        if not self.sync:
-            return
+        """Take in one gradient; called by autograd as soon as it has been accumulated.
+
+        With parameters on several devices several threads of autograd come here.
+        """
+        with self.lock:
+            self._on_grad(index)
+
+    def _on_grad(self, index: int) -> None:
         if not self._in_backward:
+            if not (self.sync if self._decided is None else self._decided):
+                self._skip_backward()
+                return
             self._begin_backward()
         if self.merging is None:
             self._take_in(index)
@@ -212,6 +256,12 @@ class Engine:
         bucket.missing -= 1
         if bucket.missing == 0:
             self._launch_complete()
+
+    def _skip_backward(self) -> None:
+        """Leave a backward alone, which ends what the forward before it has decided."""
+        if self._decided is not None and not self._skipping:
+            self._skipping = True
+            on_backward_end(self)
 
     def _open_backward(self) -> None:
         self._next = 0
@@ -244,6 +294,8 @@ class Engine:
     @torch.no_grad()
     def _take(self, slot: Slot) -> None:
         slot.bucket.settle()
+        if slot.param.dtype is not slot.view.dtype or slot.param.shape != slot.view.shape:
+            check_kind(slot.name, slot.param, slot.view)
         slot.used = slot.fill(self._scale)
         slot.ready = True
         self.store(slot)
@@ -256,8 +308,7 @@ class Engine:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             self._next += 1
-            bucket.write_flags()
-            bucket.kept = True
+            bucket.write_tail(None if self._shadowing else self.steps_made.count)
             self.launch(bucket)
 
     def _launch_rest(self) -> None:
@@ -270,6 +321,12 @@ class Engine:
 
     def end_backward(self) -> None:
         """Launch buckets that miss unused parameters, and close this backward."""
+        with self.lock:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._decided = None
+        self._skipping = False
         if not self._in_backward:
             return
         if self.merging is not None:
@@ -304,7 +361,6 @@ class Engine:
             self.discard()
             for slot in self.slots:
                 slot.param.grad = None
-                slot.prior = Prior.NONE
 
     def shadow_backward(self) -> None:
         """Take part in one backward of the others with gradients of zero."""
@@ -312,20 +368,30 @@ class Engine:
         self.zero_grad(True)
         for slot in self.slots:
             slot.param.grad = None
-        self._in_backward = True
-        self.end_backward()
+        self._in_backward = self._shadowing = True
+        try:
+            self.end_backward()
+        finally:
+            self._shadowing = False
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the gradients, also those that only exist in the buckets."""
         self.recover()
         self.discard()
-        for bucket in self.buckets:
-            bucket.kept = False
         for slot in self.slots:
-            if slot.param.grad is None and slot.prior is not Prior.NONE:
-                slot.prior = Prior.NONE if set_to_none else Prior.ZERO
-            elif set_to_none:
-                slot.prior = Prior.NONE
+            grad = slot.param.grad
+            if grad is not None and grad is slot.pending:
+                zeros = not set_to_none and slot.used
+                slot.param.grad = torch.zeros_like(slot.param) if zeros else None
+
+    def check_in_step(self, bucket: Bucket) -> None:
+        """Make sure that all workers had made the same number of steps; ``bucket`` is whole.
+
+        Raises:
+            UsageError: they had not; on every worker.
+        """
+        if bucket.flat.device.type == "cpu" and not bucket.in_step():
+            self.steps_made.disagree()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

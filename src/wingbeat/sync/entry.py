@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, UsageError
-from wingbeat.sync.bucketing import spec_of
+from wingbeat.sync import claims
+from wingbeat.sync.bucketing import ignored, spec_of
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.engine import Engine
@@ -23,6 +24,7 @@ from wingbeat.sync.upgrade import (
 )
 from wingbeat.sync.wfbp import WfbpEngine
 from wingbeat.sync.wiring import check_momentum
+from wingbeat.sync.wrapped import refuse_inside
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices
 
@@ -30,6 +32,10 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 _ENGINES: dict[str, type[Engine]] = {"wfbp": WfbpEngine, "dear": DearEngine}
+
+
+_INSIDE = ("optimizer", "_optimizer")
+"""Where wrappers keep the optimizer that does the work."""
 
 
 class HasChoices(Protocol):
@@ -64,23 +70,47 @@ def distribute(
             parameters that the model has not, or it cannot be divided (``shard_optimizer``).
         MismatchError: the ranks' models differ; on every rank, naming the first parameter.
     """
-    _check(model, optimizer, strategy)
+    inner = unwrapped(optimizer)
+    _check(model, inner, strategy)
     world = world or current()
     choices = strategy.choices()
+    given, optimizer = optimizer, cast(OptimizerT, inner)
     check_momentum(choices, optimizer)
     kind: type[Engine] = ShardedEngine if choices.shard_optimizer else _ENGINES[choices.schedule]
     if world.size == 1:
         kind = SingleEngine
-    collectives = Collectives(world, choices.topology)
     if world.size > 1:
         _check_same_model(model, world, strategy)
-        with torch.no_grad():
-            tensors = [*model.parameters(), *model.buffers()]
-            broadcast_now([t.detach() for t in tensors], collectives, root=0)
+        # Several models of one process launch their buckets in any order.
+        world = world.open_channel()
+    collectives = Collectives(world, choices.topology)
+    if world.size > 1:
+        _take_over_rank_zeros(model, collectives)
     engine = kind(model, optimizer, choices, world, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
     upgrade(optimizer, DistributedOptimizer, engine)
-    return model, optimizer
+    claims.claim(engine, (slot.param for slot in engine.slots))
+    return model, given
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside of a wrapper that only passes calls on, as Accelerate's does."""
+    seen: list[Any] = []
+    while isinstance(optimizer, torch.optim.Optimizer) and "param_groups" not in vars(optimizer):
+        inner = next((vars(optimizer)[k] for k in _INSIDE if k in vars(optimizer)), None)
+        if inner is None or any(inner is one for one in seen):
+            break
+        seen.append(optimizer)
+        optimizer = inner
+    return optimizer
+
+
+def _take_over_rank_zeros(model: torch.nn.Module, collectives: Collectives) -> None:
+    left_out = ignored(model)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    with torch.no_grad():
+        tensors = [tensor.detach() for name, tensor in named if name not in left_out]
+        broadcast_now(tensors, collectives, root=0)
 
 
 def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
@@ -90,11 +120,14 @@ def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
         UsageError: they were not distributed together.
     """
     engine = engine_of(model)
-    if engine is None or engine is not engine_of(optimizer):
+    inner = unwrapped(optimizer)
+    if engine is None or engine is not engine_of(inner):
         raise UsageError("release(): this model and optimizer were not distributed together")
     engine.detach()
+    engine.close()
+    claims.drop(engine)
     downgrade(model)
-    downgrade(optimizer)
+    downgrade(inner)
     return model, optimizer
 
 
@@ -114,7 +147,14 @@ def _check(model: Any, optimizer: Any, strategy: Any) -> None:
             "distribute() was called twice on the same model or optimizer: call "
             "wingbeat.release(model, optimizer) first"
         )
+    if "param_groups" not in vars(optimizer):
+        raise UsageError(
+            f"distribute(optimizer={type(optimizer).__name__}): it is a wrapper without parameters "
+            "of its own; pass the optimizer inside of it"
+        )
+    refuse_inside(model)
     _check_parameters(model, optimizer)
+    claims.check(model)
 
 
 def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -140,10 +180,12 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 def _check_same_model(model: torch.nn.Module, world: World, strategy: HasChoices) -> None:
     """Compare every rank's parameters and buffers with rank 0's, on every rank."""
+    left_out = ignored(model)
     tensors = [
         *((name, t, bool(t.requires_grad)) for name, t in model.named_parameters()),
         *((name, t, False) for name, t in model.named_buffers()),
     ]
+    tensors = [entry for entry in tensors if entry[0] not in left_out]
     mine = []
     for name, tensor, trained in tensors:
         spec = spec_of(name, tensor)

@@ -11,6 +11,7 @@ import torch
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import Phase
+from wingbeat.sync.partial import State
 from wingbeat.sync.sharded import ShardedEngine
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def joined(engine: Engine) -> Iterator[None]:
         engine.zero_grad(True)  # as the others do before their next forward
     while active := _announce(engine, False):
         last = active
+        engine.buffer_sync.ask(engine.buffer_root)
         engine.shadow_backward()
         _shadow_step(engine)
         engine.zero_grad(True)
@@ -65,7 +67,7 @@ def _announce(engine: Engine, active: bool) -> list[int]:
     """Tell whether this worker has a batch; return the ranks that have one."""
     flags = torch.zeros(engine.world.size)
     flags[engine.world.rank] = float(active)
-    engine.collectives.all_gather(flags).wait()
+    engine.collectives.all_gather(flags, label="batches left").wait()
     ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
     # Buffers come from a worker that still trains.
     engine.buffer_root = ranks[0] if ranks else 0
@@ -76,15 +78,24 @@ def _follow(engine: Engine, root: int) -> None:
     """Take over parameters, buffers and the optimizer's state from rank ``root``."""
     engine.settle()
     collectives = engine.collectives
+    # Steps made without batches do not count.
+    engine.steps_made.count = _steps_of(engine, root)
     with torch.no_grad():
         tensors = [slot.param for slot in engine.slots] + list(engine.model.buffers())
         broadcast_now(tensors, collectives, root)
     broadcast_now(_state_like(engine, root), collectives, root)
 
 
+def _steps_of(engine: Engine, root: int) -> int:
+    steps = engine.world.exchange("steps", engine.steps_made.count)[root]
+    if type(steps) is not int or steps < 0:
+        raise PeerError(f"rank {engine.world.rank}: rank {root} sent malformed steps: {steps!r}")
+    return steps
+
+
 def _state_like(engine: Engine, root: int) -> list[torch.Tensor]:
     """Return the optimizer state's tensors in an agreed order, made where they are missing."""
-    state = engine.optimizer.state
+    state: State = engine.optimizer.__dict__["state"]
     params = engine.partial.params()
     mine = [
         [i, key, str(value.dtype).removeprefix("torch."), list(value.shape)]

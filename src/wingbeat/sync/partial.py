@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
-from wingbeat.errors import UsageError
 
 GroupSnapshot = list[dict[str, Any]]
 """Each param group's settings (learning rate and so on) at the moment of ``step()``."""
@@ -21,15 +20,18 @@ State = defaultdict[Any, dict[str, Any]]
 class PartialOptimizer:
     """Splits one ``step()`` into several, one for each bucket whose gradients have arrived.
 
-    Right for every optimizer that updates each parameter from its own gradient and state, as
-    those of ``torch.optim`` do (LBFGS excepted, which needs a closure).
+    Right for every optimizer that updates each parameter from its own gradient and state, which
+    `separable` finds out.
+
+    Attributes:
+        stepping: whether the optimizer's own code is running.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plain_step: Any) -> None:
         self._optimizer = optimizer
         self._plain_step = plain_step
         self._group_of: dict[torch.Tensor, int] = {}
-        self._proved = False
+        self.stepping = False
         self.refresh()
 
     def refresh(self) -> None:
@@ -59,7 +61,17 @@ class PartialOptimizer:
 
     def whole_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the optimizer's own step, on all its parameters."""
-        return self._plain_step(self._optimizer, *([closure] if closure else []))
+        with self.inside():
+            return self._plain_step(self._optimizer, *([closure] if closure else []))
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Tell that it is the optimizer's own code that runs inside."""
+        outer, self.stepping = self.stepping, True
+        try:
+            yield
+        finally:
+            self.stepping = outer
 
     @property
     def hooked(self) -> bool:
@@ -73,11 +85,7 @@ class PartialOptimizer:
             hook(self._optimizer, (), {})
 
     def step(self, params: Iterable[torch.Tensor], snapshot: GroupSnapshot) -> None:
-        """Update ``params`` from their ``grad`` with the settings in ``snapshot``.
-
-        Raises:
-            UsageError: the optimizer keeps state in its groups, so that it cannot be split.
-        """
+        """Update ``params`` from their ``grad`` with the settings in ``snapshot``."""
         state: State = self._optimizer.__dict__["state"]
         self.step_on(((param, param) for param in params), snapshot, state)
 
@@ -94,16 +102,12 @@ class PartialOptimizer:
                 its place, from its own ``grad``.
             snapshot: the groups' settings.
             state: what the optimizer remembers of each stand-in; filled by the first step.
-
-        Raises:
-            UsageError: the optimizer keeps state in its groups, so that it cannot be split.
         """
         members: dict[int, list[torch.Tensor]] = {}
         for param, stand_in in pairs:
             if param in self._group_of:
                 members.setdefault(self._group_of[param], []).append(stand_in)
         groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
-        before = None if self._proved else [dict(group) for group in groups]
         inside = self._optimizer.__dict__
         saved = {k: inside[k] for k in _SWAPPED}
         # The user's hooks and groups belong to the whole step, not to each part of it.
@@ -114,22 +118,10 @@ class PartialOptimizer:
             _optimizer_step_post_hooks={},
         )
         try:
-            self._plain_step(self._optimizer)
+            with self.inside():
+                self._plain_step(self._optimizer)
         finally:
             inside.update(saved)
-        if before is not None and groups:
-            self._prove(before, groups)
-
-    def _prove(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-        for old, new in zip(before, after, strict=True):
-            changed = [k for k in new if k != "params" and new[k] is not old.get(k, _ABSENT)]
-            if changed:
-                raise UsageError(
-                    f"optimizer {type(self._optimizer).__name__} keeps state in its param groups "
-                    f"({', '.join(changed)}), so its step cannot be split by bucket; "
-                    "use wingbeat.AllReduce() with it"
-                )
-        self._proved = True
 
 
 _SWAPPED = (
@@ -138,5 +130,4 @@ _SWAPPED = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
 )
-_ABSENT = object()
 _WHEN = ("pre", "post")

@@ -119,7 +119,7 @@ class Rounds:
         world = self._collectives.world
         self._rows = torch.zeros(world.size, self._width, dtype=torch.uint8)
         self._rows[world.rank] = torch.frombuffer(row, dtype=torch.uint8)
-        self._handle = self._collectives.all_gather(self._rows.view(-1))
+        self._handle = self._collectives.all_gather(self._rows.view(-1), label="intents")
 
     def finish(self) -> Answer:
         """Wait for what all have said.

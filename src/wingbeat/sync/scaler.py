@@ -43,7 +43,7 @@ def groups_of(
     if largest:
         worst = torch.stack(largest).amax()
         found[collectives.world.rank] = worst.isfinite().logical_not()
-    collectives.all_gather(found).wait()
+    collectives.all_gather(found, label="infinities").wait()
     flag[0] = torch.where(found.sum() > 0, torch.inf, 0.0)
     return [{"params": [_shown(part) for part in (*parts, flag)]}]
 

@@ -23,11 +23,12 @@ import torch
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.observe.events import stream
 from wingbeat.sync import elementwise, follow
-from wingbeat.sync.bucket import Bucket, Prior, Slot
+from wingbeat.sync.ambient import Ambient
+from wingbeat.sync.bucket import Bucket, Slot
 from wingbeat.sync.dear import DearEngine, Phase
 from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.rounds import Answer, Intent, Rounds
-from wingbeat.sync.shards import Piece, Shards
+from wingbeat.sync.shards import DividedState, Piece, Shards
 
 
 class ShardedEngine(DearEngine):
@@ -52,6 +53,7 @@ class ShardedEngine(DearEngine):
         self._rounds = Rounds(self.collectives, len(self.slots))
         self._spent: list[Slot] = []
         self._fresh: dict[int, list[Slot]] = {}
+        self._has_whole_state = False
         # Blocks of one parameter are updated in step() and the others later: leave none behind.
         self.world.on_close(functools.partial(_flush, weakref.ref(self)))
 
@@ -68,6 +70,10 @@ class ShardedEngine(DearEngine):
                     f"rank {rank} has another optimizer than rank {self.world.rank}, or other "
                     "param groups; with shard_optimizer all ranks must build the same"
                 )
+
+    def can_step_in_parts(self) -> bool:
+        """Whether parameters can be updated apart: an optimizer that cannot was refused."""
+        return True
 
     def launch(self, bucket: Bucket) -> None:
         """BackPipe, with what is owed to the own block: nothing encodes it a second time."""
@@ -102,8 +108,8 @@ class ShardedEngine(DearEngine):
         if intent is not Intent.STEP:
             return ()
         if self.phase is Phase.REDUCED:
-            return (slot.index for slot in self.slots if slot.used)
-        return (slot.index for slot in self.slots if slot.param.grad is not None)
+            return [slot.index for slot in self.slots if slot.used]
+        return [slot.index for slot in self.slots if slot.param.grad is not None]
 
     def before_backward(self) -> None:
         """Finish the last step, and gather gradients that this backward adds to."""
@@ -113,6 +119,7 @@ class ShardedEngine(DearEngine):
             if self.phase is Phase.REDUCED:
                 self._gather()
         self.phase = Phase.IDLE
+        self._show_gradients()
 
     def finish_backward(self) -> None:
         """Do not wait; but what was added to used up gradients cannot be used any more."""
@@ -120,7 +127,7 @@ class ShardedEngine(DearEngine):
         if self._spent:
             self.phase = Phase.LOST
             for slot in self.slots:
-                slot.prior = Prior.NONE
+                slot.param.grad = None
 
     def discard(self) -> None:
         """Let the links finish; the sums are not used, on any worker."""
@@ -133,7 +140,6 @@ class ShardedEngine(DearEngine):
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
         if self._in_backward:
-            self.phase = Phase.REDUCED
             self._spent = []
         super().recover()
 
@@ -142,7 +148,8 @@ class ShardedEngine(DearEngine):
         super().zero_grad(set_to_none)
         if not set_to_none:
             for slot in self._spent:
-                slot.prior = Prior.ZERO
+                if slot.param.grad is None:
+                    slot.param.grad = torch.zeros_like(slot.param)
         self._spent = []
 
     def settle_gradients(self) -> None:
@@ -174,16 +181,21 @@ class ShardedEngine(DearEngine):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this worker's blocks, queue every all-gather, first needed first, and return.
 
+        A ``closure`` is called once, before the step.
+
         Raises:
-            UsageError: there is a closure, or a step has used the gradients up.
+            UsageError: a step has used the gradients up.
         """
-        self.refuse(closure)
+        loss = self.evaluate(closure)
         self.recover()
         self._refuse_lost("optimizer.step()")
+        if self.phase is Phase.REDUCED and self._replaced():
+            self.settle_gradients()
         self.partial.run_hooks("pre")
         if self.phase is not Phase.REDUCED:
             self.flush()
         snapshot = self.partial.snapshot()
+        self.steps_made.count += 1
         done: set[int] = set()
         answer = self._agree(Intent.STEP, lambda: self._update_certain(snapshot, done))
         if answer.followed:
@@ -193,7 +205,7 @@ class ShardedEngine(DearEngine):
         if self.partial.hooked:
             self.flush()  # hooks are to see the new parameters
         self.partial.run_hooks("post")
-        return None
+        return loss
 
     def follow(self) -> None:
         """Do as the workers that still have batches, after a backward without any."""
@@ -224,6 +236,7 @@ class ShardedEngine(DearEngine):
     @torch.no_grad()
     def finish_step(self, answer: Answer, snapshot: GroupSnapshot, done: set[int]) -> None:
         """Update the rest, and queue the all-gather of each bucket with something new."""
+        self._ambient = Ambient(self.buckets[0].flat.device)
         for bucket in self.buckets:
             if bucket.index not in done:
                 self._update(bucket, answer.used, snapshot)
@@ -233,9 +246,10 @@ class ShardedEngine(DearEngine):
             if self._fresh[bucket.index]:
                 self._start_gather_of_parameters(bucket)
                 bucket.snapshot = snapshot
-            for slot in fresh:
-                slot.param.grad = None
-                slot.prior = Prior.NONE
+                self.stale.mark(slot.param for slot in self._fresh[bucket.index])
+            for slot in bucket.slots:
+                if slot.index in answer.used or slot.param.grad is slot.pending:
+                    slot.param.grad = None
             self._spent += fresh
         self.steps += 1
         self.phase = Phase.IDLE
@@ -283,16 +297,18 @@ class ShardedEngine(DearEngine):
             bucket.flat[piece.place.start : piece.place.stop].copy_(piece.stand_in)
         bucket.handle = self.collectives.all_gather(bucket.flat, bucket=bucket.index)
 
-    @torch.no_grad()
     def _apply(self, bucket: Bucket) -> None:
-        bucket.snapshot = None
-        if bucket.handle is not None:
-            with self.exposed(bucket.index):
-                bucket.handle.wait_received()
-        begin = time.monotonic_ns()
-        own = {piece.slot.index: piece for piece in self.shards.pieces_in(bucket)}
-        for slot in self._fresh.pop(bucket.index):
-            _take(slot, own.get(slot.index))
+        """Take over the bucket's new parameters."""
+        with self._ambient.restored():
+            if bucket.handle is not None:
+                with self.exposed(bucket.index):
+                    bucket.handle.wait_received()
+            begin = time.monotonic_ns()
+            self.stale.clear(slot.param for slot in bucket.slots)
+            own = {piece.slot.index: piece for piece in self.shards.pieces_in(bucket)}
+            for slot in self._fresh.pop(bucket.index):
+                _take(slot, own.get(slot.index))
+            bucket.snapshot = None
         if stream.on:
             stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
 
@@ -315,10 +331,19 @@ class ShardedEngine(DearEngine):
         self.settle()
         inside = self.optimizer.__dict__
         kept, inside["state"] = inside["state"], self.shards.whole()
+        self._has_whole_state = True
         try:
             yield
         finally:
             inside["state"] = kept
+            self._has_whole_state = False
+
+    def visible_state(self) -> Any:
+        """Return the optimizer's state where it is whole, and else what refuses to be read."""
+        state = super().visible_state()
+        if self.partial.stepping or self._has_whole_state or not self.shards.state:
+            return state
+        return DividedState(len(self.shards.state))
 
     def detach(self) -> None:
         """Apply what is pending, remove every hook, and give the optimizer its state back."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,6 +26,25 @@ from wingbeat.types import Span
 Memory = dict[str, dict[str, Any]]
 """What is remembered of one parameter, by name: ``{"each": dtype}`` where there is a value for
 each element, ``{"all": value}``, in JSON, where one value is for the whole parameter."""
+
+
+class DividedState(Mapping[Any, Any]):
+    """Stands for an optimizer's state that lies on different workers: not empty, not readable."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, _key: Any) -> NoReturn:
+        raise UsageError(
+            "optimizer.state with shard_optimizer: each worker has a part of it; call "
+            "optimizer.state_dict() on every rank for all of it, or optimizer.shard_state_dict()"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self[None]
 
 
 class Piece:

@@ -86,7 +86,7 @@ class SizeTuning:
         if self._rows is None:
             self._rows = torch.zeros(world.size, row.numel(), dtype=torch.float64)
         self._rows[world.rank] = row
-        self._handle = self._collectives.all_gather(self._rows.view(-1))
+        self._handle = self._collectives.all_gather(self._rows.view(-1), label="size tuning")
 
     def _resized(self, nbytes: int) -> Fusion:
         return dataclasses.replace(self._fusion, bucket_bytes=nbytes)

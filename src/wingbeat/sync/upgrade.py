@@ -8,16 +8,21 @@ script is enough. Copies and pickles of them are plain objects again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copyreg
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from wingbeat.errors import UsageError
 from wingbeat.sync import checkpoint, scaler
+from wingbeat.sync.bucketing import IGNORED
+from wingbeat.sync.convert import refuse_conversion
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.join import joined
+from wingbeat.sync.pending import PendingGradient
 from wingbeat.sync.sharded import ShardedEngine
+from wingbeat.sync.wrapped import refuse_wrapping
 
 _KEY = "_wingbeat"
 
@@ -25,13 +30,34 @@ RESIDUALS = "wingbeat"
 """Where an optimizer's state dict has what gradients still owe."""
 
 
-class DistributedModel:
-    """What `distribute` adds to a model's class."""
+class _Distributed:
+    """What both have in common: an engine, which copies and pickles are without."""
 
     @property
     def _engine(self) -> Engine:
-        engine: Engine = self.__dict__[_KEY]
+        # Not from __dict__: a class made from this one may find its attributes elsewhere.
+        engine: Engine = getattr(self, _KEY)
         return engine
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Like the plain object's own, so that copies and pickles need nothing of this library, and
+        # objects that refer to themselves come out as such.
+        self._engine.settle()
+        with whole_state(self._engine):
+            made: Any = super().__reduce_ex__(max(2, int(protocol)))
+            make, args, *rest = made
+            plain = plain_class(self)
+            args = tuple(plain if arg is type(self) else arg for arg in args)
+            if make is copyreg.__newobj__ and len(args) == 1:  # type: ignore[attr-defined]
+                # What pickle would refuse for an object of another class.
+                make, args = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+            if rest and isinstance(rest[0], dict):
+                rest[0] = {key: value for key, value in rest[0].items() if key != _KEY}
+            return (make, args, *rest)
+
+
+class DistributedModel(_Distributed):
+    """What `distribute` adds to a model's class."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication, as DDP's ``no_sync``."""
@@ -58,21 +84,27 @@ class DistributedModel:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`, without waiting for what is under way."""
         self._engine.zero_grad(set_to_none)
-        for param in _plain_parameters(self):
-            _zero(param, set_to_none)
+        _zero(_plain_parameters(self), set_to_none)
 
-    def __reduce_ex__(self, _protocol: Any) -> Any:
-        self._engine.settle()
-        return _itself, (_plain_copy(self),)
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As `torch.nn.Module._apply`, for what leaves parameters the kind that they are.
 
-
-class DistributedOptimizer:
-    """What `distribute` adds to an optimizer's class."""
+        Raises:
+            UsageError: ``fn`` would change a parameter's dtype or device.
+        """
+        refuse_conversion(self._engine.bucketing.slot_of, fn)
+        return super()._apply(fn, recurse)  # type: ignore[misc]
 
     @property
-    def _engine(self) -> Engine:
-        engine: Engine = self.__dict__[_KEY]
-        return engine
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        found = self.__dict__.get(IGNORED)
+        if found is None:
+            refuse_wrapping()
+        return found
+
+
+class DistributedOptimizer(_Distributed):
+    """What `distribute` adds to an optimizer's class."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -81,22 +113,35 @@ class DistributedOptimizer:
         if reduced is not None:
             return reduced
         self._engine.settle_gradients()
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        groups: list[dict[str, Any]] = self._engine.optimizer.__dict__["param_groups"]
         return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
+        self._engine.optimizer.__dict__["param_groups"] = groups
+
+    @property
+    def state(self) -> Any:
+        """What the optimizer remembers by parameter; updates that are due are applied first.
+
+        With ``shard_optimizer`` it is on different workers, and `state_dict` gathers it.
+        """
+        return self._engine.visible_state()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._engine.optimizer.__dict__["state"] = state
 
     def step(self, closure: Any = None) -> Any:
         """Run one step; with `DeAR`, parameters are updated as the next forward needs them.
 
-        Raises:
-            UsageError: a closure together with a strategy that defers the update.
+        A ``closure`` is called to evaluate the loss: once under `DeAR`, as the optimizer's own step
+        has it otherwise. Its value is returned.
         """
+        engine = self._engine
         # A scheduler made before `distribute` had wrapped the old step to know that it ran.
-        self.__dict__["_opt_called"] = True
-        return self._engine.step(closure)
+        engine.optimizer.__dict__["_opt_called"] = True
+        return engine.step(closure)
 
     # Schedulers patch `step` unless they find this mark; the line above serves them instead.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -106,9 +151,8 @@ class DistributedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`, without waiting for what is under way."""
         self._engine.zero_grad(set_to_none)
-        for group in self.__dict__["param_groups"]:
-            for param in group["params"]:
-                _zero(param, set_to_none)
+        groups = self._engine.optimizer.__dict__["param_groups"]
+        _zero((p for group in groups for p in group["params"]), set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the averaged gradients of all the optimizer's parameters by their global norm.
@@ -151,6 +195,10 @@ class DistributedOptimizer:
         self._engine.wiring.check(owed)
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._engine.wiring.load_state_dict(owed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        with self._engine.partial.inside():
+            super().__setstate__(state)  # type: ignore[misc]
 
     def residual_state_dict(self) -> dict[str, Any]:
         """Return what this worker's gradients still owe to the sum; nobody else is asked.
@@ -215,12 +263,6 @@ class DistributedOptimizer:
             "wingbeat.release(model, optimizer), add it, and distribute() again"
         )
 
-    def __reduce_ex__(self, _protocol: Any) -> Any:
-        self._engine.settle()
-        with whole_state(self._engine):
-            copy = _plain_copy(self)
-        return _itself, (copy,)
-
 
 def whole_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
     """Let the engine's optimizer hold its whole state inside, which is the case without shards."""
@@ -258,17 +300,6 @@ def plain_class(target: Any) -> Any:
     return type(target).__mro__[2]
 
 
-def _itself(copy: Any) -> Any:
-    """What a pickle calls: an object must not reduce itself to an object of another class."""
-    return copy
-
-
-def _plain_copy(target: Any) -> Any:
-    copy = object.__new__(plain_class(target))
-    copy.__dict__.update({k: v for k, v in target.__dict__.items() if k != _KEY})
-    return copy
-
-
 def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:
     for module in model.modules():
         for param in module._parameters.values():
@@ -276,12 +307,16 @@ def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:
                 yield param
 
 
-def _zero(param: torch.Tensor, set_to_none: bool) -> None:
-    if param.grad is None:
-        return
-    if set_to_none:
-        param.grad = None
-    else:
-        param.grad.detach_().zero_() if param.grad.grad_fn else param.grad.requires_grad_(
-            False
-        ).zero_()
+def _zero(params: Iterable[torch.Tensor], set_to_none: bool) -> None:
+    # Nothing here reads a parameter, so those whose update is due need not be asked.
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            grad = param.grad
+            if grad is None or isinstance(grad, PendingGradient):
+                continue
+            if set_to_none:
+                param.grad = None
+            elif grad.grad_fn:
+                grad.detach_().zero_()
+            else:
+                grad.requires_grad_(False).zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.collectives import Encoded
-from wingbeat.sync.bucket import Bucket, Prior, Slot
+from wingbeat.sync.bucket import Bucket, Slot
 from wingbeat.sync.engine import Engine
 from wingbeat.wires import TopK
 
@@ -24,8 +24,7 @@ class WfbpEngine(Engine):
     def store(self, slot: Slot) -> None:
         """Show the bucket's view as the gradient."""
         if slot.used:
-            slot.param.grad = slot.view
-            slot.prior = Prior.NONE
+            slot.show()
 
     def finish_backward(self) -> None:
         """Wait for all buckets, so that the user sees averaged gradients."""
@@ -36,5 +35,5 @@ class WfbpEngine(Engine):
             if bucket.dense:
                 continue
             for slot in bucket.contributed():
-                slot.param.grad = slot.view
-                slot.prior = Prior.NONE
+                slot.show()
+        self.check_in_step(self.buckets[0])

@@ -190,7 +190,7 @@ class Wiring:
             return
         rank = self._collectives.world.rank
         self._rows[rank] = torch.tensor(self._trial.report(self._seconds), dtype=torch.float64)
-        self._handle = self._collectives.all_gather(self._rows.view(-1))
+        self._handle = self._collectives.all_gather(self._rows.view(-1), label="codec trial")
 
     # -- state ----------------------------------------------------------------------------
 

@@ -44,3 +44,10 @@ def all_gather(rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Ro
 def all_reduce(rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
     """Reduce-scatter followed by all-gather."""
     return reduce_scatter(rank, blocks, interface) + all_gather(rank, blocks, interface)
+
+
+def broadcast(rank: int, size: int, root: int, span: Span, interface: int = 0) -> list[Round]:
+    """Send ``span`` from ``root`` straight to each of the others: one hop, for what is small."""
+    if rank != root:
+        return [(Recv(root, span, False, interface),)]
+    return [tuple(Send((root + k) % size, span, interface) for k in range(1, size))]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
 from wingbeat.transport.link import Link
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class World:
         store: where the workers exchange small texts.
         make_native: makes the group that runs whole collectives itself; None where there is none.
         native_on: the device types whose tensors go to that group.
+        channel: which channel of the links this world's messages go through.
     """
 
     rank: int
@@ -51,10 +55,56 @@ class World:
     store: Store
     make_native: Callable[[], NativeGroup] | None = None
     native_on: frozenset[str] = frozenset({"cuda"})
+    channel: int = 0
     _native: NativeGroup | None = None
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
     _users: list[Callable[[], None]] = field(default_factory=list)
+    _channels: set[int] = field(default_factory=set)
+    _inner: weakref.WeakSet[World] = field(default_factory=weakref.WeakSet)
+    _name: str = ""
+
+    def open_channel(self) -> World:
+        """Make a world of the same workers, apart from this one; every worker must call it.
+
+        Its collectives and exchanges can be in any order relative to this world's and those of
+        its other channels. Close it when it is not needed any more; this world closes it too.
+
+        Raises:
+            UsageError: all channels are in use.
+            PeerError: a worker sent something that is no list of channels.
+        """
+        number = lowest_free(self._taken_channels())
+        self._channels.add(number)
+        inner = World(
+            self.rank,
+            self.size,
+            tuple(ChannelLink(link, number) for link in self.links),
+            self.weights,
+            self.timeout,
+            self.store,
+            self.make_native,
+            self.native_on,
+            number,
+            _name=f"{self._name}{self._exchanges}.",
+        )
+        inner._close = functools.partial(self._channels.discard, number)
+        self._inner.add(inner)
+        weakref.finalize(inner, self._channels.discard, number)
+        return inner
+
+    def _taken_channels(self) -> set[int]:
+        taken: set[int] = set()
+        for rank, answer in enumerate(self.exchange("channels", sorted(self._channels))):
+            fine = isinstance(answer, list) and all(
+                type(n) is int and 0 < n <= MAX_CHANNELS for n in answer
+            )
+            if not fine:
+                raise PeerError(
+                    f"rank {self.rank}: rank {rank} sent malformed channels: {str(answer)[:80]}"
+                )
+            taken.update(answer)
+        return taken
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Give every worker everyone's ``value``, by rank. Values travel as JSON.
@@ -66,7 +116,7 @@ class World:
                 not JSON; names the rank and ``what``.
         """
         self._exchanges += 1
-        prefix = f"{self._exchanges}/{what}"
+        prefix = f"{self._name}{self._exchanges}/{what}"
         self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
         return [self._fetch(what, prefix, peer) for peer in range(self.size)]
 
@@ -99,11 +149,14 @@ class World:
 
     def close(self) -> None:
         """Stop the threads that use the links, then close the links. Safe to call twice."""
+        for inner in list(self._inner):
+            inner.close()
         users, self._users = self._users, []
         for callback in users:
             callback()
-        for link in self.links:
-            link.close()
+        if not self.channel:
+            for link in self.links:
+                link.close()
         close, self._close = self._close, None
         if close is not None:
             close()

@@ -1,0 +1,85 @@
+"""Gradients that are reduced but not gathered: they gather themselves when somebody touches one.
+
+Between DeAR's reduce-scatter and its all-gather no worker has a whole gradient. What stands in
+``p.grad`` meanwhile is a tensor without memory that has the gradient's shape, dtype and device.
+Any operation on it, by whoever holds it, first makes the gradients whole. Nobody pays who does
+not look.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wingbeat.sync.reading import reads_values
+
+if TYPE_CHECKING:
+    from wingbeat.sync.bucket import Slot
+    from wingbeat.sync.dear import DearEngine
+
+
+class PendingGradient(torch.Tensor):
+    """Stands for the gradient in ``slot.view`` until that is whole."""
+
+    _slot: Slot
+    _engine: weakref.ref[DearEngine]
+
+    @staticmethod
+    def __new__(cls, slot: Slot, engine: weakref.ref[DearEngine]) -> PendingGradient:
+        """Make one for the place that ``slot`` has in the plan in force."""
+        view = slot.view
+        made: PendingGradient = torch.Tensor._make_wrapper_subclass(
+            cls, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
+        )
+        made._slot = slot
+        made._engine = engine
+        return made
+
+    def __init__(self, *_args: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` on the gradients that are meant; what only looks at shapes runs as it is."""
+        kwargs = kwargs or {}
+        if not reads_values(func, args):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(*_whole(args), **_whole(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The same for what is called without Python, as when autograd accumulates."""
+        return func(*_whole(args), **_whole(kwargs or {}))
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole gradient, which all workers have by then.
+
+        Raises:
+            UsageError: it is still being made, or was dropped.
+        """
+        engine = self.__dict__["_engine"]()
+        slot: Slot = self.__dict__["_slot"]
+        if engine is not None:
+            engine.show_gradient(slot)
+        return slot.view
+
+
+def _whole(value: Any) -> Any:
+    """``value``, which may be nested, with whole gradients in place of pending ones."""
+    if isinstance(value, PendingGradient):
+        return value.whole()
+    if isinstance(value, (list, tuple)):
+        items = [_whole(item) for item in value]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return value
