@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from wingbeat.strategies import DeAR as DeAR
     from wingbeat.strategies import TopKSGD as TopKSGD
     from wingbeat.sync import distribute as distribute
+    from wingbeat.sync import flush as flush
+    from wingbeat.sync import no_sync as no_sync
     from wingbeat.sync import release as release
+    from wingbeat.sync.entry import join as join
     from wingbeat.transport import init as init
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.wires import LowRank as LowRank
@@ -42,7 +45,10 @@ _HOME = {
     "TopK": "wingbeat.wires",
     "TopKSGD": "wingbeat.strategies",
     "distribute": "wingbeat.sync",
+    "flush": "wingbeat.sync",
     "init": "wingbeat.transport",
+    "join": "wingbeat.sync.entry",
+    "no_sync": "wingbeat.sync",
     "release": "wingbeat.sync",
     "shutdown": "wingbeat.transport",
 }
@@ -61,7 +67,10 @@ __all__ = [
     "TopK",
     "TopKSGD",
     "distribute",
+    "flush",
     "init",
+    "join",
+    "no_sync",
     "release",
     "shutdown",
 ]

@@ -50,7 +50,7 @@ def test_a_message_without_meaning_names_its_sender() -> None:
         if world.rank == 1:
             row = torch.zeros(2, 2, dtype=torch.uint8)
             row[1, 0] = 99
-            Collectives(world).all_gather(row.view(-1)).wait()
+            Collectives(world).all_gather(row.view(-1), label="intents").wait()
             return
         rounds.start(Intent.STEP, [1])
         with pytest.raises(PeerError, match="rank 1 sent 99"):

@@ -29,6 +29,7 @@ class Slot:
     """
 
     __slots__ = (
+        "__weakref__",
         "bucket",
         "index",
         "name",

@@ -64,6 +64,7 @@ class DearEngine(Engine):
     phase = Phase.IDLE
     _steps = 0
     _writes_gradients = False
+    _added_to: Slot | None = None
     _ambient: Ambient
 
     def _start(self) -> None:
@@ -249,7 +250,13 @@ class DearEngine(Engine):
             )
         with self.lock:
             cut_short = self._in_backward
-            self.settle()
+            # Autograd, which is adding to it now, must find it where it was.
+            self._added_to = slot if in_backward() else None
+            try:
+                self.settle()
+            finally:
+                self._added_to = None
+            slot.used |= in_backward()  # now it has a gradient
         if cut_short:
             raise UsageError(
                 f"the gradient of parameter {slot.name!r} is gone: an exception cut its backward "
@@ -260,6 +267,8 @@ class DearEngine(Engine):
         """Put whole gradients in the place of pending ones, and None where nobody has any."""
         for bucket in self.buckets:
             pending = [slot for slot in bucket.slots if slot.param.grad is slot.pending]
+            if self._added_to in pending:
+                pending.remove(self._added_to)
             if not pending:
                 continue
             bucket.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -13,6 +14,7 @@ from wingbeat.sync.bucketing import ignored, spec_of
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.engine import Engine
+from wingbeat.sync.join import joined
 from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.sync.single import SingleEngine
 from wingbeat.sync.upgrade import (
@@ -111,6 +113,42 @@ def _take_over_rank_zeros(model: torch.nn.Module, collectives: Collectives) -> N
     with torch.no_grad():
         tensors = [tensor.detach() for name, tensor in named if name not in left_out]
         broadcast_now(tensors, collectives, root=0)
+
+
+def no_sync(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """As ``model.no_sync()``, also for a model with an attribute of that name of its own.
+
+    Raises:
+        UsageError: the model is not distributed.
+    """
+    return _engine_of(model, "no_sync").no_sync()
+
+
+def join(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """As ``model.join()``, also for a model with an attribute of that name of its own.
+
+    Raises:
+        UsageError: the model is not distributed.
+    """
+    return joined(_engine_of(model, "join"))
+
+
+def flush(model: torch.nn.Module) -> None:
+    """As ``model.flush()``, also for a model with an attribute of that name of its own.
+
+    Raises:
+        UsageError: the model is not distributed.
+    """
+    _engine_of(model, "flush").flush()
+
+
+def _engine_of(model: Any, what: str) -> Engine:
+    engine = engine_of(model) if isinstance(model, torch.nn.Module) else None
+    if engine is None:
+        raise UsageError(
+            f"wingbeat.{what}({type(model).__name__}): pass a model that distribute() has returned"
+        )
+    return engine
 
 
 def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class PendingGradient(torch.Tensor):
     """Stands for the gradient in ``slot.view`` until that is whole."""
 
-    _slot: Slot
+    _view: torch.Tensor
+    _slot: weakref.ref[Slot]
     _engine: weakref.ref[DearEngine]
 
     @staticmethod
@@ -33,7 +34,9 @@ class PendingGradient(torch.Tensor):
         made: PendingGradient = torch.Tensor._make_wrapper_subclass(
             cls, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
         )
-        made._slot = slot
+        # What p.grad refers to must not refer to p: no garbage collector sees that circle.
+        made._view = view
+        made._slot = weakref.ref(slot)
         made._engine = engine
         return made
 
@@ -65,10 +68,12 @@ class PendingGradient(torch.Tensor):
             UsageError: it is still being made, or was dropped.
         """
         engine = self.__dict__["_engine"]()
-        slot: Slot = self.__dict__["_slot"]
-        if engine is not None:
+        slot = self.__dict__["_slot"]()
+        view: torch.Tensor = self.__dict__["_view"]
+        if engine is not None and slot is not None:
             engine.show_gradient(slot)
-        return slot.view
+            return slot.view if slot.pending is self else view
+        return view
 
 
 def _whole(value: Any) -> Any:

@@ -118,8 +118,10 @@ def _train(
             changed = [k for k, v in group.items() if v is not known.get(k, twin)]
             if changed:
                 raise _Dependent(f"it keeps state in its param groups: {', '.join(changed)}")
-    if _attributes(twin) != before:
-        raise _Dependent("it keeps state outside of its state dict")
+    after = _attributes(twin)
+    changed = [key for key in after if after[key] != before.get(key)]
+    if changed:
+        raise _Dependent(f"it keeps state outside of its state dict: {', '.join(changed)}")
     if any(p.numel() and torch.equal(p, old) for p, old in zip(params, first, strict=True)):
         raise _Dependent("it does not update what its param groups hold")
     if not all(isinstance(key, torch.Tensor) for key in twin.state):

@@ -41,6 +41,6 @@ class Steps:
         said = ", ".join(f"rank {r} {n[:20]}" for r, n in sorted(counts.items()))
         raise UsageError(
             f"the workers have made different numbers of optimizer steps ({said}), so their "
-            "weights are no longer the same: after each backward call optimizer.step() on all ranks "
-            "or on none; to skip a batch, decide so on all ranks alike"
+            "weights are no longer the same: after each backward call optimizer.step() on all "
+            "ranks or on none; to skip a batch, decide so on all ranks alike"
         )

@@ -26,6 +26,8 @@ from wingbeat.sync.wrapped import refuse_wrapping
 
 _KEY = "_wingbeat"
 
+_ADDED = frozenset({"no_sync", "join", "flush"})
+
 RESIDUALS = "wingbeat"
 """Where an optimizer's state dict has what gradients still owe."""
 
@@ -56,8 +58,44 @@ class _Distributed:
             return (make, args, *rest)
 
 
-class DistributedModel(_Distributed):
-    """What `distribute` adds to a model's class."""
+class _Model(_Distributed):
+    """What `distribute` changes of a model's own methods."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """As `torch.nn.Module.named_parameters`, with values and gradients made current."""
+        self._engine.settle()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.nn.Module.zero_grad`, without waiting for what is under way."""
+        self._engine.zero_grad(set_to_none)
+        _zero(_plain_parameters(self), set_to_none)
+        if plain_class(self).zero_grad is not torch.nn.Module.zero_grad:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As `torch.nn.Module._apply`, for what leaves parameters the kind that they are.
+
+        Raises:
+            UsageError: ``fn`` would change a parameter's dtype or device.
+        """
+        refuse_conversion(self._engine.bucketing.slot_of, fn)
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        found = self.__dict__.get(IGNORED)
+        if found is None:
+            refuse_wrapping()
+        return found
+
+
+class DistributedModel(_Model):
+    """What `distribute` adds to a model's class.
+
+    A model that has an attribute of one of these names keeps it; then `wingbeat.no_sync(model)`,
+    `wingbeat.join(model)` and `wingbeat.flush(model)` do the same.
+    """
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication, as DDP's ``no_sync``."""
@@ -75,32 +113,6 @@ class DistributedModel(_Distributed):
     def flush(self) -> None:
         """Apply updates that are still under way; happens by itself where it is needed."""
         self._engine.flush()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """As `torch.nn.Module.named_parameters`, with values and gradients made current."""
-        self._engine.settle()
-        return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.nn.Module.zero_grad`, without waiting for what is under way."""
-        self._engine.zero_grad(set_to_none)
-        _zero(_plain_parameters(self), set_to_none)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As `torch.nn.Module._apply`, for what leaves parameters the kind that they are.
-
-        Raises:
-            UsageError: ``fn`` would change a parameter's dtype or device.
-        """
-        refuse_conversion(self._engine.bucketing.slot_of, fn)
-        return super()._apply(fn, recurse)  # type: ignore[misc]
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        found = self.__dict__.get(IGNORED)
-        if found is None:
-            refuse_wrapping()
-        return found
 
 
 class DistributedOptimizer(_Distributed):
@@ -153,6 +165,8 @@ class DistributedOptimizer(_Distributed):
         self._engine.zero_grad(set_to_none)
         groups = self._engine.optimizer.__dict__["param_groups"]
         _zero((p for group in groups for p in group["params"]), set_to_none)
+        if plain_class(self).zero_grad is not torch.optim.Optimizer.zero_grad:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the averaged gradients of all the optimizer's parameters by their global norm.
@@ -277,9 +291,17 @@ def upgrade(target: Any, extra: type, engine: Engine) -> None:
     target.__dict__[_KEY] = engine
     # A scheduler's wrapper around the old step would hide ours.
     target.__dict__.pop("step", None)
-    target.__class__ = type(
-        f"Distributed{plain.__name__}", (extra, plain), {"__doc__": plain.__doc__}
-    )
+    namespace = {"__doc__": plain.__doc__, "_wingbeat_plain": plain}
+    bases = (_without_taken(extra, target), plain)
+    target.__class__ = type(f"Distributed{plain.__name__}", bases, namespace)
+
+
+def _without_taken(extra: type, target: Any) -> type:
+    """Leave out what the model has itself: a layer called ``join``, say, is no context manager."""
+    taken = [name for name in _ADDED if hasattr(target, name)]
+    if extra is not DistributedModel or not taken:
+        return extra
+    return type("DistributedModel", (_Model,), {k: vars(extra)[k] for k in _ADDED - {*taken}})
 
 
 def downgrade(target: Any) -> None:
@@ -297,7 +319,7 @@ def engine_of(target: Any) -> Engine | None:
 
 def plain_class(target: Any) -> Any:
     """Return the class that a distributed model or optimizer had before."""
-    return type(target).__mro__[2]
+    return type(target)._wingbeat_plain
 
 
 def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:

@@ -191,13 +191,17 @@ def add_param_group_after_distribute(rig: Rig) -> None:
 
 
 @check(Grid(worlds=(2,), strategies=("dear", "dear-sharded"), mbs=(LARGE,)))
-def closure_where_gradients_are_not_whole(rig: Rig) -> None:
-    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+def an_optimizer_that_evaluates_the_loss_again(rig: Rig) -> None:
+    bring_world_up()
     model = mlp()
-    model, optimizer = side.setup(model, sgd(model))
-    refused(UsageError, lambda: optimizer.step(lambda: 0.0), "closure")
-    train(side, model, optimizer, range(2))
-    side.leave()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    refused(
+        UsageError,
+        lambda: wingbeat.distribute(model, optimizer, rig.strategy),
+        "LBFGS",
+        "AllReduce",
+    )
+    _still_works(rig)
 
 
 @check(ONE)

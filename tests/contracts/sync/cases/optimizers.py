@@ -245,7 +245,7 @@ def learning_rate_set_by_hand_between_backward_and_step(side: Side) -> None:
         optimizer.step()
 
 
-@scenario(Grid(strategies=("allreduce",)))
+@scenario()
 def step_with_a_closure(side: Side) -> None:
     model = mlp()
     model, optimizer = side.setup(model, sgd(model))
