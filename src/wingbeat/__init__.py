@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from wingbeat.strategies import TopKSGD as TopKSGD
     from wingbeat.sync import distribute as distribute
     from wingbeat.sync import flush as flush
+    from wingbeat.sync import join as join
     from wingbeat.sync import no_sync as no_sync
     from wingbeat.sync import release as release
-    from wingbeat.sync.entry import join as join
     from wingbeat.transport import init as init
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.wires import LowRank as LowRank
@@ -47,7 +47,7 @@ _HOME = {
     "distribute": "wingbeat.sync",
     "flush": "wingbeat.sync",
     "init": "wingbeat.transport",
-    "join": "wingbeat.sync.entry",
+    "join": "wingbeat.sync",
     "no_sync": "wingbeat.sync",
     "release": "wingbeat.sync",
     "shutdown": "wingbeat.transport",

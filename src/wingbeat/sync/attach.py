@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wingbeat.sync.bucketing import is_opaque
 from wingbeat.sync.hooks import ModuleHook
 from wingbeat.sync.last_hook import LastHook
 
@@ -33,16 +35,26 @@ def _on_parameters(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
 def _on_modules(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
     model = engine.model
     handles: list[Any] = []
+    inside = set(_inside_of_compiled(model))
     for module in model.modules():
         handles += [
             module.register_state_dict_pre_hook(ModuleHook(me, "before_state")),
             module.register_load_state_dict_pre_hook(ModuleHook(me, "before_state")),
         ]
-        if module is model or engine.reads_directly(module):
-            handles.append(module.register_forward_pre_hook(ModuleHook(me, "enter_module")))
-    before = ModuleHook(me, "enter_forward")
-    handles.append(model.register_forward_pre_hook(before, prepend=True))
+        if module is not model and module not in inside and engine.reads_directly(module):
+            hook = ModuleHook(me, "enter_module")
+            engine.inner_handles.append(module.register_forward_pre_hook(hook))
+    for method in ("enter_module", "enter_forward"):
+        before = ModuleHook(me, method)
+        handles.append(model.register_forward_pre_hook(before, prepend=True))
     return handles
+
+
+def _inside_of_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules whose calls are part of a compiled call of another one."""
+    for outer in model.modules():
+        if is_opaque(outer):
+            yield from (module for module in outer.modules() if module is not outer)
 
 
 def _on_optimizer(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
@@ -60,10 +72,10 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def on_backward_end(engine: Engine) -> None:
-    """Have the engine called when the backward that is running ends."""
+def on_backward_end(engine: Engine, method: str = "end_backward") -> None:
+    """Have the engine called when the backward that is running ends, after earlier requests."""
     torch.autograd.Variable._execution_engine.queue_callback(
-        functools.partial(_on_backward_end, weakref.ref(engine))
+        functools.partial(_on_backward_end, weakref.ref(engine), method)
     )
 
 
@@ -73,7 +85,7 @@ def _on_grad(engine: weakref.ref[Engine], index: int, _param: torch.Tensor) -> N
         alive.on_grad(index)
 
 
-def _on_backward_end(engine: weakref.ref[Engine]) -> None:
+def _on_backward_end(engine: weakref.ref[Engine], method: str) -> None:
     alive = engine()
     if alive is not None:
-        alive.end_backward()
+        getattr(alive, method)()

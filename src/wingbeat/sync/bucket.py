@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wingbeat.sync.convert import check_kind
+
 if TYPE_CHECKING:
     from wingbeat.collectives import Handle, Wire
     from wingbeat.sync.partial import GroupSnapshot
@@ -53,7 +55,13 @@ class Slot:
         self.shown: torch.Tensor
 
     def show(self) -> None:
-        """Let ``p.grad`` be the gradient in the buffer."""
+        """Let ``p.grad`` be the gradient in the buffer.
+
+        Raises:
+            UsageError: the parameter has another dtype, device or shape than the buffer.
+        """
+        if self.param.dtype is not self.view.dtype:
+            check_kind(self.name, self.param, self.view)
         if self.shown.data_ptr() != self.view.data_ptr():  # somebody assigned to p.grad.data
             self.shown = self.view.detach()
         self.param.grad = self.shown

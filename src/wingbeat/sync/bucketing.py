@@ -43,6 +43,7 @@ class Bucketing:
         self.fusion = fusion
         self._plan: Plan | None = None
         self._seen: list[int] | None = []
+        self._told = False
         self._ready_order = list(reversed(range(len(self.slots))))
         self._unused: list[int] = []
         self._buckets_of: dict[torch.nn.Module, list[Bucket]] = {}
@@ -59,19 +60,29 @@ class Bucketing:
         if self._seen is not None:
             self._seen.append(index)
 
-    def agree(self) -> None:
-        """After the first backward: take over the order that rank 0 saw, on every rank.
+    def tell(self) -> None:
+        """After the first backward: tell the others the order that rank 0 saw.
 
         Also after one that an exception cut short here, because the others wait for it.
+        """
+        seen, self._seen = self._seen, None
+        if seen is not None and self._world.rank == 0:
+            unused = sorted(set(range(len(self.slots))) - set(seen), reverse=True)
+            self._world.publish("order", [seen, unused])
+
+    def hear(self) -> None:
+        """Before the second backward: take over the order that rank 0 saw, on every rank.
+
+        Nobody waits for it at the end of the first: several models may take part in one backward,
+        and end it in another order on each rank.
 
         Raises:
             PeerError: what rank 0 sent is no order of the parameters.
         """
-        if self._seen is None:
+        if self._seen is not None or self._told:
             return
-        seen, self._seen = self._seen, None
-        unused = sorted(set(range(len(self.slots))) - set(seen), reverse=True)
-        answer = self._world.exchange("order", [seen, unused])[0]
+        self._told = True
+        answer = self._world.read("order", 0)
         try:
             seen, unused = ([int(i) for i in part] for part in answer)
             if sorted([*seen, *unused]) != list(range(len(self.slots))):

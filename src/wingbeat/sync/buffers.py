@@ -40,17 +40,21 @@ class ByteBuffer:
             view.copy_(tensor)
 
     @torch.no_grad()
-    def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the bytes into the tensors."""
-        for tensor, view in zip(tensors, self._views, strict=True):
-            tensor.copy_(view)
+    def unpack(self, tensors: Sequence[torch.Tensor], where: ByteBuffer | None = None) -> None:
+        """Copy the bytes into the tensors; with ``where`` only into those that are as in it."""
+        unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
+        for tensor, view, as_before in zip(tensors, self._views, unchanged, strict=True):
+            if as_before:
+                tensor.copy_(view)
 
-    def is_current(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the tensors are what was packed, bit for bit."""
-        return self.fits(tensors) and all(
+    def equal(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """For each of the tensors, whether it is what was packed, bit for bit."""
+        if not self.fits(tensors):
+            return [False] * len(tensors)
+        return [
             torch.equal(_bits(tensor), _bits(view))
             for tensor, view in zip(tensors, self._views, strict=True)
-        )
+        ]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,6 +102,7 @@ class BufferSync:
         self._rank = collectives.world.rank
         self._own: Collectives | None = None
         self._sent: ByteBuffer | None = None
+        self._before: ByteBuffer | None = None
         self._news = torch.zeros(1, dtype=torch.uint8)
         self._handle: Handle | None = None
         self._asked: Handle | None = None
@@ -120,6 +125,9 @@ class BufferSync:
             return
         self.apply()
         self._sent = self._packed(root)
+        if self._rank != root:
+            self._before = ByteBuffer(self._tensors())
+            self._before.pack(self._tensors())
         self._root = root
         label = "buffers after backward"
         self._handle = self._collectives.broadcast(self._sent.flat, root, label=label)
@@ -132,7 +140,7 @@ class BufferSync:
         self._root = root
         if self._rank == root:
             sent = self._sent
-            self._news[0] = sent is None or not sent.is_current(self._tensors())
+            self._news[0] = sent is None or not all(sent.equal(self._tensors()))
         self._asked = self._own.broadcast(self._news, root, label="news of buffers")
 
     def apply(self) -> None:
@@ -140,8 +148,9 @@ class BufferSync:
         handle, self._handle = self._handle, None
         if handle is not None and self._sent is not None:
             handle.wait()
-            if self._rank != self._root:
-                self._sent.unpack(self._tensors())
+            if self._rank != self._root and self._before is not None:
+                # What somebody has written since is this worker's until the next forward.
+                self._sent.unpack(self._tensors(), self._before)
         asked, self._asked = self._asked, None
         if asked is None or self._own is None:
             return
@@ -149,8 +158,8 @@ class BufferSync:
         if self._news[0]:
             self._sent = self._packed(self._root)
             self._own.broadcast(self._sent.flat, self._root, label="buffers").wait()
-            if self._rank != self._root:
-                self._sent.unpack(self._tensors())
+        if self._rank != self._root and self._sent is not None:
+            self._sent.unpack(self._tensors())
 
     def _packed(self, root: int) -> ByteBuffer:
         """Lay out today's buffers, with the values of this worker if it is the root."""

@@ -63,6 +63,7 @@ class Engine:
         self.before_synced_forward: Callable[[], Any] | None = None
         self._scale = 1.0 / world.size
         self._handles: list[Any] = []
+        self.inner_handles: list[Any] = []
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
         self._decided: bool | None = None
         self._in_backward = False
@@ -156,9 +157,10 @@ class Engine:
     def detach(self) -> None:
         """Apply what is pending and remove every hook; gradients become plain tensors."""
         self.settle()
-        for handle in self._handles:
+        for handle in (*self._handles, *self.inner_handles):
             handle.remove()
         self._handles.clear()
+        self.inner_handles.clear()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.holds(slot.param.grad):
@@ -198,6 +200,16 @@ class Engine:
     def reads_directly(self, module: torch.nn.Module) -> bool:
         """Whether the module has parameters or buffers of its own that are synchronised."""
         return bool(self.bucketing.needed_by(module)) or self.buffer_sync.owns(module)
+
+    def enter_compiled(self) -> None:
+        """Before a forward that ``torch.compile`` has compiled: nothing can be done inside of it.
+
+        Hooks there would cut the graph in pieces. So all of the model is brought up to date.
+        """
+        for handle in self.inner_handles:
+            handle.remove()
+        self.inner_handles.clear()
+        self.flush()
 
     def enter_module(self, module: torch.nn.Module, _args: Any) -> None:
         """Before any module's forward: bring up to date what it reads."""
@@ -271,6 +283,7 @@ class Engine:
             self.tuning.boundary()
         if self.merging is not None and not self.wiring.deciding():
             self.merging.boundary()
+        self.bucketing.hear()
         if self.bucketing.stale:
             self.rebucket()
         for bucket in self.buckets:
@@ -332,9 +345,18 @@ class Engine:
         if self.merging is not None:
             self.merging.end()
         self._launch_all()
-        self.finish_backward()
-        if self.merging is not None:
-            self.merging.finish()
+        # Another model of this backward may have launched nothing yet that others wait for.
+        if in_backward():
+            on_backward_end(self, "close_backward")
+        else:
+            self.close_backward()
+
+    def close_backward(self) -> None:
+        """Bring the gradients where they are to be; all that is launched has been launched."""
+        with self.lock:
+            self.finish_backward()
+            if self.merging is not None:
+                self.merging.finish()
 
     def _launch_all(self) -> None:
         """Launch whatever every worker launches once in a backward, however it ended."""
@@ -346,7 +368,7 @@ class Engine:
             self.tuning.exchange()
         if self.merging is not None and not self.wiring.deciding():
             self.merging.exchange()
-        self.bucketing.agree()
+        self.bucketing.tell()
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers.

@@ -14,7 +14,7 @@ from wingbeat.sync.bucketing import ignored, spec_of
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.engine import Engine
-from wingbeat.sync.join import joined
+from wingbeat.sync.joining import joined
 from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.sync.single import SingleEngine
 from wingbeat.sync.upgrade import (
@@ -189,6 +189,11 @@ def _check(model: Any, optimizer: Any, strategy: Any) -> None:
         raise UsageError(
             f"distribute(optimizer={type(optimizer).__name__}): it is a wrapper without parameters "
             "of its own; pass the optimizer inside of it"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            f"distribute(model={type(model).__name__}): what torch.jit has compiled cannot be "
+            "given other methods; put it inside of a plain torch.nn.Module, and pass that"
         )
     refuse_inside(model)
     _check_parameters(model, optimizer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+
 
 class ModuleHook:
     """Calls one method of an engine that it does not keep alive.
@@ -19,12 +21,31 @@ class ModuleHook:
 
     def __call__(self, *args: Any) -> None:
         """Pass the hook's arguments on, while the engine lives."""
+        if torch.compiler.is_compiling():
+            _from_compiled_code(self, args)
+        else:
+            self.run(args)
+
+    def run(self, args: tuple[Any, ...]) -> None:
+        """Do so in ordinary Python."""
         engine = self._engine()
         if engine is not None:
             getattr(engine, self._method)(*args)
 
+    def run_in_compiled(self, args: tuple[Any, ...]) -> None:
+        """The same where ``torch.compile`` has compiled what is around the call."""
+        engine = self._engine()
+        if engine is not None:
+            engine.enter_compiled()
+        self.run(args)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_inert, ())
+
+
+@torch._disable_dynamo
+def _from_compiled_code(hook: ModuleHook, args: tuple[Any, ...]) -> None:
+    hook.run_in_compiled(args)
 
 
 class _Inert:

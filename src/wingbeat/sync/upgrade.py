@@ -19,7 +19,7 @@ from wingbeat.sync import checkpoint, scaler
 from wingbeat.sync.bucketing import IGNORED
 from wingbeat.sync.convert import refuse_conversion
 from wingbeat.sync.engine import Engine
-from wingbeat.sync.join import joined
+from wingbeat.sync.joining import joined
 from wingbeat.sync.pending import PendingGradient
 from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.sync.wrapped import refuse_wrapping

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from wingbeat.errors import UsageError
 
 _AROUND = (
-    "this model is distributed by wingbeat, and DistributedDataParallel around it would average "
-    "gradients a second time: use one of them; a trainer that wraps models by itself has to be "
+    "this model is distributed by wingbeat, and with DistributedDataParallel around it gradients "
+    "would be averaged twice: use one of them; a trainer that wraps models by itself has to be "
     "kept from it"
 )
 

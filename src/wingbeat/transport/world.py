@@ -120,6 +120,18 @@ class World:
         self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
         return [self._fetch(what, prefix, peer) for peer in range(self.size)]
 
+    def publish(self, what: str, value: Any) -> None:
+        """Let the others `read` this worker's ``value``, as JSON; once under each name."""
+        self.store.set(f"{self._name}said/{what}/{self.rank}", json.dumps(value))
+
+    def read(self, what: str, peer: int) -> Any:
+        """Wait for what ``peer`` has published under the name ``what``.
+
+        Raises:
+            RendezvousError: as for `exchange`.
+        """
+        return self._fetch(what, f"{self._name}said/{what}", peer)
+
     def _fetch(self, what: str, prefix: str, peer: int) -> Any:
         try:
             return json.loads(self.store.get(f"{prefix}/{peer}", self.timeout))

@@ -1,0 +1,141 @@
+"""Legal in torch, and not to be had here or not yet: refused in one line, with nothing lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wingbeat
+from wingbeat.errors import UsageError
+
+from ..models import adamw, cross_entropy, mlp, sgd, train
+from ..registry import ALL, LARGE, Grid, Rig, check
+from ..sides import WingbeatSide, bring_world_up, take_world_down
+from .errors import refused
+
+ONE = Grid(worlds=(2,), mbs=(LARGE,))
+DENSE = Grid(worlds=(2, 3), strategies=ALL)
+
+
+def _side(rig: Rig) -> WingbeatSide:
+    return WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+
+
+@check(ONE)
+def a_parameter_in_two_models(rig: Rig) -> None:
+    """An actor and a critic that share an encoder; a model and a part of it."""
+    side = _side(rig)
+    encoder = nn.Linear(8, 8)
+    actor: Any = nn.Sequential(encoder, nn.Linear(8, 3))
+    critic: Any = nn.Sequential(encoder, nn.Linear(8, 1))
+    side.setup(actor, sgd(actor))
+    critic_step = sgd(critic)
+    words = ("0.weight", "Sequential", "ModuleDict", "release")
+    refused(UsageError, lambda: wingbeat.distribute(critic, critic_step, rig.strategy), *words)
+    assert type(critic) is nn.Sequential
+    part = sgd(encoder)
+    refused(UsageError, lambda: wingbeat.distribute(encoder, part, rig.strategy), "'weight'")
+    whole: Any = nn.ModuleList([actor])
+    refused(UsageError, lambda: wingbeat.distribute(whole, sgd(whole), rig.strategy), "0.0.weight")
+    train(side, *side.trained[0], range(2))
+    side.leave()
+    wingbeat.release(*wingbeat.distribute(critic, critic_step, rig.strategy))
+
+
+@check(ONE)
+def ddp_inside(rig: Rig) -> None:
+    bring_world_up()
+    for model in (mlp(), nn.Sequential(mlp())):
+        wrapped: Any = DistributedDataParallel(model[0])
+        holder: Any = nn.Sequential(wrapped, nn.Tanh())
+        for outer in (wrapped, holder):
+            optimizer = sgd(outer)
+            refused(
+                UsageError,
+                lambda outer=outer, optimizer=optimizer: wingbeat.distribute(  # type: ignore[misc]
+                    outer, optimizer, rig.strategy
+                ),
+                "DistributedDataParallel",
+                "twice",
+                ".module",
+            )
+
+
+@check(ONE)
+def ddp_around(rig: Rig) -> None:
+    side = _side(rig)
+    model: Any = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    refused(UsageError, lambda: DistributedDataParallel(model), "twice", "DistributedDataParallel")
+    outer: Any = nn.Sequential(model)
+    wrapped: Any = DistributedDataParallel(outer)
+    x, _ = side.batch(0)
+    refused(UsageError, lambda: wrapped(x), "twice")
+    train(side, model, optimizer, range(2))
+    side.leave()
+
+
+@check(DENSE)
+def a_step_skipped_on_one_rank(rig: Rig) -> None:
+    """Every rank says so, with the counts, and none dies or waits for ever."""
+    side = _side(rig)
+    model: Any = mlp()
+    model, optimizer = side.setup(model, adamw(model))
+    train(side, model, optimizer, range(2))
+
+    def go_on() -> None:
+        for step in range(2, 6):
+            optimizer.zero_grad()
+            cross_entropy(model, *side.batch(step)).backward()
+            if step != 3 or rig.rank != 1:
+                optimizer.step()
+
+    text = refused(UsageError, go_on, "rank 1", "step")
+    if "sharded" not in rig.strategy_name:
+        assert "rank 0 4, rank 1 3" in text or "rank 0 5, rank 1 4" in text, text
+    side.trained.clear()
+    take_world_down()
+
+
+@check(ONE)
+def converted_after_distribute(rig: Rig) -> None:
+    side = _side(rig)
+    model: Any = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    words = ("float32", "float64", "distribute()")
+    refused(UsageError, lambda: model.double(), *words)
+    refused(UsageError, lambda: model.to(torch.float64), *words)
+    refused(UsageError, lambda: model.half(), "float16")
+    refused(UsageError, lambda: model.to("meta"), "meta")
+    model.to(torch.float32).cpu().requires_grad_().float()
+    train(side, model, optimizer, range(2))
+    x, y = side.batch(3)
+
+    def convert_a_part() -> None:
+        model[0].double()
+        hidden = model[0](x.double()).float()
+        nn.functional.cross_entropy(model[1:](hidden), y).backward()
+
+    refused(UsageError, convert_a_part, "'0.", "float64", "float32", "distribute()")
+    side.trained.clear()
+    take_world_down()
+
+
+@check(ONE)
+def unfrozen_after_distribute(rig: Rig) -> None:
+    side = _side(rig)
+    model: Any = mlp()
+    model[0].requires_grad_(False)
+    model, optimizer = side.setup(model, sgd(model))
+    train(side, model, optimizer, range(2))
+    model[0].weight.requires_grad_(True)
+    x, _ = side.batch(2)
+    refused(UsageError, lambda: model(x), "0.weight", "frozen", "release")
+    with torch.no_grad():
+        model(x)
+    model[0].weight.requires_grad_(False)
+    train(side, model, optimizer, range(3, 5))
+    side.leave()
