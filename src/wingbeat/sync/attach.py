@@ -72,7 +72,7 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def on_backward_end(engine: Engine, method: str = "end_backward") -> None:
+def on_backward_end(engine: Any, method: str = "end_backward") -> None:
     """Have the engine called when the backward that is running ends, after earlier requests."""
     torch.autograd.Variable._execution_engine.queue_callback(
         functools.partial(_on_backward_end, weakref.ref(engine), method)

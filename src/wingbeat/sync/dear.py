@@ -12,7 +12,7 @@ import enum
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from wingbeat.collectives import Handle
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
-from wingbeat.sync import scaler
+from wingbeat.sync import reduced, scaler
 from wingbeat.sync.ambient import Ambient
 from wingbeat.sync.attach import in_backward
 from wingbeat.sync.bucket import Bucket, Slot
@@ -29,7 +29,6 @@ from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.pending import PendingGradient
 from wingbeat.sync.separable import steps_apart
 from wingbeat.sync.stale import StaleParameters
-from wingbeat.types import Span
 
 TWICE = (
     "a parameter that gets its gradient twice in one backward, as with reentrant activation "
@@ -349,7 +348,7 @@ class DearEngine(Engine):
             self.settle()
             return super().clip_grad_norm_(max_norm, norm_type)
         owned = self._reduced_parts()
-        total = self._global_norm(owned, norm_type)
+        total = reduced.global_norm(self, owned, norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for part in owned:
             part.mul_(scale.to(part.device, part.dtype))
@@ -369,42 +368,4 @@ class DearEngine(Engine):
             for bucket in self.buckets:
                 if bucket.handle is not None:
                     bucket.handle.wait()
-        return [part for bucket in self.buckets for part in self._owned_parts(bucket)]
-
-    def _owned_parts(self, bucket: Bucket) -> Iterator[torch.Tensor]:
-        """Yield this worker's reduced block of the bucket, cut to the optimizer's parameters."""
-        mine = self.collectives.owned(bucket.flat.numel())
-        for span in self._optimized_spans(bucket):
-            start, stop = max(span.start, mine.start), min(span.stop, mine.stop)
-            if start < stop:
-                yield bucket.flat[start:stop]
-
-    def _optimized_spans(self, bucket: Bucket) -> Iterator[Span]:
-        start = end = 0
-        for slot in bucket.slots:
-            size = slot.param.numel()
-            if not self.partial.owns(slot.param):
-                if end > start:
-                    yield Span(start, end)
-                start = end + size
-            end += size
-        if end > start:
-            yield Span(start, end)
-
-    def _global_norm(self, parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        size, rank = self.world.size, self.world.rank
-        device = parts[0].device if parts else self.buckets[0].flat.device
-        each = torch.zeros(size, dtype=torch.float64, device=device)
-        # Half precision cannot hold the sum of many squares.
-        norms = [
-            torch.linalg.vector_norm(
-                p, norm_type, dtype=torch.promote_types(p.dtype, torch.float32)
-            ).double()
-            for p in parts
-        ]
-        if norms:
-            each[rank] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        self.collectives.all_gather(each, label="norms").wait()
-        total: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
-        double = any(bucket.flat.dtype is torch.float64 for bucket in self.buckets)
-        return total if double else total.float()
+        return [part for bucket in self.buckets for part in reduced.owned_parts(self, bucket)]

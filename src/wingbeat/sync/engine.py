@@ -1,13 +1,8 @@
-"""What every overlapped schedule shares: gradients into buckets, buckets onto the links.
-
-Buckets are launched strictly in the plan's order, on every worker, so no negotiation is needed
-(DeAR, section III-B). All of this runs in the thread that runs autograd.
-"""
+"""What every overlapped schedule shares: its parts, and what the user's calls set going."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,11 +12,11 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
-from wingbeat.sync.attach import attach, in_backward, on_backward_end
-from wingbeat.sync.bucket import Bucket, Slot
+from wingbeat.sync.attach import attach, in_backward
+from wingbeat.sync.bucket import Bucket
 from wingbeat.sync.bucketing import Bucketing, ignored, synchronised
 from wingbeat.sync.buffers import BufferSync
-from wingbeat.sync.convert import check_kind
+from wingbeat.sync.intake import Intake
 from wingbeat.sync.merging import LayerMerging
 from wingbeat.sync.partial import PartialOptimizer
 from wingbeat.sync.steps import Steps
@@ -32,7 +27,7 @@ from wingbeat.transport.world import World
 from wingbeat.types import Choices
 
 
-class Engine:
+class Engine(Intake):
     """Synchronises one model's gradients; subclasses say which collectives run when."""
 
     def __init__(
@@ -44,6 +39,7 @@ class Engine:
         collectives: Collectives,
         plain_step: Callable[[torch.optim.Optimizer], Any],
     ) -> None:
+        super().__init__(scale=1.0 / world.size)
         self.model = model
         self.optimizer = optimizer
         self.world = world
@@ -56,20 +52,11 @@ class Engine:
         self.tuning: SizeTuning | None = None
         self.merging: LayerMerging | None = None
         self.steps_made = Steps(world)
-        self.sync = True
-        self.lock = threading.RLock()
-        self.buffer_root = 0
         self.last_clip: tuple[float, float] | None = None
         self.before_synced_forward: Callable[[], Any] | None = None
-        self._scale = 1.0 / world.size
         self._handles: list[Any] = []
         self.inner_handles: list[Any] = []
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
-        self._decided: bool | None = None
-        self._in_backward = False
-        self._skipping = False
-        self._shadowing = False
-        self._next = 0
         self._start()
 
     def _start(self) -> None:
@@ -90,34 +77,11 @@ class Engine:
         return self.before_synced_forward is not None
 
     @property
-    def slots(self) -> list[Slot]:
-        """One for each trained parameter."""
-        return self.bucketing.slots
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets of the plan in force, first ready first."""
-        return self.bucketing.buckets
-
-    @property
     def forward_buckets(self) -> list[Bucket]:
         """The buckets of the plan in force, first needed first."""
         return self.bucketing.forward_buckets
 
     # -- what a schedule decides ---------------------------------------------------------
-
-    def launch(self, bucket: Bucket) -> None:
-        """Start the collective for a bucket whose gradients are complete."""
-        raise NotImplementedError
-
-    def finish_backward(self) -> None:
-        """Called when every bucket of a backward has been launched."""
-        raise NotImplementedError
-
-    def discard(self) -> None:
-        """Let the links finish with the last backward's gradients, which are not wanted."""
-        for bucket in self.buckets:
-            bucket.settle()
 
     def flush(self) -> None:
         """Apply updates that are still under way."""
@@ -225,186 +189,6 @@ class Engine:
     def after_load(self, *_args: Any) -> None:
         """After the optimizer has loaded a state dict: its groups are new."""
         self.partial.refresh()
-
-    # -- backward -------------------------------------------------------------------------
-
-    def on_grad(self, index: int) -> None:
-        """Take in one gradient; called by autograd as soon as it has been accumulated.
-
-        With parameters on several devices several threads of autograd come here.
-        """
-        with self.lock:
-            self._on_grad(index)
-
-    def _on_grad(self, index: int) -> None:
-        if not self._in_backward:
-            if not (self.sync if self._decided is None else self._decided):
-                self._skip_backward()
-                return
-            self._begin_backward()
-        if self.merging is None:
-            self._take_in(index)
-            return
-        self.merging.enter(index)
-        self._take_in(index)
-        self.merging.leave()
-
-    def _take_in(self, index: int) -> None:
-        slot = self.slots[index]
-        grad = slot.param.grad
-        if slot.ready:
-            raise UsageError(
-                f"parameter {slot.name!r} got its gradient twice in one backward, as reentrant "
-                "activation checkpointing does; use checkpoint(..., use_reentrant=False)"
-            )
-        if grad is not None and grad.layout is not torch.strided:
-            raise UsageError(
-                f"parameter {slot.name!r} has a sparse gradient, which has no place in a bucket; "
-                "use torch.nn.Embedding(..., sparse=False)"
-            )
-        self.bucketing.ready(index)
-        self._take(slot)
-        bucket = slot.bucket
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            self._launch_complete()
-
-    def _skip_backward(self) -> None:
-        """Leave a backward alone, which ends what the forward before it has decided."""
-        if self._decided is not None and not self._skipping:
-            self._skipping = True
-            on_backward_end(self)
-
-    def _open_backward(self) -> None:
-        self._next = 0
-        self.before_backward()
-        self.wiring.boundary()
-        if self.tuning is not None and not self.wiring.deciding():
-            self.tuning.boundary()
-        if self.merging is not None and not self.wiring.deciding():
-            self.merging.boundary()
-        self.bucketing.hear()
-        if self.bucketing.stale:
-            self.rebucket()
-        for bucket in self.buckets:
-            bucket.reopen()
-
-    def _begin_backward(self) -> None:
-        self._open_backward()
-        self._in_backward = True
-        on_backward_end(self)
-        if self.merging is not None:
-            self.merging.begin()
-
-    def before_backward(self) -> None:
-        """Called before the first gradient of a backward is taken in."""
-
-    def rebucket(self) -> None:
-        """Change to the next plan; every worker does so before the same backward."""
-        self.wiring.settle()
-        self.bucketing.rebuild()
-
-    @torch.no_grad()
-    def _take(self, slot: Slot) -> None:
-        slot.bucket.settle()
-        if slot.param.dtype is not slot.view.dtype or slot.param.shape != slot.view.shape:
-            check_kind(slot.name, slot.param, slot.view)
-        slot.used = slot.fill(self._scale)
-        slot.ready = True
-        self.store(slot)
-
-    def store(self, slot: Slot) -> None:
-        """Leave the slot's ``p.grad`` as the schedule wants it while the bucket travels."""
-        raise NotImplementedError
-
-    def _launch_complete(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-            bucket = self.buckets[self._next]
-            self._next += 1
-            bucket.write_tail(None if self._shadowing else self.steps_made.count)
-            self.launch(bucket)
-
-    def _launch_rest(self) -> None:
-        for bucket in self.buckets[self._next :]:
-            for slot in bucket.slots:
-                if not slot.ready:
-                    self._take(slot)
-            bucket.missing = 0
-        self._launch_complete()
-
-    def end_backward(self) -> None:
-        """Launch buckets that miss unused parameters, and close this backward."""
-        with self.lock:
-            self._end_backward()
-
-    def _end_backward(self) -> None:
-        self._decided = None
-        self._skipping = False
-        if not self._in_backward:
-            return
-        if self.merging is not None:
-            self.merging.end()
-        self._launch_all()
-        # Another model of this backward may have launched nothing yet that others wait for.
-        if in_backward():
-            on_backward_end(self, "close_backward")
-        else:
-            self.close_backward()
-
-    def close_backward(self) -> None:
-        """Bring the gradients where they are to be; all that is launched has been launched."""
-        with self.lock:
-            self.finish_backward()
-            if self.merging is not None:
-                self.merging.finish()
-
-    def _launch_all(self) -> None:
-        """Launch whatever every worker launches once in a backward, however it ended."""
-        self._launch_rest()
-        self._in_backward = False
-        self.buffer_sync.start(self.buffer_root)
-        self.wiring.exchange()
-        if self.tuning is not None and not self.wiring.deciding():
-            self.tuning.exchange()
-        if self.merging is not None and not self.wiring.deciding():
-            self.merging.exchange()
-        self.bucketing.tell()
-
-    def recover(self) -> None:
-        """After a backward that an exception cut short: keep in step with the other workers.
-
-        Every worker launches each bucket exactly once per backward, wherever it was cut short,
-        so that their next collectives still match. The gradients are dropped.
-        """
-        if self._in_backward:
-            if self.merging is not None:
-                self.merging.abandon()
-            self._launch_all()
-            self.discard()
-            for slot in self.slots:
-                slot.param.grad = None
-
-    def shadow_backward(self) -> None:
-        """Take part in one backward of the others with gradients of zero."""
-        self._open_backward()
-        self.zero_grad(True)
-        for slot in self.slots:
-            slot.param.grad = None
-        self._in_backward = self._shadowing = True
-        try:
-            self.end_backward()
-        finally:
-            self._shadowing = False
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Drop or zero the gradients, also those that only exist in the buckets."""
-        self.recover()
-        self.discard()
-        for slot in self.slots:
-            grad = slot.param.grad
-            if grad is not None and grad is slot.pending:
-                zeros = not set_to_none and slot.used
-                slot.param.grad = torch.zeros_like(slot.param) if zeros else None
 
     def check_in_step(self, bucket: Bucket) -> None:
         """Make sure that all workers had made the same number of steps; ``bucket`` is whole.
