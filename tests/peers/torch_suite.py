@@ -152,6 +152,9 @@ def without_gpus(suite: Any) -> Iterator[None]:
         put(torch.cuda, "current_device", lambda: 0)
         put(torch.cuda, "device", lambda *_: contextlib.nullcontext())
         put(nn, "SyncBatchNorm", CpuBatchNorm)
+        # Older ones load hooks that they saved themselves without saying that they trust the file.
+        loading = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+        stack.enter_context(mock.patch.dict(os.environ, loading))
         put(suite, "init_multigpu_helper", lambda *_: gpus)
         yield
 
