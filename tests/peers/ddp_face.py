@@ -45,7 +45,7 @@ class Face(nn.Module, Joinable):
     """What DDP's callers see of it. ``strategy`` is set by whoever runs a test.
 
     DDP is made before the optimizer, so the model is distributed with one that does nothing, and
-    anew with the test's own when that is made: see `adopt`.
+    anew with the test's own before the first forward or join after that was made: see `_adopt`.
     """
 
     strategy: Any = None

@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 from helpers.pool import CaseFailed, Pool
 
 from . import page, play, torch_suite
-from .table import ROWS, STRATEGIES, Verdict
+from .table import DDP_ITSELF_HANGS, ROWS, STRATEGIES, Verdict
 
 SIZE = 2
 DEADLINE = 240.0
@@ -65,6 +65,8 @@ def test_as_the_table_says(name: str, strategy: str, pool: Pool) -> None:
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.applies])
 def test_ddp_itself_passes_what_applies(name: str, pool: Pool) -> None:
     _skip_if_absent(name)
+    if torch.__version__.startswith(DDP_ITSELF_HANGS.get(name, "never")):
+        pytest.skip(f"the DDP of torch {torch.__version__} hangs in it")
     pool.run(play.run, name, "ddp", deadline=DEADLINE)
 
 
