@@ -7,6 +7,7 @@
     |   `-- MismatchError   the ranks were given different models
     |-- RendezvousError   the workers did not find each other (also a ConnectionError)
     |-- PeerError         another worker failed or fell silent (also a ConnectionError)
+    |-- UnevenBatchesError  a worker ran out of batches before others (also a RuntimeError)
     `-- LabError          the emulated cluster could not be made
 
 A message is one line: what value, where, what is allowed, what to do.
@@ -36,6 +37,10 @@ class RendezvousError(WingbeatError, ConnectionError):
 
 class PeerError(WingbeatError, ConnectionError):
     """A peer died or fell silent during a collective; names its rank and the collective."""
+
+
+class UnevenBatchesError(WingbeatError, RuntimeError):
+    """A worker ran out of batches while others had more, and ``join`` was to raise then."""
 
 
 class LabError(WingbeatError, RuntimeError):

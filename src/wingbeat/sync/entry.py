@@ -124,13 +124,19 @@ def no_sync(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     return _engine_of(model, "no_sync").no_sync()
 
 
-def join(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+def join(
+    model: torch.nn.Module,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> contextlib.AbstractContextManager[None]:
     """As ``model.join()``, also for a model with an attribute of that name of its own.
 
     Raises:
         UsageError: the model is not distributed.
     """
-    return joined(_engine_of(model, "join"))
+    options = divide_by_initial_world_size, enable, throw_on_early_termination
+    return joined(_engine_of(model, "join"), *options)
 
 
 def flush(model: torch.nn.Module) -> None:

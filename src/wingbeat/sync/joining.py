@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.errors import PeerError, UsageError
+from wingbeat.errors import PeerError, UnevenBatchesError, UsageError
+from wingbeat.sync.attach import in_backward
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import Phase
+from wingbeat.sync.hooks import ModuleHook
 from wingbeat.sync.partial import State
 from wingbeat.sync.sharded import ShardedEngine
 
@@ -18,40 +22,106 @@ if TYPE_CHECKING:
     from wingbeat.sync.engine import Engine
 
 
-@contextlib.contextmanager
-def joined(engine: Engine) -> Iterator[None]:
-    """Keep the others company after leaving the context early."""
-    if engine.world.size == 1:
-        yield
-        return
-    last = list(range(engine.world.size))
+class _Doing(enum.IntEnum):
+    """What a worker says at the beginning of each of its batches, or of the others' batches."""
 
-    def announce_batch() -> None:
+    NOTHING = 0
+    LOCAL = 1
+    """A batch under ``no_sync``, in which nothing is exchanged."""
+    SYNCED = 2
+
+
+class _Party:
+    """The workers of one ``join`` context, and who of them has batches left."""
+
+    def __init__(self, engine: Engine, divide_by_all: bool, throw: bool) -> None:
+        self.engine = engine
+        self.divide_by_all = divide_by_all
+        self.throw = throw
+        self.active = list(range(engine.world.size))
+
+    def begin_batch(self) -> None:
+        """Before a forward whose gradients will be averaged."""
+        engine = self.engine
         if isinstance(engine, ShardedEngine) and engine.phase is not Phase.IDLE:
             raise UsageError(
                 "join() with shard_optimizer: gradients are left from the backward before; call "
                 "step() or zero_grad() before the next forward, or accumulate under no_sync()"
             )
-        last[:] = _announce(engine, True)
+        if not isinstance(engine, ShardedEngine):
+            # Those without batches gather after each backward; so this comes before the news.
+            engine.settle_gradients()
+        self._begin(_Doing.SYNCED)
+        if not self.divide_by_all:
+            engine._scale = 1.0 / len(self.active)
 
-    engine.before_synced_forward = announce_batch
+    def begin_local_batch(self, _model: torch.nn.Module, _args: Any) -> None:
+        """Before any forward: those under ``no_sync`` count too."""
+        if torch.is_grad_enabled() and not self.engine.sync and not in_backward():
+            self.engine.recover()
+            self._begin(_Doing.LOCAL)
+
+    def _begin(self, doing: _Doing) -> None:
+        self.others_go_on(doing)
+        left = [r for r in range(self.engine.world.size) if r not in self.active]
+        if self.throw and left:
+            raise UnevenBatchesError(
+                f"Detected at least one rank that exhausted inputs. Rank(s) {_list(left)} did, "
+                f"and rank {self.engine.world.rank} has more: join(throw_on_early_termination="
+                "True) ends training on all"
+            )
+
+    def others_go_on(self, doing: _Doing = _Doing.NOTHING) -> _Doing:
+        """Tell what this worker does, and return the most that anybody does."""
+        found = _announce(self.engine, doing)
+        active = [rank for rank, flag in enumerate(found) if flag]
+        self.active = active or self.active
+        # Buffers come from a worker that still trains.
+        self.engine.buffer_root = active[0] if active else 0
+        return _Doing(max(found))
+
+    def shadow(self) -> None:
+        """Take part in what the others exchange, until they have run out of batches too."""
+        engine = self.engine
+        while doing := self.others_go_on():
+            if self.throw:
+                raise UnevenBatchesError(
+                    f"Rank {engine.world.rank} exhausted all inputs, and rank(s) "
+                    f"{_list(self.active)} did not: join(throw_on_early_termination=True) ends "
+                    "training on all"
+                )
+            if doing is _Doing.SYNCED:
+                engine.buffer_sync.ask(engine.buffer_root)
+                engine.shadow_backward()
+                _shadow_step(engine)
+                engine.zero_grad(True)
+                for slot in engine.slots:
+                    slot.param.grad = None
+        if len(self.active) < engine.world.size:
+            _follow(engine, self.active[-1])
+
+
+@contextlib.contextmanager
+def joined(
+    engine: Engine, divide_by_all: bool = True, enable: bool = True, throw: bool = False
+) -> Iterator[None]:
+    """Keep the others company after leaving the context early; see `DistributedModel.join`."""
+    if engine.world.size == 1 or not enable:
+        yield
+        return
+    party, scale = _Party(engine, divide_by_all, throw), engine._scale
+    hook = ModuleHook(weakref.ref(party), "begin_local_batch")
+    handle = engine.model.register_forward_pre_hook(hook, prepend=True)
+    engine.before_synced_forward = party.begin_batch
     try:
         yield
     finally:
         engine.before_synced_forward = None
+        engine._scale = scale
+        handle.remove()
     if isinstance(engine, ShardedEngine):
         engine.zero_grad(True)  # as the others do before their next forward
-    while active := _announce(engine, False):
-        last = active
-        engine.buffer_sync.ask(engine.buffer_root)
-        engine.shadow_backward()
-        _shadow_step(engine)
-        engine.zero_grad(True)
-        for slot in engine.slots:
-            slot.param.grad = None
-    engine.buffer_root = 0
-    if len(last) < engine.world.size:
-        _follow(engine, last[0])
+    party.shadow()
 
 
 def _shadow_step(engine: Engine) -> None:
@@ -63,15 +133,16 @@ def _shadow_step(engine: Engine) -> None:
     engine.step()
 
 
-def _announce(engine: Engine, active: bool) -> list[int]:
-    """Tell whether this worker has a batch; return the ranks that have one."""
+def _announce(engine: Engine, doing: _Doing) -> list[int]:
+    """Tell what this worker does; return what every rank does."""
     flags = torch.zeros(engine.world.size)
-    flags[engine.world.rank] = float(active)
+    flags[engine.world.rank] = float(doing)
     engine.collectives.all_gather(flags, label="batches left").wait()
-    ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
-    # Buffers come from a worker that still trains.
-    engine.buffer_root = ranks[0] if ranks else 0
-    return ranks
+    return [int(flag) for flag in flags.tolist()]
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _follow(engine: Engine, root: int) -> None:

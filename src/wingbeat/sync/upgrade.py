@@ -101,14 +101,30 @@ class DistributedModel(_Model):
         """Accumulate gradients without communication, as DDP's ``no_sync``."""
         return self._engine.no_sync()
 
-    def join(self) -> contextlib.AbstractContextManager[None]:
-        """Train with uneven numbers of batches per worker, as DDP's ``Join``.
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Train with uneven numbers of batches per worker, as DDP's ``join``.
 
         A worker that leaves the context early takes part in the others' exchanges with
         gradients of zero. Afterwards all hold the parameters and the optimizer state of a worker
-        that was in it to the end. Averages divide by the number of all workers, as DDP's do.
+        that was in it to the end.
+
+        Args:
+            divide_by_initial_world_size: gradients are divided by the number of all workers; with
+                False, by the number of those that still have batches.
+            enable: with False the context does nothing.
+            throw_on_early_termination: all workers raise as soon as one has run out of batches.
+
+        Raises:
+            UnevenBatchesError: ``throw_on_early_termination``, and some worker has batches left.
         """
-        return joined(self._engine)
+        return joined(
+            self._engine, divide_by_initial_world_size, enable, throw_on_early_termination
+        )
 
     def flush(self) -> None:
         """Apply updates that are still under way; happens by itself where it is needed."""

@@ -99,7 +99,7 @@ class Side:
         """Accumulate gradients without communication."""
         raise NotImplementedError
 
-    def join(self, model: Any) -> AbstractContextManager[Any]:
+    def join(self, model: Any, **options: Any) -> AbstractContextManager[Any]:
         """Allow a different number of batches on every rank."""
         raise NotImplementedError
 
@@ -135,8 +135,8 @@ class DDPSide(Side):
         context: AbstractContextManager[Any] = model.no_sync()
         return context
 
-    def join(self, model: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = Join([model])
+    def join(self, model: Any, **options: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = Join([model], **options)
         return context
 
 
@@ -170,8 +170,8 @@ class WingbeatSide(Side):
         context: AbstractContextManager[Any] = model.no_sync()
         return context
 
-    def join(self, model: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = model.join()
+    def join(self, model: Any, **options: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = model.join(**options)
         return context
 
     def clip(self, model: Any, optimizer: Any, limit: float, norm: float = 2.0) -> Tensor:

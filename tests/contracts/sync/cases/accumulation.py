@@ -262,12 +262,14 @@ def smaller_last_batch_on_some_ranks(side: Side) -> None:
 JOIN = Grid(worlds=(2, 3, 4))
 
 
-def _joined(counts: Callable[[int], int], make: Any, epochs: int = 1) -> Callable[[Side], None]:
+def _joined(
+    counts: Callable[[int], int], make: Any, epochs: int = 1, **options: Any
+) -> Callable[[Side], None]:
     def play(side: Side) -> None:
         model = mlp()
         model, optimizer = side.setup(model, make(model))
         for epoch in range(epochs):
-            with side.join(model):
+            with side.join(model, **options):
                 first = 10 * epoch
                 train(side, model, optimizer, range(first, first + counts(side.rank)))
 
@@ -301,4 +303,46 @@ def join_with_accumulation(side: Side) -> None:
             with side.no_sync(model):
                 cross_entropy(model, *side.batch(10 * step)).backward()
             cross_entropy(model, *side.batch(10 * step + 1)).backward()
+            optimizer.step()
+
+
+add(
+    _joined(lambda rank: 2 + 2 * rank, adamw, divide_by_initial_world_size=False),
+    "join_divides_by_those_with_batches",
+    JOIN,
+    **_LAST,
+)
+
+
+@scenario(JOIN, find_unused=False)
+def join_disabled(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    with side.join(model, enable=False, throw_on_early_termination=True):
+        train(side, model, optimizer, range(3))
+        for step in range(side.rank):
+            with side.no_sync(model):
+                cross_entropy(model, *side.batch(10 + step)).backward()
+
+
+@scenario(JOIN, find_unused=False)
+def join_divides_by_all_again_afterwards(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, _plain_sgd(model))
+    with side.join(model, divide_by_initial_world_size=False):
+        train(side, model, optimizer, range(3 - min(side.rank, 1)))
+    with side.join(model):
+        train(side, model, optimizer, range(10, 12 + min(side.rank, 1)))
+
+
+@scenario(Grid(worlds=(2, 3, 4), strategies=BOTH), find_unused=False, state_of="last")
+def join_counts_batches_under_no_sync(side: Side) -> None:
+    """Rank 0 runs out while the others only add up; they step on what they have added."""
+    model = mlp()
+    model, optimizer = side.setup(model, _plain_sgd(model))
+    with side.join(model, divide_by_initial_world_size=False):
+        for step in range(1 if side.rank == 0 else 3):
+            optimizer.zero_grad()
+            with side.no_sync(model) if step else nullcontext():
+                cross_entropy(model, *side.batch(step)).backward()
             optimizer.step()

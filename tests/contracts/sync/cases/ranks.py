@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from wingbeat.errors import UnevenBatchesError
+
+from ..compare import assert_same_on_every_rank
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import BOTH, Grid, scenario
-from ..sides import Side
+from ..registry import ALL, BOTH, TINY, Grid, Rig, check, scenario
+from ..sides import Side, WingbeatSide
 
 
 @scenario()
@@ -160,3 +165,30 @@ def one_worker(side: Side) -> None:
 def one_worker_with_batch_norm(side: Side) -> None:
     model: Any = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
     train(side, *side.setup(model, sgd(model)))
+
+
+@check(Grid(worlds=(2, 3), strategies=ALL, mbs=(TINY,)))
+def join_raises_on_all_ranks_when_one_runs_out(rig: Rig) -> None:
+    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+    model = mlp()
+    model, optimizer = side.setup(model, adamw(model))
+    words = "Rank 0 exhausted all inputs" if rig.rank == 0 else "one rank that exhausted inputs.*0"
+    begun, said = 0, ""
+    try:
+        with side.join(model, throw_on_early_termination=True):
+            for step in range(5 if rig.rank == 0 else 7):
+                with side.no_sync(model) if step in (3, 5) else nullcontext():
+                    optimizer.zero_grad()
+                    cross_entropy(model, *side.batch(step)).backward()
+                begun += 1
+                if step not in (3, 5):
+                    optimizer.step()
+    except UnevenBatchesError as error:
+        said = str(error)
+    assert re.fullmatch(f".*{words}.*", said), f"one line with {words!r}, not {said!r}"
+    assert begun == 5, "a batch under no_sync counts as one"
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    assert_same_on_every_rank(values, "after the error")
+    train(side, model, optimizer, range(20, 22))  # and they can go on
+    assert_same_on_every_rank(dict(model.state_dict()), "in the next epoch")
+    side.leave()
