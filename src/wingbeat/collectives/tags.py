@@ -11,9 +11,10 @@ import zlib
 
 from wingbeat.transport.channel import BITS_BELOW
 
-CHUNK_BITS = 15
+CHUNK_BITS = 12
 CHUNKS = 1 << CHUNK_BITS
-"""Chunks to one peer in one collective: 16 GiB of a block in chunks of 512 KiB."""
+"""After so many chunks to a peer tags come again. Chunks are sent and awaited in one order, and no
+more than an executor announces are under way."""
 
 _KIND_BITS = 7
 _TURN_BITS = BITS_BELOW - CHUNK_BITS - _KIND_BITS

@@ -64,6 +64,8 @@ class DearEngine(Engine):
     _steps = 0
     _writes_gradients = False
     _added_to: Slot | None = None
+    _gathers_at_once = True
+    _gathering = False
     _ambient: Ambient
 
     def _start(self) -> None:
@@ -119,23 +121,28 @@ class DearEngine(Engine):
     def finish_backward(self) -> None:
         """Do not wait: reduce-scatters may go on while the optimizer's step is called.
 
-        Whether another worker has a gradient where this one has none is not known yet.
+        All-gathers are queued behind them at once, so that no worker depends on what the others do
+        next: it may look at its gradients while they wait for it. Only where gradients are clipped
+        or unscaled before each step, in parts, that comes first. Whether another worker has a
+        gradient where this one has none is not known yet.
         """
         self.phase = Phase.REDUCED
+        self._gathering = False
+        if self._gathers_at_once:
+            self._start_gathers()
         for slot in self.slots:
             slot.param.grad = slot.pending
 
     def discard(self) -> None:
         """Let the links finish; the sums are not used, but the others may want to have them."""
         if self.phase is Phase.REDUCED:
-            for bucket in self.forward_buckets:
-                self._start_gather(bucket)
+            self._start_gathers()
         self.phase = Phase.IDLE
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
         if self._in_backward:
-            self.phase = Phase.REDUCED
+            self.phase, self._gathering = Phase.REDUCED, False
         super().recover()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,8 +163,8 @@ class DearEngine(Engine):
         self.steps_made.count += 1
         snapshot = self.partial.snapshot()
         self._ambient = Ambient(self.buckets[0].flat.device)
+        self._start_gathers()
         for bucket in self.forward_buckets:
-            self._start_gather(bucket)
             bucket.snapshot = snapshot
             self.stale.mark(slot.param for slot in bucket.slots if self.partial.owns(slot.param))
         self.step_outside(snapshot)
@@ -278,6 +285,13 @@ class DearEngine(Engine):
                 else:
                     slot.param.grad = None
 
+    def _start_gathers(self) -> None:
+        """Queue every all-gather, first needed first, unless that is done."""
+        if not self._gathering:
+            for bucket in self.forward_buckets:
+                self._start_gather(bucket)
+        self._gathering = True
+
     def _start_gather(self, bucket: Bucket) -> None:
         bucket.handle = self.collectives.all_gather(
             bucket.flat, bucket=bucket.index, after=bucket.handle, wire=bucket.wire
@@ -285,8 +299,7 @@ class DearEngine(Engine):
 
     def _gather(self) -> None:
         """Make all gradients whole now, because somebody looks at them before ``step``."""
-        for bucket in self.forward_buckets:
-            self._start_gather(bucket)
+        self._start_gathers()
         with self.exposed():
             for bucket in self.forward_buckets:
                 bucket.settle()
@@ -344,6 +357,7 @@ class DearEngine(Engine):
         """Clip by the norm over all workers' reduced blocks: one small exchange, no gather."""
         self.last_clip = (max_norm, norm_type)
         self.recover()
+        self._hold_gathers()
         if self.phase is not Phase.REDUCED:
             self.settle()
             return super().clip_grad_norm_(max_norm, norm_type)
@@ -357,10 +371,17 @@ class DearEngine(Engine):
     def scaler_groups(self) -> list[dict[str, Any]] | None:
         """Show a GradScaler this worker's reduced blocks; None where it needs whole gradients."""
         self.recover()
+        self._hold_gathers()
         if self.phase is not Phase.REDUCED or self.shadowed:
             return None
         device = self.buckets[0].flat.device
         return scaler.groups_of(self._reduced_parts(), self.collectives, device)
+
+    def _hold_gathers(self) -> None:
+        """From here on change blocks before they are gathered; this time they are already."""
+        self._gathers_at_once = False
+        if self.phase is Phase.REDUCED and self._gathering:
+            self.settle_gradients()
 
     def _reduced_parts(self) -> list[torch.Tensor]:
         """Wait for all reduce-scatters; return what this worker has of the gradients."""

@@ -37,10 +37,14 @@ class ShardedEngine(DearEngine):
     A step uses the gradients up: the buffers hold parameters afterwards. Before anybody gathers
     either, a `Rounds` tells what all are about to do; every backward ends with one of them.
 
+    What is gathered is not known before a step: nothing is gathered at once.
+
     Attributes:
         shards: this worker's part of the parameters and of the optimizer's state.
         steps: how many steps have been made, also before a restart.
     """
+
+    _gathers_at_once = False
 
     def _start(self) -> None:
         each = elementwise.prove(self.optimizer, type(self.optimizer).step)

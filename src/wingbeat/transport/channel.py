@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TAG_BITS = 31
 """What ``torch.distributed`` lets a tag have: a positive C ``int``."""
 
-CHANNEL_BITS = 5
+CHANNEL_BITS = 8
 BITS_BELOW = TAG_BITS - CHANNEL_BITS
 """Bits that a channel's own tags may use."""
 

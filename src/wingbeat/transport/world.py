@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import weakref
 from collections.abc import Callable
@@ -74,6 +75,8 @@ class World:
             UsageError: all channels are in use.
             PeerError: a worker sent something that is no list of channels.
         """
+        if len(self._channels) > MAX_CHANNELS // 2:
+            gc.collect()  # dropped models keep theirs until they are collected
         number = lowest_free(self._taken_channels())
         self._channels.add(number)
         inner = World(
