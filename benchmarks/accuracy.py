@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 import wingbeat
 from wingbeat import strategies
-from wingbeat.bench import digits, machine, peers
+from wingbeat.bench import digits, estimate, machine, peers
 from wingbeat.bench.attach import Attached, attached
 from wingbeat.bench.peers import Peer
 from wingbeat.errors import UsageError
@@ -245,16 +245,26 @@ def worker(options: argparse.Namespace) -> None:
     wingbeat.init(timeout=120.0)
     tasks = {name: TASKS[name]() for name in options.tasks}
     runs = list(itertools.product(options.tasks, options.seeds, options.strategies))
-    for number, (name, seed, text) in enumerate(runs, start=1):
-        iterations = options.iterations or tasks[name].iterations
+    lengths = [options.iterations or tasks[name].iterations for name, _, _ in runs]
+    seconds: dict[str, float] = {}  # of an iteration, by task
+    for number, ((name, seed, text), iterations) in enumerate(zip(runs, lengths, strict=True), 1):
         made = train(tasks[name], parse(text, options.warmup), seed, iterations)
         if dist.get_rank() == 0:
             kept = {"task": name, "seed": seed, "strategy": text, **made}
             with options.worker.open("a", encoding="utf-8") as file:
                 print(json.dumps(kept), file=file)
+            seconds[name] = made["s"] / iterations
             end = f"{made['curve'][-1]['accuracy']:.2f}%, {made['s']:.0f} s"
+            end += f", {left(runs[number:], lengths[number:], seconds)}"
             print(f"{number}/{len(runs)} {name} {seed} {text}: {end}", file=sys.stderr, flush=True)
     wingbeat.shutdown()
+
+
+def left(runs: Sequence[tuple[str, ...]], lengths: Sequence[int], seconds: dict[str, float]) -> str:
+    """How long the runs still to come will take, as those before them did."""
+    known = [seconds[run[0]] * n for run, n in zip(runs, lengths, strict=True) if run[0] in seconds]
+    others = "" if len(known) == len(runs) else " and the tasks not begun"
+    return f"about {estimate.about(sum(known))}{others} left"
 
 
 def judged(peer: Peer) -> bool:
