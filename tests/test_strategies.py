@@ -128,6 +128,10 @@ def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
         "mgs": "elements",
     }
     assert {name for name, row in rows.items() if row.merging} == {"mgwfbp"}
+    for name in ("topksgd", "lags", "mgs", "omgs"):
+        first_try, papers = parse(name), parse(f"{name}:density=0.001,warmup=0")
+        assert first_try.choices().wire == wires.TopK(density=0.01, warmup=400, if_pays=False)
+        assert papers.choices().wire == wires.TopK(density=0.001, warmup=0, if_pays=False)
     assert parse("mgs").choices().fusion.elements == 8192
     assert parse("lags:density=0.01") == wingbeat.LAGS(density=0.01)
     assert wingbeat.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")
