@@ -254,16 +254,18 @@ def worker(options: argparse.Namespace) -> None:
                 print(json.dumps(kept), file=file)
             seconds[name] = made["s"] / iterations
             end = f"{made['curve'][-1]['accuracy']:.2f}%, {made['s']:.0f} s"
-            end += f", {left(runs[number:], lengths[number:], seconds)}"
+            end += left(runs[number:], lengths[number:], seconds)
             print(f"{number}/{len(runs)} {name} {seed} {text}: {end}", file=sys.stderr, flush=True)
     wingbeat.shutdown()
 
 
 def left(runs: Sequence[tuple[str, ...]], lengths: Sequence[int], seconds: dict[str, float]) -> str:
-    """How long the runs still to come will take, as those before them did."""
+    """How long the runs still to come will take, as those before them did; empty for none."""
+    if not runs:
+        return ""
     known = [seconds[run[0]] * n for run, n in zip(runs, lengths, strict=True) if run[0] in seconds]
-    others = "" if len(known) == len(runs) else " and the tasks not begun"
-    return f"about {estimate.about(sum(known))}{others} left"
+    others = "" if len(known) == len(runs) else ", and the tasks not begun"
+    return f", about {estimate.about(sum(known))} left{others}"
 
 
 def judged(peer: Peer) -> bool:
