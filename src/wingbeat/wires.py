@@ -2,8 +2,8 @@
 
 On the command line a wire is ``name`` or ``name@value``, with the option that matters most:
 
->>> of("topk@0.01")
-TopK(density=0.01)
+>>> of("topk@0.05")
+TopK(density=0.05)
 """
 
 from __future__ import annotations
