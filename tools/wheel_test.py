@@ -69,7 +69,8 @@ def main(words: list[str]) -> int:
             run([python.with_name("wingbeat"), "--help"], cwd=folder, quiet=True)
             run([python, "-c", CHECK], cwd=folder, env=environment())
         except subprocess.CalledProcessError as err:
-            print(f"wheel_test.py: failed: {shlex.join(map(str, err.cmd))[:200]}", file=sys.stderr)
+            what = shlex.join(map(str, err.cmd)).splitlines()[0]
+            print(f"wheel_test.py: failed: {what[:200]}", file=sys.stderr)
             return err.returncode if err.returncode > 0 else 1
     print(f"{wheel.name}: built, installed, imported, trained")
     return 0
