@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wingbeat import paced
-from wingbeat.bench import bound, machine, runner
+from wingbeat.bench import bound, estimate, machine, runner
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.results import Report
 from wingbeat.bench.speedup import Measured
@@ -94,6 +94,8 @@ def main() -> int:
     try:
         sizes = bucket_sizes(args.mb)
         planned = {rate: configs(rate, args, sizes) for rate in args.rates}
+        long = estimate.of_all(config for each in planned.values() for config in each.values())
+        print(f"takes about {estimate.about(long)}", file=sys.stderr, flush=True)
         for rate, benches in planned.items():
             models: dict[str, Any] = {}
             for number, (name, config) in enumerate(benches.items(), start=1):

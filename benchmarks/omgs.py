@@ -43,7 +43,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from wingbeat.bench import machine, runner
+from wingbeat.bench import estimate, machine, runner
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.table import milliseconds
 from wingbeat.cli.bench import check_writable, need_matplotlib
@@ -127,6 +127,8 @@ def main() -> int:
             need_matplotlib()
         with tempfile.TemporaryDirectory(prefix="wingbeat-omgs-") as plans:
             benches = configs(args, Path(plans))
+            long = estimate.about(estimate.of_all(benches.values()))
+            print(f"takes about {long}", file=sys.stderr, flush=True)
             for number, (name, config) in enumerate(benches.items(), start=1):
                 print(f"{number}/{len(benches)}: {name}", file=sys.stderr, flush=True)
                 raw = runner.run(config, command=sys.argv).report.to_json()

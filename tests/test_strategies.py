@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import wingbeat
+from wingbeat import wires
 from wingbeat.errors import UsageError
 from wingbeat.strategies import parse
 
@@ -62,6 +69,54 @@ def test_what_cannot_be_merged_is_refused_in_one_line(options: dict[str, Any], w
     assert "\n" not in str(caught.value)
 
 
+EVERY_KIND = [
+    *(wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS, wingbeat.PSGD, wingbeat.MGWFBP),
+    *(wingbeat.TopKSGD, wingbeat.LAGS, wingbeat.MGS),
+    *(wires.Sketch, wires.TopK, wires.LowRank, wires.Half),
+]
+
+
+@pytest.mark.parametrize("cls", EVERY_KIND, ids=lambda cls: cls.__name__)
+def test_an_option_that_does_not_exist_is_refused_by_name(cls: Any) -> None:
+    names = ", ".join(sorted(f.name for f in dataclasses.fields(cls)))
+    with pytest.raises(UsageError) as caught:
+        cls(colour="red")
+    where = f"unknown option 'colour' in {cls.__name__}(colour='red')"
+    assert str(caught.value).startswith(where)
+    assert str(caught.value).endswith(f"; allowed: {names}")
+    with pytest.raises(UsageError) as caught:
+        cls(torch.nn.Sequential(*[torch.nn.Linear(9, 9)] * 9))
+    assert "options are given by name, such as" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        (lambda: wingbeat.DeAR(bucket_mb=3), "DeAR(bucket_mb=3) (did you mean 'mb'?)"),
+        (lambda: wingbeat.AllReduce(bucket_cap_mb=3), "(did you mean 'mb'?)"),
+        (lambda: wingbeat.DeAR(topolgy="mesh"), "(did you mean 'topology'?)"),
+        (lambda: wingbeat.Sketch(bit=4), "(did you mean 'bits'?)"),
+        (lambda: wingbeat.DeAR(25), "DeAR(25): options are given by name, such as DeAR(mb=25);"),
+        (lambda: wingbeat.TopK(0.01), "such as TopK(density=0.01);"),
+        (lambda: wingbeat.DeAR(True), "such as DeAR(shard_optimizer=True);"),
+        (lambda: wires.Half(3), "such as Half(if_pays=False);"),
+    ],
+)
+def test_the_option_that_was_meant_is_named(wrong: Callable[[], Any], meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        wrong()
+    assert meant in str(caught.value)
+
+
+def test_options_are_still_copied_pickled_and_listed() -> None:
+    made = wingbeat.DeAR(mb=3, wire=wires.TopK(density=0.1, groups={"fc.*": 0.5}))
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == dataclasses.replace(made)
+    assert next(iter(inspect.signature(wingbeat.AllReduce.__init__).parameters)) == "self"
+    assert "mb" in inspect.signature(wingbeat.AllReduce).parameters
+
+
 def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
     rows = {name: parse(name).choices() for name in ("psgd", "mgwfbp", "topksgd", "lags", "mgs")}
     assert {name for name, row in rows.items() if row.wire == ""} == {"psgd", "mgwfbp"}
@@ -73,6 +128,10 @@ def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
         "mgs": "elements",
     }
     assert {name for name, row in rows.items() if row.merging} == {"mgwfbp"}
+    for name in ("topksgd", "lags", "mgs", "omgs"):
+        first_try, papers = parse(name), parse(f"{name}:density=0.001,warmup=0")
+        assert first_try.choices().wire == wires.TopK(density=0.01, warmup=400, if_pays=False)
+        assert papers.choices().wire == wires.TopK(density=0.001, warmup=0, if_pays=False)
     assert parse("mgs").choices().fusion.elements == 8192
     assert parse("lags:density=0.01") == wingbeat.LAGS(density=0.01)
     assert wingbeat.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")

@@ -16,7 +16,10 @@ A message is one line: what value, where, what is allowed, what to do.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_WORDS = re.compile(r"[^a-z0-9]+")
 
 
 class WingbeatError(Exception):
@@ -54,9 +57,26 @@ def unknown(kind: str, value: str, allowed: Iterable[str], *, where: str = "") -
     "unknown strategy 'deer' (did you mean 'dear'?); allowed: ddp, dear"
     """
     names = sorted(allowed)
-    close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    close = _nearest(value.lower(), names)
+    hint = f" (did you mean {close!r}?)" if close else ""
     place = f" in {where}" if where else ""
     return UsageError(
         f"unknown {kind} {value!r}{place}{hint}; allowed: {', '.join(names) or 'none'}"
     )
+
+
+def _nearest(value: str, names: list[str]) -> str:
+    """Return the name that was probably meant, empty if none is near.
+
+    >>> _nearest("bucket_cap_mb", ["edge_mb", "max_mb", "mb"])
+    'mb'
+    """
+    typed = difflib.get_close_matches(value, names, n=1, cutoff=0.75)
+    if typed:
+        return typed[0]
+    # By letters alone "bucket_mb" is nearer to "edge_mb" than to "mb"; by words it is the other.
+    words = set(_WORDS.split(value))
+    within = [name for name in names if words.issuperset(_WORDS.split(name))]
+    if within:
+        return max(within, key=len)
+    return next(iter(difflib.get_close_matches(value, names, n=1, cutoff=0.5)), "")

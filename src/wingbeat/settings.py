@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from wingbeat.errors import UsageError, unknown
 
+if TYPE_CHECKING:
+    from typing_extensions import Self  # `typing` has it from Python 3.11 on
+
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 60
+
 
 class Settings:
-    """A frozen dataclass of options."""
+    """A frozen dataclass of options, all given by name.
+
+    Raises:
+        UsageError: an option that does not exist, or one without its name.
+    """
+
+    def __new__(cls, *unnamed: Any, **options: Any) -> Self:
+        """Refuse what the dataclass would refuse with a bare TypeError that names no option.
+
+        A `UsageError` and nothing else: a wrong option is a value that cannot work, like any
+        other, and who catches those (the command line does) is to catch this one as well. To
+        catch a wrong call as a TypeError is of no use: nothing but the call itself can be mended.
+        """
+        known = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
+        if unnamed:
+            raise _unnamed(cls.__name__, unnamed[0], known)
+        for key, value in options.items():
+            if key not in known:
+                where = f"{cls.__name__}({key}={_short(value)})"
+                raise unknown("option", key, known, where=where)
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
         """The call that makes it, without the options that are at their defaults."""
@@ -49,6 +76,23 @@ class Settings:
         value = getattr(self, key)
         if not is_number(value) or not good(value):
             raise self._refuse(key, allowed)
+
+
+def _unnamed(name: str, value: Any, known: dict[str, Any]) -> UsageError:
+    """Build the error for a value without its name; the example is an option of that kind."""
+    kinds = {int, float} if is_number(value) else {type(value)}
+    fits = [key for key, default in known.items() if type(default) in kinds]
+    key = next(iter(fits or known))
+    shown = _short(value) if fits else repr(known[key])
+    return UsageError(
+        f"{name}({_short(value)}): options are given by name, such as {name}({key}={shown}); "
+        f"allowed: {', '.join(sorted(known))}"
+    )
+
+
+def _short(value: Any) -> str:
+    """Return the value in a few words on one line: it may be a model."""
+    return " ".join(_SHORT.repr(value).split())
 
 
 def is_number(value: Any) -> TypeGuard[float]:

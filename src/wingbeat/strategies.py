@@ -24,7 +24,7 @@ PLANS = ("bo", "fixed", "layers", "none", "random", "grid")
 SEARCHES = ("bo", "random", "grid")
 MERGES = ("exact", "paper", "wfbp")
 _UNMEASURED = {"size": "elements", "none": "none", "one": "one"}
-_TOPK_OPTIONS: dict[str, Any] = {"density": 0.001, "warmup": 0, "momentum": 0.0, "groups": ()}
+_TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name != "if_pays"}
 MAX_MB = 4096
 
 
@@ -176,8 +176,8 @@ class OMGS(Settings):
             ``"paper"``, Algorithm 1; ``"wfbp"``, MG-WFBP, which knows no codec; ``"size"``, until
             there are ``elements`` elements; ``"none"``; or ``"one"``, all into one.
         wire: what gradients travel as; any codec can be merged.
-        density: share of the gradients that travel, with ``wire="topk"``.
-        warmup: steps in which the density falls from 0.25 to ``density``.
+        density: share of the gradients that travel, with ``wire="topk"``; the paper's is 0.001.
+        warmup: steps in which the density falls from 0.25 to ``density``; the paper has none.
         momentum: momentum correction, in place of the optimizer's momentum.
         groups: densities of parameters by name pattern, such as ``{"embedding.*": 0.01}``.
         elements: elements of a merged layer at least, with ``merge="size"``.
@@ -194,9 +194,9 @@ class OMGS(Settings):
 
     merge: str = "exact"
     wire: Wire = "topk"
-    density: float = 0.001
-    warmup: int = 0
-    momentum: float = 0.0
+    density: float = TopK.density
+    warmup: int = TopK.warmup
+    momentum: float = TopK.momentum
     groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     elements: int = 8192
     steps: int = 10

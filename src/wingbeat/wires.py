@@ -2,8 +2,8 @@
 
 On the command line a wire is ``name`` or ``name@value``, with the option that matters most:
 
->>> of("topk@0.01")
-TopK(density=0.01)
+>>> of("topk@0.05")
+TopK(density=0.05)
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class Sketch(Settings):
 class TopK(Settings):
     """Only the largest gradients travel; the others wait until they have grown (OMGS-SGD, II-C).
 
+    The defaults are for a first try that learns: a gradient waits a hundred steps on average, and
+    none while the weights change fastest. OMGS-SGD has ``density=0.001, warmup=0``.
+
     Args:
         density: share of the gradients that travel, above 0 up to 1.
         warmup: steps in which the density falls exponentially from 0.25 to ``density``
@@ -72,8 +75,8 @@ class TopK(Settings):
         UsageError: a value out of range.
     """
 
-    density: float = 0.001
-    warmup: int = 0
+    density: float = 0.01
+    warmup: int = 400
     momentum: float = 0.0
     groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     if_pays: bool = True

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import wingbeat
 from helpers.scripts import FOLDER, benchmark
 
 
@@ -66,6 +67,8 @@ def test_coarser_rows_are_shown_and_not_judged(accuracy: ModuleType, name: str) 
 def test_a_warm_up_for_all_rows_leaves_those_that_have_one(accuracy: ModuleType) -> None:
     assert accuracy.parse("omgs:warmup=1000", 200).strategy.warmup == 1000
     assert accuracy.parse("omgs", 200).strategy.warmup == 200
+    assert accuracy.parse("omgs", None).strategy.warmup == wingbeat.OMGS().warmup == 400
+    assert accuracy.parse("lags:warmup=0", 200).strategy.warmup == 0
     runs = made("text", "allreduce", 60.0) + made("text", "allreduce:wire=topk@0.001", 20.0)
     assert accuracy.missed(accuracy.summary(runs)) == []
     assert len(accuracy.missed(accuracy.summary(runs, warmup=200))) == 1
@@ -89,6 +92,14 @@ def test_codecs_are_used_whatever_they_pay(accuracy: ModuleType) -> None:
         assert accuracy.parse(f"allreduce:wire={name}", 0).strategy.choices().wire.if_pays is False
     assert accuracy.parse("dear:wire=topk@0.001", 70).strategy.choices().wire.warmup == 70
     assert accuracy.parse("dear:mb=3", 70).strategy.mb == 3
+
+
+def test_what_is_left_is_what_the_same_task_took(accuracy: ModuleType) -> None:
+    runs = [("digits", 1, "allreduce"), ("digits", 1, "omgs"), ("text", 0, "allreduce")]
+    assert accuracy.left(runs[:2], [100, 300], {"digits": 0.2}) == ", about 80 s left"
+    known = accuracy.left(runs, [100, 300, 10], {"digits": 0.2})
+    assert known == ", about 80 s left, and the tasks not begun"
+    assert accuracy.left([], [], {"digits": 0.2}) == ""
 
 
 def test_the_rate_rises_then_falls_to_nothing(accuracy: ModuleType) -> None:

@@ -100,7 +100,8 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "fsdp": ("fsdp", 40_400),
         "allreduce": ("allreduce", 40_400),
         "dear:mb=5": ("dear", 40_400),
-        "omgs": ("allreduce", 60),
+        "omgs": ("allreduce", 606),
+        "omgs:density=0.001": ("allreduce", 60),
         "psgd": ("allreduce", 40_400),
         "mgwfbp": ("allreduce", 40_400),
         "topksgd:density=0.01": ("allreduce", 606),
@@ -127,3 +128,27 @@ def test_layers_of_a_paced_model_add_up_to_the_profile() -> None:
     assert seconds == pytest.approx(
         (workload.profile.forward_ms + workload.profile.backward_ms) / 1e3
     )
+
+
+def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
+    rows = (
+        "omgs",
+        "omgs:warmup=9",
+        "allreduce:wire=topk",
+        "dear:wire=topk@0.05",
+        "omgs:wire=topk@0.05",
+    )
+    checked = config(strategies=(*rows, "ddp", "mgwfbp", "allreduce:wire=sketch")).check()
+    wires = [row.strategy.choices().wire for row in checked.rows if row.strategy is not None]
+    assert [getattr(wire, "warmup", None) for wire in wires] == [0, 9, 0, 0, 0, None, None]
+    assert [getattr(wire, "density", None) for wire in wires[:5]] == [0.01, 0.01, 0.01, 0.05, 0.05]
+    assert [getattr(wire, "if_pays", None) for wire in wires[:5]] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    real = config(strategies=("omgs",), model="digits").check().rows[0].strategy
+    assert real == strategies.OMGS()
+    assert real.choices().wire.warmup > 0

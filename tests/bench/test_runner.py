@@ -29,7 +29,7 @@ def test_messages_move_the_progress_and_the_rest_is_kept(
     protocol.say("progress", done=9, row=1, round=1, iteration=0)
     hearing(0, capsys.readouterr().out.rstrip("\n"))
     hearing(0, "Traceback: something")
-    assert "dear, round 2/2 (9/20 iterations done)" in capsys.readouterr().err
+    assert "dear, round 2/2 (9/20 iterations done, about " in capsys.readouterr().err
     assert list(hearing.last[0]) == ["Traceback: something"]
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from wingbeat.plans import saved
-from wingbeat.plans.result import Result
+from wingbeat.plans.result import Result, nothing
 from wingbeat.plans.search import Sample
+from wingbeat.types import Tuning
 
 MB = 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -53,6 +54,15 @@ def test_it_shows_trials_choice_and_reason(file: Path) -> None:
     assert ["3", "1", "9", "0.900", "9.1"] in rows
     assert TUNED.explain() in done.stdout.splitlines()
     assert "tuned for parameters ab12, workers 4" in done.stdout
+
+
+def test_it_says_that_there_was_nothing_to_tune(tmp_path: Path) -> None:
+    rule = Tuning(search="bo", low_bytes=MB, high_bytes=100 * MB)
+    saved.save(tmp_path / "none.json", nothing(rule, 25 * MB, 1), {"workers": 4})
+    done = wingbeat(tmp_path / "none.json", "--png", tmp_path / "none.png")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("nothing to tune: for this model bucket sizes from 1 to 100 MB")
+    assert (tmp_path / "none.png").read_bytes().startswith(PNG)
 
 
 def test_it_draws_the_picture(file: Path, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import torch
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.make import TRIED
 from wingbeat.codecs.topk import warmed_up
+from wingbeat.sync.trial import LAPS, MAX_BLOCKS, SETTLING, SETTLING_FIRST
 from wingbeat.types import Span
 from wingbeat.wires import Half, LowRank, Sketch, TopK
 
@@ -21,13 +23,26 @@ def test_equal_settings_give_equal_codecs(wire) -> None:
 
 
 def test_only_a_warm_up_changes_the_codec() -> None:
-    wire = TopK(density=0.001, warmup=4)
+    wire = TopK(density=0.001, warmup=4, if_pays=False)
     densities = [make(wire, step).bytes_per_element / 6 for step in range(6)]
     assert densities[0] == pytest.approx(0.25)
     assert densities == sorted(densities, reverse=True)
     assert densities[4:] == [pytest.approx(0.001)] * 2
     ratios = [b / a for a, b in itertools.pairwise(densities[:5])]
     assert ratios == [pytest.approx(ratios[0])] * 4
+
+
+def test_a_trial_is_of_what_will_travel_and_the_warm_up_begins_after_it() -> None:
+    tried, used = TopK(density=0.01, warmup=400), TopK(density=0.01, warmup=400, if_pays=False)
+    sent = [make(tried, step).bytes_per_element / 6 for step in range(401)]
+    assert sent[:TRIED] == [0.01] * TRIED
+    assert sent[TRIED:] == [make(used, s).bytes_per_element / 6 for s in range(TRIED, 401)]
+    assert sent[TRIED] == max(sent) > 0.15
+    # No trial is longer, whatever it measures; and a short warm-up is not all trial.
+    assert TRIED >= SETTLING_FIRST + MAX_BLOCKS * (LAPS + SETTLING + 1)
+    short = [make(TopK(density=0.01, warmup=20), step).bytes_per_element for step in range(21)]
+    assert short[9] == short[20] == pytest.approx(0.06)
+    assert short[10] > 2 * short[9]
 
 
 @pytest.mark.parametrize(("density", "warmup"), [(0.5, 10), (0.25, 10), (0.001, 0)])

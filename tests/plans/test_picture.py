@@ -10,8 +10,9 @@ import pytest
 
 from wingbeat.errors import UsageError
 from wingbeat.plans import picture
-from wingbeat.plans.result import Result, choose
+from wingbeat.plans.result import Result, choose, nothing
 from wingbeat.plans.search import Sample
+from wingbeat.types import Tuning
 
 MB = 2**20
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -100,6 +101,22 @@ def test_words_say_the_search_and_the_choice(drawn: dict[str, Any], search: str)
     assert "x the throughput of the start" in outcome
     picture.draw_png(TUNED, "unused.png", title="ResNet on four hosts")
     assert drawn["figure"].texts[0].get_text() == "ResNet on four hosts"
+
+
+def test_the_picture_says_that_nothing_matters(drawn: dict[str, Any]) -> None:
+    near = replace(TUNED, expected=tuple(10 + i / 100 for i in range(10)))
+    picture.draw_png(near, "unused.png")
+    outcome = drawn["figure"].texts[1].get_text()
+    assert (
+        outcome
+        == "chosen: 2.86 MB, no size matters here: those tried are within 0.9% of each other"
+    )
+    rule = Tuning(search="bo", low_bytes=MB, high_bytes=100 * MB)
+    picture.draw_png(nothing(rule, 25 * MB, 1), "unused.png")
+    words = [text.get_text() for text in drawn["figure"].texts]
+    assert words[0] == "Bucket size: nothing to tune"
+    assert words[1].endswith("bucket sizes from 1 to 100 MB are all one plan, 1 bucket")
+    assert not drawn["figure"].axes[0].axison
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wingbeat.plans.result import Result, choose
+from wingbeat.plans.result import Result, choose, nothing
 from wingbeat.plans.search import Sample
+from wingbeat.types import Tuning
 
 MB = 2**20
 
@@ -39,6 +40,27 @@ def test_it_says_that_the_start_was_best() -> None:
         "tuned buckets in 1 trial of 1 iteration (bo): 25 MB, as at the start: of the sizes tried, "
         "none is expected to be faster; a decision took up to 1.0 ms"
     )
+
+
+def test_it_says_that_no_size_matters() -> None:
+    near = replace(TUNED, expected=(10.0, 10.1, 9.95))
+    assert not near.matters
+    assert near.explain() == (
+        "tuned buckets in 3 trials of 10 iterations (bo): 6 MB, but no size matters here: those "
+        "tried are within 1.5% of each other; a decision took up to 2.4 ms"
+    )
+    assert TUNED.matters
+    assert replace(TUNED, expected=(10.0, 10.21, 10.0)).matters
+
+
+def test_it_says_that_there_was_nothing_to_try() -> None:
+    rule = Tuning(search="bo", low_bytes=MB, high_bytes=100 * MB)
+    untried = nothing(rule, 25 * MB, 2)
+    assert untried.explain() == (
+        "nothing to tune: for this model bucket sizes from 1 to 100 MB are all one plan, 2 buckets"
+    )
+    assert (untried.start_bytes, untried.chosen_bytes) == (25 * MB, 25 * MB)
+    assert not untried.matters
 
 
 def test_what_follows_from_the_samples() -> None:

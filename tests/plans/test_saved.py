@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
 from wingbeat.plans import planfile, saved
-from wingbeat.plans.result import Result
+from wingbeat.plans.result import Result, nothing
 from wingbeat.plans.search import Sample
+from wingbeat.types import Tuning
 
 MB = 2**20
 KEY = {"parameters": "ab12", "workers": 4, "links": 2, "shapes": [["w", [3, 4], "float32"]]}
@@ -63,6 +64,20 @@ def test_every_result_survives(tmp_path_factory, samples, data) -> None:
     )
     saved.save(path, result, KEY)
     assert saved.load(path).result == result
+
+
+def test_that_there_was_nothing_to_tune_is_kept(tmp_path: Path) -> None:
+    rule = Tuning(search="grid", low_bytes=MB, high_bytes=100 * MB)
+    path = tmp_path / "plan.json"
+    saved.save(path, nothing(rule, 25 * MB, 1), KEY)
+    assert saved.load(path).result == nothing(rule, 25 * MB, 1)
+    assert saved.load(path).chosen_bytes == 25 * MB
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert data["why"].startswith("nothing to tune")
+    for buckets in (0, -1, "1", None):
+        path.write_text(json.dumps({**data, "buckets_of_every_size": buckets}))
+        with pytest.raises(UsageError, match=r"plan\.json.*damaged"):
+            saved.load(path)
 
 
 def test_people_can_read_it(tmp_path: Path) -> None:

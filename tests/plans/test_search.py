@@ -55,6 +55,12 @@ def test_the_same_samples_give_the_same_answer(search: str) -> None:
     assert len(set(walk(rule))) == 5
 
 
+def test_the_ends_themselves_are_tried_and_not_sizes_beside_them() -> None:
+    tried = walk(tuning("bo", trials=10))
+    assert {MB, 100 * MB} <= set(tried)
+    assert not [s for s in tried if MB < s < 1.02 * MB or 98 * MB < s < 100 * MB]
+
+
 @given(
     search=st.sampled_from(["random", "grid", "bo"]),
     low=st.integers(1, 2**32),

@@ -56,7 +56,7 @@ def test_flags_count_as_well() -> None:
 def test_people_read_coefficients_errors_and_the_slowest_layers() -> None:
     found = probe()
     lines = found.explain()
-    assert lines[0] == "16 workers over eth0 + eth1, gradients as TopK()"
+    assert lines[0] == "16 workers over eth0 + eth1, gradients as TopK(density=0.001)"
     assert "60 ms from the first of 4 gradients to the last" in lines[1]
     assert "31 ms" in lines[1]
     assert lines[2] == f"encoding, by elements: {found.encode.explain()}"
@@ -84,7 +84,8 @@ def test_fits_recover_what_was_put_in() -> None:
 
 def test_keys_tell_models_clusters_and_wires_apart() -> None:
     key = key_of(SPECS, 4, ["eth0"], WIRE)
-    assert key == key_of(list(SPECS), 4, ("eth0",), wires.of("topk"))
+    assert key == key_of(list(SPECS), 4, ("eth0",), wires.of("topk@0.001"))
+    assert key == key_of(SPECS, 4, ["eth0"], wires.TopK(density=0.001, warmup=7))
     assert key["workers"] == 4
     on_gpu = [dataclasses.replace(spec, device="cuda:1") for spec in SPECS]
     other_gpu = [dataclasses.replace(spec, device="cuda:0") for spec in SPECS]

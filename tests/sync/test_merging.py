@@ -174,7 +174,7 @@ def test_what_is_owed_stays_with_its_parameter_when_layers_merge() -> None:
         model = net()
         # Nothing moves: what was pulled and has not travelled is owed.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        strategy = wingbeat.OMGS(density=0.02, steps=STEPS)
+        strategy = wingbeat.OMGS(density=0.02, warmup=0, steps=STEPS)
         model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
         sent = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         buckets = []
@@ -244,14 +244,14 @@ def test_drifting_times_are_measured_anew(
 
     monkeypatch.setattr(merging, "Stopwatch", Laps)
     with caplog.at_level(logging.INFO, logger="wingbeat"):
-        _on(2, wingbeat.OMGS(density=0.1, steps=STEPS), 50)
+        _on(2, wingbeat.OMGS(density=0.1, warmup=0, steps=STEPS), 50)
     assert sorted(made) == 4 * [0] + 4 * [1]
     assert "iterations take 1 s in place of 0.1 s" in caplog.text
 
 
 def test_a_file_spares_the_next_run_the_measuring(tmp_path: Path) -> None:
     file = tmp_path / "merged.json"
-    strategy = wingbeat.OMGS(density=0.1, steps=STEPS, plan_file=str(file))
+    strategy = wingbeat.OMGS(density=0.1, warmup=0, steps=STEPS, plan_file=str(file))
     first = _on(2, strategy)
     known = json.loads(file.read_text())
     assert known["key"]["workers"] == 2
@@ -292,7 +292,8 @@ def test_a_plan_is_taken_as_it_came() -> None:
 
 def test_densities_by_group_travel_in_one_bucket() -> None:
     def kept(world: Any) -> dict[str, int]:
-        strategy = wingbeat.TopKSGD(density=0.01, groups={"head.*": 1.0, "first.weight": 0.25})
+        groups = {"head.*": 1.0, "first.weight": 0.25}
+        strategy = wingbeat.TopKSGD(density=0.01, warmup=0, groups=groups)
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
@@ -311,7 +312,7 @@ def test_densities_by_group_travel_in_one_bucket() -> None:
 
 def test_a_file_of_what_no_longer_travels_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "merged.json"
-    strategy = wingbeat.OMGS(density=0.1, steps=STEPS, plan_file=str(file))
+    strategy = wingbeat.OMGS(density=0.1, warmup=0, steps=STEPS, plan_file=str(file))
     _on(2, strategy)
     known = json.loads(file.read_text())
     rows = known["backward"]
@@ -351,7 +352,7 @@ def test_a_search_that_takes_too_long_is_ended_and_says_how_good_its_plan_is(
 def test_a_codec_that_may_not_pay_is_planned_for_as_what_travels(tmp_path: Path) -> None:
     """The trial comes first; the file is kept, and read, for what it has decided."""
     file = tmp_path / "merged.json"
-    strategy = wingbeat.OMGS(wire=TopK(density=0.1), steps=STEPS, plan_file=str(file))
+    strategy = wingbeat.OMGS(wire=TopK(density=0.1, warmup=0), steps=STEPS, plan_file=str(file))
 
     def body(world: Any, coded: bool) -> dict[str, Any]:
         model = net()
@@ -374,7 +375,7 @@ def test_a_codec_that_may_not_pay_is_planned_for_as_what_travels(tmp_path: Path)
     "groups", [{}, {"head.*": 1.0}, {"*": 0.5}, {"first.weight": 0.2, "*.bias": 0.9}]
 )
 def test_planned_bytes_are_those_that_travel(groups: dict[str, float]) -> None:
-    wire = TopK(density=0.05, groups=groups, if_pays=False)
+    wire = TopK(density=0.05, warmup=0, groups=groups, if_pays=False)
 
     def body(world: Any) -> tuple[float, int]:
         strategy = wingbeat.OMGS(wire=wire, merge="one")

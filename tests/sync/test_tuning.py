@@ -147,6 +147,58 @@ def test_a_plan_file_of_another_model_is_replaced(tmp_path: Path) -> None:
     assert seen[0] != seen[1]
 
 
+def test_no_trial_is_of_a_size_that_holds_more_than_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    whole = 8 * sum(p.numel() for p in _network().parameters())
+    wide = {"mb": 25.0, "max_mb": 100.0, "plan_file": str(file)}
+
+    def body(world: Any) -> tuple[list[torch.Tensor], Sizes, bool]:
+        return _train(world, **wide)
+
+    results = loopback.run(loopback.worlds(3), body)
+    assert all(ended for _, _, ended in results)
+    assert all(sizes == results[0][1] for _, sizes, _ in results)
+    tried = json.loads(file.read_text())["bytes"]
+    assert tried["samples"][0] == whole  # what 25 MB are for this model
+    assert max(tried["samples"]) <= whole == tried["range"][1]
+    # The next run takes over what was found in a range that is wider than the model.
+    assert all(len({tuple(s) for s in own[1][1:]}) == 1 for own in loopback.run(
+        loopback.worlds(3), body))  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_where_no_size_matters_tuning_ends_with_the_first_iteration(
+    accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.json"
+    told: list[str] = []
+    monkeypatch.setattr(
+        "wingbeat.sync.tuning.log.info", lambda words, *args: told.append(words % args)
+    )
+    sent: list[int] = []
+    exchange = SizeTuning.exchange
+
+    def counted(tuning: SizeTuning) -> None:
+        sent.extend([] if tuning.done else [tuning._collectives.world.rank])
+        exchange(tuning)
+
+    monkeypatch.setattr(SizeTuning, "exchange", counted)
+    options = {"mb": 25.0, "min_mb": 1.0, "max_mb": 100.0, "plan_file": str(file)}
+    results = loopback.run(
+        loopback.worlds(3), lambda world: _train(world, 4, accumulate, **options)
+    )
+    assert all(ended for _, _, ended in results)
+    assert all(len(sizes[-1]) == 1 for _, sizes, _ in results)
+    assert sorted(sent) == [0, 1, 2]  # one row each, before the order was known
+    words = (
+        "nothing to tune: for this model bucket sizes from 1 to 100 MB are all one plan, 1 bucket"
+    )
+    assert told == [words, f"plan kept in {file}"]
+    assert json.loads(file.read_text())["why"] == words
+    loopback.run(loopback.worlds(3), lambda world: _train(world, 4, **options))
+    assert told[2:] == [f"buckets of 25 MB, as plan file {file} has it"]
+
+
 @pytest.mark.parametrize("content", [None, "{"])
 def test_a_file_that_cannot_be_used_is_refused_on_every_rank(
     content: str | None, tmp_path: Path

@@ -19,7 +19,7 @@ from wingbeat.wires import Half, LowRank, Sketch, TopK
 ALWAYS = [
     Sketch(if_pays=False),
     Sketch(bits=2, if_pays=False),
-    TopK(density=0.05, if_pays=False),
+    TopK(density=0.05, warmup=0, if_pays=False),
     LowRank(rank=2, if_pays=False),
     Half(),
 ]
@@ -158,7 +158,7 @@ def test_rebucketing_loses_nothing(kind, wire) -> None:
 @pytest.mark.parametrize("after", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["allreduce", "dear"])
 def test_another_number_of_workers_takes_over_what_is_owed(kind, after) -> None:
-    wire = TopK(density=0.05, if_pays=False)
+    wire = TopK(density=0.05, warmup=0, if_pays=False)
 
     def before(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy(kind, wire))
@@ -302,7 +302,7 @@ def test_momentum_correction_at_full_density_is_momentum() -> None:
 
 
 def test_while_the_codec_is_off_momentum_correction_is_momentum() -> None:
-    wire = TopK(density=0.01, momentum=0.9)
+    wire = TopK(density=0.01, warmup=0, momentum=0.9)
 
     def body(world: Any, chosen: Any, momentum: float) -> Any:
         model = net()
@@ -325,7 +325,7 @@ def test_one_worker_has_the_momentum_that_many_have() -> None:
         train(model, optimizer, range(3))
         return weights(model)
 
-    corrected = on(1, lambda w: body(w, TopK(momentum=0.9), 0.0))[0]
+    corrected = on(1, lambda w: body(w, TopK(momentum=0.9, warmup=0), 0.0))[0]
     assert_same(corrected, on(1, lambda w: body(w, "fp32", 0.9))[0], 1e-6)
 
 
@@ -423,7 +423,7 @@ def test_a_codec_that_does_not_pay_is_switched_off_on_all_workers(monkeypatch, c
 
 
 def test_wires_that_cannot_work_are_refused() -> None:
-    correcting = TopK(momentum=0.9)
+    correcting = TopK(momentum=0.9, warmup=0)
 
     def dear(world: Any) -> None:
         with pytest.raises(UsageError, match=r"AllReduce\(wire=...\) or momentum=0"):
@@ -504,7 +504,7 @@ def test_half_precision_goes_on_owing_what_it_has_no_room_for() -> None:
 
 @pytest.mark.parametrize("on_", [True, False])
 def test_velocity_waits_while_a_parameter_is_not_used(on_) -> None:
-    wire = TopK(density=0.01, momentum=0.9)
+    wire = TopK(density=0.01, warmup=0, momentum=0.9)
 
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, wingbeat.AllReduce(wire=wire))

@@ -87,6 +87,8 @@ class BenchConfig:
             )
         scale = 1.0 if workload.profile is None else workload.profile.scale
         rows = tuple(row.at_scale(scale) for row in rows)
+        if workload.profile is not None:
+            rows = tuple(row.settled() for row in rows)
         return Checked(self, spec, links.scaled(spec, workload.link_scale), workload, rows)
 
     def _check_row(self, row: Peer, workload: Workload) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from wingbeat.bench import estimate
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.machine import disturbed
 from wingbeat.bench.results import Report
@@ -82,6 +83,7 @@ def about(demo: Plan) -> list[str]:
         f"2. resnet50: ResNet-50's layers at {SCALE:g} of their size and an RTX 2080 Ti's pace",
         "   (emulated: it does not learn), whose gradients keep the links busy. It has the ratio",
         "   of communication to computation of the whole ResNet-50 on 4 Gbit/s links.",
+        f"Both take about {estimate.about(estimate.of_all([demo.digits, demo.paced]))}.",
     ]
 
 

@@ -74,6 +74,19 @@ class Peer:
             strategy = replace(strategy, **changes)
         return replace(self, strategy=strategy, scale=scale)
 
+    def settled(self) -> Peer:
+        """The same row without the warm-up of top-k that it has by default.
+
+        For a model that does not learn: what is timed is to be what training settles to.
+        """
+        wire = _wire(self.strategy)
+        if self.strategy is None or not isinstance(wire, wires.TopK) or "warmup=" in self.text:
+            return self
+        own: dict[str, Any] = {"warmup": 0}
+        if not isinstance(self.strategy, strategies.OMGS) or self.strategy.wire != "topk":
+            own = {"wire": replace(wire, warmup=0)}
+        return replace(self, strategy=replace(self.strategy, **own))
+
     def wire_bytes(self, shapes: Sequence[Sequence[int]], itemsize: int = 4) -> int:
         """Bytes of the gradients of tensors of these shapes, as this peer puts them on the wire."""
         if self.name == "ddp+powersgd":

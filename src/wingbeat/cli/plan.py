@@ -63,9 +63,10 @@ def _show_tuned(file: Path, png: Path | None) -> None:
     from wingbeat.plans import picture, saved
 
     known = saved.load(file)
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(render(known.result))
-    print("expected: what all trials together make likely at that size")
+    if known.result.samples:
+        console = Console(width=None if sys.stdout.isatty() else 100)
+        console.print(render(known.result))
+        print("expected: what all trials together make likely at that size")
     print(known.result.explain())
     print("tuned for " + ", ".join(f"{name} {value}" for name, value in known.key.items()))
     if png is not None:

@@ -16,7 +16,8 @@ def fixed(
 ) -> Plan:
     """Group the tensors, in the order in which their gradients become ready.
 
-    A bucket holds one dtype on one device. A tensor larger than the bucket travels alone.
+    A bucket holds one dtype on one device. A tensor larger than the bucket travels alone. A size
+    above all there is of a kind is the same as that: so all sizes from there on are one plan.
     Nothing hides the exchange of the bucket that is ready last (its reduce-scatter ends the
     backward pass, its all-gather begins the next forward), and the links idle until the first is
     ready. So both may be smaller than the others; from each edge sizes double, because by then
@@ -38,9 +39,15 @@ def fixed(
     buckets = [
         tuple(tensors)
         for members in kinds.values()
-        for tensors in _fuse(specs, members, bucket_bytes, first_bytes, last_bytes)
+        for tensors in _fuse(
+            specs, members, min(bucket_bytes, _total(specs, members)), first_bytes, last_bytes
+        )
     ]
     return in_ready_order(buckets, order)
+
+
+def _total(specs: Sequence[TensorSpec], members: Sequence[int]) -> int:
+    return sum(specs[t].nbytes for t in members)
 
 
 def in_ready_order(buckets: Sequence[tuple[int, ...]], order: Sequence[int]) -> Plan:

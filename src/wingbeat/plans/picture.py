@@ -35,6 +35,10 @@ def draw_png(result: Result, path: str | os.PathLike[str], *, title: str = "") -
         UsageError: matplotlib (the extra ``bench``) is missing, or the file cannot be written.
     """
     figure, axes = _canvas()
+    if not result.samples:
+        _write_nothing(figure, axes, result, title)
+        _save(figure, path)
+        return
     _draw_posterior(axes, result)
     _draw_samples(axes, result)
     _finish_axes(axes, result)
@@ -179,6 +183,7 @@ def _write_words(figure: Figure, result: Result, title: str) -> None:
     figure.text(0.085, 0.95, heading, fontsize=13, fontweight="bold", color=_INK, va="center")
     moved = result.chosen_bytes != result.start_bytes
     why = f"{result.gain:.2f}x the throughput of the start" if moved else "as at the start"
+    why = why if result.matters else result.no_matter()
     outcome = f"chosen: {as_mb(result.chosen_bytes)} MB, {why}"
     figure.text(0.085, 0.893, outcome, fontsize=10.5, color=_CHOSEN, va="center")
     dot: dict[str, Any] = {"marker": "o", "linestyle": "", "markersize": 8}
@@ -198,6 +203,14 @@ def _write_words(figure: Figure, result: Result, title: str) -> None:
         frameon=False, fontsize=9, borderpad=0, borderaxespad=0, handlelength=1.4,
         columnspacing=1.5, handletextpad=0.5, labelcolor=_INK,
     )  # fmt: skip
+
+
+def _write_nothing(figure: Figure, axes: Axes, result: Result, title: str) -> None:
+    """Say why there is nothing to draw; an empty pair of axes would look like a failure."""
+    axes.set_axis_off()
+    heading = title or "Bucket size: nothing to tune"
+    figure.text(0.085, 0.95, heading, fontsize=13, fontweight="bold", color=_INK, va="center")
+    figure.text(0.5, 0.5, result.one_plan(), fontsize=10.5, color=_INK, ha="center", va="center")
 
 
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:

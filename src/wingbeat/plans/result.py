@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wingbeat.plans.search import Sample
+from wingbeat.types import Tuning
+
+HARDLY = 0.02
+"""Share of the throughput below which a difference is not told from noise: a measurement's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,8 @@ class Result:
         expected: for each trial, the throughput that all samples together make likely at its size.
         chosen_bytes: the size tried whose expected throughput is highest.
         costs_s: seconds that each decision took on rank 0.
+        buckets: of the one plan that all sizes make, where so there was nothing to try, and
+            ``samples``, ``expected`` and ``costs_s`` are empty; 0 where sizes were tried.
     """
 
     search: str
@@ -31,16 +37,28 @@ class Result:
     expected: tuple[float, ...]
     chosen_bytes: int
     costs_s: tuple[float, ...]
+    buckets: int = 0
 
     @property
     def start_bytes(self) -> int:
         """The size of the first trial."""
-        return self.samples[0].nbytes
+        return self.samples[0].nbytes if self.samples else self.chosen_bytes
 
     @property
     def chosen_index(self) -> int:
         """The first trial with the chosen size, counted from 0."""
         return [sample.nbytes for sample in self.samples].index(self.chosen_bytes)
+
+    @property
+    def spread(self) -> float:
+        """How much the fastest size tried is expected to gain on the slowest, as a share."""
+        return max(self.expected) / min(self.expected) - 1 if self.expected else 0.0
+
+    @property
+    def matters(self) -> bool:
+        """Whether the size makes a difference that measuring can see."""
+        several = len({sample.nbytes for sample in self.samples}) > 1
+        return bool(self.samples) and (not several or self.spread >= HARDLY)
 
     @property
     def gain(self) -> float:
@@ -49,9 +67,13 @@ class Result:
 
     def explain(self) -> str:
         """Say in one line what was chosen and why."""
+        if not self.samples:
+            return f"nothing to tune: {self.one_plan()}"
         trials, steps = counted(len(self.samples), "trial"), counted(self.steps, "iteration")
         head = f"tuned buckets in {trials} of {steps} ({self.search}): "
         cost = f"a decision took up to {1e3 * max(self.costs_s):.1f} ms"
+        if not self.matters:
+            return f"{head}{as_mb(self.chosen_bytes)} MB, but {self.no_matter()}; {cost}"
         if self.chosen_bytes == self.start_bytes:
             return (
                 f"{head}{as_mb(self.start_bytes)} MB, as at the start: of the sizes tried, none "
@@ -62,6 +84,34 @@ class Result:
             f"({as_mb(self.start_bytes)} MB): of the sizes tried, the one expected to be fastest; "
             f"{cost}"
         )
+
+    def one_plan(self) -> str:
+        """Say that all sizes are one plan."""
+        low, high = as_mb(self.low_bytes), as_mb(self.high_bytes)
+        return (
+            f"for this model bucket sizes from {low} to {high} MB are all one plan, "
+            f"{counted(self.buckets, 'bucket')}"
+        )
+
+    def no_matter(self) -> str:
+        """Say that all sizes are equally fast."""
+        share = f"{100 * self.spread:.1f}%"
+        return f"no size matters here: those tried are within {share} of each other"
+
+
+def nothing(tuning: Tuning, start_bytes: int, buckets: int) -> Result:
+    """Return what there is to say where all sizes make one plan of so many buckets."""
+    return Result(
+        search=tuning.search,
+        low_bytes=tuning.low_bytes,
+        high_bytes=tuning.high_bytes,
+        steps=tuning.steps,
+        samples=(),
+        expected=(),
+        chosen_bytes=start_bytes,
+        costs_s=(),
+        buckets=buckets,
+    )
 
 
 def choose(samples: Sequence[Sample]) -> tuple[int, tuple[float, ...]]:

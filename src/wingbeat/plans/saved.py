@@ -65,6 +65,7 @@ def _to_json(result: Result, key: Mapping[str, Any]) -> dict[str, Any]:
         "chosen_mb": _mb(result.chosen_bytes),
         "why": result.explain(),
         "search": result.search,
+        **({"buckets_of_every_size": result.buckets} if result.buckets else {}),
         "steps_per_trial": result.steps,
         "range_mb": [_mb(result.low_bytes), _mb(result.high_bytes)],
         "samples": [
@@ -90,12 +91,13 @@ def _from_json(data: dict[str, Any]) -> Saved:
     nbytes = [whole(value, "bytes.samples", 1) for value in part(sizes, "samples", list)]
     limits = [whole(value, "bytes.range", 1) for value in part(sizes, "range", list)]
     costs = [number(value, "decision_s", 0, _HUGE) for value in part(data, "decision_s", list)]
-    if not trials or {len(nbytes), len(costs)} != {len(trials)}:
+    buckets = whole(data.get("buckets_of_every_size", 0), "buckets_of_every_size", 0)
+    if bool(trials) == bool(buckets) or {len(nbytes), len(costs)} != {len(trials)}:
         raise UsageError("samples, bytes.samples and decision_s have to be equally long")
     if len(limits) != 2 or limits[0] > limits[1]:
         raise UsageError(f"bytes.range={limits!r} has to be the smallest and the largest size")
     chosen = whole(sizes.get("chosen"), "bytes.chosen", 1)
-    if chosen not in nbytes:
+    if trials and chosen not in nbytes:
         raise UsageError(f"bytes.chosen={chosen!r} is none of bytes.samples")
     if data.get("search") not in _SEARCHES:
         raise UsageError(f"search={data.get('search')!r}; allowed are {', '.join(_SEARCHES)}")
@@ -111,6 +113,7 @@ def _from_json(data: dict[str, Any]) -> Saved:
         expected=tuple(_column(trials, _EXPECTED)),
         chosen_bytes=chosen,
         costs_s=tuple(costs),
+        buckets=buckets,
     )
     return Saved(result, part(data, "key", dict))
 

@@ -17,6 +17,9 @@ from wingbeat.types import Tuning
 SEED = 25
 """Where random search starts, so that a run can be repeated."""
 
+NEAR = 0.02
+"""How near to an end of the range, as a share, a size is taken for that end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -42,12 +45,17 @@ def suggest(tuning: Tuning, samples: Sequence[Sample]) -> int:
     if tuning.low_bytes >= tuning.high_bytes:
         return tuning.low_bytes
     if tuning.search == "random":
-        return _random(tuning, len(samples))
-    if tuning.search == "grid":
-        return _grid(tuning, len(samples), samples[0].nbytes)
-    from wingbeat.plans import bayes  # scipy and scikit-learn, which only this search needs
+        size = _random(tuning, len(samples))
+    elif tuning.search == "grid":
+        size = _grid(tuning, len(samples), samples[0].nbytes)
+    else:
+        from wingbeat.plans import bayes  # scipy and scikit-learn, which only this search needs
 
-    return bayes.suggest(tuning, samples)
+        size = bayes.suggest(tuning, samples)
+    # At the upper end a bucket may hold the whole model, which one that is hardly smaller does not;
+    # and what is drawn from a range is never just its end.
+    near = (end for end in (tuning.high_bytes, tuning.low_bytes) if abs(size / end - 1) < NEAR)
+    return next(near, size)
 
 
 def between(tuning: Tuning, share: float) -> int:

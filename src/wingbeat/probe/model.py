@@ -134,9 +134,16 @@ def fitted_links(links: Sequence[LinkSamples]) -> tuple[LinkFit, ...]:
 def wire_text(wire: str | Coded) -> str:
     """Return the words for a wire that files and people see: ``fp32`` is the gradients' own dtype.
 
-    >>> wire_text("bfloat16"), wire_text(TopK(density=0.01))
-    ('bf16', 'TopK(density=0.01)')
+    The density always stands there, whatever its default; a warm-up never: what is measured is what
+    travels after it.
+
+    >>> wire_text("bfloat16"), wire_text(TopK(density=0.01, warmup=9, momentum=0.9))
+    ('bf16', 'TopK(density=0.01, momentum=0.9)')
     """
+    if isinstance(wire, TopK):
+        others = repr(replace(wire, density=TopK.density, warmup=TopK.warmup))
+        density = f"TopK(density={wire.density!r}"
+        return others.replace("TopK(", f"{density}, ").replace(", )", ")")
     spelling = {dtype: name for name, dtype in DTYPES.items()}
     return spelling.get(wire, wire) if isinstance(wire, str) else str(wire)
 

@@ -15,7 +15,8 @@ from wingbeat.collectives import Collectives, Handle
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
 from wingbeat.plans import planfile, saved
-from wingbeat.plans.result import Result, as_mb
+from wingbeat.plans.bounds import largest_kind, one_plan, within
+from wingbeat.plans.result import Result, as_mb, nothing
 from wingbeat.plans.tuner import Tuner
 from wingbeat.sync.bucketing import Bucketing
 from wingbeat.sync.stopwatch import Stopwatch
@@ -43,16 +44,21 @@ class SizeTuning:
         self._rows: torch.Tensor | None = None
         known = self._known_size(tuning) if tuning.file else 0
         self.done = bool(known)
+        self._asked = tuning
+        self._considered = False
+        self._nothing: Result | None = None
         if known:
             bucketing.use(self._resized(known))
             if world.rank == 0:
                 log.info("buckets of %s MB, as plan file %s has it", as_mb(known), tuning.file)
-        self._tuner = Tuner(tuning, self._fusion.bucket_bytes, world.rank, world.size)
+        # What a larger size makes is the plan of the size that holds the whole model.
+        start = min(self._fusion.bucket_bytes, largest_kind(bucketing.specs))
+        self._tuner = Tuner(within(tuning, bucketing.specs), start, world.rank, world.size)
 
     @property
     def result(self) -> Result | None:
         """What was found, once tuning has ended; on rank 0 only."""
-        return self._tuner.result
+        return self._nothing or self._tuner.result
 
     def boundary(self) -> None:
         """Between two iterations: hear the last decision, and act on it.
@@ -63,10 +69,11 @@ class SizeTuning:
         if self.done:
             return
         self._seconds = self._stopwatch.lap()
-        if self._handle is None or self._rows is None:
-            return
         handle, self._handle = self._handle, None
-        handle.wait()
+        if handle is not None:
+            handle.wait()
+        if self._ends_untried() or handle is None or self._rows is None:
+            return
         size = self._tuner.take(self._rows.tolist())
         if size is not None:
             self._bucketing.use(self._resized(size))
@@ -88,11 +95,34 @@ class SizeTuning:
         self._rows[world.rank] = row
         self._handle = self._collectives.all_gather(self._rows.view(-1), label="size tuning")
 
+    def _ends_untried(self) -> bool:
+        """Once the order of the gradients is known, end tuning if all sizes make one plan.
+
+        All workers know the same tensors and the same order, and come here before the same
+        backward: so all find the same.
+        """
+        if self._considered or self._bucketing.learning:
+            return False
+        self._considered = True
+        specs, asked = self._bucketing.specs, self._asked
+        rule = within(asked, specs)
+        plan = one_plan(self._fusion, rule, specs, self._bucketing.ready_order)
+        self.done = plan is not None
+        if self._collectives.world.rank == 0:
+            if plan is not None:
+                self._nothing = nothing(asked, self._fusion.bucket_bytes, len(plan.buckets))
+                log.info("%s", self._nothing.explain())
+                self._keep()
+            elif rule.high_bytes < asked.high_bytes:
+                low, high = as_mb(rule.low_bytes), as_mb(rule.high_bytes)
+                log.info("%s MB hold the whole model: tuning from %s to %s MB", high, low, high)
+        return self.done
+
     def _resized(self, nbytes: int) -> Fusion:
         return dataclasses.replace(self._fusion, bucket_bytes=nbytes)
 
     def _keep(self) -> None:
-        result = self._tuner.result
+        result = self.result
         if result is None or not self._file:
             return
         try:
