@@ -74,7 +74,13 @@ _UNUSED = (
 )
 _STATIC = "asks DDP's reducer for its static graph; wingbeat assumes nothing of the graph"
 _MAPPING = "asks for DDP's private mapping of parameters to names in debug output"
-_BUFFER_HOOK = "a hook that is an option of the strategies is that option: `wire=`"
+_BUFFER_HOOK = "asks for DDP's private `_register_buffer_comm_hook`"
+_PROFILED = "asks a profiler for the names of DDP's own operations"
+
+_TWICE = Verdict("refused", "is distributed already, as a part of")
+"""The test wraps what is wrapped, which averages its gradients twice."""
+
+_HOOK = "a hook that is an option of the strategies is that option: `wire=`"
 _BN = "BatchNorm in SyncBatchNorm's place"
 
 ROWS: dict[str, Row] = {

@@ -55,6 +55,11 @@ class Bucketing:
 
     # -- learning the order ---------------------------------------------------------------
 
+    @property
+    def learning(self) -> bool:
+        """Whether the workers have not agreed on an order yet."""
+        return not self._told
+
     def ready(self, index: int) -> None:
         """Note that the gradient of slot ``index`` is ready."""
         if self._seen is not None:

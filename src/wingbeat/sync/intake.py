@@ -130,12 +130,12 @@ class Intake:
     def _open_backward(self) -> None:
         self._next = 0
         self.before_backward()
+        self.bucketing.hear()
         self.wiring.boundary()
         if self.tuning is not None and not self.wiring.deciding():
             self.tuning.boundary()
         if self.merging is not None and not self.wiring.deciding():
             self.merging.boundary()
-        self.bucketing.hear()
         if self.bucketing.stale:
             self.rebucket()
         for bucket in self.buckets:
