@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import threading
 import pytest
 
 import wingbeat
+from helpers.ports import free_port
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import loopback
 from wingbeat.transport.speed import measure_weights
@@ -24,12 +24,6 @@ try:
 except wingbeat.errors.WingbeatError as err:
     print(f"{type(err).__name__}|{time.monotonic() - begin:.1f}|{err}")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def say(env: dict[str, str], *args: str) -> tuple[str, float, str]:
@@ -85,9 +79,10 @@ def test_a_rank_that_publishes_nothing_is_named() -> None:
         world.exchange("model", {})
 
 
-def test_what_is_not_json_is_refused() -> None:
+@pytest.mark.parametrize("text", ["__import__('os')", "[" * 100_000], ids=["code", "deep"])
+def test_what_is_not_json_is_refused(text: str) -> None:
     world = loopback.worlds(2, timeout=0.2)[0]
-    world.store.set("1/model/1", "__import__('os')")
+    world.store.set("1/model/1", text)
     with pytest.raises(RendezvousError, match="rank 1 sent no valid JSON"):
         world.exchange("model", {})
 

@@ -69,6 +69,11 @@ class Switchboard:
                 raise TimeoutError(key)
             return self._values[key]
 
+    def has(self, key: str) -> bool:
+        """Store interface: whether somebody has published ``key``."""
+        with self.changed:
+            return key in self._values
+
 
 class LoopbackLink:
     """One rank's end of the switchboard, under one interface's name."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.transport.blame import finished_text, has_finished
 from wingbeat.transport.link import Link
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ class Store(Protocol):
         Raises:
             TimeoutError: nobody published it within ``seconds``.
         """
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
 
 
 @dataclass(eq=False)
@@ -73,7 +77,9 @@ class World:
     def _fetch(self, what: str, prefix: str, peer: int) -> Any:
         try:
             return json.loads(self.store.get(f"{prefix}/{peer}", self.timeout))
-        except (TimeoutError, ValueError) as err:
+        except (TimeoutError, ValueError, RecursionError) as err:
+            if isinstance(err, TimeoutError) and has_finished(self.store, peer):
+                raise RendezvousError(finished_text(self.rank, peer, repr(what))) from None
             kind = "sent no answer" if isinstance(err, TimeoutError) else "sent no valid JSON"
             raise RendezvousError(
                 f"rank {self.rank}: rank {peer} {kind} for {what!r} within {self.timeout:g} s; "
