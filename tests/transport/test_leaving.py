@@ -28,7 +28,9 @@ rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
 
 def prepare():
     global model, optimizer
+    before = dict(os.environ)
     wingbeat.init(timeout=40)
+    assert dict(os.environ) == before
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wingbeat.distribute(model, optimizer, wingbeat.DeAR())
@@ -120,7 +122,7 @@ def test_who_finished_early_is_not_said_to_have_failed(
     early: int, size: int, tmp_path: Path
 ) -> None:
     """Rank 0 serves the store, which has to be there when the others ask."""
-    more = f"if rank != {early}:\n    time.sleep(0.5); train(1)\n"
+    more = f"if rank != {early}:\n    time.sleep(2); train(1)\n"
     ended = launch(OWN_GROUP + more, tmp_path, size)
     assert ended[early] == (0, "")
     for rank, (code, said) in enumerate(ended):

@@ -90,7 +90,6 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     if world_module.set_current(None) is not None:
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
     rank, size, store = _rendezvous(timeout)
-    store.set_timeout(timedelta(seconds=timeout))
     # A world may be closed and made again in one process: keep the keys of each apart.
     store = dist.PrefixStore(f"wingbeat/{next(_generation)}", store)
     world = World(rank, size, (), (), timeout, TorchStore(store))
@@ -146,7 +145,9 @@ def _rendezvous(timeout: float) -> tuple[int, int, dist.Store]:
     if key not in _met:
         _met.clear()
         _met[key] = _meet(timeout)
-    return _met[key]
+    rank, size, store = _met[key]
+    store.set_timeout(timedelta(seconds=timeout))
+    return rank, size, store
 
 
 def _meet(timeout: float) -> tuple[int, int, dist.Store]:
