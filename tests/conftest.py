@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from helpers.hanging import LastResort
+
 if TYPE_CHECKING:
     from helpers.pool import Pool
 
@@ -37,6 +39,11 @@ def _why_no_gpu() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """End the run, with the name and all stacks, if a test hangs in C++."""
+    config.pluginmanager.register(LastResort())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -119,6 +119,14 @@ def test_the_slowest_host_decides() -> None:
     assert seconds_per_byte([125e6]) == 0.0
 
 
+def test_of_uneven_leaves_the_larger_part_crosses_each_trunk() -> None:
+    # What three hosts own must come in to the fourth, and go out of the three; and both ways round.
+    hosts = [1000.0] * 4
+    assert seconds_per_byte(hosts, [(3, 1.0), (1, 100.0)]) == pytest.approx(3 / 4)
+    assert seconds_per_byte(hosts, [(3, 100.0), (1, 1.0)]) == pytest.approx(3 / 4)
+    assert seconds_per_byte(hosts, [(2, 1.0), (2, 100.0)]) == pytest.approx(2 / 4)
+
+
 def test_a_narrow_trunk_decides() -> None:
     # 2 leaves of 2: half of the bytes cross each trunk, at a tenth of a host's rate.
     assert seconds_per_byte([100e6] * 4, [(2, 10e6)] * 2) == pytest.approx(0.5 / 10e6)

@@ -33,9 +33,9 @@ def test_messages_move_the_progress_and_the_rest_is_kept(
     assert list(hearing.last[0]) == ["Traceback: something"]
 
 
-@pytest.mark.parametrize("line", ["", "@wingbeat-bench", "@wingbeat-bench {", "@wingbeat-bench 3"])
-def test_what_is_no_message_is_output(line: str) -> None:
-    assert protocol.hear(line) is None
+@pytest.mark.parametrize("text", ["", " ", " {", " 3", " " + "[" * 100_000])
+def test_what_is_no_message_is_output(text: str) -> None:
+    assert protocol.hear(text and f"@wingbeat-bench{text}") is None
 
 
 def test_a_dead_worker_is_named_with_its_last_lines_and_its_code() -> None:

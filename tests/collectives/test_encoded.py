@@ -19,6 +19,24 @@ from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
+
+def test_waiting_twice_decodes_once() -> None:
+    """The buffer is the caller's after the first: here it has been divided."""
+
+    def body(world: World) -> torch.Tensor:
+        buffer = torch.full((50,), 3.0)
+        handle = Collectives(world).all_gather_sum(buffer, wire=Encoded(coding("fp16", 50)))
+        handle.wait()
+        buffer /= world.size
+        handle.wait()
+        handle.wait_received()
+        return buffer
+
+    with late.open_worlds(2) as (members, _):
+        for got in loopback.run(members, body):
+            assert torch.equal(got, torch.full((50,), 3.0))
+
+
 FLAGS = 3
 WIRES = ["sketch", "sketch@3", "topk@0.02", "lowrank@2", "fp16"]
 

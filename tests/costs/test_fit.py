@@ -88,6 +88,24 @@ def test_coefficients_are_never_negative() -> None:
         assert all(0.0 <= low <= high for low, high in fit.intervals.values())
 
 
+def test_what_the_free_fit_leaves_possible_of_a_coefficient_at_zero_stays_possible() -> None:
+    xs, ys = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.5, 1.3, 1.6, 2.6])
+    fit = fit_line(list(zip(xs.tolist(), ys.tolist(), strict=True)))
+    # Weighted least squares by the book: two free coefficients, then the slope alone.
+    both = np.stack((1 / ys, xs / ys), axis=1)
+    value = np.linalg.solve(both.T @ both, both.sum(axis=0))
+    variance = np.sum((both @ value - 1) ** 2) / 2
+    halves = 4.303 * np.sqrt(variance * np.linalg.inv(both.T @ both).diagonal())
+    assert value[0] < 0.0 < value[0] + halves[0]
+    assert fit.intervals["alpha"] == pytest.approx((0.0, value[0] + halves[0]), rel=1e-3)
+    slope = both[:, 1]
+    alone = slope.sum() / (slope @ slope)
+    half = 3.182 * np.sqrt(np.sum((slope * alone - 1) ** 2) / 3 / (slope @ slope))
+    assert isinstance(fit.curve, Line)
+    assert (fit.curve.alpha, fit.curve.beta) == (0.0, pytest.approx(alone))
+    assert fit.intervals["beta"] == pytest.approx((alone - half, alone + half), rel=1e-3)
+
+
 def test_two_amounts_leave_the_coefficients_open() -> None:
     fit = fit_line([(1.0, 2.0), (2.0, 3.0)])
     assert isinstance(fit.curve, Line)

@@ -152,6 +152,7 @@ def test_bad_text_says_value_and_what_is_allowed(text: str, parts: list[str]) ->
         ('kind = "star"\nrate = "1gbit"', ["lacks hosts"]),
         ("hosts = 4", ["lab kind 'None'"]),
         ("= 4", ["is not TOML"]),
+        pytest.param("hosts = " + "[" * 100_000, ["is not TOML"], id="deep"),
     ],
 )
 def test_bad_toml(toml: str, parts: list[str]) -> None:

@@ -104,6 +104,15 @@ def test_the_median_iteration_counts_and_the_first_does_not() -> None:
     assert milliseconds(parts) == {"forward": 11, "all_gather": 19}
 
 
+def test_of_an_even_number_of_iterations_the_lower_of_the_middle_two_counts() -> None:
+    events = []
+    at = 0
+    for length in (1000, 30, 900, 20, 40):
+        events += [event("forward", at, at + length), event("step", at + length, at + length)]
+        at += length
+    assert milliseconds(breakdown(events)) == {"forward": 30}
+
+
 @pytest.mark.parametrize("events", [[], [event("forward", 0, 5), event("step", 5, 6)]])
 def test_too_few_iterations_are_refused(events: list[Event]) -> None:
     with pytest.raises(UsageError, match="record more"):

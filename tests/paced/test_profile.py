@@ -206,9 +206,10 @@ def test_a_broken_profile_is_refused_naming_the_field(change: dict[str, object],
     assert part in str(caught.value)
 
 
-def test_text_that_is_not_json_is_refused() -> None:
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5000], ids=["cut", "deep", "long"])
+def test_text_that_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"profile my\.json: not JSON"):
-        decode("{", where="my.json")
+        decode(text, where="my.json")
 
 
 def test_loading_profiles_does_not_import_torch() -> None:

@@ -139,6 +139,9 @@ def test_simple_plans() -> None:
     assert groups(merge.none(workload)) == [(0,), (1,), (2,), (3,), (4,), (5,)]
     assert groups(merge.one(workload)) == [(0, 1, 2), (3, 4, 5)]
     assert groups(merge.by_size(workload, 8)) == [(0, 1), (2,), (3, 4), (5,)]
+    # What a kind has left over does not count for the next.
+    left = work([1.0, 2.0, 3.0, 4.0], [3, 3, 2, 1], kinds="abbb")
+    assert groups(merge.by_size(left, 5)) == [(0,), (1, 2), (3,)]
     assert groups(merge.by_size(workload, 1)) == groups(merge.none(workload))
     assert groups(merge.by_size(workload, 10**9)) == groups(merge.one(workload))
     with pytest.raises(UsageError, match="elements=0"):

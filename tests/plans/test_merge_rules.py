@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from helpers.merges import groups, plan_of, work
 from wingbeat.costs import NOTHING, Costs, Line, Pieces, Sorting, Workload
 from wingbeat.plans import merge
+from wingbeat.plans.merge.paper import startup_s
 
 
 def test_algorithm_1_by_hand() -> None:
@@ -101,9 +102,20 @@ def test_mg_wfbp_by_hand() -> None:
     assert groups(merge.wfbp(workload, costs)) == [(0, 1), (2,)]
 
 
-def test_alpha_of_a_curve_that_is_no_line() -> None:
+def test_alpha_of_a_curve_that_is_no_line_is_what_the_smallest_tensor_costs() -> None:
+    """Of those that have bytes: half a second here, where the largest takes three."""
     workload = work([1.0, 1.5, 6.5], [1, 1, 1], [0.0, 4.0, 9.0])
-    same = Pieces((4.0, 9.0), (1.0, 1.0))
-    assert merge.wfbp(workload, Costs(NOTHING, same)) == merge.wfbp(
-        workload, Costs(NOTHING, Line(1.0, 0.0))
-    )
+    curve = Pieces((2.0, 4.0, 9.0), (0.25, 0.5, 3.0))
+    assert startup_s(curve, workload) == 0.5
+    assert startup_s(Line(0.125, 1.0), workload) == 0.125
+    assert startup_s(curve, work([1.0, 2.0], [1, 1], [0.0, 0.0])) == 0.0
+
+
+@pytest.mark.parametrize(("smallest_s", "merged"), [(0.4, False), (0.6, True)])
+def test_a_layer_waits_as_long_as_the_alpha_of_such_a_curve(
+    smallest_s: float, merged: bool
+) -> None:
+    """The first could be sent at once, and the second is ready half a second later."""
+    workload = work([1.0, 1.5], [1, 1], [4.0, 9.0])
+    costs = Costs(NOTHING, Pieces((4.0, 9.0), (smallest_s, 3.0)))
+    assert groups(merge.wfbp(workload, costs)) == ([(0, 1)] if merged else [(0,), (1,)])

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,40 @@ def test_the_file_is_replaced_in_one_go(tmp_path: Path, monkeypatch: pytest.Monk
         saved.save(path, TUNED, {})
     assert saved.load(path).key == KEY
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_link_laid_in_the_way_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to the folder could have any file of this user's overwritten."""
+    path, precious = tmp_path / "plan.json", tmp_path / "precious"
+    precious.write_text("mine", encoding="utf-8")
+    monkeypatch.setattr(secrets, "token_hex", lambda _nbytes: "guessed")
+    for guess in (str(os.getpid()), "guessed"):
+        (tmp_path / f".plan.json.{guess}.part").symlink_to(precious)
+    with pytest.raises(UsageError, match=r"cannot write plan file .*plan\.json.*File exists"):
+        saved.save(path, TUNED, KEY)
+    assert precious.read_text(encoding="utf-8") == "mine"
+    assert len(list(tmp_path.iterdir())) == 3, "the links are somebody else's"
+
+
+def test_a_link_to_a_plan_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    link, target = tmp_path / "plan.json", tmp_path / "shared" / "plan.json"
+    link.symlink_to(target)
+    for key in (KEY, {}):  # at first it points to nothing
+        saved.save(link, TUNED, key)
+        assert link.is_symlink()
+        assert not target.is_symlink()
+        assert saved.load(target).key == key
+    assert len(list(tmp_path.rglob("*"))) == 3
+
+
+def test_others_may_read_the_file_as_any_new_one(tmp_path: Path) -> None:
+    path, usual = tmp_path / "plan.json", tmp_path / "usual"
+    usual.touch()
+    saved.save(path, TUNED, KEY)
+    assert path.stat().st_mode == usual.stat().st_mode
 
 
 def test_a_file_that_cannot_even_be_begun_is_named(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from wingbeat.transport.blame import Blame
+from wingbeat.transport import blame as blame_module
+from wingbeat.transport.blame import Blame, say_left
 from wingbeat.transport.loopback import Switchboard
 
 
@@ -22,10 +23,33 @@ def test_everyone_blames_the_one_that_waited_for_nobody(silent: int) -> None:
         assert list(pool.map(fail, ranks)) == [silent] * 3
 
 
-def test_a_circle_of_waits_ends() -> None:
+def culprits(waits: dict[int, int], size: int) -> dict[int, int]:
+    """Whom each blames, when all have published for whom they waited."""
     store = Switchboard()
-    store.set("waited/1", "0")
-    assert Blame(store, 0, 2, timeout=0.1).culprit(1) == 0
+    blames = {rank: Blame(store, rank, size, timeout=0.1) for rank in waits}
+    for rank, peer in waits.items():
+        blames[rank].publish(peer)
+    return {rank: blames[rank].culprit(peer) for rank, peer in waits.items()}
+
+
+def test_in_a_circle_of_waits_nobody_blames_itself() -> None:
+    assert culprits({0: 1, 1: 0}, 2) == {0: 1, 1: 0}
+    assert culprits({0: 1, 1: 2, 2: 0}, 3) == {0: 1, 1: 2, 2: 0}
+
+
+def test_who_waits_for_a_circle_blames_a_member_of_it() -> None:
+    assert culprits({3: 0, 0: 1, 1: 2, 2: 1}, 4) == {3: 1, 0: 1, 1: 2, 2: 1}
+
+
+def test_who_has_left_is_not_given_time_to_say_that_it_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blame_module, "PATIENCE", float("inf"))  # it would never end
+    store = Switchboard()
+    say_left(store, 1, finished=False)
+    blame = Blame(store, 0, 2, timeout=float("inf"))
+    assert blame.culprit(1) == 1
+    assert not blame.finished(1)
 
 
 @pytest.mark.parametrize("nonsense", ["", "seven", "-1", "99"])

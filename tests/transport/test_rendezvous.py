@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 
 import wingbeat
+from helpers.ports import free_port
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.transport import loopback
+from wingbeat.transport import loopback, rendezvous, speed
+from wingbeat.transport.link import Link
 from wingbeat.transport.speed import measure_weights
 from wingbeat.transport.world import World
 
@@ -24,12 +28,6 @@ try:
 except wingbeat.errors.WingbeatError as err:
     print(f"{type(err).__name__}|{time.monotonic() - begin:.1f}|{err}")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def say(env: dict[str, str], *args: str) -> tuple[str, float, str]:
@@ -85,9 +83,10 @@ def test_a_rank_that_publishes_nothing_is_named() -> None:
         world.exchange("model", {})
 
 
-def test_what_is_not_json_is_refused() -> None:
+@pytest.mark.parametrize("text", ["__import__('os')", "[" * 100_000], ids=["code", "deep"])
+def test_what_is_not_json_is_refused(text: str) -> None:
     world = loopback.worlds(2, timeout=0.2)[0]
-    world.store.set("1/model/1", "__import__('os')")
+    world.store.set("1/model/1", text)
     with pytest.raises(RendezvousError, match="rank 1 sent no valid JSON"):
         world.exchange("model", {})
 
@@ -109,14 +108,95 @@ def test_links_share_a_tensor_by_their_speed() -> None:
 
     board = loopback.Switchboard()
     members = loopback.worlds_on(board, 2, interfaces=2)
-    for world in members:
-        fast, _ = world.links
-        world.links = (fast, Slow(board, world.rank, "slow"))
-
-    def body(world: World) -> tuple[float, ...]:
-        return measure_weights(world)
-
-    first, second = loopback.run(members, body)
+    # Slow for rank 1 only: rank 0 measures nothing of it by itself.
+    members[1].links = (members[1].links[0], Slow(board, 1, "lo1"))
+    first, second = loopback.run(members, measure_weights)
     assert first == second
     assert sum(first) == pytest.approx(1)
     assert first[1] < 0.2 * first[0]
+
+
+Seconds = Callable[[int, str, int], float]
+"""Of a rank's exchange on a link, for a number of bytes."""
+
+
+def shares(monkeypatch: pytest.MonkeyPatch, size: int, seconds: Seconds) -> list[float]:
+    """What every rank makes of two links whose transfers take stated times."""
+
+    def exchange_seconds(world: World, link: Link, nbytes: int) -> float:
+        return seconds(world.rank, link.name, nbytes)
+
+    monkeypatch.setattr(speed, "_exchange_seconds", exchange_seconds)
+    all_shares = loopback.run(loopback.worlds(size, interfaces=2), measure_weights)
+    assert all(each == all_shares[0] for each in all_shares)
+    return list(all_shares[0])
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_link_is_as_fast_as_its_slowest_rank(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(rank: int, link: str, nbytes: int) -> float:
+        return nbytes / (1e6 if (rank, link) == (slow, "lo1") else 4e6)
+
+    assert shares(monkeypatch, 3, seconds) == pytest.approx([0.8, 0.2])
+
+
+def test_messages_grow_until_latency_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 KB the far link takes ten times as long, and of 16 MB hardly longer."""
+    tried: list[int] = []
+
+    def seconds(rank: int, link: str, nbytes: int) -> float:
+        if link == "lo0":
+            return nbytes / 4e8
+        tried.append(nbytes)
+        return 0.003 + nbytes / 4e8
+
+    near, far = shares(monkeypatch, 2, seconds)
+    assert far / near == pytest.approx(1.0, abs=0.1)
+    sizes = sorted(set(tried))
+    assert sizes[0] == 128 << 10
+    assert all(later == 2 * earlier for earlier, later in pairwise(sizes))
+
+
+def test_messages_grow_to_16_mb_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def seconds(rank: int, link: str, nbytes: int) -> float:
+        tried.append(nbytes)
+        return nbytes / 1e12
+
+    assert shares(monkeypatch, 2, seconds) == [0.5, 0.5]
+    assert max(tried) == 16 << 20
+
+
+# -- what init leaves as it was ---------------------------------------------------------------
+
+
+def test_a_variable_is_set_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WINGBEAT_TEST", raising=False)
+    before = dict(os.environ)
+    inside = rendezvous._environment("WINGBEAT_TEST", "eth0")
+    inside.__enter__()
+    assert os.environ["WINGBEAT_TEST"] == "eth0"
+    error = KeyError()
+    assert not inside.__exit__(KeyError, error, None), "it goes on to the caller"
+    assert dict(os.environ) == before
+    monkeypatch.setenv("WINGBEAT_TEST", "the user's")
+    with rendezvous._environment("WINGBEAT_TEST", "eth0"):
+        assert os.environ["WINGBEAT_TEST"] == "the user's"
+    assert os.environ["WINGBEAT_TEST"] == "the user's"
+
+
+def test_a_process_keeps_its_store_and_each_init_sets_its_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_met", {})
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    rank, size, store = rendezvous._rendezvous(7.0)
+    assert (rank, size, store.timeout) == (0, 1, timedelta(seconds=7))
+    assert rendezvous._rendezvous(9.0)[2] is store
+    assert store.timeout == timedelta(seconds=9)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    assert rendezvous._rendezvous(9.0)[2] is not store, "another place to meet"

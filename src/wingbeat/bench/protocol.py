@@ -21,7 +21,7 @@ def hear(line: str) -> dict[str, Any] | None:
         return None
     try:
         message = json.loads(line[len(MARK) :])
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) and "kind" in message else None
 

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives.program import Program, Transfer, last_overlap
@@ -14,7 +14,7 @@ from wingbeat.collectives.scratch import Scratch
 from wingbeat.collectives.tags import CHUNKS, base_tag
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
-from wingbeat.transport.blame import Blame
+from wingbeat.transport.blame import Blame, finished_text
 from wingbeat.transport.gloo import first_line
 from wingbeat.transport.world import World
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from wingbeat.collectives.packing import Packing
     from wingbeat.transport.link import Pending
     from wingbeat.types import Span
+
+    _Begin = Callable[[torch.Tensor, int, int], Pending]
 
 AHEAD = 128
 """Receives announced before they are needed, so that no peer ever waits for permission. They are
@@ -282,7 +284,7 @@ class Executor:
             into = self._scratch.take(len(transfer.span), job.dtype)
         else:
             into = job.buffer[transfer.span.start : transfer.span.stop]
-        pending = self._link.recv(into, transfer.peer, job.base_tag + transfer.tag % CHUNKS)
+        pending = self._start(self._link.recv, job, into, transfer)
         job.announced.append((pending, into))
 
     def _send(self, job: Job, transfer: Transfer) -> None:
@@ -290,9 +292,15 @@ class Executor:
             chunk = job.buffer[transfer.span.start : transfer.span.stop]
         else:
             chunk = self._pack(job, job.packing, transfer.span)
-        pending = self._link.send(chunk, transfer.peer, job.base_tag + transfer.tag % CHUNKS)
+        pending = self._start(self._link.send, job, chunk, transfer)
         job.sends.append((pending, transfer.peer, chunk))
         job.unsent -= 1
+
+    def _start(self, begin: _Begin, job: Job, chunk: torch.Tensor, transfer: Transfer) -> Pending:
+        try:
+            return begin(chunk, transfer.peer, job.base_tag + transfer.tag % CHUNKS)
+        except RuntimeError as err:  # the connection is known to be closed already
+            raise _LostPeer(job, transfer.peer, 0.0, first_line(err)) from None
 
     def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
         """Pack a part of the buffer into scratch that lives until it is sent.
@@ -342,9 +350,12 @@ class Executor:
         self._link.close()
         culprit = self._blame.culprit(lost.peer)
         through = "" if culprit == lost.peer else f" (noticed through rank {lost.peer})"
+        where = f"{lost.job} on interface {self._link.name}"
+        if self._blame.finished(culprit):
+            return PeerError(finished_text(self._rank, culprit, where + through))
         return PeerError(
-            f"rank {self._rank}: rank {culprit} failed during {lost.job} on interface "
-            f"{self._link.name} after {lost.seconds:.1f} s{through}: {lost.reason}"
+            f"rank {self._rank}: rank {culprit} failed during {where} "
+            f"after {lost.seconds:.1f} s{through}: {lost.reason}"
         )
 
 

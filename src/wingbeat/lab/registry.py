@@ -83,7 +83,8 @@ def _names() -> list[str]:
 
 def _ask(name: str) -> RunningLab | None:
     """Read one lab's answer; None if it ended meanwhile or belongs to another user."""
-    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as client:
+    useless = contextlib.suppress(OSError, ValueError, RecursionError)
+    with useless, socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_TIMEOUT)
         client.connect(f"\0{_PREFIX}{name}")
         credentials = client.getsockopt(

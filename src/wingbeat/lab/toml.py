@@ -19,7 +19,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         import tomli as tomllib
     try:
         data: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as err:
+    except (tomllib.TOMLDecodeError, RecursionError) as err:
         raise UsageError(f"{where} is not TOML: {err}") from None
     return data
 

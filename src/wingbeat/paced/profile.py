@@ -200,7 +200,7 @@ def decode(text: str, *, where: str) -> Profile:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"profile {where}: not JSON ({error})") from error
     if not isinstance(data, dict):
         raise UsageError(f"profile {where}: must be a JSON object")

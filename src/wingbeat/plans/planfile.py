@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,24 +46,29 @@ class Kind:
     def write(self, path: str | os.PathLike[str], text: str) -> None:
         """Write the file in one go: whoever looks sees the old one or the new one, never a part.
 
+        A symbolic link stays, and what it points to is written.
+
         Raises:
             UsageError: the folder is missing or cannot be written.
         """
         name = f"{self.noun} {str(path)!r}"
-        target = Path(path)
+        target = Path(os.path.realpath(path))
         if not target.absolute().parent.is_dir():
             folder = str(target.absolute().parent)
             raise UsageError(f"cannot write {name}: there is no folder {folder!r}")
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        # A name that nobody can guess, and a file that was not there before: in a folder that
+        # others may write to, a link laid in the way must not lead to another file.
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         try:
-            with part.open("w", encoding="utf-8") as file:
+            with part.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(target)
         except OSError as err:
-            with contextlib.suppress(OSError):  # what hinders writing may hinder this too
-                part.unlink()
+            if not isinstance(err, FileExistsError):  # else it is somebody else's
+                with contextlib.suppress(OSError):  # what hinders writing may hinder this too
+                    part.unlink()
             raise UsageError(f"cannot write {name}: {err.strerror or err}") from None
 
     def read(

@@ -1,8 +1,13 @@
-"""Who failed first: when one worker is gone, its neighbours fail too, and theirs after them."""
+"""Who failed first: when one worker is gone, its neighbours fail too, and theirs after them.
+
+A worker that leaves says how, and one that fails says for whom it was waiting, each in the store
+and before it closes its connections. So whoever notices a closed connection can ask.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +15,42 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0
 """Seconds to give another worker to say that it, too, was waiting."""
+
+_POLL = 0.02
+"""Seconds between two looks into the store. Its own wait would write a warning for each miss."""
+
+_FINISHED, _FAILED = "finished", "failed"
+
+
+def say_left(store: Store, rank: int, finished: bool) -> None:
+    """Tell the others that ``rank`` leaves: orderly if ``finished``, else with an exception."""
+    with contextlib.suppress(RuntimeError):  # the store may be gone with who served it
+        store.set(f"left/{rank}", _FINISHED if finished else _FAILED)
+
+
+def has_left(store: Store, rank: int) -> bool:
+    """Whether ``rank`` has said that it leaves, in whatever way."""
+    return store.has(f"left/{rank}")
+
+
+def has_finished(store: Store, rank: int) -> bool:
+    """Whether ``rank`` has left in an orderly way: its work was done."""
+    if not has_left(store, rank):
+        return False
+    try:
+        return store.get(f"left/{rank}", PATIENCE) == _FINISHED
+    except TimeoutError:
+        return False
+
+
+def finished_text(rank: int, finished: int, waiting_in: str) -> str:
+    """Return what ``rank`` says when it waits for one that will send nothing any more."""
+    return (
+        f"rank {rank}: rank {finished} has finished (its script ended, or called "
+        f"wingbeat.shutdown()) while this rank still trains and waits for it in {waiting_in}: "
+        "the workers had different numbers of batches; give each as many, or train inside "
+        "`with model.join():`"
+    )
 
 
 class Blame:
@@ -31,15 +72,37 @@ class Blame:
             self._store.set(f"waited/{self._rank}", str(peer))
 
     def culprit(self, peer: int) -> int:
-        """Return who is to blame, when this rank has waited for ``peer`` and said so."""
-        seen = {self._rank}
+        """Return who is to blame, when this rank has waited for ``peer`` and said so.
+
+        When the waits lead back to this rank, all have waited for each other and none is to
+        blame more than another; then it is ``peer``, of which this rank knows at first hand.
+        """
+        first, seen = peer, {self._rank}
         while peer not in seen:
             seen.add(peer)
-            try:
-                further = int(self._store.get(f"waited/{peer}", self._patience))
-            except (TimeoutError, ValueError):
-                return peer
-            if not 0 <= further < self._size:
+            further = self._waited(peer)
+            if further is None:
                 return peer
             peer = further
-        return peer
+        return first if peer == self._rank else peer
+
+    def finished(self, rank: int) -> bool:
+        """Whether ``rank`` has left in an orderly way."""
+        return has_finished(self._store, rank)
+
+    def _waited(self, peer: int) -> int | None:
+        """Return whom ``peer`` was waiting for; None if it does not say so."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            # Asked in this order: who has waited says so before it leaves.
+            nothing_follows = has_left(self._store, peer) or time.monotonic() >= deadline
+            if self._store.has(f"waited/{peer}"):
+                break
+            if nothing_follows:
+                return None
+            time.sleep(_POLL)
+        try:
+            further = int(self._store.get(f"waited/{peer}", self._patience))
+        except (TimeoutError, ValueError):
+            return None
+        return further if 0 <= further < self._size else None

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch
@@ -68,6 +68,11 @@ class Switchboard:
             if not self.changed.wait_for(lambda: key in self._values, seconds):
                 raise TimeoutError(key)
             return self._values[key]
+
+    def has(self, key: str) -> bool:
+        """Store interface: whether somebody has published ``key``."""
+        with self.changed:
+            return key in self._values
 
 
 class LoopbackLink:
@@ -133,6 +138,21 @@ def worlds_on(
 
 
 def run(members: list[World], body: Callable[[World], T]) -> list[T]:
-    """Run ``body`` once per world, each in its own thread; return the results by rank."""
-    with ThreadPoolExecutor(len(members)) as pool:
-        return [f.result() for f in [pool.submit(body, world) for world in members]]
+    """Run ``body`` once per world, each in its own thread; return the results by rank.
+
+    Raises:
+        Exception: what ``body`` raised on the lowest rank that it failed on.
+    """
+    futures: list[Future[T]] = [Future() for _ in members]
+
+    def work(world: World, future: Future[T]) -> None:
+        try:
+            future.set_result(body(world))
+        except BaseException as err:
+            future.set_exception(err)
+
+    for pair in zip(members, futures, strict=True):
+        # Daemons: a thread that hangs is left to itself when the caller is interrupted.
+        threading.Thread(target=work, args=pair, daemon=True).start()
+    wait(futures)
+    return [future.result() for future in futures]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -20,6 +19,7 @@ import torch.distributed.nn.functional  # noqa: F401
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import speak
 from wingbeat.transport import interfaces as nic
+from wingbeat.transport import leaving
 from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink, first_line
 from wingbeat.transport.native import nccl_group
@@ -27,7 +27,12 @@ from wingbeat.transport.speed import measure_weights
 from wingbeat.transport.world import World
 
 DEFAULT_TIMEOUT = 300.0
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _generation = itertools.count()
+
+_met: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
+"""The store of this process, kept for the next `init`. Were it closed, a worker that is ahead
+could meet the old one, which rank 0 serves, shortly before it ends."""
 
 
 class TorchStore:
@@ -52,6 +57,13 @@ class TorchStore:
             return value.decode()
         except (RuntimeError, UnicodeDecodeError) as err:
             raise TimeoutError(f"{key}: {first_line(err)}") from None
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return False
 
 
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
@@ -92,21 +104,29 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         world.make_native = functools.partial(nccl_group, rank, size)
     elif not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        world._close = dist.destroy_process_group
+        world._close = functools.partial(_end_default_group, dist.group.WORLD)
     world_module.set_current(world)
     if rank == 0:
         speak()
-    # Threads that still use gloo's sockets while the interpreter ends would crash it.
-    atexit.register(shutdown)
+    leaving.at_the_end(world, shutdown)
     return world
 
 
 def shutdown() -> None:
-    """Leave: stop wingbeat's threads and close its connections. Does nothing before `init`."""
+    """Leave: stop wingbeat's threads and close its connections. Does nothing before `init`.
+
+    Ends ``torch.distributed``'s default group too if `init` has started it and the script has
+    not ended it itself: either ``destroy_process_group()`` first and then this, or this alone.
+    """
     world = world_module.set_current(None)
     if world is not None:
-        atexit.unregister(shutdown)
-        world.close()
+        leaving.close(world)
+
+
+def _end_default_group(group: dist.ProcessGroup) -> None:
+    """Destroy the group that `init` made, unless the script has done so."""
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
 
 
 def _rendezvous(timeout: float) -> tuple[int, int, dist.Store]:
@@ -115,14 +135,22 @@ def _rendezvous(timeout: float) -> tuple[int, int, dist.Store]:
         return dist.get_rank(), dist.get_world_size(), store
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 1, dist.HashStore()
-    missing = [
-        k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ
-    ]
+    missing = [k for k in _ENVIRONMENT if k not in os.environ]
     if missing:
         raise UsageError(
             f"{', '.join(missing)} not set in the environment: start the script with torchrun or "
             "`wingbeat lab run`, which set it"
         )
+    key = (os.getpid(), *(os.environ[k] for k in _ENVIRONMENT))
+    if key not in _met:
+        _met.clear()
+        _met[key] = _meet(timeout)
+    rank, size, store = _met[key]
+    store.set_timeout(timedelta(seconds=timeout))
+    return rank, size, store
+
+
+def _meet(timeout: float) -> tuple[int, int, dist.Store]:
     begin = time.monotonic()
     try:
         store, rank, size = next(
@@ -135,7 +163,6 @@ def _rendezvous(timeout: float) -> tuple[int, int, dist.Store]:
             f"{env['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT) after "
             f"{time.monotonic() - begin:.1f} s: {first_line(err)}"
         ) from None
-    store.set_timeout(timedelta(seconds=timeout))
     return rank, size, store
 
 
@@ -164,7 +191,7 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
             world_size=world.size,
             timeout=timedelta(seconds=world.timeout),
         )
-    world._close = dist.destroy_process_group
+    world._close = functools.partial(_end_default_group, dist.group.WORLD)
 
 
 @contextlib.contextmanager

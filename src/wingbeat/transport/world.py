@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import weakref
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.transport.blame import finished_text, has_finished
 from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
 from wingbeat.transport.link import Link
 
@@ -30,6 +30,9 @@ class Store(Protocol):
         Raises:
             TimeoutError: nobody published it within ``seconds``.
         """
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
 
 
 @dataclass(eq=False)
@@ -91,9 +94,9 @@ class World:
             number,
             _name=f"{self._name}{self._exchanges}.",
         )
-        inner._close = functools.partial(self._channels.discard, number)
         self._inner.add(inner)
-        weakref.finalize(inner, self._channels.discard, number)
+        # Given back once, when it is closed or collected: another may have it after that.
+        inner._close = weakref.finalize(inner, self._channels.discard, number)
         return inner
 
     def _taken_channels(self) -> set[int]:
@@ -138,7 +141,9 @@ class World:
     def _fetch(self, what: str, prefix: str, peer: int) -> Any:
         try:
             return json.loads(self.store.get(f"{prefix}/{peer}", self.timeout))
-        except (TimeoutError, ValueError) as err:
+        except (TimeoutError, ValueError, RecursionError) as err:
+            if isinstance(err, TimeoutError) and has_finished(self.store, peer):
+                raise RendezvousError(finished_text(self.rank, peer, repr(what))) from None
             kind = "sent no answer" if isinstance(err, TimeoutError) else "sent no valid JSON"
             raise RendezvousError(
                 f"rank {self.rank}: rank {peer} {kind} for {what!r} within {self.timeout:g} s; "

@@ -1,0 +1,246 @@
+"""How a worker ends: silently, with the exit code of its script, and the others know how."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.ports import free_port
+from wingbeat.collectives import Collectives
+from wingbeat.errors import PeerError, RendezvousError
+from wingbeat.transport import leaving, loopback
+from wingbeat.transport.blame import Blame, has_finished
+from wingbeat.transport.world import World
+
+SCRIPT = """
+import os, pathlib, sys, time
+import torch, wingbeat
+import torch.distributed as dist
+
+rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
+
+def prepare():
+    global model, optimizer
+    before = dict(os.environ)
+    wingbeat.init(timeout=40)
+    assert dict(os.environ) == before
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wingbeat.distribute(model, optimizer, wingbeat.DeAR())
+
+def train(steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+    model.flush()
+
+def until(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+"""
+OWN_GROUP = "prepare(); train()\n"
+USERS_GROUP = "dist.init_process_group('gloo'); prepare(); train()\n"
+DESTROY = "dist.destroy_process_group()\n"
+
+
+def launch(body: str, folder: Path, size: int = 2) -> list[tuple[int, str]]:
+    """Run the script and ``body`` as so many workers, rank 0 with the store: codes and output."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "MASTER"))}
+    kept.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    path = folder / "script.py"
+    path.write_text(SCRIPT + body, encoding="utf-8")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(path), str(folder)],
+            env={
+                **kept,
+                **meeting,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=160)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(p.returncode, out) for p, out in zip(running, said, strict=True)]
+
+
+def test_a_script_may_destroy_the_group_shut_down_and_start_again(tmp_path: Path) -> None:
+    """Here worker 1 starts again while the store of rank 0 is still that of the first time."""
+    body = f"""
+{OWN_GROUP}{DESTROY}
+if rank == 0:
+    until("again")
+    time.sleep(0.5)  # were the store closed now, worker 1 would have met the old one
+wingbeat.shutdown()
+(folder / "again").touch()
+{OWN_GROUP}{DESTROY}
+"""
+    assert launch(body, tmp_path) == [(0, "")] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [OWN_GROUP, USERS_GROUP])
+@pytest.mark.parametrize("end", ["", DESTROY, DESTROY + "wingbeat.shutdown()", "sys.exit(3)"])
+def test_a_script_ends_silently_with_its_own_code(start: str, end: str, tmp_path: Path) -> None:
+    code = 3 if "exit" in end else 0
+    assert launch(start + end, tmp_path) == [(code, "")] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [OWN_GROUP, USERS_GROUP])
+@pytest.mark.parametrize("end", ["", DESTROY])
+def test_an_exception_ends_it_with_the_users_traceback_alone(
+    start: str, end: str, tmp_path: Path
+) -> None:
+    for code, said in launch(f"{start}{end}raise KeyError('mine')", tmp_path):
+        assert code == 1
+        assert said.count("Traceback") == 1
+        assert "Exception ignored" not in said
+        assert said.rstrip().endswith("KeyError: 'mine'")
+
+
+@pytest.mark.parametrize(("early", "size"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
+def test_who_finished_early_is_not_said_to_have_failed(
+    early: int, size: int, tmp_path: Path
+) -> None:
+    """Rank 0 serves the store, which has to be there when the others ask."""
+    more = f"if rank != {early}:\n    time.sleep(2); train(1)\n"
+    ended = launch(OWN_GROUP + more, tmp_path, size)
+    assert ended[early] == (0, "")
+    for rank, (code, said) in enumerate(ended):
+        if rank != early:
+            assert code == 1
+            assert f"rank {early} has finished" in said
+            assert "with model.join():" in said
+
+
+@pytest.mark.slow
+def test_who_ended_with_an_exception_has_not_finished(tmp_path: Path) -> None:
+    (code, said), _ = launch(f"{OWN_GROUP}if rank == 1: raise KeyError('mine')\ntrain(1)", tmp_path)
+    assert code == 1
+    assert "rank 1 failed during" in said
+    assert "finished" not in said
+
+
+# -- without processes ----------------------------------------------------------------------
+
+
+def waits_for_the_other(world: World) -> str:
+    try:
+        Collectives(world).all_reduce(torch.ones(8), bucket=2).wait()
+    except PeerError as err:
+        return str(err)
+    return ""
+
+
+def test_a_collective_says_that_the_peer_has_finished() -> None:
+    first, second = loopback.worlds(2)
+    leaving.close(second)
+    said = waits_for_the_other(first)
+    assert said.startswith("rank 0: rank 1 has finished (its script ended, or called wingbeat")
+    assert "waits for it in all-reduce of bucket 2 on interface lo0: the workers had" in said
+    assert "`with model.join():`" in said
+    assert "\n" not in said
+
+
+def test_a_collective_says_that_the_peer_has_failed() -> None:
+    first, second = loopback.worlds(2)
+    try:
+        raise KeyError("mine")
+    except KeyError:
+        leaving.close(second)
+    said = waits_for_the_other(first)
+    assert said.startswith("rank 0: rank 1 failed during all-reduce of bucket 2 on interface lo0")
+    assert said.endswith("connection closed by peer")
+
+
+def test_an_exchange_says_that_the_peer_has_finished() -> None:
+    first, second = loopback.worlds(2, timeout=0.2)
+    leaving.close(second)
+    with pytest.raises(RendezvousError, match=r"rank 1 has finished .* in 'plan': the workers"):
+        first.exchange("plan", {})
+
+
+def test_the_chain_of_waits_goes_through_who_failed_and_ends_at_who_finished() -> None:
+    board = loopback.Switchboard()
+    _, second, third = loopback.worlds_on(board, 3)
+    Blame(board, 1, 3, 5.0).publish(2)
+    leaving.close(second)
+    leaving.close(third)
+    blame = Blame(board, 0, 3, 5.0)
+    assert blame.culprit(1) == 2
+    assert blame.finished(2)
+
+
+def returns() -> None:
+    pass
+
+
+def raises() -> None:
+    raise KeyError("mine")
+
+
+def exits() -> None:
+    sys.exit()
+
+
+def exits_with_code() -> None:
+    sys.exit(3)
+
+
+class FileStore:
+    """As much of a store as leaving needs, for more than one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: str) -> None:
+        (self._folder / key.replace("/", "-")).write_text(value, encoding="utf-8")
+
+    def get(self, key: str, seconds: float) -> str:
+        return (self._folder / key.replace("/", "-")).read_text(encoding="utf-8")
+
+    def has(self, key: str) -> bool:
+        return (self._folder / key.replace("/", "-")).exists()
+
+
+def child(folder: Path, body: Callable[[], None]) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its traceback
+    world = World(1, 2, (), (), 5.0, FileStore(folder))
+    leaving.at_the_end(world, lambda: leaving.close(world))
+    body()
+
+
+@pytest.mark.parametrize(
+    ("body", "finished"),
+    [(returns, True), (exits, True), (raises, False), (exits_with_code, False)],
+)
+def test_a_child_of_multiprocessing_says_how_it_ends(
+    body: Callable[[], None], finished: bool, tmp_path: Path
+) -> None:
+    """As torch.multiprocessing starts them; they do not come to the functions of atexit."""
+    process = multiprocessing.get_context("fork").Process(target=child, args=(tmp_path, body))
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None
+    store = FileStore(tmp_path)
+    assert store.has("left/1")
+    assert has_finished(store, 1) == finished
