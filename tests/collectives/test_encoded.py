@@ -37,6 +37,15 @@ def test_waiting_twice_decodes_once() -> None:
             assert torch.equal(got, torch.full((50,), 3.0))
 
 
+def test_alone_nothing_is_encoded() -> None:
+    buffer = torch.linspace(0.1, 1.0, 50)
+    [world] = loopback.worlds(1)
+    wire = Encoded(coding("topk@0.02", 50), torch.zeros(50))
+    Collectives(world).all_gather_sum(buffer, wire=wire).wait()
+    assert torch.equal(buffer, torch.linspace(0.1, 1.0, 50))
+    world.close()
+
+
 FLAGS = 3
 WIRES = ["sketch", "sketch@3", "topk@0.02", "lowrank@2", "fp16"]
 

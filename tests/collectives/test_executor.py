@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 from helpers import late
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
+from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 
 
@@ -21,6 +23,26 @@ class HalfDeaf(late.LateLink):
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> NeverRead:
         super().send(tensor, peer, tag)
         return NeverRead()
+
+
+def test_nothing_is_started_after_shutdown() -> None:
+    first, second = loopback.worlds(2, timeout=0.5)
+    collectives = Collectives(first)
+    first.close()
+    with pytest.raises(PeerError, match=r"all-reduce of bucket 3 was started after .*shutdown"):
+        collectives.all_reduce(torch.ones(8), bucket=3)
+    second.close()
+
+
+def test_who_has_lost_a_peer_breaks_its_connections() -> None:
+    """The others would otherwise wait out the timeout, and could no longer ask it why."""
+    board = loopback.Switchboard()
+    first, second, _ = loopback.worlds_on(board, 3, timeout=30.0)
+    board.fail(2)
+    with pytest.raises(PeerError, match="rank 2 failed"):
+        Collectives(first).all_reduce(torch.ones(9)).wait()
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        second.links[0].recv(torch.ones(1), 0, tag=999).wait(5.0)
 
 
 def test_a_send_that_fails_at_the_end_fails_the_collective() -> None:
