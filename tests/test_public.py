@@ -12,7 +12,7 @@ import wingbeat
 PUBLIC = [
     *("AllReduce", "DeAR", "LAGS", "LowRank", "MGS", "MGWFBP", "OMGS", "PSGD", "Sketch"),
     *("TopK", "TopKSGD"),
-    *("distribute", "init", "release", "shutdown"),
+    *("distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
 ]
 
 

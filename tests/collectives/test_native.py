@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,30 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
+class InOrder(NativeGroup):
+    """Begins a collective after the last one's end, as NCCL's streams do and gloo's threads do not."""
+
+    _last: Any = None
+
+    def reduce_scatter(self, buffer: torch.Tensor) -> Any:
+        return self._after_last(super().reduce_scatter, buffer)
+
+    def all_gather(self, buffer: torch.Tensor) -> Any:
+        return self._after_last(super().all_gather, buffer)
+
+    def all_reduce(self, buffer: torch.Tensor) -> Any:
+        return self._after_last(super().all_reduce, buffer)
+
+    def _after_last(self, start: Any, buffer: torch.Tensor) -> Any:
+        if self._last is not None:
+            self._last.wait()
+        self._last = start(buffer)
+        return self._last
+
+
 def native_world() -> transport.World:
     world = wingbeat.init(timeout=20)
-    world.make_native = lambda: NativeGroup(None, world.rank, world.size)
+    world.make_native = lambda: InOrder(None, world.rank, world.size)
     world.native_on = frozenset({"cpu"})
     return world
 
