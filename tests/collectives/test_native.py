@@ -25,7 +25,7 @@ def pool() -> Iterator[Pool]:
 
 
 class InOrder(NativeGroup):
-    """Begins a collective after the last one's end, as NCCL's streams do and gloo's threads do not."""
+    """Begins a collective after the last one ended, as on NCCL's streams, unlike gloo's threads."""
 
     _last: Any = None
 
