@@ -1,0 +1,53 @@
+"""``docs/how-to/differences.md`` says in which words things are refused: those of the code, and all."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = " ".join((ROOT / "docs/how-to/differences.md").read_text(encoding="utf-8").split())
+SYNC = ROOT / "src/wingbeat/sync"
+
+ELSEWHERE = {"checkpoint.py", "shards.py", "wiring.py", "merging.py", "tuning.py", "follow.py"}
+"""What is refused there is about shards, codecs and plans, which have pages of their own."""
+
+RAISED = {"UsageError", "MismatchError", "UnevenBatchesError"}
+LONGEST = 60
+"""Characters of each message that the page must have in one piece, at most."""
+
+
+def pieces(node: ast.expr) -> list[str]:
+    """The fixed parts of a message: what stands between values."""
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    if isinstance(node, ast.JoinedStr):
+        return [str(part.value) for part in node.values if isinstance(part, ast.Constant)]
+    if isinstance(node, ast.BinOp):
+        return pieces(node.left) + pieces(node.right)
+    return []
+
+
+def messages() -> Iterator[tuple[str, list[str]]]:
+    """Where something is refused, and the fixed parts of what is said."""
+    for path in sorted(SYNC.glob("*.py")):
+        if path.name in ELSEWHERE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in RAISED and node.args:
+                found = [piece for piece in pieces(node.args[0]) if piece.strip()]
+                if found:
+                    yield f"{path.name}:{node.lineno}", found
+
+
+@pytest.mark.parametrize(("where", "found"), [pytest.param(*m, id=m[0]) for m in messages()])
+def test_what_is_refused_stands_there_in_its_own_words(where: str, found: list[str]) -> None:
+    longest = " ".join(max(found, key=len).split())
+    assert longest[:LONGEST].strip() in PAGE, f"{where}: {longest!r} is not on the page"
+
+
+def test_there_are_messages_to_compare() -> None:
+    assert len(list(messages())) > 20
