@@ -1,4 +1,4 @@
-"""``docs/how-to/differences.md`` says in which words things are refused: those of the code, and all."""
+"""``docs/how-to/differences.md`` says in which words things are refused: all, and the code's."""
 
 from __future__ import annotations
 

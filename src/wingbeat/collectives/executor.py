@@ -339,7 +339,7 @@ class Executor:
             job.finish(error)
 
     def _explain(self, begun: list[Job], lost: _LostPeer) -> PeerError:
-        self._blame.publish(lost.peer)
+        self._blame.publish(lost.peer, str(lost.job))
         # Break the connections now, so that the others notice and ask while this process can
         # still answer; gloo does so when nothing refers to its group any more.
         for job in begun:
@@ -353,6 +353,13 @@ class Executor:
         where = f"{lost.job} on interface {self._link.name}"
         if self._blame.finished(culprit):
             return PeerError(finished_text(self._rank, culprit, where + through))
+        theirs = self._blame.doing(culprit)
+        if theirs and theirs != str(lost.job):
+            return PeerError(
+                f"rank {self._rank}: rank {culprit} was in {theirs} while this rank waited for it "
+                f"in {where} for {lost.seconds:.1f} s{through}: all ranks must make the same calls, "
+                f"in the same order ({lost.reason})"
+            )
         return PeerError(
             f"rank {self._rank}: rank {culprit} failed during {where} "
             f"after {lost.seconds:.1f} s{through}: {lost.reason}"

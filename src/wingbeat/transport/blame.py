@@ -19,6 +19,9 @@ PATIENCE = 2.0
 _POLL = 0.02
 """Seconds between two looks into the store. Its own wait would write a warning for each miss."""
 
+_LONGEST = 80
+"""Characters of what a peer says that it was doing."""
+
 _FINISHED, _FAILED = "finished", "failed"
 
 
@@ -66,10 +69,19 @@ class Blame:
         self._size = size
         self._patience = min(PATIENCE, timeout)
 
-    def publish(self, peer: int) -> None:
-        """Tell the others that this rank failed while it waited for ``peer``."""
+    def publish(self, peer: int, doing: str = "") -> None:
+        """Tell the others that this rank failed while it waited for ``peer`` in ``doing``."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with who served it
-            self._store.set(f"waited/{self._rank}", str(peer))
+            self._store.set(f"waited/{self._rank}", f"{peer} {doing}")
+
+    def doing(self, rank: int) -> str:
+        """Return in what ``rank`` was waiting when it failed, as it has said; empty if nothing."""
+        if not self._store.has(f"waited/{rank}"):
+            return ""
+        try:
+            return self._store.get(f"waited/{rank}", self._patience).partition(" ")[2][:_LONGEST]
+        except TimeoutError:
+            return ""
 
     def culprit(self, peer: int) -> int:
         """Return who is to blame, when this rank has waited for ``peer`` and said so.
@@ -102,7 +114,7 @@ class Blame:
                 return None
             time.sleep(_POLL)
         try:
-            further = int(self._store.get(f"waited/{peer}", self._patience))
+            further = int(self._store.get(f"waited/{peer}", self._patience).partition(" ")[0])
         except (TimeoutError, ValueError):
             return None
         return further if 0 <= further < self._size else None

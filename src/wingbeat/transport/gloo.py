@@ -47,11 +47,22 @@ class GlooLink:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooPending:
         """Start sending; the tensor must stay unchanged until the wait returns."""
-        return GlooPending(self._group.send([tensor], peer, tag))
+        return GlooPending(self._open_group().send([tensor], peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooPending:
         """Start receiving; announcing it early lets the peer send without asking."""
-        return GlooPending(self._group.recv([tensor], peer, tag))
+        return GlooPending(self._open_group().recv([tensor], peer, tag))
+
+    def _open_group(self) -> dist.ProcessGroupGloo:
+        """Return the group, which several channels share.
+
+        Raises:
+            RuntimeError: one of them has lost a peer and closed it.
+        """
+        group: dist.ProcessGroupGloo | None = getattr(self, "_group", None)
+        if group is None:
+            raise RuntimeError("the link is closed")
+        return group
 
     def close(self) -> None:
         """Close the sockets. Gloo does so when its group is destroyed."""

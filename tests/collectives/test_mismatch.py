@@ -1,0 +1,84 @@
+"""Collectives that do not match end in an error on both sides, never in a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from wingbeat.collectives import Collectives
+from wingbeat.errors import PeerError
+from wingbeat.transport import loopback
+from wingbeat.transport.world import World
+
+Start = Callable[[Collectives, torch.Tensor], object]
+
+CALLS: dict[str, Start] = {
+    "all-reduce of bucket 3": lambda c, x: c.all_reduce(x, bucket=3).wait(),
+    "all-reduce of bucket 4": lambda c, x: c.all_reduce(x, bucket=4).wait(),
+    "all-gather of bucket 3": lambda c, x: c.all_gather(x, bucket=3).wait(),
+    "all-gather of norms": lambda c, x: c.all_gather(x, label="norms").wait(),
+    "all-gather of batches left": lambda c, x: c.all_gather(x, label="batches left").wait(),
+}
+
+
+@pytest.mark.parametrize("mine", CALLS)
+@pytest.mark.parametrize("theirs", CALLS)
+def test_only_collectives_that_match_meet(mine: str, theirs: str) -> None:
+    def body(world: World) -> str:
+        x = torch.ones(8)
+        try:
+            CALLS[(mine, theirs)[world.rank]](Collectives(world), x)
+        except PeerError as err:
+            return str(err)
+        return ""
+
+    members = loopback.worlds(2, timeout=0.2)
+    said = loopback.run(members, body)
+    for world in members:
+        world.close()
+    if mine == theirs:
+        assert said == ["", ""]
+        return
+    assert all(said)
+    # Whoever looks second knows what the other was doing.
+    assert f"was in {theirs}" in said[0] or f"was in {mine}" in said[1], said
+    assert "same calls" in "".join(said)
+
+
+def test_channels_do_not_meet() -> None:
+    def body(world: World) -> list[float]:
+        first, second = world.open_channel(), world.open_channel()
+        order = [(first, 1.0), (second, 10.0)]
+        if world.rank:
+            order.reverse()
+        handles = []
+        for channel, value in order:
+            buffer = torch.full((6,), value)
+            handles.append((value, buffer, Collectives(channel).all_reduce(buffer, bucket=0)))
+        for _, _, handle in handles:
+            handle.wait()
+        return [float(buffer[0]) for _, buffer, _ in sorted(handles, key=lambda h: h[0])]
+
+    members = loopback.worlds(2, timeout=5)
+    assert loopback.run(members, body) == [[2.0, 20.0]] * 2
+    for world in members:
+        world.close()
+
+
+def test_a_channel_is_given_back_once() -> None:
+    def body(world: World) -> list[int]:
+        first = world.open_channel()
+        numbers = [first.channel]
+        first.close()
+        second = world.open_channel()
+        numbers.append(second.channel)
+        del first  # collected after another has its number
+        third = world.open_channel()
+        return [*numbers, third.channel]
+
+    members = loopback.worlds(2, timeout=5)
+    assert loopback.run(members, body) == [[1, 1, 2]] * 2
+    for world in members:
+        world.close()
