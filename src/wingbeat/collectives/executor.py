@@ -357,8 +357,8 @@ class Executor:
         if theirs and theirs != str(lost.job):
             return PeerError(
                 f"rank {self._rank}: rank {culprit} was in {theirs} while this rank waited for it "
-                f"in {where} for {lost.seconds:.1f} s{through}: all ranks must make the same calls, "
-                f"in the same order ({lost.reason})"
+                f"in {where} for {lost.seconds:.1f} s{through}: all ranks must make the same "
+                f"calls, in the same order ({lost.reason})"
             )
         return PeerError(
             f"rank {self._rank}: rank {culprit} failed during {where} "

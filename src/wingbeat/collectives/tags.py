@@ -11,12 +11,12 @@ import zlib
 
 from wingbeat.transport.channel import BITS_BELOW
 
-CHUNK_BITS = 12
+CHUNK_BITS = 10
 CHUNKS = 1 << CHUNK_BITS
 """After so many chunks to a peer tags come again. Chunks are sent and awaited in one order, and no
 more than an executor announces are under way."""
 
-_KIND_BITS = 7
+_KIND_BITS = 9
 _TURN_BITS = BITS_BELOW - CHUNK_BITS - _KIND_BITS
 
 TURNS = 1 << _TURN_BITS
@@ -26,6 +26,13 @@ no more collectives than an executor has begun or drains: fewer than half of thi
 _OPERATIONS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2}
 _CONTROL = 3
 
+LABELS = (
+    *("norms", "infinities", "batches left", "intents", "codec trial", "size tuning"),
+    *("iteration times", "optimizer state", "gradients", "tensors"),
+    *("buffers after backward", "news of buffers", "buffers"),
+)
+"""What is exchanged besides buckets; anything else counts as one more."""
+
 
 def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int) -> int:
     """Return the tag of a collective's first chunk; the others count on from there.
@@ -33,13 +40,15 @@ def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int) -> int:
     Args:
         what: the operation; a broadcast's with its root, as ``"broadcast:0"``.
         bucket: number of the bucket; negative for anything that is no bucket.
-        nbytes: size of the buffer. Small exchanges of different size are never taken for each
-            other: a message that is larger than the room for it would end the process.
-        label: what a small exchange is for.
+        nbytes: size of the buffer. A message that is larger than the room for it would end the
+            process, so small exchanges of one kind and different sizes differ too, mostly.
+        label: what a small exchange is for, of `LABELS`.
         turn: how many collectives this executor was given before.
     """
     if bucket >= 0 and what in _OPERATIONS:
-        kind = (_OPERATIONS[what] << 5) | (bucket & 31)
+        kind = (_OPERATIONS[what] << 7) | (bucket & 127)
     else:
-        kind = (_CONTROL << 5) | (zlib.crc32(f"{what} {nbytes} {label}".encode()) & 31)
+        number = LABELS.index(label) + 1 if label in LABELS else 0
+        size = zlib.crc32(f"{what} {nbytes}".encode()) & 7
+        kind = (_CONTROL << 7) | (number << 3) | size
     return (((turn % TURNS) << _KIND_BITS) | kind) << CHUNK_BITS

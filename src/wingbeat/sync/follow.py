@@ -85,7 +85,7 @@ def _share_gradients(engine: ShardedEngine, answer: Answer) -> None:
             for slot in bucket.slots:
                 if slot.param.grad is not None and slot.param.grad is not slot.view:
                     slot.view.copy_(slot.param.grad)
-        engine.collectives.broadcast(bucket.flat, answer.leader).wait()
+        engine.collectives.broadcast(bucket.flat, answer.leader, label="gradients").wait()
         if answer.follows(engine.world.rank):
             for slot in bucket.slots:
                 slot.param.grad = slot.view if slot.index in answer.used else None

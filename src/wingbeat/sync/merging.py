@@ -183,7 +183,7 @@ class LayerMerging:
         """At the end of a window tell everyone the median; in each backward, on every worker."""
         if self._drift.reports():
             self._rows[self._collectives.world.rank] = self._drift.median()
-            self._handle = self._collectives.all_gather(self._rows)
+            self._handle = self._collectives.all_gather(self._rows, label="iteration times")
 
     def _hear(self, drifted: tuple[float, float] | None) -> None:
         if drifted is None:

@@ -273,7 +273,7 @@ class Shards:
             value = self.state.get(piece.stand_in, {}).get(key)
             if isinstance(value, torch.Tensor) and value.dtype is dtype:
                 buffer[piece.place.start : piece.place.stop].copy_(value.view(-1))
-        self._collectives.all_gather(buffer).wait()
+        self._collectives.all_gather(buffer, label="optimizer state").wait()
         return buffer
 
     # -- who remembers what ---------------------------------------------------------------
