@@ -1,9 +1,8 @@
 """DeAR: reduce-scatter under backward (BackPipe), all-gather under the next forward (FeedPipe).
 
-Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-Pipelining", 2023, section III-B. Unlike the authors' code, all-gathers are queued all at once,
-in the order in which execution needs the parameters, so that the links are never idle while
-one is left; and an update that is due is applied before anybody can see stale parameters.
+Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining",
+2023, section III-B. Unlike the authors' code, all-gathers are queued all at once, first needed first,
+so that the links are never idle, and an update that is due is made before anybody reads.
 """
 
 from __future__ import annotations
@@ -121,17 +120,18 @@ class DearEngine(Engine):
     def finish_backward(self) -> None:
         """Do not wait: reduce-scatters may go on while the optimizer's step is called.
 
-        All-gathers are queued behind them at once, so that no worker depends on what the others do
-        next: it may look at its gradients while they wait for it. Only where gradients are clipped
-        or unscaled before each step, in parts, that comes first. Whether another worker has a
-        gradient where this one has none is not known yet.
+        All-gathers are queued behind them at once, so that a worker may look at its gradients while
+        the others wait for it; unless gradients are clipped or unscaled in parts before. Whether
+        another worker has a gradient where this one has none is not known yet.
         """
         self.phase = Phase.REDUCED
         self._gathering = False
-        if self._gathers_at_once:
+        if self._gathers_at_once or self._others:
             self._start_gathers()
         for slot in self.slots:
             slot.param.grad = slot.pending
+        # Another optimizer asks first whether there is a gradient at all.
+        self._show_gradients_of(self._others)
 
     def discard(self) -> None:
         """Let the links finish; the sums are not used, but the others may want to have them."""
@@ -146,10 +146,10 @@ class DearEngine(Engine):
         super().recover()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """FeedPipe: queue every all-gather, first needed first, and return at once.
+        """FeedPipe: let every bucket be updated when it is needed, and return at once.
 
-        A ``closure`` is called once, before the step. An optimizer that cannot be run on some of
-        its parameters steps at once, on whole gradients, and calls the closure as it likes.
+        A ``closure`` is called once, before. An optimizer that cannot be run on some of its
+        parameters steps at once, on whole gradients, and calls the closure as it likes.
         """
         if not self.in_parts or self.partial.hooked:
             return self._step_whole(closure)
@@ -194,7 +194,8 @@ class DearEngine(Engine):
 
     def _replaced(self) -> bool:
         """Whether somebody has put other gradients, or none, where pending ones were."""
-        return any(slot.param.grad is not slot.pending for slot in self.slots)
+        owns = self.partial.owns
+        return any(s.param.grad is not s.pending for s in self.slots if owns(s.param))
 
     def visible_state(self) -> Any:
         """Return the optimizer's state after all updates; inside its own step, as it is."""
@@ -207,6 +208,11 @@ class DearEngine(Engine):
         others = [p for p in self.outside if p.grad is not None]
         if others:
             self.partial.step(others, snapshot)
+
+    @functools.cached_property
+    def _others(self) -> list[Slot]:
+        """Slots of parameters that another optimizer updates, or none."""
+        return [slot for slot in self.slots if not self.partial.owns(slot.param)]
 
     @functools.cached_property
     def outside(self) -> list[torch.Tensor]:
@@ -271,19 +277,21 @@ class DearEngine(Engine):
 
     def _show_gradients(self) -> None:
         """Put whole gradients in the place of pending ones, and None where nobody has any."""
-        for bucket in self.buckets:
-            pending = [slot for slot in bucket.slots if slot.param.grad is slot.pending]
-            if self._added_to in pending:
-                pending.remove(self._added_to)
-            if not pending:
+        self._show_gradients_of(self.slots)
+
+    def _show_gradients_of(self, slots: Sequence[Slot]) -> None:
+        whole: dict[Bucket, set[Slot]] = {}
+        for slot in slots:
+            if slot.param.grad is not slot.pending or slot is self._added_to:
                 continue
-            bucket.settle()
-            whole = set(bucket.contributed())
-            for slot in pending:
-                if slot in whole:
-                    slot.show()
-                else:
-                    slot.param.grad = None
+            bucket = slot.bucket
+            if bucket not in whole:
+                bucket.settle()
+                whole[bucket] = set(bucket.contributed())
+            if slot in whole[bucket]:
+                slot.show()
+            else:
+                slot.param.grad = None
 
     def _start_gathers(self) -> None:
         """Queue every all-gather, first needed first, unless that is done."""

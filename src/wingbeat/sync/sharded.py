@@ -127,11 +127,15 @@ class ShardedEngine(DearEngine):
 
     def finish_backward(self) -> None:
         """Do not wait; but what was added to used up gradients cannot be used any more."""
-        super().finish_backward()
+        self.phase, self._gathering = Phase.REDUCED, False
+        for slot in self.slots:
+            slot.param.grad = slot.pending
         if self._spent:
             self.phase = Phase.LOST
             for slot in self.slots:
                 slot.param.grad = None
+        elif self._others and not self._shadowing:
+            self.settle_gradients()  # another optimizer asks first whether there is one at all
 
     def discard(self) -> None:
         """Let the links finish; the sums are not used, on any worker."""

@@ -154,8 +154,8 @@ def _two_optimizers(first: bool, make: Any) -> Callable[[Side], None]:
 
     def play(side: Side) -> None:
         model: Any = Routed()
-        plain = make(model.head)
-        for p in model.head.parameters():
+        plain = make(nn.ModuleList([model.head, model.never]))
+        for p in (*model.head.parameters(), *model.never.parameters()):
             p.in_plain = True
         own = torch.optim.SGD(
             [p for p in model.parameters() if not hasattr(p, "in_plain")], lr=0.1, momentum=0.9
