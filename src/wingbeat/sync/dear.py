@@ -1,8 +1,8 @@
 """DeAR: reduce-scatter under backward (BackPipe), all-gather under the next forward (FeedPipe).
 
-Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining",
-2023, section III-B. Unlike the authors' code, all-gathers are queued all at once, first needed first,
-so that the links are never idle, and an update that is due is made before anybody reads.
+Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
+Pipelining", 2023, section III-B. Unlike the authors' code, all-gathers are queued all at once, so
+that the links are never idle, and an update that is due is made before anybody reads.
 """
 
 from __future__ import annotations
