@@ -23,6 +23,7 @@ class Slot:
 
     Attributes:
         view: the gradient's place in the bucket's buffer.
+        address: where that is in memory.
         shown: the same memory, as users see it in ``p.grad``.
         pending: what stands in ``p.grad`` while the gradient is not whole; None where a schedule
             has no such time.
@@ -32,6 +33,7 @@ class Slot:
 
     __slots__ = (
         "__weakref__",
+        "address",
         "bucket",
         "index",
         "name",
@@ -53,6 +55,7 @@ class Slot:
         self.bucket: Bucket
         self.view: torch.Tensor
         self.shown: torch.Tensor
+        self.address: int
 
     def show(self) -> None:
         """Let ``p.grad`` be the gradient in the buffer.
@@ -62,14 +65,14 @@ class Slot:
         """
         if self.param.dtype is not self.view.dtype:
             check_kind(self.name, self.param, self.view)
-        if self.shown.data_ptr() != self.view.data_ptr():  # somebody assigned to p.grad.data
+        if self.shown.data_ptr() != self.address:  # somebody assigned to p.grad.data
             self.shown = self.view.detach()
         self.param.grad = self.shown
 
     def holds(self, grad: torch.Tensor | None) -> bool:
         """Whether ``grad``, found in ``p.grad``, stands for what is in the buffer."""
         if grad is self.shown:
-            return self.shown.data_ptr() == self.view.data_ptr()
+            return self.shown.data_ptr() == self.address
         return grad is not None and (grad is self.pending or grad is self.view)
 
     def fill(self, scale: float) -> bool:
@@ -133,6 +136,7 @@ class Bucket:
             slot.bucket = self
             slot.view = self.flat[offset:end].view(slot.param.shape)
             slot.shown = slot.view.detach()
+            slot.address = slot.view.data_ptr()
             offset = end
 
     @property

@@ -86,20 +86,17 @@ class Intake:
         With parameters on several devices several threads of autograd come here.
         """
         with self.lock:
-            self._on_grad(index)
-
-    def _on_grad(self, index: int) -> None:
-        if not self._in_backward:
-            if not (self.sync if self._decided is None else self._decided):
-                self._skip_backward()
+            if not self._in_backward:
+                if not (self.sync if self._decided is None else self._decided):
+                    self._skip_backward()
+                    return
+                self._begin_backward()
+            if self.merging is None:
+                self._take_in(index)
                 return
-            self._begin_backward()
-        if self.merging is None:
+            self.merging.enter(index)
             self._take_in(index)
-            return
-        self.merging.enter(index)
-        self._take_in(index)
-        self.merging.leave()
+            self.merging.leave()
 
     def _take_in(self, index: int) -> None:
         slot = self.slots[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,14 @@ def copies_of_a_model_that_refers_to_itself(rig: Rig) -> None:
     assert type(twin) is Rooted
     assert twin.__dict__["root"] is twin
     assert twin.body is not model.body
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    loaded, loaded_optimizer = torch.load(file, weights_only=False)
+    assert type(loaded) is Rooted
+    assert loaded.__dict__["root"] is loaded
+    assert type(loaded_optimizer) is torch.optim.SGD
+    assert loaded_optimizer.param_groups[0]["params"][0] is next(loaded.parameters())
     both = copy.deepcopy({"model": model, "layers": [model.body[0]]})
     assert both["layers"][0] is both["model"].body[0]
     for name, value in twin.state_dict().items():
