@@ -79,6 +79,28 @@ def test_hooks_of_one_optimizer_are_noticed_and_not_run_in_parts(when: str) -> N
     assert calls == [optimizer]
 
 
+def test_hooks_of_all_optimizers_are_run_once_around_a_step_in_parts() -> None:
+    params = _params()
+    optimizer = torch.optim.SGD(params)
+    partial = _partial(optimizer)
+    calls: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("pre of all")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("post of all")),
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
+    ]
+    try:
+        partial.run_hooks("pre")
+        partial.step(params[:1], partial.snapshot())
+        partial.step(params[1:], partial.snapshot())
+        partial.run_hooks("post")
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["pre of all", "pre", "post", "post of all"]
+
+
 class Failing(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise ArithmeticError
