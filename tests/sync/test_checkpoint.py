@@ -166,6 +166,26 @@ def test_settings_come_with_the_parts() -> None:
     assert on(1, load) + on(3, load) == [0.25] * 4
 
 
+def test_steps_count_on_after_loading() -> None:
+    """Parts of two moments of a run are told apart by them."""
+
+    def save(world: Any) -> Any:
+        model, optimizer = distributed(world, sgd)
+        train(model, optimizer, range(3))
+        return optimizer.shard_state_dict()
+
+    parts = on(2, save)
+
+    def load(world: Any) -> list[int]:
+        model, optimizer = distributed(world, sgd)
+        optimizer.load_shards(parts)
+        loaded = optimizer.shard_state_dict()["steps"]
+        train(model, optimizer, [3])
+        return [loaded, optimizer.shard_state_dict()["steps"]]
+
+    assert on(3, load) == [[3, 4]] * 3
+
+
 def test_a_part_is_made_and_loaded_without_the_others() -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world)

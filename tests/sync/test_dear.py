@@ -12,7 +12,7 @@ from torch import nn
 
 import wingbeat
 from helpers import late
-from helpers.training import net, on, sgd, train, weights
+from helpers.training import backward, engine, net, on, sgd, train, weights
 from wingbeat import sync
 from wingbeat.transport import loopback
 
@@ -101,3 +101,147 @@ def test_the_norm_of_float64_gradients_is_float64(clip: float) -> None:
     assert norm.dtype is torch.float64
     after = torch.stack([g.norm() for g in grads.values()]).norm()
     assert float(after) == pytest.approx(min(clip, float(norm)), rel=1e-3)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_norm_of_half_precision_gradients_may_be_beyond_it(sharded: bool) -> None:
+    """Squares of 40,000 and their sum have no place in float16, whose largest is 65,504."""
+
+    def body(world: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        model = nn.Linear(20, 10, bias=False).half()
+        with torch.no_grad():
+            model.weight.zero_()
+        strategy = wingbeat.DeAR(plan="fixed", shard_optimizer=sharded)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        for value in (0.0, 200.0):  # the first tells that gradients are clipped before they travel
+            optimizer.zero_grad()
+            given = torch.full((1, 10), value).half()
+            model(torch.full((1, 20), 200.0).half()).backward(given)
+            norm = optimizer.clip_grad_norm_(10.0)
+            optimizer.step()
+        return norm, model.weight.detach().float()
+
+    wanted = 40_000.0 * 200**0.5
+    for norm, weight in on(2, body):
+        assert norm.dtype is torch.float32
+        assert float(norm) == pytest.approx(wanted, rel=1e-3)
+        assert float(weight.norm()) == pytest.approx(10.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_updated(sharded: bool) -> None:
+    def body(world: Any) -> Any:
+        model = net()
+        model.spare.weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        strategy = wingbeat.DeAR(plan="fixed", mb=0.001, shard_optimizer=sharded)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        before = model.spare.weight.clone()
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            model.spare.weight.grad = torch.ones(7, 7)
+            optimizer.step()
+        return model.spare.weight - before
+
+    for change in on(2, body):
+        torch.testing.assert_close(change, torch.full((7, 7), -1.0))
+
+
+class _Watched:
+    """A handle that notes how it is waited for."""
+
+    def __init__(self, handle: Any, calls: list[str]) -> None:
+        self._handle, self._calls, self.jobs = handle, calls, handle.jobs
+
+    def wait(self) -> None:
+        self._calls.append("wait")
+        self._handle.wait()
+
+    def wait_received(self) -> None:
+        self._calls.append("wait_received")
+        self._handle.wait_received()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_who_writes_to_gradients_waits_until_the_links_have_read_them(writes: bool) -> None:
+    """As found out in its first steps: for the whole collective, not only for its result."""
+
+    def body(world: Any) -> list[str]:
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=writes
+        )
+        strategy = wingbeat.DeAR(plan="fixed")
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        calls: list[str] = []
+        collectives = engine(model).collectives
+        gather = collectives.all_gather
+        for step in range(6):
+            if step == 5:
+                collectives.all_gather = lambda *a, **k: _Watched(gather(*a, **k), calls)
+            optimizer.zero_grad()
+            model(torch.full((2, 4), 1.0 + world.rank)).square().mean().backward()
+            optimizer.step()
+            if step < 5:
+                model.flush()
+        model.flush()
+        return calls
+
+    assert on(2, body) == [["wait"] if writes else ["wait_received"]] * 2
+
+
+def test_gradients_that_were_only_clipped_are_not_left_for_the_next_step() -> None:
+    """One rank looks at what it has clipped, the other drops it; both go on alike."""
+
+    def body(world: Any) -> Any:
+        model = net()
+        strategy = wingbeat.DeAR(plan="fixed", mb=0.001)
+        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            optimizer.clip_grad_norm_(0.01)
+            if step == 1:
+                if world.rank == 0:
+                    _ = [p.grad for p in model.parameters()]
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+        return weights(model)
+
+    first, second = on(2, body)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class _Failing(torch.optim.SGD):
+    """Fails once, when told to."""
+
+    fail = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.fail:
+            self.fail = False
+            raise ArithmeticError
+        super().step()
+
+
+def test_an_exception_in_a_late_update_leaves_later_gradients_alone() -> None:
+    def body(world: Any) -> None:
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = _Failing(model.parameters(), lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed")
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        mine = torch.full((4, 4), 7.0)
+        with torch._C.DisableTorchFunctionSubclass():
+            model._parameters["weight"].grad = mine
+        optimizer.fail = True
+        with pytest.raises(ArithmeticError):
+            model.flush()
+        assert model._parameters["weight"].grad is mine
+        assert not engine(model).partial.stepping
+
+    on(2, body)

@@ -52,6 +52,47 @@ def test_all_workers_skip_the_same_steps(bad_rank: int | None) -> None:
             assert a.isfinite().all()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_all_workers_hear_of_one_bad_element(value: float) -> None:
+    """It is in the reduced block of one worker only, and the others have nothing to see."""
+
+    def body(world: Any) -> tuple[list[torch.Tensor], list[float]]:
+        model = nn.Linear(5, 4)
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+            model.bias.fill_(0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed")
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scales = []
+
+        def keep(grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+        def spoil(grad: torch.Tensor) -> torch.Tensor:
+            grad = grad.clone()
+            grad[3, 4] = value
+            return grad
+
+        for step in range(4):
+            optimizer.zero_grad()
+            handle = model.weight.register_hook(spoil if world.rank == 1 and step == 2 else keep)
+            scaler.scale(model(torch.full((2, 5), 1.0 + world.rank)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            handle.remove()
+            scales.append(scaler.get_scale())
+        return [p.detach().clone() for p in model.parameters()], scales
+
+    results = loopback.run(loopback.worlds(3), body)
+    for weights, scales in results:
+        assert scales == [64.0, 64.0, 32.0, 32.0]
+        for got, first in zip(weights, results[0][0], strict=True):
+            assert got.isfinite().all()
+            assert torch.equal(got, first)
+
+
 # Only the first step shows that gradients are unscaled between backward and step.
 @pytest.mark.parametrize(("optimizer", "gathers"), [("adamw", 1), ("fused", 4)])
 def test_only_an_optimizer_that_unscales_by_itself_needs_whole_gradients(

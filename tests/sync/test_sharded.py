@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import wingbeat
 from helpers.training import (
@@ -28,6 +33,8 @@ from helpers.training import (
 )
 from wingbeat import sync
 from wingbeat.errors import MismatchError, UsageError
+from wingbeat.sync.sharded import ShardedEngine
+from wingbeat.sync.shards import DividedState
 
 
 def _plain(model: Any, optimizer: Any, rank: int) -> None:
@@ -274,3 +281,92 @@ def test_shutdown_leaves_no_half_updated_parameter() -> None:
     results = on(3, body)
     for _, raw in results:
         assert_same([p.detach() for p in raw], [p.detach() for p in results[0][1]])
+
+
+def test_an_exception_while_the_state_is_whole_leaves_it_divided() -> None:
+    """As when a hook on the state dict, or the disk that it is written to, fails."""
+
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        def fail(*_args: Any) -> None:
+            raise OSError("disk full")
+
+        train(model, optimizer, range(2))
+        handle = optimizer.register_state_dict_post_hook(fail)
+        with pytest.raises(OSError, match="disk full"):
+            optimizer.state_dict()
+        handle.remove()
+        if isinstance(engine(optimizer), ShardedEngine):
+            assert len(vars(optimizer)["state"]) == 0
+            assert isinstance(optimizer.state, DividedState)
+        train(model, optimizer, range(2, 4))
+
+    compare(2, adamw, body)
+
+
+class _Handle:
+    """Notes that somebody has waited until the links are done with the buffer."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self.jobs, self.waited = handle, handle.jobs, False
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self.waited = True
+
+    def wait_received(self) -> None:
+        self._handle.wait_received()
+
+
+def test_parameters_enter_a_buffer_that_the_links_are_done_with() -> None:
+    """A slow peer may not have read its part of the gradients yet when this worker has its own."""
+
+    def body(world: Any) -> int:
+        model, optimizer = distributed(world)
+        collectives = engine(model).collectives
+        scatter, gather = collectives.reduce_scatter, collectives.all_gather
+        under_way: dict[int, _Handle] = {}
+
+        def reduce_scatter(flat: Any, **options: Any) -> _Handle:
+            under_way[flat.data_ptr()] = _Handle(scatter(flat, **options))
+            return under_way[flat.data_ptr()]
+
+        gathered = 0
+
+        def all_gather(flat: Any, *args: Any, **options: Any) -> Any:
+            nonlocal gathered
+            if flat.data_ptr() in under_way:
+                assert under_way.pop(flat.data_ptr()).waited
+                gathered += 1
+            return gather(flat, *args, **options)
+
+        collectives.reduce_scatter, collectives.all_gather = reduce_scatter, all_gather
+        train(model, optimizer, range(3))
+        return gathered
+
+    assert min(on(3, body)) > 6
+
+
+def test_hooks_of_all_optimizers_run_once_a_step_and_see_the_users_optimizer() -> None:
+    calls: list[tuple[int, Any]] = []
+    main = threading.get_ident
+
+    def note(optimizer: Any, *_args: Any) -> None:
+        calls.append((main(), [len(g["params"]) for g in optimizer.param_groups]))
+
+    def body(world: Any) -> int:
+        model, optimizer = distributed(world)
+        train(model, optimizer, range(3))
+        return main()
+
+    handles = [
+        register_optimizer_step_pre_hook(note),
+        register_optimizer_step_post_hook(note),
+    ]
+    try:
+        threads = on(2, body)
+    finally:
+        for handle in handles:
+            handle.remove()
+    whole = [len(list(net().parameters()))]
+    for thread in threads:
+        assert [sizes for where, sizes in calls if where == thread] == [whole] * 6

@@ -110,6 +110,31 @@ def _state_bytes(optimizer: Any) -> int:
     )
 
 
+def _live_bytes(model: Any) -> int:
+    """All memory that the state keeps alive, also beyond its own elements."""
+    live = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for entry in engine(model).shards.state.values()
+        for value in entry.values()
+        if value.dim()
+    }
+    return sum(live.values())
+
+
+def test_each_worker_remembers_its_part_only_after_loading_the_whole() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world, torch.optim.AdamW)
+        train(model, optimizer, range(2))
+        saved = optimizer.state_dict()
+        model, optimizer = distributed(world, torch.optim.AdamW)
+        optimizer.load_state_dict(saved)
+        del saved
+        assert 0 < _live_bytes(model) == _state_bytes(optimizer)
+        assert len(vars(optimizer)["state"]) == 0
+
+    on(3, body)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_worker_remembers_its_part_only(size: int) -> None:
     def body(world: Any) -> tuple[int, int, int]:
@@ -120,14 +145,9 @@ def test_each_worker_remembers_its_part_only(size: int) -> None:
             model(torch.ones(2, 40)).sum().backward()
             optimizer.step()
         assert len(optimizer.__dict__["state"]) == 0, "nothing is held whole"
-        live = {
-            value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-            for entry in engine(model).shards.state.values()
-            for value in entry.values()
-            if value.dim()
-        }
+        live = _live_bytes(model)
         params = sum(p.numel() for p in model.parameters())
-        return _state_bytes(optimizer), sum(live.values()), params
+        return _state_bytes(optimizer), live, params
 
     results = on(size, body)
     whole = 2 * 4 * results[0][2]  # two moments of four bytes

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from wingbeat.sync.twin import bare_step
+
 GroupSnapshot = list[dict[str, Any]]
 """Each param group's settings (learning rate and so on) at the moment of ``step()``."""
 
@@ -80,8 +82,16 @@ class PartialOptimizer:
         return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
     def run_hooks(self, when: str) -> None:
-        """Run the user's step hooks, ``"pre"`` or ``"post"``, once for a step in parts."""
-        for hook in list(self._optimizer.__dict__[f"_optimizer_step_{when}_hooks"].values()):
+        """Run the user's step hooks, ``"pre"`` or ``"post"``, once for a step in parts.
+
+        Those of all optimizers too; in torch's order, in which these are the outermost.
+        """
+        own = list(self._optimizer.__dict__[f"_optimizer_step_{when}_hooks"].values())
+        if when == "pre":
+            hooks = [*_global_optimizer_pre_hooks.values(), *own]
+        else:
+            hooks = [*own, *_global_optimizer_post_hooks.values()]
+        for hook in hooks:
             hook(self._optimizer, (), {})
 
     def step(self, params: Iterable[torch.Tensor], snapshot: GroupSnapshot) -> None:
@@ -110,7 +120,10 @@ class PartialOptimizer:
         groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
         inside = self._optimizer.__dict__
         saved = {k: inside[k] for k in _SWAPPED}
-        # The user's hooks and groups belong to the whole step, not to each part of it.
+        # The user's hooks and groups belong to the whole step, not to each part of it; and only
+        # where there are hooks of all optimizers, nothing but the bare step leaves them out.
+        everyones = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        step = bare_step(self._plain_step) if everyones else self._plain_step
         inside.update(
             param_groups=groups,
             state=state,
@@ -119,7 +132,7 @@ class PartialOptimizer:
         )
         try:
             with self.inside():
-                self._plain_step(self._optimizer)
+                step(self._optimizer)
         finally:
             inside.update(saved)
 

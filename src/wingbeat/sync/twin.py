@@ -33,7 +33,9 @@ def make_twin(optimizer: Optimizer) -> Any:
     """
     twin = object.__new__(type(optimizer))
     params = [p for group in optimizer.__dict__["param_groups"] for p in group["params"]]
-    memo: dict[int, Any] = {id(p): torch.nn.Parameter(p.detach().new_empty(0)) for p in params}
+    memo: dict[int, Any] = {
+        id(p): torch.nn.Parameter(p.detach().new_empty(0), p.requires_grad) for p in params
+    }
     memo[id(optimizer)] = twin
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):

@@ -1,0 +1,74 @@
+"""Tags: messages of collectives that do not match never meet."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from helpers import late
+from wingbeat.collectives import Collectives
+from wingbeat.collectives.executor import DEPTH
+from wingbeat.collectives.tags import CHUNKS, TURNS, base_tag
+from wingbeat.transport import loopback
+from wingbeat.transport.channel import BITS_BELOW
+from wingbeat.transport.world import World
+
+OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
+
+
+def _tags(turn: int) -> list[int]:
+    """One of every operation on 32 buckets, and one small exchange."""
+    found = [base_tag(op, b, 64, "", turn) for op, b in itertools.product(OPERATIONS, range(32))]
+    return [*found, base_tag("broadcast:0", -1, 64, "tensors", turn)]
+
+
+def test_neither_operations_nor_buckets_nor_turns_share_a_tag() -> None:
+    found = [tag for turn in range(TURNS) for tag in _tags(turn)]
+    assert len(set(found)) == len(found)
+    # Nor do their chunks, which count on from there.
+    assert all(tag % CHUNKS == 0 for tag in found)
+
+
+def test_tags_come_again_and_never_leave_their_channel() -> None:
+    assert _tags(TURNS + 3) == _tags(3)
+    highest = max(tag for turn in range(2 * TURNS) for tag in _tags(turn)) + CHUNKS - 1
+    assert highest < 1 << BITS_BELOW
+
+
+def test_tags_of_all_that_may_be_under_way_differ() -> None:
+    """Begun here and begun at a peer that is as far ahead as it can be."""
+    assert TURNS > 2 * (DEPTH + 2)
+
+
+@pytest.mark.parametrize("what", ["broadcast:0", "all_gather", "all_reduce"])
+def test_what_is_no_bucket_is_never_taken_for_one(what: str) -> None:
+    control = {base_tag(what, -1, 8 * n, "label", 0) for n in range(200)}
+    assert not control & set(_tags(0)[:-1])
+
+
+def test_size_label_and_root_of_small_exchanges_count() -> None:
+    """They share five bits, so that two of them may meet, but not all."""
+    sizes = {base_tag("all_gather", -1, 8 * n, "norms", 0) for n in range(100)}
+    labels = {base_tag("all_gather", -1, 8, f"label {n}", 0) for n in range(100)}
+    roots = {base_tag(f"broadcast:{n}", -1, 8, "tensors", 0) for n in range(100)}
+    assert min(len(sizes), len(labels), len(roots)) > 16
+
+
+def test_more_collectives_than_there_are_turns() -> None:
+    """Results stay right while tags come again, with many collectives under way at once."""
+    count = 3 * TURNS + 1
+
+    def body(world: World) -> list[torch.Tensor]:
+        collectives = Collectives(world)
+        buffers = [torch.full((7,), float(n * (world.rank + 1))) for n in range(count)]
+        handles = [collectives.all_reduce(b, bucket=n % 3) for n, b in enumerate(buffers)]
+        for handle in handles:
+            handle.wait()
+        return buffers
+
+    with late.open_worlds(3) as (members, _):
+        for buffers in loopback.run(members, body):
+            for n, buffer in enumerate(buffers):
+                assert torch.equal(buffer, torch.full((7,), 6.0 * n))

@@ -1,0 +1,212 @@
+"""Buffers follow the root's, and are never those of two moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wingbeat
+from helpers import late
+from helpers.training import TINY_MB, on
+from wingbeat import sync
+from wingbeat.collectives import Collectives
+from wingbeat.sync.buffers import BufferSync, ByteBuffer, broadcast_now
+from wingbeat.transport import loopback
+
+STRATEGIES = [wingbeat.AllReduce(mb=TINY_MB), wingbeat.DeAR(plan="fixed", mb=TINY_MB)]
+
+
+def _mixed() -> list[Tensor]:
+    return [
+        torch.tensor([True, False, True]),
+        torch.arange(5, dtype=torch.int64),
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.randn(3, 2, generator=torch.Generator().manual_seed(1)).T,
+        torch.empty(0, 4),
+    ]
+
+
+def test_bytes_hold_tensors_of_any_dtype_and_shape() -> None:
+    tensors = _mixed()
+    packed = ByteBuffer(tensors)
+    packed.pack(tensors)
+    others = [torch.zeros_like(t) for t in tensors]
+    packed.unpack(others)
+    for one, other in zip(tensors, others, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_what_nobody_has_changed_is_taken_over() -> None:
+    new, before = [torch.ones(2), torch.ones(2)], [torch.zeros(2), torch.zeros(2)]
+    packed, where = ByteBuffer(new), ByteBuffer(before)
+    packed.pack(new)
+    where.pack(before)
+    before[1][0] = 5.0
+    packed.unpack(before, where)
+    assert before[0].tolist() == [1.0, 1.0]
+    assert before[1].tolist() == [5.0, 0.0]
+
+
+def test_equality_is_that_of_bits() -> None:
+    tensors = [torch.tensor([float("nan"), 0.0]), torch.zeros(2, 3)]
+    packed = ByteBuffer(tensors)
+    packed.pack(tensors)
+    assert packed.equal(tensors) == [True, True]
+    assert packed.equal([torch.tensor([float("nan"), -0.0]), torch.zeros(2, 3)]) == [False, True]
+    assert packed.equal([tensors[0], torch.zeros(3, 2)]) == [False, False]
+    assert not packed.fits([tensors[0].double(), tensors[1]])
+    assert not packed.fits(tensors[:1])
+
+
+@pytest.mark.parametrize("limit", [1, 20, 1 << 20])
+@pytest.mark.parametrize("root", [0, 2])
+def test_everyone_gets_the_roots_tensors_in_batches_of_any_size(limit: int, root: int) -> None:
+    def body(world: Any) -> list[Tensor]:
+        tensors = [t.clone() if world.rank == root else torch.zeros_like(t) for t in _mixed()]
+        broadcast_now(tensors, Collectives(world), root, limit)
+        return tensors
+
+    for tensors in on(3, body):
+        for got, wanted in zip(tensors, _mixed(), strict=True):
+            assert torch.equal(got, wanted)
+
+
+class Holder(nn.Module):
+    """Buffers with names that occur twice, one shared, one absent."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.register_buffer("seen", torch.full((2,), value))
+        self.register_buffer("mine", torch.full((2,), value))
+        self.register_buffer("none", None)
+        self.inner.register_buffer("mine", torch.full((2,), value))
+        self.inner.register_buffer("again", self.seen)
+
+
+def test_ignored_buffers_are_named_in_full() -> None:
+    def body(world: Any) -> list[float]:
+        holder = Holder(1.0 + world.rank)
+        buffers = BufferSync(holder, {"mine"}, Collectives(world))
+        assert buffers.owns(holder)
+        assert not buffers.owns(nn.BatchNorm1d(2))
+        buffers.ask(0)
+        buffers.apply()
+        return [float(b[0]) for b in (holder.seen, holder.mine, holder.inner.mine)]
+
+    assert on(2, body) == [[1.0, 1.0, 1.0], [1.0, 2.0, 1.0]]
+
+
+def test_news_come_from_whoever_is_asked() -> None:
+    """After `join` has changed the root, also where nothing has been sent by it before."""
+
+    def body(world: Any) -> list[float]:
+        holder = Holder(1.0 + world.rank)
+        buffers = BufferSync(holder, (), Collectives(world))
+        found = []
+        for root in (0, 2):
+            holder.seen.fill_(10.0 * root + world.rank)
+            buffers.start(root)
+            buffers.ask(root)
+            buffers.apply()
+            found.append(float(holder.seen[0]))
+        holder.seen.fill_(50.0 + world.rank)
+        buffers.ask(1)
+        buffers.apply()
+        return [*found, float(holder.seen[0])]
+
+    assert on(3, body) == [[0.0, 22.0, 51.0]] * 3
+
+
+def test_what_is_written_after_a_backward_stays_until_the_next_forward() -> None:
+    def body(world: Any) -> list[float]:
+        holder = Holder(1.0)
+        buffers = BufferSync(holder, (), Collectives(world))
+        holder.seen.fill_(2.0 + world.rank)
+        buffers.start(0)
+        holder.seen.fill_(7.0 + world.rank)
+        buffers.apply()
+        here = float(holder.seen[0])
+        buffers.ask(0)
+        buffers.apply()
+        return [here, float(holder.seen[0])]
+
+    assert on(2, body) == [[7.0, 7.0], [8.0, 7.0]]
+
+
+def test_two_backwards_send_one_after_the_other() -> None:
+    """The second must not write into what the links may still be reading."""
+
+    def body(world: Any) -> float:
+        holder = Holder(1.0)
+        collectives = Collectives(world)
+        buffers = BufferSync(holder, (), collectives)
+        handles: list[Spied] = []
+        send = collectives.broadcast
+
+        def broadcast(*args: Any, **kwargs: Any) -> Any:
+            assert all(handle.waited for handle in handles)
+            handles.append(Spied(send(*args, **kwargs)))
+            return handles[-1]
+
+        collectives.broadcast = broadcast  # type: ignore[method-assign]
+        for value in (2.0, 3.0):
+            holder.seen.fill_(value if world.rank == 0 else 1.0)
+            buffers.start(0)
+        buffers.apply()
+        assert all(handle.waited for handle in handles)
+        return float(holder.seen[0])
+
+    assert on(2, body) == [3.0, 3.0]
+
+
+class Spied:
+    """A handle that notes that somebody has waited for it."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.waited = False
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self.waited = True
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["allreduce", "dear"])
+def test_running_statistics_after_two_backwards_of_one_forward(strategy: Any) -> None:
+    def body(world: Any) -> list[Tensor]:
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        for step in range(3):
+            rng = torch.Generator().manual_seed(10 * step + world.rank)
+            loss = model(torch.randn(4, 3, generator=rng)).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.flush()
+        return [b.detach().clone() for b in model.buffers()]
+
+    with late.open_worlds(2) as (members, _):
+        first, second = loopback.run(members, body)
+    alone = nn.BatchNorm1d(3)
+    for step in range(3):
+        alone(torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step)))
+    for one, other, wanted in zip(first, second, alone.buffers(), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, wanted)
+
+
+@pytest.mark.parametrize("act", [lambda b: b.start(), lambda b: b.ask(0), lambda b: b.apply()])
+def test_without_buffers_nothing_is_exchanged(act: Callable[[BufferSync], None]) -> None:
+    def body(world: Any) -> None:
+        buffers = BufferSync(nn.Linear(2, 2), (), Collectives(world))
+        assert buffers.channel is None
+        act(buffers)
+
+    on(2, body)

@@ -1,0 +1,204 @@
+"""What stands in ``p.grad`` while a gradient is not whole."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wingbeat
+from helpers.training import TINY_MB, Net, assert_same, backward, engine, net, on, sgd, weights
+from wingbeat import sync
+from wingbeat.errors import UsageError
+from wingbeat.sync.dear import Phase
+from wingbeat.sync.pending import PendingGradient
+
+
+def _distributed(world: Any, mb: float = TINY_MB) -> tuple[Any, Any]:
+    model = net()
+    strategy = wingbeat.DeAR(plan="fixed", mb=mb)
+    return sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+
+
+def _head(model: Net) -> Tensor:
+    """Without the model's own methods, which would make gradients whole."""
+    found = model.head._parameters["weight"]
+    assert found is not None
+    assert found.grad is not None
+    return found.grad
+
+
+def _mean() -> Tensor:
+    """The gradient that all workers are to see."""
+    parts = []
+    for rank in range(2):
+        model = net()
+        backward(model, rank, 0)
+        assert model.head.weight.grad is not None
+        parts.append(model.head.weight.grad)
+    return torch.stack(parts).mean(0)
+
+
+def _saved(grad: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save({"grad": grad}, file)
+    file.seek(0)
+    found: Tensor = torch.load(file, weights_only=False)["grad"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda g: g.clone(),
+        lambda g: g + 0,
+        lambda g: torch.stack([torch.zeros(3, 7), g])[1],
+        lambda g: torch.stack(tensors=(g, g))[0],
+        lambda g: torch._foreach_mul([g], 1.0)[0],
+        lambda g: torch.tensor(g.tolist()),
+        lambda g: torch.from_numpy(g.numpy().copy()),
+        lambda g: g.data,
+        copy.deepcopy,
+        _saved,
+    ],
+)
+def test_whoever_touches_it_gets_the_whole_gradient(read: Callable[[Any], Tensor]) -> None:
+    def body(world: Any) -> Tensor:
+        model, _ = _distributed(world)
+        backward(model, world.rank, 0)
+        grad = _head(model)
+        assert isinstance(grad, PendingGradient)
+        assert engine(model).phase is Phase.REDUCED
+        if world.rank == 0:  # whenever the other does
+            got = read(grad)
+            assert engine(model).phase is Phase.WHOLE
+            return got.detach().clone()
+        return _head(model).clone()
+
+    wanted = _mean()
+    for got in on(2, body):
+        assert type(got) is Tensor
+        torch.testing.assert_close(got, wanted)
+
+
+def test_who_only_looks_at_it_gathers_nothing() -> None:
+    def body(world: Any) -> None:
+        model, _ = _distributed(world)
+        backward(model, world.rank, 0)
+        grad = _head(model)
+        assert grad.shape == (3, 7)
+        assert grad.dtype is torch.float32
+        assert grad.stride() == (7, 1)
+        assert grad.is_contiguous()
+        assert engine(model).phase is Phase.REDUCED
+
+    on(2, body)
+
+
+def test_writing_to_it_changes_what_the_step_uses() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = _distributed(world)
+        before = weights(model)
+        backward(model, world.rank, 0)
+        for module in (model.first, model.second, model.spare, model.head, model):
+            for param in module._parameters.values():
+                if param.grad is not None:
+                    param.grad.zero_()
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        optimizer.step()
+        return before, weights(model)
+
+    for before, after in on(2, body):
+        assert_same(after, before)
+
+
+def test_one_kept_from_before_rebucketing_keeps_its_own_gradient() -> None:
+    """A list of gradients made before a plan changed does not show those of a later backward."""
+
+    def body(world: Any) -> None:
+        model, optimizer = _distributed(world)
+        backward(model, world.rank, 0)
+        kept = _head(model)
+        first = kept.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        for step in (1, 2, 3):  # the second backward takes over the order of the first
+            backward(model, world.rank, step)
+            optimizer.step()
+        assert engine(model).slots[0].pending is not kept
+        slot = next(s for s in engine(model).slots if s.name == "head.weight")
+        assert slot.pending is not kept
+        assert torch.equal(kept.clone(), first)
+
+    on(2, body)
+
+
+def test_after_its_engine_it_is_what_is_left() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = _distributed(world)
+        backward(model, world.rank, 0)
+        kept = _head(model)
+        whole = kept.clone()
+        sync.release(model, optimizer)
+        del optimizer
+        assert torch.equal(kept.clone(), whole)
+
+    on(2, body)
+
+
+def test_a_gradient_cut_short_is_refused() -> None:
+    def fail(_grad: Tensor) -> None:
+        raise ArithmeticError
+
+    def body(world: Any) -> None:
+        model, _ = _distributed(world)
+        hidden = torch.tanh(model.first(torch.ones(2, 6)))
+        hidden.register_hook(fail)
+        out = model.head(torch.tanh(model.second(hidden)) * model.scale)
+        with pytest.raises(ArithmeticError):
+            out.sum().backward()
+        with pytest.raises(UsageError, match=r"'head\.weight' is gone: an exception cut"):
+            _head(model).sum()
+        # It has gone from the parameter too, and training goes on.
+        assert model.head.weight.grad is None
+        backward(model, world.rank, 0)
+        torch.testing.assert_close(_head(model).clone(), _mean())
+
+    on(2, body)
+
+
+def test_a_gradient_read_in_its_own_backward_is_refused() -> None:
+    def body(world: Any) -> None:
+        model, _ = _distributed(world)
+        seen: list[str] = []
+
+        def look(_grad: Tensor) -> None:
+            try:
+                _head(model).sum()
+            except UsageError as err:
+                seen.append(str(err))
+
+        hidden = torch.tanh(model.first(torch.ones(2, 6)))
+        hidden.register_hook(look)
+        out: Tensor = model.head(torch.tanh(model.second(hidden)) * model.scale)
+        out.sum().backward()
+        assert "'head.weight' was needed in its own backward" in seen[0]
+
+    on(2, body)
+
+
+def test_its_kind_is_that_of_the_place_in_the_bucket() -> None:
+    def body(world: Any) -> None:
+        model = nn.Linear(3, 2).to(torch.float64)
+        strategy = wingbeat.DeAR(plan="fixed")
+        optimizer = torch.optim.SGD(model.parameters())
+        model, _ = sync.distribute(model, optimizer, strategy, world=world)
+        model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        assert model._parameters["weight"].grad.dtype is torch.float64
+
+    on(2, body)
