@@ -10,7 +10,7 @@ import torch
 from helpers import late
 from wingbeat.collectives import Collectives
 from wingbeat.collectives.executor import DEPTH
-from wingbeat.collectives.tags import CHUNKS, TURNS, base_tag
+from wingbeat.collectives.tags import CHUNKS, LABELS, TURNS, base_tag
 from wingbeat.transport import loopback
 from wingbeat.transport.channel import BITS_BELOW
 from wingbeat.transport.world import World
@@ -48,12 +48,19 @@ def test_what_is_no_bucket_is_never_taken_for_one(what: str) -> None:
     assert not control & set(_tags(0)[:-1])
 
 
-def test_size_label_and_root_of_small_exchanges_count() -> None:
-    """They share five bits, so that two of them may meet, but not all."""
+def test_size_and_root_of_small_exchanges_count() -> None:
+    """They share three bits, so that two of them may meet, but not all."""
     sizes = {base_tag("all_gather", -1, 8 * n, "norms", 0) for n in range(100)}
-    labels = {base_tag("all_gather", -1, 8, f"label {n}", 0) for n in range(100)}
     roots = {base_tag(f"broadcast:{n}", -1, 8, "tensors", 0) for n in range(100)}
-    assert min(len(sizes), len(labels), len(roots)) > 16
+    assert len(sizes) == len(roots) == 8
+
+
+def test_what_small_exchanges_are_for_tells_them_apart_whatever_their_size() -> None:
+    tags = {
+        label: {base_tag("all_gather", -1, 8 * n, label, 0) for n in range(100)}
+        for label in (*LABELS, "anything else")
+    }
+    assert sum(map(len, tags.values())) == len(set().union(*tags.values()))
 
 
 def test_more_collectives_than_there_are_turns() -> None:
