@@ -33,8 +33,9 @@ def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int) -> int:
     Args:
         what: the operation; a broadcast's with its root, as ``"broadcast:0"``.
         bucket: number of the bucket; negative for anything that is no bucket.
-        nbytes: size of the buffer. Small exchanges of different size are never taken for each
-            other: a message that is larger than the room for it would end the process.
+        nbytes: size of the buffer. Small exchanges of different size are taken for each other in
+            one of 32 cases only: a message that is larger than the room for it would end the
+            process.
         label: what a small exchange is for.
         turn: how many collectives this executor was given before.
     """
