@@ -158,3 +158,21 @@ def test_workers_are_in_step_again_after_joining() -> None:
             _loss(model, 6, world.rank).backward()
 
     on(2, body)
+
+
+def test_statistics_of_batches_that_were_not_synchronised_reach_all() -> None:
+    def body(world: Any) -> dict[str, Tensor]:
+        model = _model()
+        optimizer, _ = _made(model)
+        model, optimizer = sync.distribute(model, optimizer, wingbeat.AllReduce(), world=world)
+        with model.join():
+            _loss(model, 0, world.rank).backward()
+            optimizer.step()
+            if world.rank == 1:
+                with model.no_sync():
+                    _loss(model, 1, world.rank).backward()
+        return {name: b.clone() for name, b in model.named_buffers()}
+
+    first, second = on(2, body)
+    assert_same(first, second)
+    assert int(first["1.num_batches_tracked"]) == 2
