@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import wingbeat
 from helpers.training import TINY_MB, assert_same, on
 from wingbeat import sync
+from wingbeat.errors import UsageError
 from wingbeat.sync.joining import _Doing, _Party
 
 BATCHES = (1, 4, 3)
@@ -136,3 +137,42 @@ def test_who_is_active_and_whose_buffers_count() -> None:
 
     wanted = [(2, [0, 1, 2], 0), (2, [1, 2], 1), (2, [1], 1), (0, [1], 0)]
     assert on(3, body) == [wanted] * 3
+
+
+def test_workers_are_in_step_again_after_joining() -> None:
+    """Steps of one that has run out do not count; those that it makes afterwards do."""
+
+    def body(world: Any) -> None:
+        model = _model()
+        optimizer, _ = _made(model)
+        model, optimizer = sync.distribute(model, optimizer, wingbeat.AllReduce(), world=world)
+        with model.join():
+            for step in range(1 + world.rank):
+                optimizer.zero_grad()
+                _loss(model, step, world.rank).backward()
+                optimizer.step()
+        _loss(model, 5, world.rank).backward()
+        if world.rank == 0:
+            optimizer.step()
+        with pytest.raises(UsageError, match=r"rank 0 3, rank 1 2"):
+            _loss(model, 6, world.rank).backward()
+
+    on(2, body)
+
+
+def test_statistics_of_batches_that_were_not_synchronised_reach_all() -> None:
+    def body(world: Any) -> dict[str, Tensor]:
+        model = _model()
+        optimizer, _ = _made(model)
+        model, optimizer = sync.distribute(model, optimizer, wingbeat.AllReduce(), world=world)
+        with model.join():
+            _loss(model, 0, world.rank).backward()
+            optimizer.step()
+            if world.rank == 1:
+                with model.no_sync():
+                    _loss(model, 1, world.rank).backward()
+        return {name: b.clone() for name, b in model.named_buffers()}
+
+    first, second = on(2, body)
+    assert_same(first, second)
+    assert int(first["1.num_batches_tracked"]) == 2

@@ -1,0 +1,52 @@
+"""A parameter belongs to one engine at a time."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from wingbeat.errors import UsageError
+from wingbeat.sync import claims
+
+
+class Engine:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.slots = [SimpleNamespace(param=p) for p in model.parameters()]
+
+
+def _claimed(model: nn.Module) -> Engine:
+    engine = Engine(model)
+    claims.claim(engine, model.parameters())
+    return engine
+
+
+def test_a_shared_parameter_is_named_with_both_models() -> None:
+    part = nn.Linear(2, 2)
+    engine = _claimed(part)
+    whole = nn.Sequential(nn.Linear(2, 2), part)
+    with pytest.raises(
+        UsageError, match=r"'1\.weight' of Sequential is distributed already, as a part of Linear"
+    ):
+        claims.check(whole)
+    claims.check(whole[0])
+    del engine
+
+
+def test_a_parameter_is_free_after_release() -> None:
+    model = nn.Linear(2, 2)
+    engine = _claimed(model)
+    claims.drop(engine)
+    claims.drop(engine)  # once more is no error
+    claims.check(model)
+
+
+def test_a_parameter_is_free_when_its_engine_is_gone() -> None:
+    model = nn.Linear(2, 2)
+    engine = _claimed(model)
+    del engine
+    gc.collect()
+    claims.check(model)
