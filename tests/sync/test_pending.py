@@ -15,8 +15,8 @@ import wingbeat
 from helpers.training import TINY_MB, Net, assert_same, backward, engine, net, on, sgd, weights
 from wingbeat import sync
 from wingbeat.errors import UsageError
-from wingbeat.sync.dear import Phase
 from wingbeat.sync.pending import PendingGradient
+from wingbeat.sync.phase import Phase
 
 
 def _distributed(world: Any, mb: float = TINY_MB) -> tuple[Any, Any]:

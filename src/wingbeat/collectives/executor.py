@@ -251,14 +251,18 @@ class Executor:
             raise _LostPeer(job, transfer.peer, 0.0, f"sent a malformed chunk: {err}") from None
 
     def _drain(self, job: Job) -> None:
-        for pending, peer, _ in job.sends:
-            self._await(job, pending, peer)
-        job.sends.clear()
+        self._await_sends(job)
         for chunk in job.packed:
             self._scratch.give(chunk)
         job.packed.clear()
         job.results.clear()
         job.finish()
+
+    def _await_sends(self, job: Job) -> None:
+        """Wait until all is sent; nothing refers to the buffer's chunks after this."""
+        for pending, peer, _ in job.sends:
+            self._await(job, pending, peer)
+        job.sends.clear()
 
     def _receive(self, job: Job) -> None:
         if stream.on:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,16 @@ class Slot:
             return self.shown.data_ptr() == self.address
         return grad is not None and (grad is self.pending or grad is self.view)
 
+    def is_kept(self) -> bool:
+        """Whether somebody besides this slot refers to one of its tensors."""
+        # Two: the slot's own reference, and the argument. What is pending refers to the view.
+        waiting = self.pending is not None
+        return (
+            sys.getrefcount(self.shown) > 2
+            or sys.getrefcount(self.view) > 2 + waiting
+            or (waiting and sys.getrefcount(self.pending) > 2)
+        )
+
     def fill(self, scale: float) -> bool:
         """Put the gradient times ``scale`` into the view; False if there is no gradient at all.
 
@@ -106,18 +117,17 @@ class Bucket:
         missing: how many gradients the bucket still waits for in this backward.
     """
 
-    def __init__(self, index: int, slots: Sequence[Slot], multiple: int = 1) -> None:
+    def __init__(
+        self, index: int, slots: Sequence[Slot], multiple: int = 1, strided: bool = False
+    ) -> None:
         self.index = index
+        self._strided = strided
         self.slots = list(slots)
         params = [slot.param for slot in slots]
         self.numel = sum(p.numel() for p in params)
         first = params[0]
-        used = self.numel + len(slots)
-        length = -(-(used + TURNS) // multiple) * multiple
-        self.flat = torch.zeros(length, dtype=first.dtype, device=first.device)
-        self.flags = self.flat[self.numel : used]
-        self.turns = self.flat[used : used + TURNS]
-        self._tail = self.flat[self.numel : used + TURNS]
+        self._length = -(-(self.numel + len(slots) + TURNS) // multiple) * multiple
+        self.renew()
         self._tails = [
             torch.ones(len(slots) + TURNS, dtype=first.dtype, device=first.device)
             for _ in range(TURNS + 1)
@@ -130,14 +140,39 @@ class Bucket:
         self.wire: Wire | None = None
         self.snapshot: GroupSnapshot | None = None
         self.missing = len(slots)
+
+    def renew(self) -> None:
+        """Take new memory for the buffer; whoever refers to the old one keeps it as it is."""
+        first, used = self.slots[0].param, self.numel + len(self.slots)
+        self.flat = torch.zeros(self._length, dtype=first.dtype, device=first.device)
+        self.flags = self.flat[self.numel : used]
+        self.turns = self.flat[used : used + TURNS]
+        self._tail = self.flat[self.numel : used + TURNS]
         offset = 0
-        for slot in slots:
+        for slot in self.slots:
             end = offset + slot.param.numel()
             slot.bucket = self
             slot.view = self.flat[offset:end].view(slot.param.shape)
+            if self._strided and not slot.param.is_contiguous() and is_dense(slot.param):
+                # As autograd lays gradients out: fused optimizers go by it.
+                slot.view = self.flat.as_strided(slot.param.shape, slot.param.stride(), offset)
             slot.shown = slot.view.detach()
             slot.address = slot.view.data_ptr()
             offset = end
+        self._aliases = self._count_aliases()
+
+    def is_kept(self) -> bool:
+        """Whether somebody still refers to gradients in the buffer that no ``p.grad`` is any more.
+
+        Under DDP a gradient that was removed from ``p.grad`` stays what it is.
+        """
+        if any(slot.holds(slot.param.grad) for slot in self.slots):
+            return False
+        return self._count_aliases() > self._aliases or any(slot.is_kept() for slot in self.slots)
+
+    def _count_aliases(self) -> int:
+        count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
+        return count
 
     @property
     def dense(self) -> bool:
@@ -178,3 +213,8 @@ class Bucket:
             return self.slots
         flags = self.flags.tolist()
         return [slot for slot, flag in zip(self.slots, flags, strict=True) if flag > 0 or slot.used]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie without gaps and overlaps, in any order."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -28,6 +28,7 @@ class Bucketing:
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same, in the order in which forward needs their parameters.
         fusion: the rule by which they are made, unless a plan is given.
+        strided: whether gradients are laid out as their parameters are.
         stale: whether the rule or an order has changed since, so that `rebuild` is due.
     """
 
@@ -48,6 +49,7 @@ class Bucketing:
         self._unused: list[int] = []
         self._buckets_of: dict[torch.nn.Module, list[Bucket]] = {}
         self.stale = False
+        self.strided = False
 
     def needed_by(self, module: torch.nn.Module) -> Sequence[Bucket]:
         """Return the buckets whose parameters the module is known to read in forward."""
@@ -131,7 +133,7 @@ class Bucketing:
         """Make the buckets of the rule and the orders in force."""
         plan = self._plan or plans.make(self.fusion, self.specs, self._ready_order)
         self.buckets = [
-            Bucket(i, [self.slots[t] for t in bucket.tensors], multiple=self._world.size)
+            Bucket(i, [self.slots[t] for t in bucket.tensors], self._world.size, self.strided)
             for i, bucket in enumerate(plan.buckets)
         ]
         self.stale = False

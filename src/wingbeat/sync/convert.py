@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,6 +40,39 @@ def check_kind(name: str, param: torch.Tensor, view: torch.Tensor) -> None:
             f"distribute() and is {_name(param.dtype)} {tuple(param.shape)} on {param.device} now: "
             "convert or move the model first, then make the optimizer, then call distribute()"
         )
+
+
+def overlapping(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return the indices of two parameters that share memory, if there are such."""
+    spans = sorted(
+        (str(p.device), p.data_ptr(), p.data_ptr() + _extent(p), i)
+        for i, p in enumerate(params)
+        if p.numel()
+    )
+    for (device, _, end, i), (other, begin, _, j) in pairwise(spans):
+        if device == other and begin < end:
+            return min(i, j), max(i, j)
+    return None
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(steps) + 1) * tensor.element_size()
+
+
+def refuse_fused_layouts(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a fused optimizer where gradients will not be laid out as their parameters are.
+
+    Raises:
+        UsageError: it is, and would mix up the elements.
+    """
+    for group in optimizer.__dict__["param_groups"]:
+        if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
+            raise UsageError(
+                f"{type(optimizer).__name__}(fused=True) with parameters that are not contiguous "
+                "(channels_last) is not possible with this wire: use foreach=True"
+            )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,8 +7,6 @@ that the links are never idle, and an update that is due is made before anybody 
 
 from __future__ import annotations
 
-import enum
-import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,9 +21,11 @@ from wingbeat.sync import reduced, scaler
 from wingbeat.sync.ambient import Ambient
 from wingbeat.sync.attach import in_backward
 from wingbeat.sync.bucket import Bucket, Slot
+from wingbeat.sync.convert import overlapping
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.pending import PendingGradient
+from wingbeat.sync.phase import Phase
 from wingbeat.sync.separable import steps_apart
 from wingbeat.sync.stale import StaleParameters
 
@@ -37,18 +37,6 @@ TWICE = (
 
 PROVING_STEPS = 2
 """Steps in which an optimizer has to show that it leaves gradients as they are."""
-
-
-class Phase(enum.Enum):
-    """Where the gradients of the last backward are."""
-
-    IDLE = enum.auto()
-    REDUCED = enum.auto()
-    """Each worker has (or will have) the sum of its own blocks; ``step`` has not been called."""
-    WHOLE = enum.auto()
-    """Somebody wanted to see them, so that they have been gathered already."""
-    LOST = enum.auto()
-    """They were added to gradients that a sharded step had used up, and count for nothing."""
 
 
 class DearEngine(Engine):
@@ -81,6 +69,8 @@ class DearEngine(Engine):
     def can_step_in_parts(self) -> bool:
         """Whether parameters can be updated apart, each when it is needed."""
         params = [slot.param for slot in self.slots]
+        if overlapping(params):
+            return False
         return steps_apart(self.optimizer) and self.stale.can_mark(params)
 
     def rebucket(self) -> None:
@@ -89,8 +79,13 @@ class DearEngine(Engine):
         self._make_pending()
 
     def _make_pending(self) -> None:
+        for bucket in self.buckets:
+            self.renewed(bucket)
+
+    def renewed(self, bucket: Bucket) -> None:
+        """Have what stands for gradients that are not whole stand for the new ones."""
         me = weakref.ref(self)
-        for slot in self.slots:
+        for slot in bucket.slots:
             slot.pending = PendingGradient(slot, me)
 
     def launch(self, bucket: Bucket) -> None:
@@ -141,7 +136,7 @@ class DearEngine(Engine):
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
-        if self._in_backward:
+        if self._in_backward and not in_backward():
             self.phase, self._gathering = Phase.REDUCED, False
         super().recover()
 
@@ -209,12 +204,12 @@ class DearEngine(Engine):
         if others:
             self.partial.step(others, snapshot)
 
-    @functools.cached_property
+    @property
     def _others(self) -> list[Slot]:
         """Slots of parameters that another optimizer updates, or none."""
         return [slot for slot in self.slots if not self.partial.owns(slot.param)]
 
-    @functools.cached_property
+    @property
     def outside(self) -> list[torch.Tensor]:
         """The optimizer's parameters that are in no bucket, because they are frozen."""
         slotted = {slot.param for slot in self.slots}
@@ -240,8 +235,9 @@ class DearEngine(Engine):
     def settle(self) -> None:
         """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
         super().settle()
-        self.settle_gradients()
-        self._show_gradients()
+        if not self.amid_backward:  # else they are on their way
+            self.settle_gradients()
+            self._show_gradients()
 
     def settle_gradients(self) -> None:
         """Gather what is only reduced, and show it in ``p.grad``."""

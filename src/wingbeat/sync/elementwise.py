@@ -130,6 +130,10 @@ class _Trial:
         changed = [k for k, v in group.items() if k not in before or v is not before[k]]
         if changed:
             raise self._refusal(f"it keeps state in its param groups: {', '.join(changed)}")
+        for param in params:
+            state, grad = twin.state.get(param, {}), param.grad
+            if grad is not None and any(_same_memory(v, grad) for v in state.values()):
+                raise self._refusal("it keeps gradients themselves, whose memory is used again")
         loose = [k for k in twin.state if not isinstance(k, torch.Tensor)]
         if loose:
             raise self._refusal(f"it keeps state that belongs to no parameter: {loose[0]!r}")
@@ -171,6 +175,11 @@ class _Trial:
         if not isinstance(value, torch.Tensor):
             return all(other == value for other in others)
         return all(other.shape == value.shape and close(value, other) for other in others)
+
+
+def _same_memory(value: Any, grad: torch.Tensor) -> bool:
+    where = grad.untyped_storage().data_ptr()
+    return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == where
 
 
 def _joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:

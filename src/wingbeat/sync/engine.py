@@ -16,6 +16,7 @@ from wingbeat.sync.attach import attach, in_backward
 from wingbeat.sync.bucket import Bucket
 from wingbeat.sync.bucketing import Bucketing, ignored, synchronised
 from wingbeat.sync.buffers import BufferSync
+from wingbeat.sync.convert import refuse_fused_layouts
 from wingbeat.sync.intake import Intake
 from wingbeat.sync.merging import LayerMerging
 from wingbeat.sync.partial import PartialOptimizer
@@ -56,8 +57,16 @@ class Engine(Intake):
         self.before_synced_forward: Callable[[], Any] | None = None
         self._handles: list[Any] = []
         self.inner_handles: list[Any] = []
+        # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
+        self.bucketing.strided = not choices.shard_optimizer and self.wiring.coded is None
+        if self.wiring.coded is not None and not choices.shard_optimizer:
+            refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
         self._start()
+
+    def __reduce__(self) -> Any:
+        # Objects that copy their attributes by themselves come out as plain ones.
+        return type(None), ()
 
     def _start(self) -> None:
         if self.choices.tuning is not None:
@@ -91,6 +100,11 @@ class Engine(Intake):
         """Make parameters current and gradients whole, because somebody looks at them."""
         self.recover()
         self.flush()
+
+    @property
+    def amid_backward(self) -> bool:
+        """Whether the caller is part of a backward that this engine takes gradients from."""
+        return self._in_backward and in_backward()
 
     def before_module(self, buckets: Sequence[Bucket]) -> None:
         """Called before a module runs that reads parameters of ``buckets``."""
@@ -145,7 +159,8 @@ class Engine(Intake):
         self._refuse_unfrozen()
         self.recover()
         # As under DDP, it is the forward that decides whether its gradients are synchronised.
-        self._decided = self.sync
+        # One that is not does not undo what an earlier one of the same backward has decided.
+        self._decided = self.sync or bool(self._decided)
         if self.sync:
             if self.before_synced_forward is not None:
                 self.before_synced_forward()

@@ -66,6 +66,9 @@ class Intake:
         """Leave the slot's ``p.grad`` as the schedule wants it while the bucket travels."""
         raise NotImplementedError
 
+    def renewed(self, bucket: Bucket) -> None:
+        """Called when a bucket's buffer, and the views of it, are others."""
+
     def before_backward(self) -> None:
         """Called before the first gradient of a backward is taken in."""
 
@@ -136,6 +139,10 @@ class Intake:
         if self.bucketing.stale:
             self.rebucket()
         for bucket in self.buckets:
+            bucket.settle()  # what is still being sent refers to the buffer too
+            if bucket.is_kept():
+                bucket.renew()
+                self.renewed(bucket)
             bucket.reopen()
 
     def _begin_backward(self) -> None:
@@ -216,9 +223,10 @@ class Intake:
         """After a backward that an exception cut short: keep in step with the other workers.
 
         Every worker launches each bucket exactly once per backward, wherever it was cut short,
-        so that their next collectives still match. The gradients are dropped.
+        so that their next collectives still match. The gradients are dropped. Called from inside of
+        a backward, by a hook or a part that is computed again, it does nothing: that one goes on.
         """
-        if self._in_backward:
+        if self._in_backward and not in_backward():
             if self.merging is not None:
                 self.merging.abandon()
             self._launch_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -41,6 +42,12 @@ class PartialOptimizer:
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
         self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
 
+    def regrouped(self) -> bool:
+        """Whether the groups have other parameters than when they were read."""
+        groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
+        now = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        return now != {id(p): i for p, i in self._group_of.items()}
+
     def owns(self, param: torch.Tensor) -> bool:
         """Whether the optimizer updates ``param``."""
         return param in self._group_of
@@ -51,13 +58,10 @@ class PartialOptimizer:
 
     def snapshot(self) -> GroupSnapshot:
         """Copy the groups' settings, because a scheduler may change them before the update."""
+        self.refresh()  # somebody may have moved parameters between groups, or removed them
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
         return [
-            {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
+            {key: _copied(value) for key, value in group.items() if key != "params"}
             for group in groups
         ]
 
@@ -135,6 +139,13 @@ class PartialOptimizer:
                 step(self._optimizer)
         finally:
             inside.update(saved)
+
+
+def _copied(value: Any) -> Any:
+    """A setting as it is now, whatever is written to it in place later."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
 _SWAPPED = (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wingbeat.errors import UsageError
 from wingbeat.sync.reading import reads_values
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class PendingGradient(torch.Tensor):
     _view: torch.Tensor
     _slot: weakref.ref[Slot]
     _engine: weakref.ref[DearEngine]
+    _dropped: bool
 
     @staticmethod
     def __new__(cls, slot: Slot, engine: weakref.ref[DearEngine]) -> PendingGradient:
@@ -38,6 +40,7 @@ class PendingGradient(torch.Tensor):
         made._view = view
         made._slot = weakref.ref(slot)
         made._engine = engine
+        made._dropped = False
         return made
 
     def __init__(self, *_args: Any) -> None:
@@ -61,6 +64,10 @@ class PendingGradient(torch.Tensor):
         """The same for what is called without Python, as when autograd accumulates."""
         return func(*_whole(args), **_whole(kwargs or {}))
 
+    def drop(self) -> None:
+        """From now on refuse to be read: what it stands for has gone without being gathered."""
+        self.__dict__["_dropped"] = True
+
     def whole(self) -> torch.Tensor:
         """Return the whole gradient, which all workers have by then.
 
@@ -70,9 +77,15 @@ class PendingGradient(torch.Tensor):
         engine = self.__dict__["_engine"]()
         slot = self.__dict__["_slot"]()
         view: torch.Tensor = self.__dict__["_view"]
-        if engine is not None and slot is not None:
+        if self.__dict__["_dropped"]:
+            raise UsageError(
+                "a gradient was read that no worker has whole any more, after optimizer.step() or "
+                "zero_grad(); with shard_optimizer read gradients before, or keep a clone()"
+            )
+        if engine is not None and slot is not None and slot.pending is self:
             engine.show_gradient(slot)
-            return slot.view if slot.pending is self else view
+            if slot.pending is self:
+                slot.bucket.settle()
         return view
 
 

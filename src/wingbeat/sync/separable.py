@@ -84,7 +84,10 @@ def _differs(
                     for seed, shape in enumerate(shapes)
                 ]
                 batches = [params] if together else [[p] for p in params]
+                before = torch.get_rng_state()
                 state = _train(make_twin(optimizer), step, settings, batches)
+                if not torch.equal(before, torch.get_rng_state()):
+                    raise _Dependent("it draws random numbers, and in the order of its parameters")
                 runs.append((params, [state[p] for p in params]))
     except _Dependent as err:
         return str(err)

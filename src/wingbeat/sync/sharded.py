@@ -24,9 +24,13 @@ from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.observe.events import stream
 from wingbeat.sync import elementwise, follow
 from wingbeat.sync.ambient import Ambient
+from wingbeat.sync.attach import in_backward
 from wingbeat.sync.bucket import Bucket, Slot
-from wingbeat.sync.dear import DearEngine, Phase
+from wingbeat.sync.convert import overlapping
+from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.partial import GroupSnapshot
+from wingbeat.sync.pending import PendingGradient
+from wingbeat.sync.phase import Phase
 from wingbeat.sync.rounds import Answer, Intent, Rounds
 from wingbeat.sync.shards import DividedState, Piece, Shards
 
@@ -76,7 +80,18 @@ class ShardedEngine(DearEngine):
                 )
 
     def can_step_in_parts(self) -> bool:
-        """Whether parameters can be updated apart: an optimizer that cannot was refused."""
+        """Whether parameters can be updated apart: an optimizer that cannot was refused.
+
+        Raises:
+            UsageError: two parameters share memory.
+        """
+        names = overlapping([slot.param for slot in self.slots])
+        if names:
+            first, second = (self.slots[i].name for i in names)
+            raise UsageError(
+                f"parameters {first!r} and {second!r} share memory, so their updates cannot be "
+                "divided among the workers: tie them by one Parameter, or leave shard_optimizer out"
+            )
         return True
 
     def launch(self, bucket: Bucket) -> None:
@@ -143,11 +158,22 @@ class ShardedEngine(DearEngine):
             self._agree(Intent.DROP)
             for bucket in self.buckets:
                 bucket.settle()
+            if self.phase is Phase.REDUCED:
+                self._drop_pending()
         self.phase = Phase.IDLE
+
+    def _drop_pending(self) -> None:
+        """Have nobody take what is in the buffers for gradients, who has kept a pending one."""
+        for slot in self.slots:
+            if slot.pending is not None and slot.is_kept():
+                slot.pending.drop()
+                if slot.param.grad is slot.pending:
+                    slot.param.grad = None
+                slot.pending = PendingGradient(slot, weakref.ref(self))
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
-        if self._in_backward:
+        if self._in_backward and not in_backward():
             self._spent = []
         super().recover()
 
@@ -199,6 +225,12 @@ class ShardedEngine(DearEngine):
         self._refuse_lost("optimizer.step()")
         if self.phase is Phase.REDUCED and self._replaced():
             self.settle_gradients()
+        if self.partial.regrouped():
+            raise UsageError(
+                "the optimizer's param groups hold other parameters than at distribute(), which "
+                "is not possible with shard_optimizer: call wingbeat.release(model, optimizer), "
+                "change them, and distribute() again"
+            )
         self.partial.run_hooks("pre")
         if self.phase is not Phase.REDUCED:
             self.flush()
@@ -259,6 +291,7 @@ class ShardedEngine(DearEngine):
                 if slot.index in answer.used or slot.param.grad is slot.pending:
                     slot.param.grad = None
             self._spent += fresh
+        self._drop_pending()
         self.steps += 1
         self.phase = Phase.IDLE
 

@@ -46,6 +46,17 @@ class DividedState(Mapping[Any, Any]):
     def __iter__(self) -> Iterator[Any]:
         return self[None]
 
+    def __setitem__(self, key: Any, _value: Any) -> None:
+        self[key]
+
+    def __delitem__(self, key: Any) -> None:
+        self[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
 
 class Piece:
     """A part of one parameter that this worker updates.

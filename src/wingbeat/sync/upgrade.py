@@ -26,14 +26,31 @@ from wingbeat.sync.wrapped import refuse_wrapping
 
 _KEY = "_wingbeat"
 
+_PLAIN = "_wingbeat_plain"
+
 _ADDED = frozenset({"no_sync", "join", "flush"})
 
 RESIDUALS = "wingbeat"
 """Where an optimizer's state dict has what gradients still owe."""
 
 
+class _MakesPlain(type):
+    """What is made by ``type(model)(...)``, as a method ``clone`` does, is a plain object."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        plain = cls.__dict__.get(_PLAIN)
+        return super().__call__(*args, **kwargs) if plain is None else plain(*args, **kwargs)
+
+
 class _Distributed:
     """What both have in common: an engine, which copies and pickles are without."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # As a method ``__deepcopy__`` does.
+        plain = cls.__dict__.get(_PLAIN)
+        if plain is not None:
+            return plain.__new__(plain, *args, **kwargs)
+        return super().__new__(cls)
 
     @property
     def _engine(self) -> Engine:
@@ -146,6 +163,8 @@ class DistributedOptimizer(_Distributed):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if not self._engine.partial.stepping:
+            self._engine.flush()
         self._engine.optimizer.__dict__["param_groups"] = groups
 
     @property
@@ -158,7 +177,19 @@ class DistributedOptimizer(_Distributed):
 
     @state.setter
     def state(self, state: Any) -> None:
+        if isinstance(self._engine, ShardedEngine) and not self._engine.partial.stepping:
+            raise UsageError(
+                "optimizer.state = ... with shard_optimizer: each worker has a part of it; call "
+                "optimizer.load_state_dict() on every rank"
+            )
+        self._engine.visible_state()
         self._engine.optimizer.__dict__["state"] = state
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        # An update that is due must not see what is set after its step.
+        if key != "__class__" and not self._engine.partial.stepping:
+            self._engine.flush()
+        super().__setattr__(key, value)
 
     def step(self, closure: Any = None) -> Any:
         """Run one step; with `DeAR`, parameters are updated as the next forward needs them.
@@ -307,9 +338,10 @@ def upgrade(target: Any, extra: type, engine: Engine) -> None:
     target.__dict__[_KEY] = engine
     # A scheduler's wrapper around the old step would hide ours.
     target.__dict__.pop("step", None)
-    namespace = {"__doc__": plain.__doc__, "_wingbeat_plain": plain}
+    namespace = {"__doc__": plain.__doc__, _PLAIN: plain}
     bases = (_without_taken(extra, target), plain)
-    target.__class__ = type(f"Distributed{plain.__name__}", bases, namespace)
+    meta = type("Upgraded", (_MakesPlain, type(plain)), {})
+    target.__class__ = meta(f"Distributed{plain.__name__}", bases, namespace)
 
 
 def _without_taken(extra: type, target: Any) -> type:

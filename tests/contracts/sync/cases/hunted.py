@@ -1,0 +1,389 @@
+"""Legal uses that once ended in other weights than DDP's, in silence or in a bare traceback."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..models import adamw, cross_entropy, mlp, sgd, train
+from ..registry import ALL, BOTH, CODED, Grid, Rig, add, check, scenario
+from ..sides import Side, WingbeatSide
+from .errors import refused
+
+WHOLE = Grid(strategies=(*BOTH, *CODED))
+DENSE = Grid(strategies=ALL)
+
+
+def _one_step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model, x, y).backward()
+    optimizer.step()
+
+
+# -- readers inside of a backward ---------------------------------------------------------
+
+
+def _hooked(read: Callable[[Any], float]) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        bare: Any = mlp()
+        model, optimizer = side.setup(bare, sgd(bare))
+        seen: list[float] = []
+        bare[2].register_full_backward_hook(lambda *_: seen.append(read(bare)))
+        train(side, model, optimizer)
+        side.note("seen", torch.tensor(seen))
+
+    return play
+
+
+def _norms(model: Any) -> float:
+    return sum(float(p.detach().norm()) for p in model.parameters())
+
+
+def _norms_of_state(model: Any) -> float:
+    return sum(float(p.norm()) for p in model.state_dict().values())
+
+
+add(_hooked(_norms), "parameters_listed_in_a_backward_hook")
+add(_hooked(_norms_of_state), "state_dict_in_a_backward_hook")
+
+
+class AsksForItsDevice(nn.Module):
+    """Lists its parameters in a part that is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def part(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.middle(x.to(next(self.parameters()).device)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        out: Tensor = self.last(checkpoint(self.part, x, use_reentrant=False))
+        return out
+
+
+@scenario()
+def parameters_listed_in_a_checkpointed_part(side: Side) -> None:
+    model: Any = AsksForItsDevice()
+    train(side, *side.setup(model, sgd(model)))
+
+
+@scenario()
+def a_forward_without_sync_after_one_with_it(side: Side) -> None:
+    model: Any = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(5):
+        (x, y), (x2, y2) = side.batch(step), side.batch(step + 50)
+        optimizer.zero_grad()
+        loss = cross_entropy(model, x, y)
+        with side.no_sync(model):
+            loss = loss + cross_entropy(model, x2, y2)
+        loss.backward()
+        optimizer.step()
+
+
+# -- gradients that are kept --------------------------------------------------------------
+
+
+def _kept(keep: Callable[[Any], Tensor]) -> Callable[[Side], None]:
+    """Gradients of two losses, made one after the other and combined, as PCGrad does."""
+
+    def play(side: Side) -> None:
+        model: Any = mlp()
+        model, optimizer = side.setup(model, sgd(model))
+        params = list(side.bare(model).parameters())
+        for step in range(4):
+            grads = []
+            for part in (0, 50):
+                optimizer.zero_grad()
+                cross_entropy(model, *side.batch(step + part)).backward()
+                grads.append([keep(p) for p in params])
+            for p, a, b in zip(params, *grads, strict=True):
+                p.grad = (a * 0.3 + b * 0.7).view(p.shape)
+            optimizer.step()
+
+    return play
+
+
+add(_kept(lambda p: p.grad), "gradients_of_two_losses_kept", WHOLE)
+add(_kept(lambda p: p.grad.view(-1)), "flat_gradients_of_two_losses_kept")
+
+
+@scenario(WHOLE)
+def gradients_kept_over_steps(side: Side) -> None:
+    model: Any = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    params = list(side.bare(model).parameters())
+    before: list[Any] = []
+    for step in range(5):
+        _one_step(model, optimizer, *side.batch(step))
+        now = [p.grad for p in params]
+        if before:
+            side.note("product", sum(((a * b).sum() for a, b in zip(before, now, strict=True))))
+        before = now
+
+
+@scenario(WHOLE)
+def gradients_read_after_they_were_dropped(side: Side) -> None:
+    model: Any = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(4):
+        _one_step(model, optimizer, *side.batch(step))
+        kept = [p.grad for p in side.bare(model).parameters()]
+        optimizer.zero_grad()
+        side.note("norm", torch.stack([g.norm() for g in kept]).norm())
+
+
+class KeepsGradients(torch.optim.Optimizer):
+    """Remembers ``p.grad`` itself until the next step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    before = self.state[p].get("before", p.grad)
+                    self.state[p]["before"] = p.grad
+                    p.add_(p.grad * 0.7 + before * 0.3, alpha=-group["lr"])
+
+
+@scenario(WHOLE)
+def an_optimizer_that_keeps_gradients(side: Side) -> None:
+    model: Any = mlp()
+    train(side, *side.setup(model, KeepsGradients(model.parameters())))
+
+
+@check(Grid(strategies=("dear-sharded",)))
+def gradients_that_shards_have_dropped_cannot_be_read(rig: Rig) -> None:
+    model: Any = mlp()
+    params = list(model.parameters())
+    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+    model, optimizer = side.setup(model, sgd(model))
+    for drop in (optimizer.zero_grad, optimizer.step):
+        cross_entropy(model, *side.batch(0)).backward()
+        kept = params[0].grad
+        drop()
+        refused(Exception, kept.norm, "no worker has whole", "clone()")
+        optimizer.zero_grad()
+    side.leave()
+
+
+# -- layouts ------------------------------------------------------------------------------
+
+
+class Images(nn.Module):
+    """Convolutions, and a parameter that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 5, 2)
+        self.last = nn.Linear(5, 3)
+        self.turned = nn.Parameter(torch.randn(8, 3).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.view(-1, 1, 2, 4).repeat(1, 2, 4, 2)
+        found = self.second(torch.tanh(self.first(image))).mean((2, 3))
+        out: Tensor = self.last(found) + x @ self.turned.t()
+        return out
+
+
+def _laid_out(make: Callable[[Any], Any]) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        model: Any = Images().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        train(side, *side.setup(model, make(model.parameters())))
+
+    return play
+
+
+for _name, _make in {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}.items():
+    add(_laid_out(_make), f"fused_{_name}_with_parameters_in_channels_last", DENSE)
+
+
+@check(Grid(strategies=CODED))
+def fused_with_codecs_and_channels_last(rig: Rig) -> None:
+    model: Any = Images().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+    refused(Exception, lambda: side.setup(model, optimizer), "fused=True", "foreach=True")
+
+
+@scenario(Grid(strategies=(*BOTH, *CODED)))
+def parameters_that_share_memory(side: Side) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+    model[2].weight.data = model[0].weight.data
+    train(side, *side.setup(model, sgd(model)))
+
+
+@check(Grid(strategies=("dear-sharded",)))
+def shards_of_parameters_that_share_memory(rig: Rig) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[2].weight.data = model[0].weight.data
+    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+    refused(
+        Exception, lambda: side.setup(model, sgd(model)), "'0.weight'", "'2.weight'", "share memory"
+    )
+
+
+# -- the optimizer between a step and the update that is due -------------------------------
+
+
+class Settings(torch.optim.Optimizer):
+    """SGD with a factor in an attribute, and noise."""
+
+    def __init__(self, params: Any, noise: float = 0.0) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.factor, self.noise = 1.0, noise
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * self.factor)
+                    if self.noise:
+                        p.add_(torch.randn_like(p) * self.noise)
+
+
+def _changed(make: Callable[[Any], Any], change: Callable[[Any, int], None]) -> Any:
+    def play(side: Side) -> None:
+        model: Any = mlp()
+        model, optimizer = side.setup(model, make(model))
+        for step in range(6):
+            _one_step(model, optimizer, *side.batch(step))
+            change(optimizer, step)
+
+    return play
+
+
+def _new_state(optimizer: Any, step: int) -> None:
+    if step == 3:
+        optimizer.state = collections.defaultdict(dict)
+
+
+def _betas_in_a_list(model: Any) -> Any:
+    optimizer = adamw(model)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    return optimizer
+
+
+def _write_betas(optimizer: Any, step: int) -> None:
+    optimizer.param_groups[0]["betas"][0] = 0.1 * step
+
+
+def _set_factor(optimizer: Any, step: int) -> None:
+    optimizer.factor = 0.3 * (1 + step)
+
+
+def _remove_from_group(optimizer: Any, step: int) -> None:
+    if step == 3:
+        del optimizer.param_groups[0]["params"][:2]
+
+
+def _regroup(optimizer: Any, step: int) -> None:
+    if step == 3:
+        group = optimizer.param_groups[0]
+        params = group["params"]
+        optimizer.param_groups = [
+            {**group, "params": params[:2], "lr": 0.01},
+            {**group, "params": params[2:]},
+        ]
+
+
+def _plain(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+
+
+_settings = _changed(lambda m: Settings(m.parameters()), _set_factor)
+add(_changed(adamw, _new_state), "optimizer_state_replaced_right_after_step", WHOLE)
+add(_changed(_betas_in_a_list, _write_betas), "settings_in_a_list_written_right_after_step", DENSE)
+add(_settings, "attribute_of_an_optimizer_set_right_after_step", DENSE)
+add(_changed(_plain, _remove_from_group), "parameters_removed_from_a_group", WHOLE)
+add(_changed(_plain, _regroup), "param_groups_replaced", WHOLE)
+
+
+@scenario(WHOLE)
+def an_optimizer_that_draws_random_numbers(side: Side) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
+    train(side, *side.setup(model, Settings(model.parameters(), noise=0.01)))
+
+
+@check(Grid(strategies=("dear-sharded",)))
+def shards_of_an_optimizer_that_keeps_gradients(rig: Rig) -> None:
+    model: Any = mlp()
+    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+    optimizer = KeepsGradients(model.parameters())
+    refused(Exception, lambda: side.setup(model, optimizer), "keeps gradients themselves")
+
+
+@check(Grid(strategies=("dear-sharded",)))
+def a_divided_optimizer_changed_after_distribute(rig: Rig) -> None:
+    model: Any = mlp()
+    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+    model, optimizer = side.setup(model, adamw(model))
+    _one_step(model, optimizer, *side.batch(0))
+    refused(Exception, lambda: setattr(optimizer, "state", {}), "load_state_dict()")
+    refused(Exception, lambda: optimizer.state.clear(), "each worker has a part")
+    optimizer.zero_grad()
+    del optimizer.param_groups[0]["params"][:2]
+    cross_entropy(model, *side.batch(1)).backward()
+    refused(Exception, optimizer.step, "param groups", "release")
+
+
+# -- copies that a model makes of itself ---------------------------------------------------
+
+
+class CopiesItself(nn.Module):
+    """Makes another of its kind, and copies its attributes by hand."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.first, self.last = nn.Linear(width, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+    def clone(self) -> Any:
+        made = type(self)(self.width)
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        kind = self.__class__
+        made = kind.__new__(kind)
+        memo[id(self)] = made
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        return made
+
+
+def _copied(make: Callable[[], Any], copy_of: Callable[[Any], Any]) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        bare = make()
+        model, optimizer = side.setup(bare, sgd(bare))
+        for step in range(3):
+            x, y = side.batch(step)
+            _one_step(model, optimizer, x, y)
+            made = copy_of(bare)
+            side.note("output", made(x).sum())
+            side.note("norm", _norms(made))
+
+    return play
+
+
+add(_copied(lambda: CopiesItself(8), lambda m: m.clone()), "a_model_that_clones_itself")
+add(_copied(lambda: CopiesItself(8), copy.deepcopy), "a_model_with_deepcopy_of_its_own")
+add(_copied(lambda: torch.fx.symbolic_trace(mlp()), copy.deepcopy), "copies_of_a_traced_model")
