@@ -42,6 +42,7 @@ class Slot:
         "pending",
         "ready",
         "shown",
+        "strides",
         "used",
         "view",
     )
@@ -53,6 +54,7 @@ class Slot:
         self.pending: PendingGradient | None = None
         self.ready = False
         self.used = False
+        self.strides = strides_of(param)  # of that moment, when all workers had the same
         self.bucket: Bucket
         self.view: torch.Tensor
         self.shown: torch.Tensor
@@ -153,9 +155,9 @@ class Bucket:
             end = offset + slot.param.numel()
             slot.bucket = self
             slot.view = self.flat[offset:end].view(slot.param.shape)
-            if self._strided and not slot.param.is_contiguous() and is_dense(slot.param):
+            if self._strided and slot.strides is not None:
                 # As autograd lays gradients out: fused optimizers go by it.
-                slot.view = self.flat.as_strided(slot.param.shape, slot.param.stride(), offset)
+                slot.view = self.flat.as_strided(slot.param.shape, slot.strides, offset)
             slot.shown = slot.view.detach()
             slot.address = slot.view.data_ptr()
             offset = end
@@ -215,6 +217,11 @@ class Bucket:
         return [slot for slot, flag in zip(self.slots, flags, strict=True) if flag > 0 or slot.used]
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie without gaps and overlaps, in any order."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of elements in another order than theirs, without gaps and overlaps."""
+    if (
+        tensor.is_contiguous()
+        or torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+    ):
+        return None
+    return tensor.stride()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -53,6 +53,21 @@ def overlapping(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         if device == other and begin < end:
             return min(i, j), max(i, j)
     return None
+
+
+def refuse_overlapping(params: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters, by name, that share memory, where they are divided among workers.
+
+    Raises:
+        UsageError: two of them do.
+    """
+    found = overlapping(list(params.values()))
+    if found:
+        first, second = (list(params)[i] for i in found)
+        raise UsageError(
+            f"parameters {first!r} and {second!r} share memory, so their updates cannot be "
+            "divided among the workers: tie them by one Parameter, or leave shard_optimizer out"
+        )
 
 
 def _extent(tensor: torch.Tensor) -> int:

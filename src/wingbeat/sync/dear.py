@@ -69,9 +69,8 @@ class DearEngine(Engine):
     def can_step_in_parts(self) -> bool:
         """Whether parameters can be updated apart, each when it is needed."""
         params = [slot.param for slot in self.slots]
-        if overlapping(params):
-            return False
-        return steps_apart(self.optimizer) and self.stale.can_mark(params)
+        apart = not overlapping(params) and steps_apart(self.optimizer)
+        return apart and self.stale.can_mark(params)
 
     def rebucket(self) -> None:
         """Change to the next plan; every worker does so before the same backward."""

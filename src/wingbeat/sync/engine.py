@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +28,17 @@ from wingbeat.sync.wiring import Wiring
 from wingbeat.sync.wrapped import refuse_around
 from wingbeat.transport.world import World
 from wingbeat.types import Choices
+
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _flush_all() -> None:
+    """Before a fork: a child has no threads that could bring it what is on its way."""
+    for engine in list(_ENGINES):
+        engine.flush()
+
+
+os.register_at_fork(before=_flush_all)
 
 
 class Engine(Intake):
@@ -79,6 +92,7 @@ class Engine(Intake):
             )
         self.bucketing.build()
         self._handles = attach(self)
+        _ENGINES.add(self)
 
     @property
     def shadowed(self) -> bool:
@@ -135,6 +149,7 @@ class Engine(Intake):
     def detach(self) -> None:
         """Apply what is pending and remove every hook; gradients become plain tensors."""
         self.settle()
+        _ENGINES.discard(self)
         for handle in (*self._handles, *self.inner_handles):
             handle.remove()
         self._handles.clear()

@@ -6,10 +6,12 @@ import contextlib
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.sync import claims
+from wingbeat.sync.bucket import strides_of
 from wingbeat.sync.bucketing import ignored, spec_of
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import DearEngine
@@ -208,6 +210,13 @@ def _check(model: Any, optimizer: Any, strategy: Any) -> None:
 
 def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     known = dict(model.named_parameters())
+    for name, tensor in (*known.items(), *model.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            raise UsageError(
+                f"{name!r} has no values yet ({'a lazy module' if is_lazy(tensor) else 'meta'}): "
+                "run one forward, or model.to_empty() and load a state dict, then make the "
+                "optimizer, then call distribute()"
+            )
     if not any(param.requires_grad for param in known.values()):
         raise UsageError(
             f"model {type(model).__name__} has no parameter that requires a gradient: "
@@ -238,7 +247,8 @@ def _check_same_model(model: torch.nn.Module, world: World, strategy: HasChoices
     mine = []
     for name, tensor, trained in tensors:
         spec = spec_of(name, tensor)
-        mine.append([name, list(spec.shape), spec.dtype, trained])
+        strides = strides_of(tensor) if trained else None
+        mine.append([name, list(spec.shape), spec.dtype, trained, strides and list(strides)])
     answers = world.exchange("model", {"strategy": repr(strategy), "tensors": mine})
     for rank, answer in enumerate(answers):
         _compare(answers[0], answer, rank)
@@ -267,5 +277,6 @@ def _compare(first: Any, other: Any, rank: int) -> None:
 
 
 def _describe(entry: Any) -> str:
-    name, shape, dtype, trained = entry
-    return f"{name!r} {dtype} {tuple(shape)}{'' if trained else ' (not trained)'}"
+    name, shape, dtype, trained, strides = entry
+    layout = f" with strides {tuple(strides)}" if strides else ""
+    return f"{name!r} {dtype} {tuple(shape)}{layout}{'' if trained else ' (not trained)'}"

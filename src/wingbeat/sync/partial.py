@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from wingbeat.errors import UsageError
 from wingbeat.sync.twin import bare_step
 
 GroupSnapshot = list[dict[str, Any]]
@@ -42,11 +43,20 @@ class PartialOptimizer:
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
         self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
 
-    def regrouped(self) -> bool:
-        """Whether the groups have other parameters than when they were read."""
+    def refuse_regrouped(self) -> None:
+        """Make sure that the groups have the parameters that they had when they were read.
+
+        Raises:
+            UsageError: they have others, which an optimizer that is divided cannot follow.
+        """
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
         now = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        return now != {id(p): i for p, i in self._group_of.items()}
+        if now != {id(p): i for p, i in self._group_of.items()}:
+            raise UsageError(
+                "the optimizer's param groups hold other parameters than at distribute(), which "
+                "is not possible with shard_optimizer: call wingbeat.release(model, optimizer), "
+                "change them, and distribute() again"
+            )
 
     def owns(self, param: torch.Tensor) -> bool:
         """Whether the optimizer updates ``param``."""

@@ -26,7 +26,7 @@ from wingbeat.sync import elementwise, follow
 from wingbeat.sync.ambient import Ambient
 from wingbeat.sync.attach import in_backward
 from wingbeat.sync.bucket import Bucket, Slot
-from wingbeat.sync.convert import overlapping
+from wingbeat.sync.convert import refuse_overlapping
 from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.pending import PendingGradient
@@ -85,13 +85,7 @@ class ShardedEngine(DearEngine):
         Raises:
             UsageError: two parameters share memory.
         """
-        names = overlapping([slot.param for slot in self.slots])
-        if names:
-            first, second = (self.slots[i].name for i in names)
-            raise UsageError(
-                f"parameters {first!r} and {second!r} share memory, so their updates cannot be "
-                "divided among the workers: tie them by one Parameter, or leave shard_optimizer out"
-            )
+        refuse_overlapping({slot.name: slot.param for slot in self.slots})
         return True
 
     def launch(self, bucket: Bucket) -> None:
@@ -225,12 +219,7 @@ class ShardedEngine(DearEngine):
         self._refuse_lost("optimizer.step()")
         if self.phase is Phase.REDUCED and self._replaced():
             self.settle_gradients()
-        if self.partial.regrouped():
-            raise UsageError(
-                "the optimizer's param groups hold other parameters than at distribute(), which "
-                "is not possible with shard_optimizer: call wingbeat.release(model, optimizer), "
-                "change them, and distribute() again"
-            )
+        self.partial.refuse_regrouped()
         self.partial.run_hooks("pre")
         if self.phase is not Phase.REDUCED:
             self.flush()
