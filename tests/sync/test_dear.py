@@ -245,3 +245,28 @@ def test_an_exception_in_a_late_update_leaves_later_gradients_alone() -> None:
         assert not engine(model).partial.stepping
 
     on(2, body)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_one_gradient_replaced_unseen_counts_and_unused_ones_are_none(sharded: bool) -> None:
+    def body(world: Any) -> Any:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        strategy = wingbeat.DeAR(plan="fixed", mb=0.001, shard_optimizer=sharded)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        param, unused = model.head._parameters["weight"], model.spare._parameters["weight"]
+        changes = []
+        for step in range(2):
+            before = param.detach().clone()
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            if step == 1:
+                param.grad = torch.ones(3, 7)
+            optimizer.step()
+            model.flush()
+            assert unused.grad is None
+            changes.append(param.detach() - before)
+        return changes[1]
+
+    for change in on(2, body):
+        torch.testing.assert_close(change, torch.full((3, 7), -0.5))
