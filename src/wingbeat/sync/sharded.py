@@ -159,11 +159,14 @@ class ShardedEngine(DearEngine):
     def _drop_pending(self) -> None:
         """Have nobody take what is in the buffers for gradients, who has kept a pending one."""
         for slot in self.slots:
+            shown = slot.pending is not None and slot.param.grad is slot.pending
+            if shown:
+                slot.param.grad = None  # which refers to it too
             if slot.pending is not None and slot.is_kept():
                 slot.pending.drop()
-                if slot.param.grad is slot.pending:
-                    slot.param.grad = None
                 slot.pending = PendingGradient(slot, weakref.ref(self))
+            if shown:
+                slot.param.grad = slot.pending
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
