@@ -62,7 +62,9 @@ def test_parameters_that_are_not_laid_out_in_order() -> None:
         assert not params[1].is_contiguous()
         return adamw(params)
 
-    compare(3, turned, _plain)
+    # Whole ones travel in the order of their memory, parts in that of elements: sums are rounded
+    # in another order.
+    compare(3, turned, _plain, tolerance=1e-6)
 
 
 def test_gradients_zeroed_rather_than_removed_count() -> None:
