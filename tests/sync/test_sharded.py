@@ -69,7 +69,8 @@ def test_parameters_that_are_not_laid_out_in_order() -> None:
         assert not params[1].is_contiguous()
         return adamw(params)
 
-    # Whole gradients are laid out as their parameters, parts of them in order: other vectors.
+    # Whole ones travel in the order of their memory, parts in that of elements: sums are rounded
+    # in another order.
     compare(3, turned, _plain, tolerance=1e-6)
 
 

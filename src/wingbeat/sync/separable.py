@@ -78,16 +78,14 @@ def _differs(
         with torch.random.fork_rng(devices=cuda):
             runs = []
             for together in (True, False):
-                torch.default_generator.manual_seed(0)
+                # Others each time: whoever draws some does so in the order of its parameters.
+                torch.default_generator.manual_seed(int(together))
                 params = [
                     torch.nn.Parameter(_drawn(seed, shape, 1.0, device, dtype))
                     for seed, shape in enumerate(shapes)
                 ]
                 batches = [params] if together else [[p] for p in params]
-                before = torch.get_rng_state()
                 state = _train(make_twin(optimizer), step, settings, batches)
-                if not torch.equal(before, torch.get_rng_state()):
-                    raise _Dependent("it draws random numbers, and in the order of its parameters")
                 runs.append((params, [state[p] for p in params]))
     except _Dependent as err:
         return str(err)
@@ -135,7 +133,7 @@ def _train(
 def _compare(whole: Any, apart: Any) -> str:
     for a, b in zip(whole[0], apart[0], strict=True):
         if not close(a.detach(), b.detach()):
-            return "what it does to one parameter depends on the others"
+            return "what it does to one parameter depends on the others, or on random numbers"
     for a, b in zip(whole[1], apart[1], strict=True):
         if a.keys() != b.keys() or not all(_same(a[k], b[k]) for k in a):
             return "what it remembers of one parameter depends on the others"
