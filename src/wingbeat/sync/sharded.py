@@ -4,9 +4,8 @@ After the reduce-scatter of DeAR's BackPipe (section III-B) each worker has the 
 its own blocks. Here it updates the parameters there and nowhere else, as ZeRO does, and FeedPipe
 gathers the new ones: the same bytes, with 1 / P of the optimizer's state and arithmetic.
 
-The update runs in `step`, because a parameter must be new before it is gathered. That waits for
-nothing that the forward would not wait for: the bucket that is reduced last is the one that it
-needs first. Only what the host does between ``step()`` and the forward is not overlapped.
+The update runs in `step`, because a parameter must be new before it is gathered. The forward would
+wait as long: the bucket that is reduced last is the one that it needs first.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class ShardedEngine(DearEngine):
     """Updates this worker's blocks in ``step()`` and gathers the parameters under forward.
 
     A step uses the gradients up: the buffers hold parameters afterwards. Before anybody gathers
-    either, a `Rounds` tells what all are about to do; every backward ends with one of them.
-
-    What is gathered is not known before a step: nothing is gathered at once.
+    either, a `Rounds` tells what all are about to do; so nothing is gathered at once.
 
     Attributes:
         shards: this worker's part of the parameters and of the optimizer's state.
