@@ -15,7 +15,7 @@ _ATTRIBUTES = frozenset(
 )
 _METHODS = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous"}
-    | {"is_floating_point", "is_complex", "is_same_size", "get_device", "storage_offset", "type"}
+    | {"is_floating_point", "is_complex", "is_same_size", "get_device", "storage_offset"}
     | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__"}
     | {"retain_grad", "is_inference", "is_signed", "__hash__"}
 )

@@ -60,6 +60,18 @@ def train(
             side.note(f"loss {step}", loss)
 
 
+def evaluation(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+    """What an optimizer's ``step`` takes to evaluate the loss by itself."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def note_parameters(side: Side, model: Any, what: str) -> None:
     """Note every parameter as the user reads it now."""
     for name, value in side.bare(model).named_parameters():

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from ..models import adamw, cross_entropy, mlp, sgd, train
+from ..models import adamw, cross_entropy, evaluation, mlp, sgd, train
 from ..registry import Grid, add, scenario
 from ..sides import Side
 
@@ -250,14 +250,7 @@ def step_with_a_closure(side: Side) -> None:
     model = mlp()
     model, optimizer = side.setup(model, sgd(model))
     for step in range(4):
-        x, y = side.batch(step)
-
-        def closure(x: Any = x, y: Any = y) -> Any:
-            optimizer.zero_grad()
-            loss = cross_entropy(model, x, y)
-            loss.backward()
-            return loss
-
+        closure = evaluation(model, optimizer, *side.batch(step))
         side.note("loss", optimizer.step(closure))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import wingbeat
 from wingbeat.errors import UsageError
 
-from ..models import adamw, cross_entropy, mlp, sgd, train
+from ..models import adamw, cross_entropy, evaluation, mlp, sgd, train
 from ..registry import BOTH, Grid, Rig, add, check, scenario
 from ..sides import Side, WingbeatSide
 
@@ -139,14 +139,7 @@ def optimizer_that_evaluates_twice(side: Side) -> None:
     model = mlp()
     model, optimizer = side.setup(model, Sharpness(model.parameters(), lr=0.1))
     for step in range(4):
-        x, y = side.batch(step)
-
-        def closure(x: Any = x, y: Any = y) -> Any:
-            optimizer.zero_grad()
-            loss = cross_entropy(model, x, y)
-            loss.backward()
-            return loss
-
+        closure = evaluation(model, optimizer, *side.batch(step))
         side.note("loss", optimizer.step(closure))
 
 
@@ -207,14 +200,7 @@ def an_object_of_a_class_made_from_the_optimizers(side: Side) -> None:
     model, optimizer = side.setup(model, adamw(model))
     mixed: Any = Mixed(optimizer)
     for step in range(4):
-        x, y = side.batch(step)
-
-        def closure(x: Any = x, y: Any = y) -> Any:
-            mixed.zero_grad()
-            loss = cross_entropy(model, x, y)
-            loss.backward()
-            return loss
-
+        closure = evaluation(model, mixed, *side.batch(step))
         mixed.step(closure)
         side.note("groups", float(len(mixed.param_groups)))
         side.note("entries", float(len(mixed.state_dict()["state"])))
