@@ -296,3 +296,16 @@ def test_a_buffer_that_another_parameter_is_in_too_is_not_given_to_one_alone() -
     alone = made.flat_for(["a"], [4000], 4008, torch.device("cpu"))
     assert not alone[4000:].any()
     assert made.state_dict()["residuals"]["b"].item() == 1.0
+
+
+def test_a_residual_is_taken_once_and_then_starts_at_zero() -> None:
+    made = Residuals({"a": (4000,), "b": (8,)}, rank=0, world_size=1)
+    assert made.take("a") is None, "nothing was owed yet"
+    made.flat_for(["a", "b"], [4000, 8], 4008, torch.device("cpu")).fill_(2.0)
+    taken = made.take("a")
+    assert taken is not None
+    assert taken.tolist() == [2.0] * 4000
+    assert made.take("a") is None
+    again = made.flat_for(["a", "b"], [4000, 8], 4008, torch.device("cpu"))
+    assert not again[:4000].any()
+    assert again[4000:].tolist() == [2.0] * 8

@@ -79,6 +79,11 @@ class _Memory:
             for name, shape in self._shapes.items()
         }
 
+    def take(self, name: str) -> Tensor | None:
+        """Return one parameter's values, flat, and forget them; None where there are none."""
+        self._together.pop(name, None)
+        return self._values.pop(name, None)
+
     def put(self, name: str, value: Tensor | None) -> None:
         """Overwrite one parameter's values in their place; None means zeros."""
         held = self._values.get(name)
@@ -149,6 +154,10 @@ class Residuals:
         known = [self._shapes[name].numel() for name in names]
         assert known == list(numels), f"{list(names)} have {known} elements, not {list(numels)}"
         return self._kinds[kind].arrange(names, length, torch.device(device))
+
+    def take(self, name: str) -> Tensor | None:
+        """Return one parameter's residual, flat, and forget it; None where it has none."""
+        return self._kinds["residuals"].take(name)
 
     def clear(self) -> None:
         """Forget all that is owed; buffers keep their places and hold zeros."""

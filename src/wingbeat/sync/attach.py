@@ -39,7 +39,7 @@ def _on_modules(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
     for module in model.modules():
         handles += [
             module.register_state_dict_pre_hook(ModuleHook(me, "before_state")),
-            module.register_load_state_dict_pre_hook(ModuleHook(me, "before_state")),
+            module.register_load_state_dict_pre_hook(ModuleHook(me, "before_load")),
         ]
         if module is not model and module not in inside and engine.reads_directly(module):
             hook = ModuleHook(me, "enter_module")
@@ -72,11 +72,16 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def on_backward_end(engine: Any, method: str = "end_backward") -> None:
-    """Have the engine called when the backward that is running ends, after earlier requests."""
-    torch.autograd.Variable._execution_engine.queue_callback(
-        functools.partial(_on_backward_end, weakref.ref(engine), method)
-    )
+def on_backward_end(engine: Any, method: str = "end_backward") -> weakref.ref[Any]:
+    """Have the engine called when the backward that is running ends, after earlier requests.
+
+    Returns:
+        A reference that is dead as soon as that backward is over, also by an exception: only
+        autograd keeps what it refers to.
+    """
+    callback = functools.partial(_on_backward_end, weakref.ref(engine), method)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    return weakref.ref(callback)
 
 
 def _on_grad(engine: weakref.ref[Engine], index: int, _param: torch.Tensor) -> None:

@@ -28,6 +28,31 @@ def refuse_conversion(params: Iterable[torch.Tensor], fn: Callable[[torch.Tensor
             )
 
 
+def refuse_new_layout(
+    params: Iterable[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    fn: Callable[[torch.Tensor], Any],
+) -> None:
+    """Refuse what would lay parameters out anew, as ``Module.to(memory_format=)``, if it matters.
+
+    Fused optimizers go through memory, not through elements, and gradients stay as they are.
+
+    Raises:
+        UsageError: the optimizer is fused, and ``fn`` changes the strides of one of ``params``.
+    """
+    if not any(group.get("fused") for group in optimizer.__dict__["param_groups"]):
+        return
+    for dimensions in sorted({p.dim() for p in params}):
+        sample = torch.empty((2,) * dimensions)
+        made = fn(sample)
+        if isinstance(made, torch.Tensor) and made.stride() != sample.stride():
+            raise UsageError(
+                f"{type(optimizer).__name__}(fused=True): parameters with {dimensions} dimensions "
+                "cannot get another memory format after distribute(): convert the model first, "
+                "then call distribute()"
+            )
+
+
 def check_kind(name: str, param: torch.Tensor, view: torch.Tensor) -> None:
     """Make sure that a parameter is still what its place in a bucket was made for.
 

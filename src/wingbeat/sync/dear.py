@@ -135,7 +135,7 @@ class DearEngine(Engine):
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
-        if self._in_backward and not in_backward():
+        if self._cut_short:
             self.phase, self._gathering = Phase.REDUCED, False
         super().recover()
 
@@ -251,7 +251,7 @@ class DearEngine(Engine):
         Raises:
             UsageError: this happens in a backward that is making it, or it was dropped.
         """
-        if self._in_backward and in_backward():
+        if self.amid_backward:
             raise UsageError(
                 f"the gradient of parameter {slot.name!r} was needed in its own backward: " + TWICE
             )

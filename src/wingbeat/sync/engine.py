@@ -115,11 +115,6 @@ class Engine(Intake):
         self.recover()
         self.flush()
 
-    @property
-    def amid_backward(self) -> bool:
-        """Whether the caller is part of a backward that this engine takes gradients from."""
-        return self._in_backward and in_backward()
-
     def before_module(self, buckets: Sequence[Bucket]) -> None:
         """Called before a module runs that reads parameters of ``buckets``."""
 
@@ -214,6 +209,22 @@ class Engine(Intake):
 
     def before_state(self, *_args: Any) -> None:
         """Before a state dict is made or loaded."""
+        self.settle()
+
+    def before_load(
+        self, _module: Any, _state: Any, prefix: str, metadata: dict[str, Any], *_args: Any
+    ) -> None:
+        """Before a module loads its part of a state dict.
+
+        Raises:
+            UsageError: with ``assign=True``, which would give it other parameters.
+        """
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                f"load_state_dict(assign=True) of {prefix or 'the model'!r} would exchange the "
+                "parameters that the optimizer and the buckets have: call it before distribute(), "
+                "or leave assign out"
+            )
         self.settle()
 
     def after_load(self, *_args: Any) -> None:

@@ -7,7 +7,8 @@ Buckets are launched strictly in the plan's order, on every worker, so no negoti
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,6 +43,7 @@ class Intake:
         self._scale = scale
         self._decided: bool | None = None
         self._in_backward = False
+        self._backward: weakref.ref[Any] | None = None
         self._skipping = False
         self._shadowing = False
         self._next = 0
@@ -55,6 +57,16 @@ class Intake:
     def buckets(self) -> list[Bucket]:
         """The buckets of the plan in force, first ready first."""
         return self.bucketing.buckets
+
+    @property
+    def amid_backward(self) -> bool:
+        """Whether a backward is running, in whatever thread, that gradients are taken from."""
+        return self._in_backward and self._backward is not None and self._backward() is not None
+
+    @property
+    def _cut_short(self) -> bool:
+        """Whether an exception has ended the backward that gradients are taken from."""
+        return self._in_backward and not self.amid_backward
 
     # -- what a schedule decides ---------------------------------------------------------
 
@@ -94,6 +106,11 @@ class Intake:
                     self._skip_backward()
                     return
                 self._begin_backward()
+            elif self._cut_short:
+                raise UsageError(
+                    f"parameter {self.slots[index].name!r} got a gradient, but an exception has "
+                    "cut the backward before this one short; call optimizer.zero_grad() after it"
+                )
             if self.merging is None:
                 self._take_in(index)
                 return
@@ -148,7 +165,7 @@ class Intake:
     def _begin_backward(self) -> None:
         self._open_backward()
         self._in_backward = True
-        on_backward_end(self)
+        self._backward = on_backward_end(self)
         if self.merging is not None:
             self.merging.begin()
 
@@ -223,10 +240,11 @@ class Intake:
         """After a backward that an exception cut short: keep in step with the other workers.
 
         Every worker launches each bucket exactly once per backward, wherever it was cut short,
-        so that their next collectives still match. The gradients are dropped. Called from inside of
-        a backward, by a hook or a part that is computed again, it does nothing: that one goes on.
+        so that their next collectives still match. The gradients are dropped. Called while the
+        backward goes on, by a hook, a part that is computed again, or another thread, it does
+        nothing.
         """
-        if self._in_backward and not in_backward():
+        if self._cut_short:
             if self.merging is not None:
                 self.merging.abandon()
             self._launch_all()

@@ -23,7 +23,6 @@ from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.observe.events import stream
 from wingbeat.sync import elementwise, follow
 from wingbeat.sync.ambient import Ambient
-from wingbeat.sync.attach import in_backward
 from wingbeat.sync.bucket import Bucket, Slot
 from wingbeat.sync.convert import refuse_overlapping
 from wingbeat.sync.dear import DearEngine
@@ -167,7 +166,7 @@ class ShardedEngine(DearEngine):
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
-        if self._in_backward and not in_backward():
+        if self._cut_short:
             self._spent = []
         super().recover()
 

@@ -17,7 +17,7 @@ import torch
 from wingbeat.errors import UsageError
 from wingbeat.sync import checkpoint, scaler
 from wingbeat.sync.bucketing import IGNORED
-from wingbeat.sync.convert import refuse_conversion
+from wingbeat.sync.convert import refuse_conversion, refuse_new_layout
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.joining import joined
 from wingbeat.sync.pending import PendingGradient
@@ -94,9 +94,12 @@ class _Model(_Distributed):
         """As `torch.nn.Module._apply`, for what leaves parameters the kind that they are.
 
         Raises:
-            UsageError: ``fn`` would change a parameter's dtype or device.
+            UsageError: ``fn`` would change a parameter's dtype or device, or its memory format
+                under a fused optimizer.
         """
-        refuse_conversion(self._engine.bucketing.slot_of, fn)
+        engine = self._engine
+        refuse_conversion(engine.bucketing.slot_of, fn)
+        refuse_new_layout(engine.bucketing.slot_of, engine.optimizer, fn)
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
     @property

@@ -126,14 +126,14 @@ class Wiring:
         grad = slot.param.grad
         if self.residuals is None or grad is None or grad.layout is not torch.strided:
             return
-        here = [slot.name], [grad.numel()], grad.numel(), grad.device
         if self.momentum:
+            here = [slot.name], [grad.numel()], grad.numel(), grad.device
             velocity = self.residuals.velocity_for(*here)
             velocity.mul_(self.momentum).add_(grad.reshape(-1))
             grad.copy_(velocity.view(grad.shape))
-        owed = self.residuals.flat_for(*here)
-        grad.add_(owed.view(grad.shape))
-        owed.zero_()
+        owed = self.residuals.take(slot.name)
+        if owed is not None:
+            grad.add_(owed.view(grad.shape).to(grad.device))
 
     def velocity(self, bucket: Bucket) -> torch.Tensor | None:
         """Return where momentum correction gathers momentum, as long as the bucket's buffer."""

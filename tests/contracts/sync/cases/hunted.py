@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -43,11 +44,18 @@ def _norms(model: Any) -> float:
     return sum(float(p.detach().norm()) for p in model.parameters())
 
 
+def _norms_in_another_thread(model: Any) -> float:
+    """As a thread does that writes a log."""
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(_norms, model).result()
+
+
 def _norms_of_state(model: Any) -> float:
     return sum(float(p.norm()) for p in model.state_dict().values())
 
 
 add(_hooked(_norms), "parameters_listed_in_a_backward_hook")
+add(_hooked(_norms_in_another_thread), "parameters_listed_by_another_thread_in_a_backward")
 add(_hooked(_norms_of_state), "state_dict_in_a_backward_hook")
 
 

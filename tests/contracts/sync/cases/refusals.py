@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,7 @@ from ..models import adamw, cross_entropy, mlp, sgd, train
 from ..registry import ALL, LARGE, Grid, Rig, check
 from ..sides import WingbeatSide, bring_world_up, take_world_down
 from .errors import refused
+from .state import Trapped
 
 ONE = Grid(worlds=(2,), mbs=(LARGE,))
 DENSE = Grid(worlds=(2, 3), strategies=ALL)
@@ -122,6 +124,66 @@ def converted_after_distribute(rig: Rig) -> None:
     refused(UsageError, convert_a_part, "'0.", "float64", "float32", "distribute()")
     side.trained.clear()
     take_world_down()
+
+
+@check(ONE)
+def laid_out_anew_under_a_fused_optimizer(rig: Rig) -> None:
+    """Gradients would stay as they are, and a fused optimizer goes through memory."""
+    side = _side(rig)
+    model: Any = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+    made = torch.optim.AdamW(model.parameters(), fused=True)
+    model, _ = side.setup(model, made)
+    words = ("AdamW(fused=True)", "4 dimensions", "distribute()")
+    refused(UsageError, lambda: model.to(memory_format=torch.channels_last), *words)
+    assert model[0].weight.is_contiguous()
+    model.to(memory_format=torch.contiguous_format)
+    side.leave()
+    other: Any = nn.Sequential(nn.Conv2d(2, 4, 3))
+    other, _ = side.setup(other, sgd(other))
+    other.to(memory_format=torch.channels_last)
+    side.leave()
+
+
+@check(ONE)
+def loaded_by_assignment(rig: Rig) -> None:
+    side = _side(rig)
+    model: Any = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    train(side, model, optimizer, range(2))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    words = ("assign=True", "distribute()")
+    refused(UsageError, lambda: model.load_state_dict(state, assign=True), *words)
+    refused(
+        UsageError, lambda: model[0].load_state_dict(mlp()[0].state_dict(), assign=True), *words
+    )
+    model.load_state_dict(state)
+    train(side, model, optimizer, range(2, 4))
+    side.leave()
+
+
+@check(DENSE)
+def a_backward_after_one_that_was_cut_short(rig: Rig) -> None:
+    """Through a method of the model's, so that no forward tells one from the other."""
+    side = _side(rig)
+    model: Any = Trapped()
+    model, optimizer = side.setup(model, sgd(model))
+    train(side, model, optimizer, range(2))
+
+    def lose(batch: int) -> torch.Tensor:
+        x, y = side.batch(batch)
+        return nn.functional.cross_entropy(type(model).forward(model, x), y)
+
+    model.armed = "backward"
+    with pytest.raises(RuntimeError, match="the trap"):
+        lose(2).backward()
+    model.armed = ""
+    refused(UsageError, lambda: lose(3).backward(), "cut", "short", "zero_grad()")
+    optimizer.zero_grad()
+    for step in (4, 5):
+        lose(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.leave()
 
 
 @check(ONE)
