@@ -18,7 +18,7 @@ from wingbeat.collectives.native_coded import start_coded
 from wingbeat.collectives.packing import Cast, Coded, Encoded, Packing, Wire
 from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
 from wingbeat.observe.events import stream
-from wingbeat.topologies import mesh, ring
+from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
 from wingbeat.types import Round, Span, blocks_of, split
 
@@ -52,8 +52,7 @@ class Collectives:
 
     def __init__(self, world: World, topology: str = "ring") -> None:
         self.world = world
-        self._topology = topology
-        topologies.get(topology)
+        self._topology = topologies.get(topology)
         self._executors = _executors_of(world)
 
     def owned(self, numel: int) -> Span:
@@ -121,7 +120,7 @@ class Collectives:
             nbytes = buffer.nbytes
             stream.record("encode", begin, time.monotonic_ns(), bucket=bucket, nbytes=nbytes)
         # What counts is the number of hops while payloads are small, and how full links are later.
-        short = "doubling" if rows.nbytes < SHORT_BYTES else self._topology
+        short = Doubling() if rows.nbytes < SHORT_BYTES else self._topology
         handle = self._submit("all_gather", rows.view(-1), bucket, topology=short)
         return Gathered(handle, rows, wire.coding, buffer, world.rank)
 
@@ -136,7 +135,7 @@ class Collectives:
         bucket: int,
         after: Handle | None = None,
         wire: Wire | None = None,
-        topology: str = "",
+        topology: Topology | None = None,
         label: str = "",
     ) -> Handle:
         """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
@@ -151,7 +150,7 @@ class Collectives:
         programs = _programs(
             what,
             # Encoding anew what others have encoded would lose more at every hop of a ring.
-            "mesh" if coded else topology or self._topology,
+            Mesh() if coded else topology or self._topology,
             world.rank,
             world.size,
             buffer.numel(),
@@ -213,7 +212,7 @@ def _executors_of(world: World) -> list[Executor]:
 @lru_cache(maxsize=4096)
 def _programs(
     what: str,
-    topology: str,
+    topology: Topology,
     rank: int,
     size: int,
     numel: int,
@@ -230,18 +229,11 @@ def _programs(
     )
 
 
-def _rounds(what: str, topology: str, rank: int, blocks: Sequence[Span], link: int) -> list[Round]:
+def _rounds(
+    what: str, topology: Topology, rank: int, blocks: Sequence[Span], link: int
+) -> list[Round]:
     name, _, root = what.partition(":")
-    if name != "broadcast":
-        rounds: list[Round] = getattr(topologies.get(topology), name)(rank, blocks, link)
-        return rounds
-    # A broadcast has no owners: it passes the blocks one after the other.
-    if topology == "mesh":
-        size = len(blocks)
-        return [s for b in blocks if b for s in mesh.broadcast(rank, size, int(root), b, link)]
-    return [
-        step
-        for block in blocks
-        if block
-        for step in ring.broadcast(rank, len(blocks), int(root), block, 1, link)
-    ]
+    if name == "broadcast":
+        return topology.broadcast(rank, int(root), blocks, link)
+    rounds: list[Round] = getattr(topology, name)(rank, blocks, link)
+    return rounds

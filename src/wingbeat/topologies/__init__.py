@@ -1,25 +1,28 @@
-"""Where pieces go: pure functions from (rank, blocks) to rounds of Steps.
+"""Where pieces go: frozen values with pure functions from (rank, blocks) to rounds of Steps.
 
-``blocks[i]`` is the span that rank ``i`` owns. The same rounds are executed on real links by
-``collectives`` and can be priced by a simulator; nothing here does I/O.
+The same rounds are executed on real links by ``collectives`` and priced by a simulator; nothing
+here does I/O.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from wingbeat.errors import unknown
-from wingbeat.topologies import doubling, mesh, ring
+from wingbeat.topologies.doubling import Doubling
+from wingbeat.topologies.mesh import Mesh
+from wingbeat.topologies.ring import Ring
+from wingbeat.topologies.topology import Topology
 
-_MODULES = {"ring": ring, "mesh": mesh, "doubling": doubling}
+__all__ = ["BY_NAME", "Doubling", "Mesh", "Ring", "Topology", "get"]
+
+BY_NAME: dict[str, Topology] = {"ring": Ring(), "mesh": Mesh(), "doubling": Doubling()}
 
 
-def get(name: str) -> ModuleType:
-    """Return the topology's module: ``reduce_scatter``, ``all_gather`` and ``all_reduce``.
+def get(name: str) -> Topology:
+    """Return the topology of that name.
 
     Raises:
-        UsageError: no topology of that name.
+        UsageError: there is none.
     """
-    if name not in _MODULES:
-        raise unknown("topology", name, _MODULES)
-    return _MODULES[name]
+    if name not in BY_NAME:
+        raise unknown("topology", name, BY_NAME)
+    return BY_NAME[name]

@@ -9,44 +9,44 @@ works for every number of workers and not for powers of two alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+from wingbeat.topologies.topology import Topology
 from wingbeat.types import Recv, Round, Send, Span
 
 
-def reduce_scatter(rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
-    """Sum all workers' buffers; afterwards ``blocks[rank]`` holds the sum, the rest is scratch.
+@dataclass(frozen=True, slots=True)
+class Doubling(Topology):
+    """Each worker exchanges with others at distances of 1, 2, 4 ..."""
 
-    The all-gather backwards: where a block would have come from, its sum goes to.
-    """
-    size = len(blocks)
-    return [
-        _round(
-            interface,
-            send=((rank - step) % size, _spans(blocks, rank - step, count)),
-            receive=((rank + step) % size, _spans(blocks, rank, count)),
-            reduce=True,
-        )
-        for step, count in reversed(list(_steps(size)))
-    ]
+    def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
+        """Sum all workers' buffers; afterwards ``blocks[rank]`` holds the sum, the rest is scratch.
 
+        The all-gather backwards: where a block would have come from, its sum goes to.
+        """
+        size = len(blocks)
+        return [
+            _round(
+                interface,
+                send=((rank - step) % size, _spans(blocks, rank - step, count)),
+                receive=((rank + step) % size, _spans(blocks, rank, count)),
+                reduce=True,
+            )
+            for step, count in reversed(list(_steps(size)))
+        ]
 
-def all_gather(rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
-    """Spread every worker's ``blocks[rank]`` to all the others."""
-    size = len(blocks)
-    return [
-        _round(
-            interface,
-            send=((rank + step) % size, _spans(blocks, rank, count)),
-            receive=((rank - step) % size, _spans(blocks, rank - step, count)),
-            reduce=False,
-        )
-        for step, count in _steps(size)
-    ]
-
-
-def all_reduce(rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
-    """Reduce-scatter followed by all-gather."""
-    return reduce_scatter(rank, blocks, interface) + all_gather(rank, blocks, interface)
+    def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
+        """Spread every worker's ``blocks[rank]`` to all the others."""
+        size = len(blocks)
+        return [
+            _round(
+                interface,
+                send=((rank + step) % size, _spans(blocks, rank, count)),
+                receive=((rank - step) % size, _spans(blocks, rank - step, count)),
+                reduce=False,
+            )
+            for step, count in _steps(size)
+        ]
 
 
 def _steps(size: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,51 @@
+"""What every topology is: a frozen value that tells each rank its rounds of Steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wingbeat.types import Recv, Round, Send, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Topology(ABC):
+    """Along which connections the blocks of a buffer go.
+
+    Implementations are frozen dataclasses, so that they can be compared and be keys. Their methods
+    are pure. ``blocks[i]`` is the span that rank ``i`` owns; ``interface`` is the number of the
+    network interface that all of it goes over.
+    """
+
+    @abstractmethod
+    def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
+        """Sum all workers' buffers; afterwards ``blocks[rank]`` holds it, the rest is scratch."""
+
+    @abstractmethod
+    def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
+        """Spread every worker's ``blocks[rank]`` to all the others."""
+
+    def all_reduce(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
+        """Reduce-scatter followed by all-gather."""
+        return [
+            *self.reduce_scatter(rank, blocks, interface),
+            *self.all_gather(rank, blocks, interface),
+        ]
+
+    def broadcast(
+        self, rank: int, root: int, blocks: Sequence[Span], interface: int = 0
+    ) -> list[Round]:
+        """Pass all blocks from ``root`` on from rank to rank, one by one, so that hops overlap.
+
+        A broadcast has no owners; the blocks are merely its pieces.
+        """
+        size = len(blocks)
+        position = (rank - root) % size
+        rounds: list[Round] = []
+        for block in filter(None, blocks):
+            if position > 0:
+                rounds.append((Recv((rank - 1) % size, block, False, interface),))
+            if position < size - 1:
+                rounds.append((Send((rank + 1) % size, block, interface),))
+        return rounds
