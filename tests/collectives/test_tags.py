@@ -9,7 +9,7 @@ import torch
 
 from helpers import late
 from wingbeat.collectives import Collectives
-from wingbeat.collectives.executor import DEPTH
+from wingbeat.collectives.machine import DEPTH
 from wingbeat.collectives.tags import CHUNKS, LABELS, TURNS, base_tag
 from wingbeat.transport import loopback
 from wingbeat.transport.channel import BITS_BELOW

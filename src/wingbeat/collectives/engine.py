@@ -50,9 +50,9 @@ class Collectives:
     Every worker must choose the same.
     """
 
-    def __init__(self, world: World, topology: str = "ring") -> None:
+    def __init__(self, world: World, topology: str | Topology = "ring") -> None:
         self.world = world
-        self._topology = topologies.get(topology)
+        self._topology = topologies.get(topology) if isinstance(topology, str) else topology
         self._executors = _executors_of(world)
 
     def owned(self, numel: int) -> Span:
@@ -219,10 +219,13 @@ def _programs(
     itemsize: float,
     weights: tuple[float, ...],
 ) -> tuple[Program, ...]:
-    """One program per link. Cached: a training run repeats the same few collectives."""
+    """One program per lane. Cached: a training run repeats the same few collectives."""
     blocks = blocks_of(numel, size)
     stripes = [split(block, weights) for block in blocks]
     chunk = chunk_elements(max(map(len, blocks)), itemsize)
+    if topology.spans_links:
+        whole = compile_rounds(_rounds(what, topology, rank, blocks, 0), chunk)
+        return (whole, *[compile_rounds((), chunk)] * (len(weights) - 1))
     return tuple(
         compile_rounds(_rounds(what, topology, rank, [s[link] for s in stripes], link), chunk)
         for link in range(len(weights))

@@ -1,4 +1,7 @@
-"""One thread per link that runs programs in the order in which they were submitted."""
+"""One thread per lane that runs programs in the order in which they were submitted.
+
+What to do next is the `Machine`'s decision; here it is done, on links, with tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wingbeat.collectives.program import Program, Transfer, last_overlap
+from wingbeat.collectives import machine
+from wingbeat.collectives.handle import run_callback
+from wingbeat.collectives.machine import Machine, Task
 from wingbeat.collectives.scratch import Scratch
 from wingbeat.collectives.tags import CHUNKS, base_tag
 from wingbeat.errors import PeerError
@@ -22,24 +27,18 @@ if TYPE_CHECKING:
     import torch
 
     from wingbeat.collectives.packing import Packing
-    from wingbeat.transport.link import Pending
+    from wingbeat.collectives.program import Program, Transfer
+    from wingbeat.transport.link import Link, Pending
     from wingbeat.types import Span
-
-    _Begin = Callable[[torch.Tensor, int, int], Pending]
-
-AHEAD = 128
-"""Receives announced before they are needed, so that no peer ever waits for permission. They are
-taken in order: in a mesh, as much as the slowest peer is behind the others has to be announced."""
-
-DEPTH = 4
-"""Collectives begun at once. One begins when the one before it has handed its last chunk to the
-link: then the link never idles, and no chunk queues behind a later collective's."""
 
 _counter = itertools.count()
 
+_finishing = threading.Lock()
+"""Held while a job is marked as done or gets a callback: for all of them, as it is for moments."""
 
-class Job:
-    """One collective on one link."""
+
+class Job(Task):
+    """One collective in one lane: its tensors, and what is under way of them."""
 
     def __init__(
         self,
@@ -51,43 +50,30 @@ class Job:
         packing: Packing | None,
         label: str = "",
     ) -> None:
-        self.program = program
+        super().__init__(program, after)
         self.buffer = buffer
         self.operation = what
         self.what = what.partition(":")[0]
         self.bucket = bucket
         self.label = label
-        self.after = after
         self.packing = packing
         self.dtype = buffer.dtype if packing is None else packing.dtype
         self.error: Exception | None = None
         self.base_tag = 0
         self.begin_ns = 0
-        self.next_receive = 0
-        self.announced: deque[tuple[Pending, torch.Tensor]] = deque()
-        self.sends: list[tuple[Pending, int, torch.Tensor]] = []
+        self.coming: deque[tuple[Pending, torch.Tensor]] = deque()
+        self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
         self.packed: list[torch.Tensor] = []
         self.results: dict[Span, torch.Tensor] = {}
-        self.unsent = len(program.first) + sum(map(len, program.unlocks))
-        self.held: deque[tuple[int, Transfer]] = deque()
         self._received = threading.Event()
         self._done = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
 
     def __str__(self) -> str:
         name = self.what.replace("_", "-")
         if self.bucket >= 0:
             return f"{name} of bucket {self.bucket}"
         return f"{name} of {self.label}" if self.label else name
-
-    def gates(self) -> Iterator[tuple[int, Transfer]]:
-        """Yield what can be sent at first, each with the chunk of ``after`` that it waits for.
-
-        So a bucket's all-gather begins with the first chunk that its reduce-scatter has finished,
-        and the links do not idle between the two.
-        """
-        receives = self.after.program.receives if self.after is not None else ()
-        gated = [(last_overlap(receives, t.span), t) for t in self.program.first]
-        yield from sorted(gated, key=lambda pair: pair[0])
 
     def receive(self) -> None:
         """Mark the result as complete, though parts of the buffer may still be on their way out."""
@@ -97,11 +83,30 @@ class Job:
         """Mark as done, or as failed with ``error``, and wake whoever waits."""
         self.error = error
         self._received.set()
-        self._done.set()
+        with _finishing:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            run_callback(callback)
 
-    def received(self) -> bool:
-        """Whether the result is complete (or the job failed)."""
-        return self._received.is_set()
+    def done(self) -> bool:
+        """Whether `wait` would return at once, or raise."""
+        return self._done.is_set()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called when this is done or has failed; at once if it is."""
+        with _finishing:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        run_callback(callback)
+
+    def drop(self) -> None:
+        """Let go of all that is under way."""
+        self.coming.clear()
+        self.sends.clear()
+        self.packed.clear()
+        self.results.clear()
 
     def wait_received(self) -> None:
         """Block until the result can be read; it must not be written to before `wait` returns."""
@@ -117,22 +122,29 @@ class Job:
 
 
 class Executor:
-    """Runs jobs first in, first out; up to `DEPTH` of them overlap on the link."""
+    """Runs jobs first in, first out; up to `machine.DEPTH` of them overlap.
 
-    def __init__(self, world: World, index: int) -> None:
+    Args:
+        world: whose links to use.
+        lane: its number. Lane i runs programs that use link i alone; the first one also those
+            that use several.
+    """
+
+    def __init__(self, world: World, lane: int) -> None:
         # The thread must not keep the world alive: take from it what it needs.
-        self._link = world.links[index]
+        self._links: tuple[Link, ...] = world.links
+        self._name = world.links[lane].name
         self._rank = world.rank
         self._timeout = world.timeout
         self._blame = Blame(world.store, world.rank, world.size, world.timeout)
-        self._queue: deque[Job] = deque()
+        self._machine: Machine[Job] = Machine()
         self._wake = threading.Condition()
         self._closing = False
         self._failure: Exception | None = None
         self._submitted = 0
         self._scratch = Scratch()
         self._thread = threading.Thread(
-            target=self._run, name=f"wingbeat-{self._link.name}-{next(_counter)}", daemon=True
+            target=self._run, name=f"wingbeat-{self._name}-{next(_counter)}", daemon=True
         )
         self._thread.start()
 
@@ -162,7 +174,7 @@ class Executor:
                 raise PeerError(f"{job} was started after wingbeat.shutdown()")
             job.base_tag = base_tag(what, bucket, buffer.nbytes, label, self._submitted)
             self._submitted += 1
-            self._queue.append(job)
+            self._machine.submit(job)
             self._wake.notify()
         return job
 
@@ -178,133 +190,100 @@ class Executor:
         self._thread.join(self._timeout)
 
     def _run(self) -> None:
-        active: deque[Job] = deque()
-        draining: deque[Job] = deque()
         try:
-            while self._wait_for_work(active):
-                self._begin_more(active)
-                self._go_on(active, draining)
+            for command in self._machine.commands():
+                if isinstance(command, machine.Rest):
+                    if not self._wait_for_work():
+                        return
+                else:
+                    self._perform(command)
         except Exception as err:
-            self._fail([*draining, *active], err)
+            self._fail(self._machine.begun(), err)
 
-    def _go_on(self, active: deque[Job], draining: deque[Job]) -> None:
-        """Take the next chunk of the first job. No job outlives this call in a local name."""
-        job = active[0]
-        if job.next_receive < len(job.program.receives):
-            self._advance(job)
-            for later in active:
-                if later.after is job:
-                    self._release(later)
-        if job.next_receive == len(job.program.receives):
-            self._receive(active.popleft())
-            draining.append(job)
-            # Its last chunks may queue behind the next job's: let that one go on first.
-            while len(draining) > (1 if active else 0):
-                self._drain(draining[0])
-                draining.popleft()
+    def _perform(self, command: machine.Work[Job]) -> None:
+        match command:
+            case machine.Take(job, transfer):
+                self._take(job, transfer)
+            case machine.Announce(job, transfer):
+                self._announce(job, transfer)
+            case machine.Hand(job, transfer):
+                self._hand(job, transfer)
+            case machine.Begin(job):
+                job.begin_ns = time.monotonic_ns()
+            case machine.Complete(job):
+                self._complete(job)
+            case machine.Drain(job):
+                self._drain(job)
 
-    def _wait_for_work(self, active: deque[Job]) -> bool:
+    def _wait_for_work(self) -> bool:
         """Block until there is something to do; False when there never will be."""
         with self._wake:
-            while not self._queue and not active and not self._closing:
+            while not self._machine.waiting and not self._closing:
                 self._wake.wait()
-            return bool(self._queue or active)
+            return self._machine.waiting
 
-    def _begin_more(self, active: deque[Job]) -> None:
-        while self._queue and len(active) < DEPTH and not (active and active[-1].unsent):
-            job = self._queue.popleft()
-            active.append(job)
-            job.begin_ns = time.monotonic_ns()
-            for _ in range(AHEAD):
-                self._announce(job)
-            job.held.extend(job.gates())
-            self._release(job)
-
-    def _release(self, job: Job) -> None:
-        """Send the first chunks that the job before has finished with."""
-        before = job.after
-        ready = None if before is None or before.received() else before.next_receive
-        while job.held and (ready is None or job.held[0][0] < ready):
-            self._send(job, job.held.popleft()[1])
-
-    def _advance(self, job: Job) -> None:
-        """Take the next chunk, add or keep it, and send on what depends on it."""
-        index = job.next_receive
-        transfer = job.program.receives[index]
-        pending, into = job.announced.popleft()
-        self._await(job, pending, transfer.peer)
+    def _take(self, job: Job, transfer: Transfer) -> None:
+        """Wait for a chunk, and add or keep it."""
+        pending, into = job.coming.popleft()
+        self._await(job, pending, transfer)
         if job.packing is not None:
             self._unpack(job, job.packing, transfer, into)
             self._scratch.give(into)
         elif transfer.reduce:
             job.buffer[transfer.span.start : transfer.span.stop].add_(into)
             self._scratch.give(into)
-        job.next_receive += 1
-        self._announce(job)
-        for send in job.program.unlocks[index]:
-            self._send(job, send)
 
     def _unpack(self, job: Job, packing: Packing, transfer: Transfer, chunk: torch.Tensor) -> None:
         try:
             packing.unpack(chunk, job.buffer, transfer.span, transfer.reduce, self._scratch)
         except ValueError as err:
-            raise _LostPeer(job, transfer.peer, 0.0, f"sent a malformed chunk: {err}") from None
+            raise _LostPeer(job, transfer, 0.0, f"sent a malformed chunk: {err}") from None
 
-    def _drain(self, job: Job) -> None:
-        self._await_sends(job)
-        for chunk in job.packed:
-            self._scratch.give(chunk)
-        job.packed.clear()
-        job.results.clear()
-        job.finish()
-
-    def _await_sends(self, job: Job) -> None:
-        """Wait until all is sent; nothing refers to the buffer's chunks after this."""
-        for pending, peer, _ in job.sends:
-            self._await(job, pending, peer)
-        job.sends.clear()
-
-    def _receive(self, job: Job) -> None:
+    def _complete(self, job: Job) -> None:
         if stream.on:
-            nbytes = job.buffer.numel() * job.buffer.element_size()
             stream.record(
                 job.what,
                 job.begin_ns,
                 time.monotonic_ns(),
                 bucket=job.bucket,
-                nbytes=nbytes,
-                lane=self._link.name,
+                nbytes=job.buffer.numel() * job.buffer.element_size(),
+                lane=self._name,
             )
         job.receive()
 
-    def _announce(self, job: Job) -> None:
-        index = job.next_receive + len(job.announced)
-        if index >= len(job.program.receives):
-            return
-        transfer = job.program.receives[index]
+    def _drain(self, job: Job) -> None:
+        for pending, transfer, _ in job.sends:
+            self._await(job, pending, transfer)
+        for chunk in job.packed:
+            self._scratch.give(chunk)
+        job.drop()
+        job.finish()
+
+    def _announce(self, job: Job, transfer: Transfer) -> None:
         if job.packing is not None:
             into = self._scratch.take(job.packing.room(transfer.span), job.dtype)
         elif transfer.reduce:
             into = self._scratch.take(len(transfer.span), job.dtype)
         else:
             into = job.buffer[transfer.span.start : transfer.span.stop]
-        pending = self._start(self._link.recv, job, into, transfer)
-        job.announced.append((pending, into))
+        tag = job.base_tag + transfer.tag % CHUNKS
+        try:
+            pending = self._links[transfer.link].recv(into, transfer.peer, tag)
+        except RuntimeError as err:  # the connection is known to be closed already
+            raise _LostPeer(job, transfer, 0.0, first_line(err)) from None
+        job.coming.append((pending, into))
 
-    def _send(self, job: Job, transfer: Transfer) -> None:
+    def _hand(self, job: Job, transfer: Transfer) -> None:
         if job.packing is None:
             chunk = job.buffer[transfer.span.start : transfer.span.stop]
         else:
             chunk = self._pack(job, job.packing, transfer.span)
-        pending = self._start(self._link.send, job, chunk, transfer)
-        job.sends.append((pending, transfer.peer, chunk))
-        job.unsent -= 1
-
-    def _start(self, begin: _Begin, job: Job, chunk: torch.Tensor, transfer: Transfer) -> Pending:
+        tag = job.base_tag + transfer.tag % CHUNKS
         try:
-            return begin(chunk, transfer.peer, job.base_tag + transfer.tag % CHUNKS)
-        except RuntimeError as err:  # the connection is known to be closed already
-            raise _LostPeer(job, transfer.peer, 0.0, first_line(err)) from None
+            pending = self._links[transfer.link].send(chunk, transfer.peer, tag)
+        except RuntimeError as err:
+            raise _LostPeer(job, transfer, 0.0, first_line(err)) from None
+        job.sends.append((pending, transfer, chunk))
 
     def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
         """Pack a part of the buffer into scratch that lives until it is sent.
@@ -321,12 +300,12 @@ class Executor:
             job.results[span] = chunk
         return chunk
 
-    def _await(self, job: Job, pending: Pending, peer: int) -> None:
+    def _await(self, job: Job, pending: Pending, transfer: Transfer) -> None:
         begin = time.monotonic()
         try:
             pending.wait(self._timeout)
         except RuntimeError as err:
-            raise _LostPeer(job, peer, time.monotonic() - begin, first_line(err)) from None
+            raise _LostPeer(job, transfer, time.monotonic() - begin, first_line(err)) from None
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
         """Fail everything that is begun or queued: after this the workers are out of step."""
@@ -337,24 +316,22 @@ class Executor:
             error = PeerError(f"rank {self._rank}: {where} failed: {err!r}")
         with self._wake:
             self._failure = error
-            waiting = [*begun, *self._queue]
-            self._queue.clear()
+            waiting = [*begun, *self._machine.drop_waiting()]
         for job in waiting:
             job.finish(error)
 
     def _explain(self, begun: list[Job], lost: _LostPeer) -> PeerError:
-        self._blame.publish(lost.peer, str(lost.job))
+        peer = lost.transfer.peer
+        self._blame.publish(peer, str(lost.job))
         # Break the connections now, so that the others notice and ask while this process can
         # still answer; gloo does so when nothing refers to its group any more.
         for job in begun:
-            job.announced.clear()
-            job.sends.clear()
-            job.packed.clear()
-            job.results.clear()
-        self._link.close()
-        culprit = self._blame.culprit(lost.peer)
-        through = "" if culprit == lost.peer else f" (noticed through rank {lost.peer})"
-        where = f"{lost.job} on interface {self._link.name}"
+            job.drop()
+        for link in {transfer.link for job in begun for transfer in job.program.transfers()}:
+            self._links[link].close()
+        culprit = self._blame.culprit(peer)
+        through = "" if culprit == peer else f" (noticed through rank {peer})"
+        where = f"{lost.job} on interface {self._links[lost.transfer.link].name}"
         if self._blame.finished(culprit):
             return PeerError(finished_text(self._rank, culprit, where + through))
         theirs = self._blame.doing(culprit)
@@ -371,7 +348,7 @@ class Executor:
 
 
 class _LostPeer(Exception):
-    """A transfer with ``peer`` failed."""
+    """A transfer failed."""
 
-    def __init__(self, job: Job, peer: int, seconds: float, reason: str) -> None:
-        self.job, self.peer, self.seconds, self.reason = job, peer, seconds, reason
+    def __init__(self, job: Job, transfer: Transfer, seconds: float, reason: str) -> None:
+        self.job, self.transfer, self.seconds, self.reason = job, transfer, seconds, reason

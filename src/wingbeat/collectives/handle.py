@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from wingbeat.observe.log import log
 
 if TYPE_CHECKING:
     from wingbeat.collectives.executor import Job
@@ -17,6 +20,31 @@ class Handle:
 
     def __init__(self, jobs: Sequence[Job | NativeJob]) -> None:
         self.jobs = jobs
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, without waiting."""
+        return all(job.done() for job in self.jobs)
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """Have ``callback(handle)`` called once, when the collective is done or has failed.
+
+        It runs in the thread that finishes the collective, so it must be short and wait for
+        nothing; at once, in this one, if all is done already. What it raises is logged.
+
+        Raises:
+            UsageError: a library runs the collective by itself, and it is not done yet.
+        """
+        if not self.jobs:
+            run_callback(lambda: callback(self))
+            return
+        finished = itertools.count(1)
+
+        def one_more() -> None:
+            if next(finished) == len(self.jobs):
+                callback(self)
+
+        for job in self.jobs:
+            job.add_done_callback(one_more)
 
     def wait(self) -> None:
         """Block until the collective is done on this worker.
@@ -35,3 +63,11 @@ class Handle:
         """
         for job in self.jobs:
             job.wait_received()
+
+
+def run_callback(callback: Callable[[], None]) -> None:
+    """Call it; what it raises is its author's, and must not end the thread that others wait for."""
+    try:
+        callback()
+    except Exception:
+        log.exception("a callback of a collective failed")

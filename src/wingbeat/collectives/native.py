@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.errors import PeerError
+from wingbeat.collectives.handle import run_callback
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.gloo import first_line
 from wingbeat.transport.world import World
 
@@ -38,6 +40,20 @@ class NativeJob:
         narrowed, self._narrowed = self._narrowed, None
         if narrowed is not None:
             narrowed.land()
+
+    def done(self) -> bool:
+        """Whether the library has finished."""
+        return bool(self._work.is_completed())
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, if the library has finished.
+
+        Raises:
+            UsageError: it has not; it would tell on a thread of its own at best.
+        """
+        if not self.done():
+            raise UsageError("a collective on a GPU cannot call back: wait() for it, or ask done()")
+        run_callback(callback)
 
     def wait_received(self) -> None:
         """As `wait`: the library does not tell the two apart."""

@@ -26,6 +26,9 @@ class _Event:
     def __init__(self, event: Any) -> None:
         self._event = event
 
+    def is_completed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
     def wait(self) -> None:
         if self._event is not None:
             self._event.wait()

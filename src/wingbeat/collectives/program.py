@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from wingbeat.types import Round, Send, Span, Step
+from wingbeat.types import Recv, Round, Send, Span, Step
 
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 512 << 10
@@ -19,17 +19,21 @@ CHUNKS_PER_BLOCK = 4
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One chunk to or from ``peer``; ``tag`` is the same number on both sides."""
+    """One chunk to or from ``peer`` over link number ``link``.
+
+    ``tag`` is the same number on both sides.
+    """
 
     peer: int
     span: Span
     tag: int
     reduce: bool = False
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one worker does in one collective on one interface.
+    """What one worker does in one collective, on one link or on several.
 
     ``first`` can be sent at once; after ``receives[i]`` has been applied, the chunks in
     ``unlocks[i]`` can be sent.
@@ -38,6 +42,10 @@ class Program:
     first: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     unlocks: tuple[tuple[Transfer, ...], ...]
+
+    def transfers(self) -> Iterator[Transfer]:
+        """Yield all of them, in no particular order."""
+        return itertools.chain(self.first, self.receives, *self.unlocks)
 
 
 def chunk_elements(block_elements: int, itemsize: float) -> int:
@@ -64,12 +72,13 @@ def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
         known = len(receives)
         for step, span in _chunks(steps, chunk):
             if isinstance(step, Send):
-                transfer = Transfer(step.peer, span, numbering.sent(step.peer))
+                tag = numbering.sent(step)
+                transfer = Transfer(step.peer, span, tag, link=step.interface)
                 last = last_overlap(receives[:known], span)
                 (first if last < 0 else unlocks[last]).append(transfer)
             else:
-                tag = numbering.received(step.peer)
-                receives.append(Transfer(step.peer, span, tag, step.reduce))
+                tag = numbering.received(step)
+                receives.append(Transfer(step.peer, span, tag, step.reduce, step.interface))
                 unlocks.append([])
     return Program(tuple(first), tuple(receives), tuple(map(tuple, unlocks)))
 
@@ -89,19 +98,19 @@ class _Numbering:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[int, int] = {}
-        self._received: dict[int, int] = {}
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
 
-    def sent(self, peer: int) -> int:
-        return self._next(self._sent, peer)
+    def sent(self, step: Send) -> int:
+        return self._next(self._sent, (step.interface, step.peer))
 
-    def received(self, peer: int) -> int:
-        return self._next(self._received, peer)
+    def received(self, step: Recv) -> int:
+        return self._next(self._received, (step.interface, step.peer))
 
     @staticmethod
-    def _next(counts: dict[int, int], peer: int) -> int:
-        counts[peer] = counts.get(peer, -1) + 1
-        return counts[peer]
+    def _next(counts: dict[tuple[int, int], int], which: tuple[int, int]) -> int:
+        counts[which] = counts.get(which, -1) + 1
+        return counts[which]
 
 
 def last_overlap(receives: Sequence[Transfer], span: Span) -> int:

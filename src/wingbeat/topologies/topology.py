@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from wingbeat.types import Recv, Round, Send, Span
 
@@ -15,8 +16,14 @@ class Topology(ABC):
 
     Implementations are frozen dataclasses, so that they can be compared and be keys. Their methods
     are pure. ``blocks[i]`` is the span that rank ``i`` owns; ``interface`` is the number of the
-    network interface that all of it goes over.
+    network interface that all of it goes over; where there are several, each carries a part.
+
+    Attributes:
+        spans_links: whether its Steps name interfaces by themselves, so that one program uses all
+            of them and what arrives on one may leave on another; ``interface`` is 0 then.
     """
+
+    spans_links: ClassVar[bool] = False
 
     @abstractmethod
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
