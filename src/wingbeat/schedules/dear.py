@@ -1,0 +1,153 @@
+"""DeAR: reduce-scatter under backward (BackPipe), all-gather under the next forward (FeedPipe).
+
+Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
+Pipelining", 2023, section III-B. Unlike the authors' code, all-gathers are queued all at once, so
+that the links are never idle, and an update that is due is made before anybody reads.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+
+from wingbeat.schedules.events import (
+    BackwardBegins,
+    BackwardEnds,
+    BucketReady,
+    Command,
+    Defer,
+    Event,
+    GradientsDropped,
+    GradientsNeeded,
+    Operation,
+    ParametersNeeded,
+    PartsNeeded,
+    Planned,
+    Show,
+    Start,
+    Step,
+    StepCalled,
+    Update,
+    Wait,
+)
+
+
+class Phase(enum.Enum):
+    """Where the gradients of the last backward are."""
+
+    IDLE = enum.auto()
+    """Nowhere: used up, dropped, or not made yet."""
+    REDUCED = enum.auto()
+    """Each worker has (or will have) the sum of its own blocks."""
+    WHOLE = enum.auto()
+    """Everywhere, because somebody wanted to see them."""
+
+
+class Dear:
+    """Splits each all-reduce in two, and each optimizer step by bucket.
+
+    Every backward's reduce-scatters are followed by one round of all-gathers, whatever becomes of
+    the gradients and whenever it is asked for: so the collectives of all workers match, also where
+    a worker drops its gradients or looks at them alone.
+
+    Attributes:
+        phase: where the gradients of the last backward are.
+        at_once: whether all-gathers are queued as backward ends, so that a worker may look at its
+            gradients while the others wait for it. Once gradients are changed in parts, which has
+            to come between the two halves, they are queued by the step.
+    """
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self.at_once = True
+        self._gathering = False
+        self._forward: tuple[int, ...] = ()
+        self._due: set[int] = set()
+
+    def react(self, event: Event) -> Iterator[Command]:
+        """Yield what is to be done now that ``event`` has happened."""
+        match event:
+            case Planned(forward):
+                self._forward = forward
+            case BackwardBegins():
+                yield from self._update(self._forward)
+                if self.phase is Phase.REDUCED:
+                    yield from self._gather()  # this backward adds to them
+                self.phase = Phase.IDLE
+                yield Show()
+            case BucketReady(bucket):
+                yield Start(Operation.REDUCE_SCATTER, bucket)
+            case BackwardEnds(looked_at):
+                self.phase, self._gathering = Phase.REDUCED, False
+                if self.at_once or looked_at:
+                    yield from self._start_gathers()
+            case _:
+                yield from self._use(event)
+
+    def _use(self, event: Event) -> Iterator[Command]:
+        """What becomes of the gradients that a backward has made."""
+        match event:
+            case ParametersNeeded(buckets):
+                yield from self._update(buckets)
+            case GradientsNeeded():
+                yield from self._make_whole()
+            case PartsNeeded():
+                yield from self._hold_gathers()
+            case GradientsDropped():
+                if self.phase is Phase.REDUCED:
+                    yield from self._start_gathers()  # the others may want to have them
+                self.phase = Phase.IDLE
+            case StepCalled(in_parts):
+                if in_parts and self.phase is Phase.REDUCED:
+                    self.phase = Phase.IDLE
+                    yield from self._defer()
+                else:
+                    yield from self._step_at_once()
+
+    def _defer(self) -> Iterator[Command]:
+        """FeedPipe: let every bucket be updated when it is needed."""
+        yield from self._start_gathers()
+        for bucket in self._forward:
+            self._due.add(bucket)
+            yield Defer(bucket)
+
+    def _step_at_once(self) -> Iterator[Command]:
+        yield from self._update(self._forward)
+        yield from self._make_whole()
+        self.phase = Phase.IDLE
+        yield Show()
+        yield Step()
+
+    def _update(self, buckets: Iterable[int]) -> Iterator[Command]:
+        for bucket in buckets:
+            if bucket in self._due:
+                yield Wait(bucket)
+                self._due.remove(bucket)
+                yield Update(bucket)
+
+    def _make_whole(self) -> Iterator[Command]:
+        if self.phase is Phase.REDUCED:
+            yield from self._gather()
+            self.phase = Phase.WHOLE
+            yield Show()
+
+    def _gather(self) -> Iterator[Command]:
+        yield from self._start_gathers()
+        for bucket in self._forward:
+            yield Wait(bucket)
+
+    def _start_gathers(self) -> Iterator[Command]:
+        """Queue every all-gather, first needed first, unless that is done."""
+        if not self._gathering:
+            for bucket in self._forward:
+                yield Start(Operation.ALL_GATHER, bucket, chained=True)
+        self._gathering = True
+
+    def _hold_gathers(self) -> Iterator[Command]:
+        """From here on wait with the all-gathers; if they are under way, take whole gradients."""
+        self.at_once = False
+        if self.phase is Phase.REDUCED and self._gathering:
+            yield from self._make_whole()
+        elif self.phase is Phase.REDUCED:
+            for bucket in self._forward:
+                yield Wait(bucket, whole=False)
