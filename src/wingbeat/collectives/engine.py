@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from wingbeat import topologies
@@ -16,11 +14,11 @@ from wingbeat.collectives.gathered import Gathered, encoded_rows
 from wingbeat.collectives.handle import Handle
 from wingbeat.collectives.native_coded import start_coded
 from wingbeat.collectives.packing import Cast, Coded, Encoded, Packing, Wire
-from wingbeat.collectives.program import Program, chunk_elements, compile_rounds
+from wingbeat.collectives.program import compile_collective
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
-from wingbeat.types import Round, Span, blocks_of, split
+from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +145,7 @@ class Collectives:
         itemsize: float = buffer.element_size()
         if packing is not None:
             itemsize = packing.bytes_per_element
-        programs = _programs(
+        programs = compile_collective(
             what,
             # Encoding anew what others have encoded would lose more at every hop of a ring.
             Mesh() if coded else topology or self._topology,
@@ -207,36 +205,3 @@ def _executors_of(world: World) -> list[Executor]:
             # A model that its user has dropped takes its channel along, but not the thread.
             weakref.finalize(world, executor.stop)
     return _executors[world]
-
-
-@lru_cache(maxsize=4096)
-def _programs(
-    what: str,
-    topology: Topology,
-    rank: int,
-    size: int,
-    numel: int,
-    itemsize: float,
-    weights: tuple[float, ...],
-) -> tuple[Program, ...]:
-    """One program per lane. Cached: a training run repeats the same few collectives."""
-    blocks = blocks_of(numel, size)
-    stripes = [split(block, weights) for block in blocks]
-    chunk = chunk_elements(max(map(len, blocks)), itemsize)
-    if topology.spans_links:
-        whole = compile_rounds(_rounds(what, topology, rank, blocks, 0), chunk)
-        return (whole, *[compile_rounds((), chunk)] * (len(weights) - 1))
-    return tuple(
-        compile_rounds(_rounds(what, topology, rank, [s[link] for s in stripes], link), chunk)
-        for link in range(len(weights))
-    )
-
-
-def _rounds(
-    what: str, topology: Topology, rank: int, blocks: Sequence[Span], link: int
-) -> list[Round]:
-    name, _, root = what.partition(":")
-    if name == "broadcast":
-        return topology.broadcast(rank, int(root), blocks, link)
-    rounds: list[Round] = getattr(topology, name)(rank, blocks, link)
-    return rounds

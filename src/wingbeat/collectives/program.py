@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from wingbeat.types import Recv, Round, Send, Span, Step
+from wingbeat.topologies import Topology
+from wingbeat.types import Recv, Round, Send, Span, Step, blocks_of, split
 
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 512 << 10
@@ -122,3 +124,48 @@ def last_overlap(receives: Sequence[Transfer], span: Span) -> int:
         if receives[index].span.overlaps(span):
             return index
     return -1
+
+
+@lru_cache(maxsize=4096)
+def compile_collective(
+    what: str,
+    topology: Topology,
+    rank: int,
+    size: int,
+    numel: int,
+    itemsize: float,
+    weights: tuple[float, ...],
+) -> tuple[Program, ...]:
+    """Return one worker's program for each lane of a collective.
+
+    Cached: a training run repeats the same few collectives.
+
+    Args:
+        what: the operation; a broadcast's with its root, as ``"broadcast:0"``.
+        topology: along which connections.
+        rank: the worker.
+        size: number of workers.
+        numel: elements of the buffer.
+        itemsize: bytes that an element takes on the links, 0 to leave blocks whole.
+        weights: share of each block that each link carries.
+    """
+    blocks = blocks_of(numel, size)
+    stripes = [split(block, weights) for block in blocks]
+    chunk = chunk_elements(max(map(len, blocks)), itemsize)
+    if topology.spans_links:
+        whole = compile_rounds(_rounds(what, topology, rank, blocks, 0), chunk)
+        return (whole, *[compile_rounds((), chunk)] * (len(weights) - 1))
+    return tuple(
+        compile_rounds(_rounds(what, topology, rank, [s[link] for s in stripes], link), chunk)
+        for link in range(len(weights))
+    )
+
+
+def _rounds(
+    what: str, topology: Topology, rank: int, blocks: Sequence[Span], link: int
+) -> list[Round]:
+    name, _, root = what.partition(":")
+    if name == "broadcast":
+        return topology.broadcast(rank, int(root), blocks, link)
+    rounds: list[Round] = getattr(topology, name)(rank, blocks, link)
+    return rounds
