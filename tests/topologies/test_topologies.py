@@ -129,3 +129,26 @@ def relay(
 def test_an_unknown_topology_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"unknown topology 'rnig' \(did you mean 'ring'\?\)"):
         topologies.get("rnig")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("what", ["reduce_scatter", "all_gather", "all_reduce"])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_symmetric_ones_are_rank_zeros_moved_on(name: str, what: str, size: int) -> None:
+    topology = topologies.get(name)
+    blocks = blocks_of(4 * size, size)
+
+    def moved(rank: int) -> list[list[tuple[str, int, int]]]:
+        """A rank's steps: what it does, how far away the peer is, and how far the block."""
+        return [
+            [
+                (type(s).__name__, (s.peer - rank) % size, (s.span.start // 4 - rank) % size)
+                for s in steps
+            ]
+            for steps in getattr(topology, what)(rank, blocks)
+        ]
+
+    alike = all(moved(rank) == moved(0) for rank in range(size))
+    assert alike or not topology.symmetric
+    if size == 5 and name == "doubling":
+        assert not alike, "then it could be called symmetric"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from wingbeat.topologies.topology import Topology
 from wingbeat.types import Recv, Round, Send, Span
@@ -17,6 +18,8 @@ from wingbeat.types import Recv, Round, Send, Span
 @dataclass(frozen=True, slots=True)
 class Mesh(Topology):
     """Every worker sends to every other one."""
+
+    symmetric: ClassVar[bool] = True
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """Send each worker its block; afterwards ``blocks[rank]`` holds the sum.

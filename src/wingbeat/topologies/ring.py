@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from wingbeat.topologies.topology import Topology
 from wingbeat.types import Recv, Round, Send, Span
@@ -16,6 +17,8 @@ from wingbeat.types import Recv, Round, Send, Span
 @dataclass(frozen=True, slots=True)
 class Ring(Topology):
     """Each worker sends to the next one."""
+
+    symmetric: ClassVar[bool] = True
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """Sum all workers' buffers; afterwards ``blocks[rank]`` holds it, the rest is scratch."""

@@ -21,9 +21,12 @@ class Topology(ABC):
     Attributes:
         spans_links: whether its Steps name interfaces by themselves, so that one program uses all
             of them and what arrives on one may leave on another; ``interface`` is 0 then.
+        symmetric: whether each rank's rounds are rank 0's with all peers moved on by its number,
+            where blocks are equally long.
     """
 
     spans_links: ClassVar[bool] = False
+    symmetric: ClassVar[bool] = False
 
     @abstractmethod
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:

@@ -1,0 +1,9 @@
+"""Training in virtual time: the same schedules and the same machine as a real run."""
+
+from __future__ import annotations
+
+from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.model import Model, of_profile
+from wingbeat.simulator.run import Run, simulate
+
+__all__ = ["Links", "Model", "Run", "Work", "of_profile", "simulate"]

@@ -1,0 +1,50 @@
+"""What a simulated cluster is: links, and what the workers' processors need for communication."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from wingbeat.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Every worker's network interfaces, all alike, on a switch that is never the limit.
+
+    Attributes:
+        bytes_per_s: what one interface carries in each direction, without headers.
+        latency_s: from the moment a chunk has left until the receiver has it.
+        count: interfaces of each worker.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 100e-6
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_s < math.inf:
+            raise UsageError(f"Links(bytes_per_s={self.bytes_per_s}): allowed are numbers above 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise UsageError(f"Links(latency_s={self.latency_s}): allowed are 0 and above")
+        if self.count < 1:
+            raise UsageError(f"Links(count={self.count}): allowed are 1 and above")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What communication costs a worker's processors, in seconds.
+
+    The defaults are those of one core of a server's CPU of 2023, over gloo.
+
+    Attributes:
+        chunk_s: of the thread of a link, for each chunk that it hands over or takes.
+        add_s_per_byte: of that thread, for each byte that it adds to a sum.
+        fill_s_per_byte: of the training thread, for each byte of a gradient put into a bucket.
+        update_s_per_byte: of the training thread, for each byte of a parameter that is updated.
+    """
+
+    chunk_s: float = 60e-6
+    add_s_per_byte: float = 0.15e-9
+    fill_s_per_byte: float = 0.1e-9
+    update_s_per_byte: float = 0.4e-9

@@ -1,0 +1,124 @@
+"""A link's thread in virtual time: the same machine that an executor drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING
+
+from wingbeat.collectives import machine
+from wingbeat.collectives.machine import Machine, Task
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.network import Network
+
+if TYPE_CHECKING:
+    from wingbeat.collectives.program import Program, Transfer
+
+
+class Exchange(Task):
+    """One collective of one worker in one lane.
+
+    Attributes:
+        number: how many this lane was given before; the same on every worker.
+        itemsize: bytes of an element on the links.
+    """
+
+    def __init__(
+        self, program: Program, number: int, itemsize: float, after: Exchange | None
+    ) -> None:
+        super().__init__(program, after)
+        self.number = number
+        self.itemsize = itemsize
+        self.over = False
+        self.waiters: list[Callable[[], None]] = []
+
+    def when_over(self, resume: Callable[[], None]) -> None:
+        """Have ``resume`` called when the result can be read."""
+        self.waiters.append(resume)
+
+
+class Lane:
+    """Does what its machine says, each command at its price.
+
+    Args:
+        alike: the number of workers that all do the same at the same moment: then what this one
+            sends to the k-th after it is what it gets from the k-th before it. 0: they do not.
+    """
+
+    def __init__(
+        self, rank: int, lane: int, agenda: Agenda, network: Network, work: Work, alike: int = 0
+    ) -> None:
+        self._rank = rank
+        self._lane = lane
+        self._alike = alike
+        self._agenda = agenda
+        self._network = network
+        self._work = work
+        self._machine: Machine[Exchange] = Machine()
+        self._commands: Iterator[machine.Command[Exchange]] = self._machine.commands()
+        self._blocked: machine.Take[Exchange] | None = None
+        self._resting = True
+        self._submitted = 0
+
+    def submit(self, program: Program, itemsize: float, after: Exchange | None) -> Exchange:
+        """Queue a program."""
+        exchange = Exchange(program, self._submitted, itemsize, after)
+        self._submitted += 1
+        self._machine.submit(exchange)
+        if self._resting:
+            self._resting = False
+            self._agenda.at(self._agenda.now, self._go)
+        return exchange
+
+    def _go(self) -> None:
+        """Do all that takes no time, and begin what takes some."""
+        while True:
+            command = self._blocked or next(self._commands)
+            self._blocked = None
+            match command:
+                case machine.Announce(task, transfer):
+                    self._network.announce(self._inward(task, transfer))
+                case machine.Take(task, transfer):
+                    if not self._network.take(self._inward(task, transfer), self._go):
+                        self._blocked = command
+                        return
+                    self._spend(self._price_of(task, transfer))
+                    return
+                case machine.Hand(task, transfer):
+                    self._hand(task, transfer)
+                    self._spend(self._work.chunk_s)
+                    return
+                case machine.Complete(task):
+                    self._complete(task)
+                case machine.Rest():
+                    self._resting = True
+                    return
+
+    def _spend(self, seconds: float) -> None:
+        self._agenda.at(self._agenda.now + seconds, self._go)
+
+    def _price_of(self, task: Exchange, transfer: Transfer) -> float:
+        seconds = self._work.chunk_s
+        if transfer.reduce:
+            seconds += len(transfer.span) * task.itemsize * self._work.add_s_per_byte
+        return seconds
+
+    def _hand(self, task: Exchange, transfer: Transfer) -> None:
+        to, link = transfer.peer, transfer.link
+        source, target = (self._rank, link), (self._rank if self._alike else to, link)
+        key = self._key(self._rank, to, task, transfer)
+        self._network.hand(key, source, target, int(len(transfer.span) * task.itemsize))
+
+    def _inward(self, task: Exchange, transfer: Transfer) -> Hashable:
+        return self._key(transfer.peer, self._rank, task, transfer)
+
+    def _key(self, source: int, target: int, task: Exchange, transfer: Transfer) -> Hashable:
+        if self._alike:
+            source, target = 0, (target - source) % self._alike
+        return source, target, transfer.link, self._lane, task.number, transfer.tag
+
+    def _complete(self, task: Exchange) -> None:
+        task.over = True
+        waiters, task.waiters = task.waiters, []
+        for resume in waiters:
+            self._agenda.at(self._agenda.now, resume)

@@ -1,0 +1,94 @@
+"""What is trained, as a simulator sees it: layers with times, and buckets of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wingbeat import plans
+from wingbeat.paced.profile import FLOAT32_BYTES, Profile
+from wingbeat.types import Fusion, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: its times for a batch in seconds, and its parameters as numbers of tensors."""
+
+    forward_s: float
+    backward_s: float
+    tensors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Layers in the order of forward, and all their parameters.
+
+    Backward goes through the layers and each layer's tensors from the last to the first; a
+    layer's backward time is shared among its tensors by size, as paced models do.
+    """
+
+    layers: tuple[Layer, ...]
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def ready_order(self) -> list[int]:
+        """The tensors, first ready first."""
+        return [t for layer in reversed(self.layers) for t in reversed(layer.tensors)]
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A plan's buckets, by number, first ready first.
+
+    Attributes:
+        of: each tensor's bucket.
+        members: how many tensors a bucket has.
+        numel: how many elements, padding and flags left out.
+        forward: the buckets, first needed first.
+    """
+
+    of: tuple[int, ...]
+    members: tuple[int, ...]
+    numel: tuple[int, ...]
+    forward: tuple[int, ...]
+
+
+def of_profile(profile: Profile) -> Model:
+    """Return the model that ``PacedModel(profile)`` is."""
+    tensors: list[TensorSpec] = []
+    layers = []
+    for layer in profile.layers:
+        first = len(tensors)
+        tensors += [
+            TensorSpec(f"{layer.name}.{p.name}", p.shape, "float32", FLOAT32_BYTES)
+            for p in layer.parameters
+        ]
+        numbers = tuple(range(first, len(tensors)))
+        layers.append(Layer(layer.forward_ms / 1e3, layer.backward_ms / 1e3, numbers))
+    return Model(tuple(layers), tuple(tensors))
+
+
+def buckets_of(model: Model, fusion: Fusion) -> Buckets:
+    """Return the buckets that training would make of the model by this rule."""
+    order = model.ready_order
+    plan = plans.make(fusion, model.tensors, order)
+    of = [0] * len(model.tensors)
+    for number, bucket in enumerate(plan.buckets):
+        for tensor in bucket.tensors:
+            of[tensor] = number
+    place = {tensor: position for position, tensor in enumerate(reversed(order))}
+    return Buckets(
+        tuple(of),
+        tuple(len(bucket.tensors) for bucket in plan.buckets),
+        tuple(_numel(model, bucket.tensors) for bucket in plan.buckets),
+        tuple(
+            sorted(
+                range(len(plan.buckets)),
+                key=lambda b: min(place[t] for t in plan.buckets[b].tensors),
+            )
+        ),
+    )
+
+
+def _numel(model: Model, tensors: Sequence[int]) -> int:
+    return sum(model.tensors[t].numel for t in tensors)

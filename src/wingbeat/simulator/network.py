@@ -1,0 +1,70 @@
+"""Chunks on their way: each direction of each interface carries one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Links
+
+Side = tuple[int, int]
+"""A worker and one of its interfaces."""
+
+
+class Network:
+    """Carries chunks between workers, in virtual time.
+
+    A chunk leaves when it has been handed over, the receiver has announced room for it, and the
+    sender's interface is free. It arrives when the receiver's interface has had the time for it,
+    too: so several senders to one receiver wait for each other.
+    """
+
+    def __init__(self, agenda: Agenda, links: Links) -> None:
+        self._agenda = agenda
+        self._seconds_per_byte = 1 / links.bytes_per_s
+        self._latency_s = links.latency_s
+        self._out_free: dict[Side, float] = {}
+        self._in_free: dict[Side, float] = {}
+        self._announced: set[Hashable] = set()
+        self._handed: dict[Hashable, tuple[Side, Side, int]] = {}
+        self._arrived: set[Hashable] = set()
+        self._waiting: dict[Hashable, Callable[[], None]] = {}
+
+    def announce(self, key: Hashable) -> None:
+        """The receiver of the chunk ``key`` has room for it."""
+        handed = self._handed.pop(key, None)
+        if handed is None:
+            self._announced.add(key)
+        else:
+            self._send(key, *handed)
+
+    def hand(self, key: Hashable, source: Side, target: Side, nbytes: int) -> None:
+        """The sender of the chunk ``key`` has it ready."""
+        if key in self._announced:
+            self._announced.remove(key)
+            self._send(key, source, target, nbytes)
+        else:
+            self._handed[key] = source, target, nbytes
+
+    def take(self, key: Hashable, resume: Callable[[], None]) -> bool:
+        """Whether the chunk is there, to be taken now; else ``resume`` is called when it is."""
+        if key in self._arrived:
+            self._arrived.remove(key)
+            return True
+        self._waiting[key] = resume
+        return False
+
+    def _send(self, key: Hashable, source: Side, target: Side, nbytes: int) -> None:
+        seconds = nbytes * self._seconds_per_byte
+        leaves = max(self._agenda.now, self._out_free.get(source, 0.0)) + seconds
+        self._out_free[source] = leaves
+        # Its first byte is there one latency after it has left; no sooner can the last one be.
+        first = max(leaves - seconds + self._latency_s, self._in_free.get(target, 0.0))
+        self._in_free[target] = first + seconds
+        self._agenda.at(first + seconds, lambda: self._arrive(key))
+
+    def _arrive(self, key: Hashable) -> None:
+        self._arrived.add(key)
+        resume = self._waiting.pop(key, None)
+        if resume is not None:
+            resume()

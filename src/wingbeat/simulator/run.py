@@ -1,0 +1,111 @@
+"""Simulate training: the schedules and the machine of a real run, on a described cluster."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from wingbeat import topologies
+from wingbeat.errors import UsageError
+from wingbeat.schedules import Dear, Wfbp
+from wingbeat.schedules.events import Schedule
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.model import Model, buckets_of
+from wingbeat.simulator.network import Network
+from wingbeat.simulator.worker import Worker
+from wingbeat.types import Choices
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {"wfbp": Wfbp, "dear": Dear}
+
+Moment = tuple[float, int, str, int]
+"""When, at which rank, what, and to which bucket (-1: to none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a simulated run did.
+
+    Attributes:
+        iterations_s: rank 0's iterations, one after the other, in seconds.
+        trace: what was started and updated where, in the order of time.
+    """
+
+    iterations_s: tuple[float, ...]
+    trace: tuple[Moment, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The median iteration; the first, for which no update is due, does not count."""
+        return statistics.median(self.iterations_s[1:] or self.iterations_s)
+
+
+def simulate(
+    model: Model,
+    choices: Choices,
+    workers: int,
+    links: Links,
+    *,
+    work: Work | None = None,
+    slow: Mapping[int, float] | None = None,
+    iterations: int = 4,
+) -> Run:
+    """Train ``model`` for some iterations in virtual time.
+
+    The same arguments give the same run, to the last bit.
+
+    Args:
+        model: layers and their times.
+        choices: a strategy's answers. Gradients travel as they are: codecs are not simulated.
+        workers: how many.
+        links: what joins them.
+        work: what communication costs their processors.
+        slow: by rank, what a worker's times are multiplied by. Without it all do the same at
+            the same moments, so only rank 0 is simulated, whose messages come back to itself.
+        iterations: how many, one at least.
+
+    Raises:
+        UsageError: no such number, or a strategy that cannot be simulated.
+    """
+    if workers < 1 or iterations < 1:
+        raise UsageError(f"simulate(workers={workers}, iterations={iterations}): 1 or more")
+    if choices.wire or choices.shard_optimizer or choices.merging is not None:
+        raise UsageError(
+            "simulate(): strategies with a wire, shard_optimizer or measured merging are not "
+            "simulated yet; use AllReduce or DeAR without"
+        )
+    agenda = Agenda()
+    network = Network(agenda, links)
+    trace: list[Moment] = []
+    buckets = buckets_of(model, choices.fusion)
+    topology = topologies.get(choices.topology)
+    # Where all are alike, each does at every moment what rank 0 does: one stands for all.
+    alike = topology.symmetric and not slow
+    crew = [
+        Worker(
+            rank,
+            workers,
+            model,
+            buckets,
+            SCHEDULES[choices.schedule](),
+            topology,
+            links,
+            work or Work(),
+            agenda,
+            network,
+            lambda *moment: trace.append(moment),
+            slow=(slow or {}).get(rank, 1.0),
+            alike=alike,
+        )
+        for rank in range(1 if alike else workers)
+    ]
+    for worker in crew:
+        worker.begin(iterations)
+    agenda.run()
+    for worker in crew:
+        worker.check_through(iterations)
+    ends = [0.0, *crew[0].ends]
+    spans = tuple(b - a for a, b in itertools.pairwise(ends))
+    return Run(spans, tuple(trace))

@@ -1,0 +1,156 @@
+"""Whole runs in virtual time: that they repeat, and that what must follow does follow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wingbeat import paced, strategies, topologies
+from wingbeat.bench import bound
+from wingbeat.errors import UsageError
+from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
+from wingbeat.simulator.model import Layer, buckets_of
+from wingbeat.types import TensorSpec
+
+GBIT = Links(bytes_per_s=125e6)
+FREE = Work(chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0)
+KINDS = {"allreduce": "allreduce:mb=1", "dear": "dear:plan=fixed,mb=1"}
+
+
+def small() -> Model:
+    return of_profile(paced.parse("paced:resnet50@0.05"))
+
+
+def run(strategy: str, model: Model | None = None, workers: int = 4, **options: object) -> Run:
+    choices = strategies.parse(strategy).choices()
+    links = options.pop("links", GBIT)
+    return simulate(model or small(), choices, workers, links, **options)  # type: ignore[arg-type]
+
+
+def fingerprint(made: Run) -> str:
+    exact = [[*(s.hex() for s in made.iterations_s)], [[t.hex(), *m] for t, *m in made.trace]]
+    return hashlib.sha256(json.dumps(exact).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("strategy", KINDS.values())
+def test_the_same_arguments_give_the_same_run_to_the_last_bit(strategy: str) -> None:
+    first, second = (run(strategy, slow={2: 1.3}) for _ in range(2))
+    assert first == second
+    assert fingerprint(first) == fingerprint(second)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wanted"),
+    [("allreduce:mb=1", "f478bb5947d2aeab"), ("dear:plan=fixed,mb=1", "0b984e63db85a60e")],
+)
+def test_a_run_is_the_one_that_it_has_always_been(strategy: str, wanted: str) -> None:
+    """A change of the rules or the model changes this on purpose, or it is a mistake."""
+    assert fingerprint(run(strategy, slow={1: 1.5}, iterations=2)) == wanted
+
+
+@pytest.mark.parametrize("topology", topologies.BY_NAME)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_one_worker_stands_for_all_where_all_are_alike(
+    kind: str, topology: str, workers: int
+) -> None:
+    strategy = f"{KINDS[kind]},topology={topology}"
+    alone = run(strategy, workers=workers, iterations=2)
+    all_of_them = run(strategy, workers=workers, iterations=2, slow={0: 1.0})
+    assert alone.iterations_s == pytest.approx(all_of_them.iterations_s, rel=1e-9)
+    first, second = ([m[2:] for m in made.trace if m[1] == 0] for made in (alone, all_of_them))
+    assert first == second
+    one = topologies.get(topology).symmetric
+    assert {m[1] for m in alone.trace} == ({0} if one else set(range(workers)))
+
+
+layers = st.lists(
+    st.tuples(st.floats(0, 0.02), st.floats(0, 0.02), st.integers(1, 400_000)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60)
+@given(
+    layers=layers,
+    kind=st.sampled_from(sorted(KINDS)),
+    workers=st.integers(2, 5),
+    gbit=st.sampled_from([0.1, 1, 10]),
+)
+def test_no_iteration_is_shorter_than_the_bound(layers, kind, workers, gbit) -> None:
+    model = Model(
+        tuple(Layer(f, b, (i,)) for i, (f, b, _) in enumerate(layers)),
+        tuple(TensorSpec(f"t{i}", (n,), "float32", 4) for i, (_, _, n) in enumerate(layers)),
+    )
+    links = Links(bytes_per_s=gbit * 125e6, latency_s=0.0)
+    made = run(KINDS[kind], model, workers, links=links, work=FREE, iterations=3)
+    rows = [bound.Layer(f, b, 4.0 * n) for f, b, n in layers]
+    per_byte = bound.seconds_per_byte([links.bytes_per_s] * workers)
+    floor = bound.floor(kind, rows, per_byte)
+    assert floor is not None
+    # A padded element or two is in the buckets and not in the bound.
+    assert made.median_s >= floor * (1 - 1e-3) - 1e-9
+    alone = sum(f + b for f, b, _ in layers)
+    exchange = 2 * per_byte * 4 * sum(n + 2 * workers for _, _, n in layers)
+    assert made.median_s <= (alone + exchange) * 1.001 + 1e-9
+
+
+def test_every_bucket_is_exchanged_and_updated_once_in_each_iteration() -> None:
+    model = small()
+    buckets = len(buckets_of(model, strategies.parse(KINDS["dear"]).choices().fusion).forward)
+    assert buckets > 3
+    trace = run(KINDS["dear"], model, iterations=3).trace
+    for what in ("reduce_scatter", "all_gather", "update"):
+        assert sorted(b for _, _, w, b in trace if w == what) == sorted([*range(buckets)] * 3)
+    whole = run(KINDS["allreduce"], model, iterations=3).trace
+    assert [w for _, _, w, _ in whole].count("step") == 3
+    assert [w for _, _, w, _ in whole].count("all_reduce") == 3 * buckets
+
+
+@pytest.mark.parametrize("strategy", KINDS.values())
+def test_a_slow_worker_holds_everybody_back(strategy: str) -> None:
+    usual = run(strategy).median_s
+    slowed = run(strategy, slow={3: 2.0}).median_s
+    assert slowed > 1.5 * usual
+
+
+@pytest.mark.parametrize("strategy", KINDS.values())
+def test_two_interfaces_are_faster_than_one(strategy: str) -> None:
+    slow = Links(bytes_per_s=12.5e6)
+    both = Links(bytes_per_s=12.5e6, count=2)
+    assert run(strategy, links=both).median_s < 0.75 * run(strategy, links=slow).median_s
+
+
+def test_dear_hides_more_than_wfbp_does() -> None:
+    slow = Links(bytes_per_s=12.5e6)
+    dear, wfbp = (run(KINDS[kind], links=slow).median_s for kind in ("dear", "allreduce"))
+    assert dear < 0.9 * wfbp
+
+
+def test_one_worker_takes_its_own_time() -> None:
+    model = small()
+    alone = sum(layer.forward_s + layer.backward_s for layer in model.layers)
+    for strategy in KINDS.values():
+        assert run(strategy, model, workers=1, work=FREE).median_s == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: run("allreduce", workers=0), "workers=0"),
+        (lambda: run("dear", iterations=0), "iterations=0"),
+        (lambda: run("allreduce:wire=sketch"), "not simulated yet"),
+        (lambda: run("dear:shard_optimizer=true"), "not simulated yet"),
+        (lambda: Links(bytes_per_s=0.0), "bytes_per_s=0.0"),
+        (lambda: Links(bytes_per_s=1.0, latency_s=-1.0), "latency_s=-1.0"),
+        (lambda: Links(bytes_per_s=1.0, count=0), "count=0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(call, words) -> None:
+    with pytest.raises(UsageError, match=words):
+        call()
