@@ -1,0 +1,126 @@
+"""What the simulator predicts beside what the lab measures.
+
+    python benchmarks/simulator.py --json out/simulator.json
+    python benchmarks/simulator.py --models vgg16 --rates 1gbit 10gbit --strategies dear:plan=fixed
+
+Each model and rate is one ``wingbeat bench``: real workers, sockets and shaped links, with paced
+compute. The same strategies then run in virtual time, with the same plan, schedule and machine, on
+links of the same rate less what Ethernet, IP and TCP headers take. What communication costs the
+processors is the simulator's default; it is not fitted to the runs that it is compared with.
+
+Exit code 1 if a median is more than 10% off, or the strategies are not ranked as in the lab where
+they differ by more than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from wingbeat import simulator
+from wingbeat.bench import machine, runner
+from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.peers import Peer
+from wingbeat.errors import UsageError, WingbeatError
+
+WITHIN = 0.10
+GOODPUT = 1448 / 1538
+"""Payload in what a full frame takes on the wire: preamble, Ethernet, IP and TCP headers with time
+stamps, checksum and the gap between frames."""
+
+
+def main() -> int:
+    args = arguments()
+    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
+    report |= {"command": sys.argv, "runs": [], "missed": []}
+    try:
+        for model, rate in itertools.product(args.models, args.rates):
+            run = compared(args, model, rate)
+            report["runs"].append(run)
+            report["missed"] += run["missed"]
+            for row in run["rows"]:
+                print(
+                    f"{model:12} {rate:8} {row['strategy']:18} lab {1e3 * row['lab_s']:8.1f} ms   "
+                    f"simulated {1e3 * row['simulated_s']:8.1f} ms   {row['off_percent']:+5.1f}%",
+                    flush=True,
+                )
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except WingbeatError as err:
+        print(f"simulator.py: {err}", file=sys.stderr)
+        return 2 if isinstance(err, UsageError) else 1
+    for line in report["missed"]:
+        print(f"MISSED: {line}")
+    return int(bool(report["missed"]))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["resnet50", "vgg16", "bert_base"])
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "4gbit"], help="before scaling")
+    parser.add_argument("--strategies", nargs="+", default=["allreduce", "dear:plan=fixed"])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--scale", type=float, default=0.25, help="of models and rates (0.25)")
+    parser.add_argument("--iterations", type=int, default=6, help="timed ones of each row (6)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often rows take turns (2)")
+    parser.add_argument("--json", type=Path, default=Path("out/simulator.json"))
+    return parser.parse_args()
+
+
+def compared(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
+    """Measure and simulate one model at one rate."""
+    config = BenchConfig(
+        lab=f"star:{args.workers}@{rate}",
+        model=f"paced:{model}@{args.scale:g}",
+        strategies=tuple(args.strategies),
+        iterations=args.iterations,
+        rounds=args.rounds,
+        warmup=2,
+        measure=False,
+    )
+    checked = config.check()
+    raw = runner.run(config, command=sys.argv).report.to_json()
+    rows = []
+    for row, peer in zip(raw["runs"], checked.rows, strict=True):
+        simulated = simulate(checked, peer)
+        lab = row["iteration_s"]["median"]
+        rows.append(
+            {
+                "strategy": row["strategy"],
+                "lab_s": lab,
+                "simulated_s": simulated,
+                "off_percent": 100 * (simulated / lab - 1),
+            }
+        )
+    return {"model": model, "rate": rate, "rows": rows, "missed": list(missed(model, rate, rows))}
+
+
+def simulate(checked: Checked, row: Peer) -> float:
+    """Seconds of the row's median iteration in virtual time, on the lab's links."""
+    if checked.model.profile is None or row.strategy is None:
+        raise UsageError(
+            f"{row.text} with {checked.config.model}: strategies and paced models only"
+        )
+    links = simulator.Links(bytes_per_s=checked.lab.rate / 8 * GOODPUT, count=checked.lab.rails)
+    model = simulator.of_profile(checked.model.profile)
+    return simulator.simulate(model, row.strategy.choices(), checked.workers, links).median_s
+
+
+def missed(model: str, rate: str, rows: list[dict[str, Any]]) -> Any:
+    for row in rows:
+        if abs(row["off_percent"]) > 100 * WITHIN:
+            yield f"{model} at {rate}, {row['strategy']}: {row['off_percent']:+.1f}%"
+    for a, b in itertools.combinations(rows, 2):
+        lab, simulated = a["lab_s"] / b["lab_s"], a["simulated_s"] / b["simulated_s"]
+        if not 1 / (1 + WITHIN) < lab < 1 + WITHIN and (lab > 1) != (simulated > 1):
+            yield f"{model} at {rate}: {a['strategy']} and {b['strategy']} are ranked wrongly"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
