@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import wingbeat
-from helpers.training import batch, engine, net, on, sgd
+from helpers.training import backward, batch, engine, net, on, sgd
 from wingbeat import sync
 from wingbeat.transport.world import World
 
@@ -50,5 +50,51 @@ def test_buffers_are_used_again_unless_gradients_are_kept(name: str, keep: bool)
         for grad, then in kept:
             assert torch.equal(grad, then), "a gradient that was kept has changed"
         sync.release(model, optimizer)
+
+    on(2, body)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_values_put_into_a_gradient_count(name: str) -> None:
+    """``p.grad.data = ...`` leaves the object in place, but takes its memory away."""
+
+    def body(world: World) -> Any:
+        model = net()
+        model, optimizer = sync.distribute(
+            model, sgd(model.parameters()), STRATEGIES[name], world=world
+        )
+        seen = []
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            weight = model.head.weight
+            weight.grad.data = torch.full((3, 7), 10.0)
+            backward(model, world.rank, 50 + step)
+            seen.append(weight.grad.clone())
+            optimizer.zero_grad()
+            backward(model, world.rank, 50 + step)
+            seen[-1] -= weight.grad
+        return seen
+
+    for seen in on(2, body):
+        for added in seen:
+            torch.testing.assert_close(added, torch.full((3, 7), 10.0), rtol=0.0, atol=0.05)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_that_are_left_after_release_have_memory_of_their_own(name: str) -> None:
+    """One that is kept does not keep a whole bucket."""
+
+    def body(world: World) -> None:
+        model = net()
+        model, optimizer = sync.distribute(
+            model, sgd(model.parameters()), STRATEGIES[name], world=world
+        )
+        backward(model, world.rank, 0)
+        sync.release(model, optimizer)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(grads) == 7
+        for grad in grads:
+            assert grad.untyped_storage().nbytes() == grad.nbytes
 
     on(2, body)

@@ -215,6 +215,33 @@ def test_gradients_that_were_only_clipped_are_not_left_for_the_next_step() -> No
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+class _Halving(torch.optim.SGD):
+    """Puts other memory behind its gradients, as old optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.data = param.grad.data * 0.5
+        super().step()
+
+
+def test_an_optimizer_may_give_its_gradients_other_memory() -> None:
+    def trained(strategy: Any) -> dict[str, torch.Tensor]:
+        def body(world: Any) -> Any:
+            model = net()
+            optimizer = _Halving(model.parameters(), lr=0.1)
+            model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+            train(model, optimizer, range(4))
+            return weights(model)
+
+        return on(2, body)[0]
+
+    dear = trained(wingbeat.DeAR(plan="fixed", mb=0.001))
+    for name, weight in trained(wingbeat.AllReduce(mb=0.001)).items():
+        torch.testing.assert_close(dear[name], weight, rtol=1e-5, atol=1e-6)
+
+
 class _Failing(torch.optim.SGD):
     """Fails once, when told to."""
 

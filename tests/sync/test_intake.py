@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import wingbeat
 from helpers.training import TINY_MB, assert_same, backward, batch, net, on, sgd, train, weights
@@ -60,6 +61,26 @@ def test_a_backward_after_one_cut_short_starts_from_nothing(strategy: Any) -> No
             _cut_short(model, world.rank)
         backward(model, world.rank, 0)
         return _gradients(model)
+
+    got = on(2, lambda world: body(world, True))
+    assert_same(got, on(2, lambda world: body(world, False)))
+
+
+@strategies
+def test_a_backward_cut_short_drops_what_it_would_have_been_added_to(strategy: Any) -> None:
+    """Also what a step has used up: nobody has to call ``zero_grad`` for it any more."""
+
+    def body(world: Any, fail: bool) -> Any:
+        model, optimizer = _distributed(world, strategy)
+        train(model, optimizer, [0])
+        if fail:
+            model(batch(49, world.rank))
+            _cut_short(model, world.rank)
+        else:
+            optimizer.zero_grad()
+        backward(model, world.rank, 1)
+        optimizer.step()
+        return weights(model)
 
     got = on(2, lambda world: body(world, True))
     assert_same(got, on(2, lambda world: body(world, False)))
@@ -123,6 +144,30 @@ def test_a_backward_of_its_own_after_one_that_was_not_synchronised(strategy: Any
             loss.backward()  # synchronised, as no forward has decided otherwise
             optimizer.step()
             optimizer.zero_grad()
+        return weights(model)
+
+    first, second = on(2, body)
+    assert_same(first, second)
+
+
+@strategies
+def test_a_forward_run_again_in_backward_decides_nothing(strategy: Any) -> None:
+    """As checkpointing does with a whole model, here after ``no_sync`` has been left."""
+
+    def body(world: Any) -> Any:
+        model, optimizer = _distributed(world, strategy)
+        for step in range(2):
+            optimizer.zero_grad()
+            x = batch(step, world.rank).requires_grad_()
+            with model.no_sync():
+                loss = checkpoint(model, x, use_reentrant=False).square().mean()
+            loss.backward()
+            alone = net()
+            alone.load_state_dict(model.state_dict())
+            backward(alone, world.rank, step)
+            torch.testing.assert_close(model.head.weight.grad, alone.head.weight.grad)
+            backward(model, world.rank, 50 + step)
+            optimizer.step()
         return weights(model)
 
     first, second = on(2, body)

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import wingbeat
-from helpers.training import TINY_MB, Net, assert_same, backward, engine, net, on, sgd, weights
+from helpers.training import (
+    TINY_MB,
+    Net,
+    assert_same,
+    backward,
+    batch,
+    engine,
+    net,
+    on,
+    sgd,
+    weights,
+)
 from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.sync.pending import PendingGradient
@@ -147,6 +158,62 @@ def test_after_its_engine_it_is_what_is_left() -> None:
         sync.release(model, optimizer)
         del optimizer
         assert torch.equal(kept.clone(), whole)
+
+    on(2, body)
+
+
+def test_one_that_was_added_to_is_none_later_where_nobody_has_a_gradient() -> None:
+    """It stays where autograd finds it, but only while autograd is adding to it."""
+
+    def body(world: Any) -> None:
+        model, optimizer = _distributed(world)
+        backward(model, world.rank, 0)
+        backward(model, world.rank, 1)  # begins with the head, and adds to what stands there
+        optimizer.zero_grad()
+        model.first(batch(2, world.rank)).sum().backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        assert {name for name, grad in found.items() if grad is not None} == {
+            "first.weight",
+            "first.bias",
+        }
+
+    on(2, body)
+
+
+def test_the_first_gradient_of_a_parameter_that_nobody_had_used_before() -> None:
+    """Added to what stands for one, before anybody has asked whether there was any."""
+
+    def body(world: Any) -> Any:
+        model, optimizer = _distributed(world)
+        model.second(torch.tanh(model.first(batch(0, world.rank)))).sum().backward()
+        hidden = torch.tanh(model.second(torch.tanh(model.first(batch(1, world.rank)))))
+        model.head(hidden).square().mean().backward()  # the head's own gradients come first
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        return grads
+
+    model = net()
+    for rank in range(2):
+        model.second(torch.tanh(model.first(batch(0, rank)))).sum().backward()
+        hidden = torch.tanh(model.second(torch.tanh(model.first(batch(1, rank)))))
+        model.head(hidden).square().mean().backward()
+    wanted = {name: p.grad / 2 for name, p in model.named_parameters() if p.grad is not None}
+    for found in on(2, body):
+        assert_same(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_who_lists_parameters_finds_plain_gradients(stepped: bool) -> None:
+    """Not what stands for them: it has no memory, which code in C++ may ask for."""
+
+    def body(world: Any) -> None:
+        model, optimizer = _distributed(world)
+        backward(model, world.rank, 0)
+        if stepped:
+            optimizer.step()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(grads) == 7
+        assert {type(grad) for grad in grads} == {Tensor}
 
     on(2, body)
 

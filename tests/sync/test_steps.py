@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import wingbeat
+from helpers.training import TINY_MB, backward, engine, net, on, sgd, train
+from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.sync import steps
-from wingbeat.sync.bucket import TURNS
+from wingbeat.sync.bucket import TURNS, Bucket, Slot
 from wingbeat.sync.steps import Steps
 from wingbeat.transport import loopback
 
@@ -47,3 +51,44 @@ def test_channels_count_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_step_more_or_less_always_shows() -> None:
     assert TURNS > 2
+
+
+def _bucket() -> Bucket:
+    return Bucket(0, [Slot(0, "weight", torch.nn.Parameter(torch.zeros(3)))])
+
+
+@pytest.mark.parametrize("steps", range(2 * TURNS))
+@pytest.mark.parametrize("ahead", [0, 1, None])
+def test_what_buckets_carry_tells_one_step_more(steps: int, ahead: int | None) -> None:
+    """None: a worker without batches, whose steps do not count."""
+    mine, other = _bucket(), _bucket()
+    mine.write_tail(steps)
+    other.write_tail(None if ahead is None else steps + ahead)
+    mine.flat += other.flat
+    assert mine.in_step() == (ahead != 1)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "dear", "sharded"])
+def test_who_reads_gradients_is_told_of_a_step_that_was_skipped(name: str) -> None:
+    """Not only by the next step, which may come after decisions by wrong gradients."""
+    strategy: Any = {
+        "allreduce": wingbeat.AllReduce(mb=TINY_MB),
+        "dear": wingbeat.DeAR(plan="fixed", mb=TINY_MB),
+        "sharded": wingbeat.DeAR(plan="fixed", mb=TINY_MB, shard_optimizer=True),
+    }[name]
+
+    def body(world: Any) -> None:
+        model = net()
+        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        train(model, optimizer, range(2))
+        engine(model).steps_made.count += world.rank  # the shards' rounds would notice earlier
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match=r"rank 0 2, rank 1 3\b"):
+            _read(model, world.rank)
+
+    on(2, body)
+
+
+def _read(model: Any, rank: int) -> None:
+    backward(model, rank, 2)
+    model.head._parameters["weight"].grad.norm()

@@ -120,13 +120,9 @@ class Bucketing:
         return self._ready_order
 
     def rebuild(self) -> None:
-        """Make buckets anew, between iterations; gradients that still count move along."""
+        """Make buckets anew, between iterations; gradients stay in the old ones until taken in."""
         for bucket in self.buckets:
             bucket.settle()
-        for slot in self.slots:
-            grad = slot.param.grad
-            if grad is not None and slot.holds(grad):
-                slot.param.grad = slot.view  # of the old buffer
         self.build()
 
     def build(self) -> None:

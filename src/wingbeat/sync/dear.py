@@ -167,14 +167,12 @@ class DearEngine(Engine):
     def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
         """Step at once on whole gradients: the user's hooks are to see these and new parameters."""
         self.settle()
-        self.phase = Phase.IDLE
         if closure is None:
             return super().step()
 
         def whole() -> Any:
             loss = closure()
             self.settle()
-            self.phase = Phase.IDLE
             return loss
 
         return super().step(whole)
@@ -331,7 +329,7 @@ class DearEngine(Engine):
         # Gradients made since step() belong to the next one, as do zeros asked for meanwhile.
         later = [slot.param.grad for slot in slots]
         for slot in slots:
-            slot.param.grad = slot.view
+            slot.show()
         version = bucket.flat._version
         try:
             self.partial.step([slot.param for slot in slots], snapshot)

@@ -152,7 +152,6 @@ class Engine(Intake):
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.holds(slot.param.grad):
-                    bucket.settle()
                     slot.param.grad = slot.view.clone()
 
     def close(self) -> None:

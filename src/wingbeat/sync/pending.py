@@ -86,6 +86,8 @@ class PendingGradient(torch.Tensor):
             engine.show_gradient(slot)
             if slot.pending is self:
                 slot.bucket.settle()
+                if slot.param.grad is slot.shown:
+                    view = slot.shown  # its data may be assigned to, unlike the view's
         return view
 
 

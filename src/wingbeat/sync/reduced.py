@@ -8,32 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from wingbeat.sync.bucket import Bucket
-from wingbeat.types import Span
 
 if TYPE_CHECKING:
     from wingbeat.sync.engine import Engine
 
 
 def owned_parts(engine: Engine, bucket: Bucket) -> Iterator[torch.Tensor]:
-    """Yield this worker's reduced block of the bucket, cut to the optimizer's parameters."""
+    """Yield this worker's reduced block of the bucket, without what follows the gradients.
+
+    All of these are the optimizer's: where another one has some, gradients are gathered first.
+    """
     mine = engine.collectives.owned(bucket.flat.numel())
-    for span in _optimized_spans(engine, bucket):
-        start, stop = max(span.start, mine.start), min(span.stop, mine.stop)
-        if start < stop:
-            yield bucket.flat[start:stop]
-
-
-def _optimized_spans(engine: Engine, bucket: Bucket) -> Iterator[Span]:
-    start = end = 0
-    for slot in bucket.slots:
-        size = slot.param.numel()
-        if not engine.partial.owns(slot.param):
-            if end > start:
-                yield Span(start, end)
-            start = end + size
-        end += size
-    if end > start:
-        yield Span(start, end)
+    stop = min(mine.stop, bucket.numel)
+    if mine.start < stop:
+        yield bucket.flat[mine.start : stop]
 
 
 def global_norm(engine: Engine, parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
