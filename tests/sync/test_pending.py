@@ -26,8 +26,8 @@ from helpers.training import (
 )
 from wingbeat import sync
 from wingbeat.errors import UsageError
+from wingbeat.schedules.dear import Phase
 from wingbeat.sync.pending import PendingGradient
-from wingbeat.sync.phase import Phase
 
 
 def _distributed(world: Any, mb: float = TINY_MB) -> tuple[Any, Any]:

@@ -252,12 +252,19 @@ class Executor:
         job.receive()
 
     def _drain(self, job: Job) -> None:
-        for pending, transfer, _ in job.sends:
-            self._await(job, pending, transfer)
+        self._await_sends(job)
         for chunk in job.packed:
             self._scratch.give(chunk)
         job.drop()
         job.finish()
+
+    def _await_sends(self, job: Job) -> None:
+        """Wait until all is sent. After this no local name refers to the buffer's chunks.
+
+        Whoever waits for the job may look who else refers to its buffer.
+        """
+        for pending, transfer, _ in job.sends:
+            self._await(job, pending, transfer)
 
     def _announce(self, job: Job, transfer: Transfer) -> None:
         if job.packing is not None:

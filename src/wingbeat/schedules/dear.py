@@ -41,6 +41,8 @@ class Phase(enum.Enum):
     """Each worker has (or will have) the sum of its own blocks."""
     WHOLE = enum.auto()
     """Everywhere, because somebody wanted to see them."""
+    LOST = enum.auto()
+    """They were added to gradients that a sharded step had used up, and count for nothing."""
 
 
 class Dear:

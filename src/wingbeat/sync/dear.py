@@ -1,8 +1,7 @@
-"""DeAR: reduce-scatter under backward (BackPipe), all-gather under the next forward (FeedPipe).
+"""DeAR's gradients and updates: neither is there before somebody looks.
 
-Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-Pipelining", 2023, section III-B. Unlike the authors' code, all-gathers are queued all at once, so
-that the links are never idle, and an update that is due is made before anybody reads.
+What starts when is the schedule's (`wingbeat.schedules.dear`). Here pending gradients stand in
+``p.grad`` until they are whole, and parameters are marked until their update is made.
 """
 
 from __future__ import annotations
@@ -10,13 +9,23 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from wingbeat.collectives import Handle
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
+from wingbeat.schedules import Dear
+from wingbeat.schedules.dear import Phase
+from wingbeat.schedules.events import (
+    BackwardBegins,
+    BackwardEnds,
+    GradientsDropped,
+    GradientsNeeded,
+    ParametersNeeded,
+    PartsNeeded,
+    StepCalled,
+)
 from wingbeat.sync import reduced, scaler
 from wingbeat.sync.ambient import Ambient
 from wingbeat.sync.attach import in_backward
@@ -25,7 +34,6 @@ from wingbeat.sync.convert import overlapping
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.pending import PendingGradient
-from wingbeat.sync.phase import Phase
 from wingbeat.sync.separable import steps_apart
 from wingbeat.sync.stale import StaleParameters
 
@@ -40,19 +48,14 @@ PROVING_STEPS = 2
 
 
 class DearEngine(Engine):
-    """Splits each all-reduce in two, and each optimizer step by bucket.
+    """Hides gradients that are not whole, and makes each bucket's update when it is needed."""
 
-    Every backward's reduce-scatters are followed by one round of all-gathers, whatever becomes of
-    the gradients and whenever it is asked for: so the collectives of all workers match, also where
-    a worker drops its gradients or looks at them alone.
-    """
-
-    phase = Phase.IDLE
+    make_schedule: ClassVar[type[Dear]] = Dear
+    schedule: Dear
     _steps = 0
     _writes_gradients = False
     _added_to: Slot | None = None
-    _gathers_at_once = True
-    _gathering = False
+    _snapshot: GroupSnapshot
     _ambient: Ambient
 
     def _start(self) -> None:
@@ -87,17 +90,6 @@ class DearEngine(Engine):
         for slot in bucket.slots:
             slot.pending = PendingGradient(slot, me)
 
-    def launch(self, bucket: Bucket) -> None:
-        """BackPipe: start the bucket's reduce-scatter."""
-        bucket.wire = self.wiring.launching(bucket)
-        self.start_scatter(bucket)
-
-    def start_scatter(self, bucket: Bucket) -> None:
-        """Sum the bucket's blocks on their owners."""
-        bucket.handle = self.collectives.reduce_scatter(
-            bucket.flat, bucket=bucket.index, wire=bucket.wire
-        )
-
     def store(self, slot: Slot) -> None:
         """Hide the gradient: what the buffer holds until the all-gather is no gradient."""
         if slot.used:
@@ -106,41 +98,30 @@ class DearEngine(Engine):
     def before_backward(self) -> None:
         """Finish the last step, and gather gradients that this backward adds to."""
         self.flush()
-        if self.phase is Phase.REDUCED:
-            self._gather()
-        self.phase = Phase.IDLE
-        self._show_gradients()
+        self.tell(BackwardBegins())
 
     def finish_backward(self) -> None:
-        """Do not wait: reduce-scatters may go on while the optimizer's step is called.
+        """Do not wait: what has been started may go on while the optimizer's step is called.
 
-        All-gathers are queued behind them at once, so that a worker may look at its gradients while
-        the others wait for it; unless gradients are clipped or unscaled in parts before. Whether
-        another worker has a gradient where this one has none is not known yet.
+        Whether another worker has a gradient where this one has none is not known yet.
         """
-        self.phase = Phase.REDUCED
-        self._gathering = False
-        if self._gathers_at_once or self._others:
-            self._start_gathers()
+        others = self._others
+        self.tell(BackwardEnds(looked_at=bool(others)))
         for slot in self.slots:
             slot.param.grad = slot.pending
         # Another optimizer asks first whether there is a gradient at all.
-        self._show_gradients_of(self._others)
+        self._show_gradients_of(others)
+
+    def after_cut_short(self) -> None:
+        """The other workers do not know: for them this backward ends like any other."""
+        self.tell(BackwardEnds())
 
     def discard(self) -> None:
         """Let the links finish; the sums are not used, but the others may want to have them."""
-        if self.phase is Phase.REDUCED:
-            self._start_gathers()
-        self.phase = Phase.IDLE
-
-    def recover(self) -> None:
-        """After a backward that an exception cut short: keep in step with the other workers."""
-        if self._cut_short:
-            self.phase, self._gathering = Phase.REDUCED, False
-        super().recover()
+        self.tell(GradientsDropped())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """FeedPipe: let every bucket be updated when it is needed, and return at once.
+        """Let every bucket be updated when it is needed, and return at once.
 
         A ``closure`` is called once, before. An optimizer that cannot be run on some of its
         parameters steps at once, on whole gradients, and calls the closure as it likes.
@@ -152,30 +133,35 @@ class DearEngine(Engine):
         if self.phase is not Phase.REDUCED or self._replaced():
             self._step_whole(None)
             return loss
-        self.phase = Phase.IDLE
         self._steps += 1
         self.steps_made.count += 1
-        snapshot = self.partial.snapshot()
+        self._snapshot = self.partial.snapshot()
         self._ambient = Ambient(self.buckets[0].flat.device)
-        self._start_gathers()
-        for bucket in self.forward_buckets:
-            bucket.snapshot = snapshot
-            self.stale.mark(slot.param for slot in bucket.slots if self.partial.owns(slot.param))
-        self.step_outside(snapshot)
+        self.tell(StepCalled())
+        self.step_outside(self._snapshot)
         return loss
 
     def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
         """Step at once on whole gradients: the user's hooks are to see these and new parameters."""
         self.settle()
-        if closure is None:
-            return super().step()
 
         def whole() -> Any:
+            assert closure is not None
             loss = closure()
             self.settle()
             return loss
 
-        return super().step(whole)
+        return self.tell(StepCalled(in_parts=False), whole if closure is not None else None)
+
+    def defer(self, bucket: Bucket) -> None:
+        """FeedPipe: keep the step's settings, and have whoever reads a parameter update it."""
+        bucket.snapshot = self._snapshot
+        self.stale.mark(slot.param for slot in bucket.slots if self.partial.owns(slot.param))
+
+    @property
+    def phase(self) -> Phase:
+        """Where the gradients of the last backward are."""
+        return self.schedule.phase
 
     def evaluate(self, closure: Callable[[], Any] | None) -> Any:
         """Call the closure, if there is one, as optimizers do."""
@@ -215,9 +201,11 @@ class DearEngine(Engine):
     def before_module(self, buckets: Sequence[Bucket]) -> None:
         """Bring the parameters up to date that the module is about to read."""
         with self.lock:
-            for bucket in buckets:
-                if bucket.snapshot is not None:
-                    self._apply(bucket)
+            due = [bucket.index for bucket in buckets if bucket.snapshot is not None]
+            if due:
+                # As if at the moment of the step that the updates belong to.
+                with self._ambient.restored():
+                    self.tell(ParametersNeeded(tuple(due)))
 
     def refresh(self, params: Sequence[torch.Tensor]) -> None:
         """Bring these parameters up to date, as somebody is about to read them."""
@@ -234,14 +222,11 @@ class DearEngine(Engine):
         super().settle()
         if not self.amid_backward:  # else they are on their way
             self.settle_gradients()
-            self._show_gradients()
+            self.show_gradients()
 
     def settle_gradients(self) -> None:
         """Gather what is only reduced, and show it in ``p.grad``."""
-        if self.phase is Phase.REDUCED:
-            self._gather()
-            self.phase = Phase.WHOLE
-            self._show_gradients()
+        self.tell(GradientsNeeded())
 
     def show_gradient(self, slot: Slot) -> None:
         """Make ``slot``'s view whole, because somebody touches what stands for it in ``p.grad``.
@@ -268,7 +253,7 @@ class DearEngine(Engine):
                 "short; call optimizer.zero_grad() and run the backward again"
             )
 
-    def _show_gradients(self) -> None:
+    def show_gradients(self) -> None:
         """Put whole gradients in the place of pending ones, and None where nobody has any."""
         self._show_gradients_of(self.slots)
 
@@ -286,42 +271,15 @@ class DearEngine(Engine):
             else:
                 slot.param.grad = None
 
-    def _start_gathers(self) -> None:
-        """Queue every all-gather, first needed first, unless that is done."""
-        if not self._gathering:
-            for bucket in self.forward_buckets:
-                self._start_gather(bucket)
-        self._gathering = True
-
-    def _start_gather(self, bucket: Bucket) -> None:
-        bucket.handle = self.collectives.all_gather(
-            bucket.flat, bucket=bucket.index, after=bucket.handle, wire=bucket.wire
-        )
-
-    def _gather(self) -> None:
-        """Make all gradients whole now, because somebody looks at them before ``step``."""
-        self._start_gathers()
-        with self.exposed():
-            for bucket in self.forward_buckets:
-                bucket.settle()
-        for bucket in self.buckets:
-            self.check_in_step(bucket)
-
-    def _apply(self, bucket: Bucket) -> None:
-        """Run the update of one bucket, as if at the moment of the step that it belongs to."""
-        with self._ambient.restored():
-            handle: Handle | None = bucket.handle
-            if handle is not None:
-                with self.exposed(bucket.index):
-                    self._wait_for(handle)
-            self.check_in_step(bucket)
-            snapshot, bucket.snapshot = bucket.snapshot, None
-            assert snapshot is not None
-            self.stale.clear(slot.param for slot in bucket.slots)
-            begin = time.monotonic_ns()
-            self._update_bucket(bucket, snapshot)
-            if stream.on:
-                stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
+    def update(self, bucket: Bucket) -> None:
+        """Run the update of one bucket, whose gradients are whole."""
+        snapshot, bucket.snapshot = bucket.snapshot, None
+        assert snapshot is not None
+        self.stale.clear(slot.param for slot in bucket.slots)
+        begin = time.monotonic_ns()
+        self._update_bucket(bucket, snapshot)
+        if stream.on:
+            stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
 
     def _update_bucket(self, bucket: Bucket, snapshot: GroupSnapshot) -> None:
         whole = bucket.contributed()
@@ -342,23 +300,25 @@ class DearEngine(Engine):
                 if slot.param.grad is slot.pending:
                     slot.param.grad = None  # nobody has used it
 
-    def _wait_for(self, handle: Handle) -> None:
-        """Wait until the optimizer may use what an all-gather has brought.
+    def wait_for(self, bucket: Bucket, whole: bool) -> None:
+        """Wait until what was started last on the bucket is done.
 
-        It may be read while the rest of the buffer is still being sent on to others, but some
-        optimizers write to gradients (SGD with ``nesterov`` and ``foreach``). In the first two
-        steps it shows whether this one does.
+        What an update reads may still be on its way to others, unless the optimizer writes to
+        gradients (SGD with ``nesterov`` and ``foreach``). In the first two steps it shows whether
+        this one does.
         """
-        if self._writes_gradients or self._steps <= PROVING_STEPS:
-            handle.wait()
+        if bucket.snapshot is None or bucket.handle is None:
+            super().wait_for(bucket, whole)
+        elif self._writes_gradients or self._steps <= PROVING_STEPS:
+            bucket.handle.wait()
         else:
-            handle.wait_received()
+            bucket.handle.wait_received()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the norm over all workers' reduced blocks: one small exchange, no gather."""
         self.last_clip = (max_norm, norm_type)
         self.recover()
-        self._hold_gathers()
+        self.tell(PartsNeeded())
         if self.phase is not Phase.REDUCED:
             self.settle()
             return super().clip_grad_norm_(max_norm, norm_type)
@@ -372,22 +332,12 @@ class DearEngine(Engine):
     def scaler_groups(self) -> list[dict[str, Any]] | None:
         """Show a GradScaler this worker's reduced blocks; None where it needs whole gradients."""
         self.recover()
-        self._hold_gathers()
+        self.tell(PartsNeeded())
         if self.phase is not Phase.REDUCED or self.shadowed:
             return None
         device = self.buckets[0].flat.device
         return scaler.groups_of(self._reduced_parts(), self.collectives, device)
 
-    def _hold_gathers(self) -> None:
-        """From here on change blocks before they are gathered; this time they are already."""
-        self._gathers_at_once = False
-        if self.phase is Phase.REDUCED and self._gathering:
-            self.settle_gradients()
-
     def _reduced_parts(self) -> list[torch.Tensor]:
-        """Wait for all reduce-scatters; return what this worker has of the gradients."""
-        with self.exposed():
-            for bucket in self.buckets:
-                if bucket.handle is not None:
-                    bucket.handle.wait()
+        """Return what this worker has of the gradients, which is all there."""
         return [part for bucket in self.buckets for part in reduced.owned_parts(self, bucket)]

@@ -7,18 +7,32 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
+from wingbeat.schedules.events import (
+    BucketReady,
+    Defer,
+    Event,
+    Planned,
+    Schedule,
+    Show,
+    Start,
+    Step,
+    StepCalled,
+    Update,
+    Wait,
+)
 from wingbeat.sync.attach import attach, in_backward
 from wingbeat.sync.bucket import Bucket
 from wingbeat.sync.bucketing import Bucketing, ignored, synchronised
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.convert import refuse_fused_layouts
+from wingbeat.sync.exchange import Exchange
 from wingbeat.sync.intake import Intake
 from wingbeat.sync.merging import LayerMerging
 from wingbeat.sync.partial import PartialOptimizer
@@ -42,7 +56,14 @@ os.register_at_fork(before=_flush_all)
 
 
 class Engine(Intake):
-    """Synchronises one model's gradients; subclasses say which collectives run when."""
+    """Synchronises one model's gradients: tells its schedule what happens, and does what it says.
+
+    Attributes:
+        make_schedule: makes the schedule.
+        checked: whether workers are known to be in step in the present iteration.
+    """
+
+    make_schedule: ClassVar[type[Schedule]]
 
     def __init__(
         self,
@@ -65,6 +86,7 @@ class Engine(Intake):
         self.wiring = Wiring(choices.wire, self.bucketing.slots, collectives)
         self.tuning: SizeTuning | None = None
         self.merging: LayerMerging | None = None
+        self.exchange = Exchange(collectives, self.wiring)
         self.steps_made = Steps(world)
         self.last_clip: tuple[float, float] | None = None
         self.before_synced_forward: Callable[[], Any] | None = None
@@ -82,6 +104,7 @@ class Engine(Intake):
         return type(None), ()
 
     def _start(self) -> None:
+        self.schedule = self.make_schedule()
         if self.choices.tuning is not None:
             self.tuning = SizeTuning(
                 self.choices.tuning, self.choices, self.bucketing, self.collectives
@@ -91,6 +114,7 @@ class Engine(Intake):
                 self.choices.merging, self.choices, self.bucketing, self.wiring, self.collectives
             )
         self.bucketing.build()
+        self._tell_plan()
         self._handles = attach(self)
         _ENGINES.add(self)
 
@@ -104,7 +128,67 @@ class Engine(Intake):
         """The buckets of the plan in force, first needed first."""
         return self.bucketing.forward_buckets
 
-    # -- what a schedule decides ---------------------------------------------------------
+    # -- what the schedule says ----------------------------------------------------------
+
+    def tell(self, event: Event, closure: Callable[[], Any] | None = None) -> Any:
+        """Do what the schedule has to say to ``event``; return what a step has returned, if any."""
+        returned = None
+        for command in self.schedule.react(event):
+            match command:
+                case Start(operation, number, chained):
+                    self.exchange.start(operation, self.buckets[number], chained)
+                case Wait(number, whole):
+                    self._wait(self.buckets[number], whole)
+                case Show():
+                    self.show_gradients()
+                case Defer(number):
+                    self.defer(self.buckets[number])
+                case Update(number):
+                    self.update(self.buckets[number])
+                case Step():
+                    self.steps_made.count += 1
+                    returned = self.partial.whole_step(closure)
+        return returned
+
+    def _tell_plan(self) -> None:
+        self.tell(Planned(tuple(bucket.index for bucket in self.forward_buckets)))
+
+    def _wait(self, bucket: Bucket, whole: bool) -> None:
+        with self.exposed(bucket.index):
+            self.wait_for(bucket, whole)
+        if whole and not self.checked:
+            self.check_in_step(bucket)
+            self.checked = True
+
+    def wait_for(self, bucket: Bucket, whole: bool) -> None:
+        """Wait until what was started last on the bucket is done."""
+        if whole:
+            bucket.settle()
+        elif bucket.handle is not None:
+            bucket.handle.wait()
+
+    def show_gradients(self) -> None:
+        """Put whole gradients in the place of what stands for them in ``p.grad``."""
+
+    def defer(self, bucket: Bucket) -> None:
+        """Remember that the bucket's update is due."""
+        raise NotImplementedError
+
+    def update(self, bucket: Bucket) -> None:
+        """Make the bucket's update that is due."""
+        raise NotImplementedError
+
+    def launch(self, bucket: Bucket) -> None:
+        """Send a bucket, whose gradients are complete, on its way."""
+        bucket.wire = self.wiring.launching(bucket)
+        self.tell(BucketReady(bucket.index))
+
+    def rebucket(self) -> None:
+        """Change to the next plan; every worker does so before the same backward."""
+        super().rebucket()
+        self._tell_plan()
+
+    # -- what kinds of engines differ in --------------------------------------------------
 
     def flush(self) -> None:
         """Apply updates that are still under way."""
@@ -126,10 +210,9 @@ class Engine(Intake):
         return None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the optimizer's own step: gradients are whole, unless a schedule defers that."""
+        """Run the optimizer's own step on whole gradients, unless a kind of engine defers it."""
         self.recover()
-        self.steps_made.count += 1
-        return self.partial.whole_step(closure)
+        return self.tell(StepCalled(in_parts=False), closure)
 
     def visible_state(self) -> Any:
         """Return the optimizer's state for somebody to read: of the last step, if it is here."""

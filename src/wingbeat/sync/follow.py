@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.sync.phase import Phase
+from wingbeat.schedules.dear import Phase
 from wingbeat.sync.rounds import Answer
 from wingbeat.sync.values import decode, encode
 

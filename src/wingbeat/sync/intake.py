@@ -47,6 +47,7 @@ class Intake:
         self._skipping = False
         self._shadowing = False
         self._next = 0
+        self.checked = False
 
     @property
     def slots(self) -> list[Slot]:
@@ -87,6 +88,9 @@ class Intake:
     def finish_backward(self) -> None:
         """Called when every bucket of a backward has been launched."""
         raise NotImplementedError
+
+    def after_cut_short(self) -> None:
+        """Called when every bucket of a backward that an exception cut short has been launched."""
 
     def discard(self) -> None:
         """Let the links finish with the last backward's gradients, which are not wanted."""
@@ -161,6 +165,7 @@ class Intake:
                 bucket.renew()
                 self.renewed(bucket)
             bucket.reopen()
+        self.checked = False
 
     def _begin_backward(self) -> None:
         self._open_backward()
@@ -248,6 +253,7 @@ class Intake:
             if self.merging is not None:
                 self.merging.abandon()
             self._launch_all()
+            self.after_cut_short()
             self.discard()
             for slot in self.slots:
                 slot.param.grad = None

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wingbeat.errors import PeerError, UnevenBatchesError, UsageError
+from wingbeat.schedules.dear import Phase
 from wingbeat.sync.attach import in_backward
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.hooks import ModuleHook
 from wingbeat.sync.partial import State
-from wingbeat.sync.phase import Phase
 from wingbeat.sync.sharded import ShardedEngine
 
 if TYPE_CHECKING:

@@ -14,13 +14,16 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.observe.events import stream
+from wingbeat.schedules import Dear
+from wingbeat.schedules.dear import Phase
+from wingbeat.schedules.events import BackwardBegins, BackwardEnds, BucketReady
 from wingbeat.sync import elementwise, follow
 from wingbeat.sync.ambient import Ambient
 from wingbeat.sync.bucket import Bucket, Slot
@@ -28,7 +31,6 @@ from wingbeat.sync.convert import refuse_overlapping
 from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.pending import PendingGradient
-from wingbeat.sync.phase import Phase
 from wingbeat.sync.rounds import Answer, Intent, Rounds
 from wingbeat.sync.shards import DividedState, Piece, Shards
 
@@ -44,12 +46,13 @@ class ShardedEngine(DearEngine):
         steps: how many steps have been made, also before a restart.
     """
 
-    _gathers_at_once = False
+    schedule: Dear
 
     def _start(self) -> None:
         each = elementwise.prove(self.optimizer, type(self.optimizer).step)
         self._check_same_groups()
         super()._start()
+        self.schedule.at_once = False
         self.steps = 0
         self.shards = Shards(self.optimizer, self.partial, self.collectives, self.slots, each)
         self.shards.build(self.buckets)
@@ -88,7 +91,7 @@ class ShardedEngine(DearEngine):
         """BackPipe, with what is owed to the own block: nothing encodes it a second time."""
         bucket.wire = self.wiring.launching(bucket)
         self.wiring.pay_own(bucket, self.collectives.owned(bucket.flat.numel()))
-        self.start_scatter(bucket)
+        self.tell(BucketReady(bucket.index))
 
     # -- what all do next -----------------------------------------------------------------
 
@@ -125,18 +128,15 @@ class ShardedEngine(DearEngine):
         self.flush()
         if self.phase is not Phase.IDLE:
             self._agree(Intent.ADD)
-            if self.phase is Phase.REDUCED:
-                self._gather()
-        self.phase = Phase.IDLE
-        self._show_gradients()
+        self.tell(BackwardBegins())
 
     def finish_backward(self) -> None:
         """Do not wait; but what was added to used up gradients cannot be used any more."""
-        self.phase, self._gathering = Phase.REDUCED, False
+        self.tell(BackwardEnds())
         for slot in self.slots:
             slot.param.grad = slot.pending
         if self._spent:
-            self.phase = Phase.LOST
+            self.schedule.phase = Phase.LOST
             for slot in self.slots:
                 slot.param.grad = None
         elif self._others and not self._shadowing:
@@ -150,7 +150,7 @@ class ShardedEngine(DearEngine):
                 bucket.settle()
             if self.phase is Phase.REDUCED:
                 self._drop_pending()
-        self.phase = Phase.IDLE
+        self.schedule.phase = Phase.IDLE
 
     def _drop_pending(self) -> None:
         """Have nobody take what is in the buffers for gradients, who has kept a pending one."""
@@ -240,7 +240,7 @@ class ShardedEngine(DearEngine):
         answer = self._agree(Intent.FOLLOW)
         if Intent.STEP in answer.doing:
             follow.step_along(self, answer)
-        self.phase = Phase.IDLE
+        self.schedule.phase = Phase.IDLE
 
     def _refuse_lost(self, what: str) -> None:
         if self._spent:
@@ -281,7 +281,7 @@ class ShardedEngine(DearEngine):
             self._spent += fresh
         self._drop_pending()
         self.steps += 1
-        self.phase = Phase.IDLE
+        self.schedule.phase = Phase.IDLE
 
     @torch.no_grad()
     def _update(self, bucket: Bucket, used: frozenset[int] | None, snapshot: GroupSnapshot) -> None:
@@ -298,12 +298,12 @@ class ShardedEngine(DearEngine):
                 piece.stand_in.grad = grad
                 pairs.append((piece.slot.param, piece.stand_in))
         # The optimizer's own step reads its param groups, and that is no look at gradients.
-        phase, self.phase = self.phase, Phase.IDLE
+        phase, self.schedule.phase = self.phase, Phase.IDLE
         try:
             if pairs:
                 self.partial.step_on(pairs, snapshot, self.shards.state)
         finally:
-            self.phase = phase
+            self.schedule.phase = phase
             for _, stand_in in pairs:
                 stand_in.grad = None
         if stream.on:
@@ -325,6 +325,13 @@ class ShardedEngine(DearEngine):
         for piece in self.shards.pieces_in(bucket):
             bucket.flat[piece.place.start : piece.place.stop].copy_(piece.stand_in)
         bucket.handle = self.collectives.all_gather(bucket.flat, bucket=bucket.index)
+
+    def before_module(self, buckets: Sequence[Bucket]) -> None:
+        """Take over what the module is about to read."""
+        with self.lock:
+            for bucket in buckets:
+                if bucket.snapshot is not None:
+                    self._apply(bucket)
 
     def _apply(self, bucket: Bucket) -> None:
         """Take over the bucket's new parameters."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from wingbeat.schedules import Wfbp
 from wingbeat.sync.engine import Engine
 
 
 class SingleEngine(Engine):
     """Leaves forward and backward alone; the added methods work as with many workers."""
 
+    make_schedule = Wfbp
+
     def _start(self) -> None:
-        pass
+        self.schedule = self.make_schedule()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the optimizer's own step, on gradients that codecs of many workers would leave."""

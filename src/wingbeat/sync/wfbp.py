@@ -1,25 +1,17 @@
-"""Wait-free backpropagation: whole all-reduces under backward, as DDP and Horovod do."""
+"""Wait-free backpropagation: gradients are whole when backward returns."""
 
 from __future__ import annotations
 
-from wingbeat.collectives import Encoded
-from wingbeat.sync.bucket import Bucket, Slot
+from wingbeat.schedules import Wfbp
+from wingbeat.schedules.events import BackwardEnds
+from wingbeat.sync.bucket import Slot
 from wingbeat.sync.engine import Engine
-from wingbeat.wires import TopK
 
 
 class WfbpEngine(Engine):
-    """All-reduces each bucket as it completes; gradients are whole when backward returns."""
+    """Shows the buckets' views as gradients, and has the optimizer step on all of them."""
 
-    def launch(self, bucket: Bucket) -> None:
-        """Start the bucket's all-reduce, or the all-gather of its largest values."""
-        wire = self.wiring.launching(bucket)
-        if isinstance(wire, Encoded) and isinstance(self.choices.wire, TopK):
-            bucket.handle = self.collectives.all_gather_sum(
-                bucket.flat, wire=wire, bucket=bucket.index, velocity=self.wiring.velocity(bucket)
-            )
-        else:
-            bucket.handle = self.collectives.all_reduce(bucket.flat, bucket=bucket.index, wire=wire)
+    make_schedule = Wfbp
 
     def store(self, slot: Slot) -> None:
         """Show the bucket's view as the gradient."""
@@ -28,12 +20,11 @@ class WfbpEngine(Engine):
 
     def finish_backward(self) -> None:
         """Wait for all buckets, so that the user sees averaged gradients."""
-        with self.exposed():
-            for bucket in self.buckets:
-                bucket.settle()
+        self.tell(BackwardEnds())
+
+    def show_gradients(self) -> None:
+        """Show what others had a gradient for, where this worker has none."""
         for bucket in self.buckets:
-            if bucket.dense:
-                continue
-            for slot in bucket.contributed():
-                slot.show()
-        self.check_in_step(self.buckets[0])
+            if not bucket.dense:
+                for slot in bucket.contributed():
+                    slot.show()
