@@ -297,3 +297,66 @@ def test_one_gradient_replaced_unseen_counts_and_unused_ones_are_none(sharded: b
 
     for change in on(2, body):
         torch.testing.assert_close(change, torch.full((3, 7), -0.5))
+
+
+def _with_a_second_optimizer(strategy: Any) -> dict[str, torch.Tensor]:
+    """The distributed optimizer's gradients are clipped; a plain one updates the head."""
+
+    def body(world: Any) -> dict[str, torch.Tensor]:
+        model = net()
+        plain = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        own = sgd([p for name, p in model.named_parameters() if not name.startswith("head")])
+        model, own = sync.distribute(model, own, strategy, world=world)
+        for step in range(5):
+            own.zero_grad()
+            plain.zero_grad()
+            backward(model, world.rank, step)
+            own.clip_grad_norm_(0.05)
+            own.step()
+            plain.step()
+        return weights(model)
+
+    first, second = on(2, body)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    return first
+
+
+def test_another_optimizers_gradients_are_whole_also_where_parts_are_clipped() -> None:
+    wanted = _with_a_second_optimizer(wingbeat.AllReduce(mb=0.0004))
+    got = _with_a_second_optimizer(wingbeat.DeAR(plan="fixed", mb=0.0004))
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, msg=name)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_backward_cut_short_on_one_rank_leaves_the_ranks_in_step(clips: bool) -> None:
+    """All drop that batch; the collectives of the next one still match."""
+
+    def body(world: Any) -> dict[str, torch.Tensor]:
+        model = net()
+        strategy = wingbeat.DeAR(plan="fixed", mb=0.0004)
+        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        for step in range(5):
+            optimizer.zero_grad()
+            handle = None
+            if step in (1, 3) and world.rank == 1:
+                handle = model.second.register_full_backward_hook(_trap)
+            try:
+                backward(model, world.rank, step)
+            except ZeroDivisionError:
+                assert handle is not None
+            if handle is not None:
+                handle.remove()
+            if step not in (1, 3):
+                if clips:
+                    optimizer.clip_grad_norm_(0.05)
+                optimizer.step()
+        return weights(model)
+
+    first, second = on(2, body)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def _trap(*_args: Any) -> None:
+    raise ZeroDivisionError
