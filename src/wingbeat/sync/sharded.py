@@ -32,7 +32,7 @@ from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.pending import PendingGradient
 from wingbeat.sync.rounds import Answer, Intent, Rounds
-from wingbeat.sync.shards import DividedState, Piece, Shards
+from wingbeat.sync.shards import DividedState, Piece, Shards, take_parameter
 
 
 class ShardedEngine(DearEngine):
@@ -343,7 +343,7 @@ class ShardedEngine(DearEngine):
             self.stale.clear(slot.param for slot in bucket.slots)
             own = {piece.slot.index: piece for piece in self.shards.pieces_in(bucket)}
             for slot in self._fresh.pop(bucket.index):
-                _take(slot, own.get(slot.index))
+                take_parameter(slot, own.get(slot.index))
             bucket.snapshot = None
         if stream.on:
             stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
@@ -385,19 +385,6 @@ class ShardedEngine(DearEngine):
         """Apply what is pending, remove every hook, and give the optimizer its state back."""
         super().detach()
         self.optimizer.__dict__["state"] = self.shards.whole()
-
-
-def _take(slot: Slot, own: Piece | None) -> None:
-    """Copy a parameter from its bucket, except for what was updated in place here."""
-    if not slot.param.is_contiguous():
-        slot.param.copy_(slot.view)
-        return
-    whole, source = slot.param.detach().view(-1), slot.view.view(-1)
-    if own is None:
-        whole.copy_(source)
-        return
-    for part in (slice(0, own.span.start), slice(own.span.stop, None)):
-        whole[part].copy_(source[part])
 
 
 def _flush(engine: weakref.ref[ShardedEngine]) -> None:

@@ -87,6 +87,19 @@ class Piece:
         return whole.view(-1)[part] if whole.is_contiguous() else whole.reshape(-1)[part].clone()
 
 
+def take_parameter(slot: Slot, own: Piece | None) -> None:
+    """Copy a parameter from its bucket, except for what was updated in place here."""
+    if not slot.param.is_contiguous():
+        slot.param.copy_(slot.view)
+        return
+    whole, source = slot.param.detach().view(-1), slot.view.view(-1)
+    if own is None:
+        whole.copy_(source)
+        return
+    for part in (slice(0, own.span.start), slice(own.span.stop, None)):
+        whole[part].copy_(source[part])
+
+
 class Layout:
     """Where parameters lie in a bucket's buffer, and what of it is this worker's."""
 
