@@ -13,7 +13,7 @@ from torch import nn
 import wingbeat
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.plans.tuner import SETTLING
+from wingbeat.plans.tuner import SETTLING, Tuner
 from wingbeat.sync.tuning import SizeTuning
 from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport import loopback
@@ -90,6 +90,41 @@ def test_workers_change_buckets_together_and_weights_stay(plan: str, accumulate:
     for weights, _, _ in results:
         for got, want in zip(weights, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+class _Late:
+    """A stopwatch that knows each lap one lap later, as on a GPU."""
+
+    def __init__(self, _device: torch.device) -> None:
+        self.marks = 0
+
+    def lap(self) -> float:
+        self.marks += 1
+        return float(self.marks > 2)
+
+    def restart(self) -> None:
+        self.marks = 1
+
+
+def test_laps_with_the_size_before_are_not_told_as_those_with_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: dict[int, list[float]] = {}
+    report = Tuner.report
+
+    def heard(tuner: Tuner, seconds: float) -> list[float]:
+        row = report(tuner, seconds)
+        if tuner._rank == 0:
+            told.setdefault(int(row[1]), []).append(row[0])
+        return row
+
+    monkeypatch.setattr(Tuner, "report", heard)
+    monkeypatch.setattr("wingbeat.sync.tuning.Stopwatch", _Late)
+    loopback.run(loopback.worlds(2), lambda world: _train(world, 2 * ENDS_WITHIN))
+    assert len(told) == TRIALS
+    for seconds in told.values():
+        assert seconds[:2] == [0.0, 0.0]
+        assert all(seconds[2:])
 
 
 def test_a_plan_file_is_written_and_spares_the_next_run_the_tuning(tmp_path: Path) -> None:
