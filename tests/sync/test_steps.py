@@ -47,3 +47,17 @@ def test_channels_count_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_step_more_or_less_always_shows() -> None:
     assert TURNS > 2
+
+
+def test_nobody_waits_longer_than_the_world_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    for timeout in (2.0, 60.0):
+        first, *_ = loopback.worlds(2, timeout=timeout)
+
+        def get(_key: str, seconds: float) -> str:
+            asked.append(seconds)
+            return "1"
+
+        monkeypatch.setattr(first.store, "get", get)
+        _said(first, 4)
+    assert asked == [2.0, steps.PATIENCE]

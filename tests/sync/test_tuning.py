@@ -182,8 +182,12 @@ def test_a_plan_file_of_another_model_is_replaced(tmp_path: Path) -> None:
     assert seen[0] != seen[1]
 
 
-def test_no_trial_is_of_a_size_that_holds_more_than_the_model(tmp_path: Path) -> None:
+def test_no_trial_is_of_a_size_that_holds_more_than_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "plan.json"
+    told: list[str] = []
+    monkeypatch.setattr("wingbeat.sync.tuning.log.info", lambda words, *_args: told.append(words))
     whole = 8 * sum(p.numel() for p in _network().parameters())
     wide = {"mb": 25.0, "max_mb": 100.0, "plan_file": str(file)}
 
@@ -196,6 +200,7 @@ def test_no_trial_is_of_a_size_that_holds_more_than_the_model(tmp_path: Path) ->
     tried = json.loads(file.read_text())["bytes"]
     assert tried["samples"][0] == whole  # what 25 MB are for this model
     assert max(tried["samples"]) <= whole == tried["range"][1]
+    assert sum("hold the whole model" in words for words in told) == 1
     # The next run takes over what was found in a range that is wider than the model.
     assert all(len({tuple(s) for s in own[1][1:]}) == 1 for own in loopback.run(
         loopback.worlds(3), body))  # fmt: skip

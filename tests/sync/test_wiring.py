@@ -578,3 +578,15 @@ def test_what_is_owed_is_not_read_while_a_codec_is_at_work_on_it() -> None:
 
     for calls, buckets in on(2, body):
         assert calls == ["wait"] * buckets
+
+
+def test_a_state_without_residuals_begins_with_nothing_owed() -> None:
+    def body(world: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = distributed_pull(world, strategy("allreduce", Sketch(if_pays=False)))
+        pull(model, optimizer, range(2), world.rank)
+        assert any(bool(each.any()) for each in owed(model).values())
+        optimizer.load_state_dict(torch.optim.SGD(Pull().parameters(), lr=1.0).state_dict())
+        return owed(model)
+
+    for debts in on(2, body):
+        assert not any(bool(each.any()) for each in debts.values())
