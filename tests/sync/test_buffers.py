@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wingbeat
 from helpers import late
-from helpers.training import TINY_MB, on
+from helpers.training import TINY_MB, assert_same, on
 from wingbeat import sync
 from wingbeat.collectives import Collectives
 from wingbeat.sync.buffers import BufferSync, ByteBuffer, broadcast_now
@@ -192,6 +192,27 @@ def test_what_each_worker_keeps_for_itself_may_differ() -> None:
         return found
 
     assert on(2, body) == [[0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("new", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
+def test_a_buffer_may_be_given_a_tensor_of_another_shape_or_dtype(new: Tensor) -> None:
+    def body(world: Any) -> list[Tensor]:
+        holder: Any = Holder(1.0 + world.rank)
+        buffers = BufferSync(holder, (), Collectives(world))
+        buffers.start(0)
+        buffers.ask(0)
+        buffers.apply()
+        found = []
+        for value in (4.0, 6.0):
+            holder.mine = new + value + world.rank / 3
+            buffers.start(0)
+            buffers.ask(0)
+            buffers.apply()
+            found.append(holder.mine)
+        return found
+
+    for first, second in on(2, body):
+        assert_same([first, second], [new + 4.0, new + 6.0])
 
 
 def test_what_is_written_after_a_backward_stays_until_the_next_forward() -> None:
