@@ -26,3 +26,23 @@ def test_one_matrix_among_the_regions_keeps_chunks_as_large_as_they_can_be() -> 
     flags = Region(Span(640, 5000), Dense())
     assert Coding([matrix, flags]).bytes_per_element == 0.0
     assert Coding([flags]).bytes_per_element > 0.0
+
+
+def test_a_span_is_cut_where_whole_rows_begin_and_end() -> None:
+    """Each piece has a table of its own, so there are no more than it takes."""
+    codec, row = make(wires.of("lowrank@2")), 4096
+    coding = Coding([Region(Span(row, 65 * row), codec, cols=row)])
+    assert codec.nbytes(row) < 2 * codec.nbytes(row // 2)
+
+    def room(start: float, stop: float) -> int:
+        return coding.room(Span(int((1 + start) * row), int((1 + stop) * row)))
+
+    half = codec.nbytes(row // 2)
+    assert room(0, 64) == codec.nbytes(64 * row, row)
+    assert room(0.5, 64) == half + codec.nbytes(63 * row, row)
+    assert room(0, 63.5) == codec.nbytes(63 * row, row) + half
+    assert room(0.5, 63.5) == 2 * half + codec.nbytes(62 * row, row)
+    # No whole row: one piece, whether the end of a row lies in it or not.
+    assert room(0.25, 0.75) == half
+    assert room(0.5, 1.5) == codec.nbytes(row)
+    assert room(0.25, 1.75) == codec.nbytes(row + row // 2)

@@ -214,3 +214,9 @@ def test_a_damaged_fit_is_one_line(path: list[Any], value: Any, words: str) -> N
 def test_what_is_no_dict_is_no_fit() -> None:
     with pytest.raises(UsageError, match=r"probe\.encode is 3"):
         fit_of(3, "probe.encode")
+
+
+def test_each_median_counts_as_much_where_several_are_averaged() -> None:
+    """30, 20 and 10 fall one after the other; their mean is 20, whatever is averaged first."""
+    falling = best_fit([(1.0, 30.0), (2.0, 20.0), (3.0, 10.0), (4.0, 500.0)])
+    assert falling.curve == Pieces((1.0, 2.0, 3.0, 4.0), (20.0, 20.0, 20.0, 500.0))

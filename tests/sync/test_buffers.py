@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wingbeat
 from helpers import late
-from helpers.training import TINY_MB, on
+from helpers.training import TINY_MB, assert_same, on
 from wingbeat import sync
 from wingbeat.collectives import Collectives
 from wingbeat.sync.buffers import BufferSync, ByteBuffer, broadcast_now
@@ -120,6 +120,99 @@ def test_news_come_from_whoever_is_asked() -> None:
         return [*found, float(holder.seen[0])]
 
     assert on(3, body) == [[0.0, 22.0, 51.0]] * 3
+
+
+def test_what_a_backward_sends_is_taken_from_its_own_root() -> None:
+    """Also if it is another one than that of the forward before."""
+
+    def body(world: Any) -> list[float]:
+        holder = Holder(1.0 + world.rank)
+        buffers = BufferSync(holder, (), Collectives(world))
+        found = []
+        for root in (0, 2, 1):
+            holder.seen.fill_(10.0 * root + world.rank)
+            buffers.start(root)
+            buffers.apply()
+            found.append(float(holder.seen[0]))
+        return found
+
+    assert on(3, body) == [[0.0, 22.0, 11.0]] * 3
+
+
+class Seeing(nn.Module):
+    """Counts its forwards, in another way on each rank; has a hook from before `distribute`."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(1))
+        self.rank = rank
+        self.told: list[float] = []
+        self.register_forward_pre_hook(lambda *_: self.told.append(float(self.count)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1 + self.rank
+        return self.weight * x
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_of_the_user_see_buffers_that_are_synchronised(strategy: Any) -> None:
+    """As under DDP, which synchronises before it calls the model."""
+
+    def body(world: Any) -> list[float]:
+        model = Seeing(world.rank)
+        told = model.told
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            with torch.no_grad():  # so that the background has nothing to give
+                model.count += world.rank
+            optimizer.step()
+        return told
+
+    assert on(2, body) == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_what_each_worker_keeps_for_itself_may_differ() -> None:
+    """In shape, too."""
+
+    def body(world: Any) -> list[float]:
+        model: Any = nn.Linear(2, 2)
+        model.register_buffer("mine", torch.full((1 + world.rank,), float(world.rank)))
+        ignore = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, ["mine"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = sync.distribute(model, optimizer, STRATEGIES[0], world=world)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        model.flush()
+        found: list[float] = model.mine.tolist()
+        return found
+
+    assert on(2, body) == [[0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("new", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
+def test_a_buffer_may_be_given_a_tensor_of_another_shape_or_dtype(new: Tensor) -> None:
+    def body(world: Any) -> list[Tensor]:
+        holder: Any = Holder(1.0 + world.rank)
+        buffers = BufferSync(holder, (), Collectives(world))
+        buffers.start(0)
+        buffers.ask(0)
+        buffers.apply()
+        found = []
+        for value in (4.0, 6.0):
+            holder.mine = new + value + world.rank / 3
+            buffers.start(0)
+            buffers.ask(0)
+            buffers.apply()
+            found.append(holder.mine)
+        return found
+
+    for first, second in on(2, body):
+        assert_same([first, second], [new + 4.0, new + 6.0])
 
 
 def test_what_is_written_after_a_backward_stays_until_the_next_forward() -> None:

@@ -282,6 +282,27 @@ def test_parts_of_any_worlds_make_the_same_whole(sizes: list[int], mb: float, sp
             assert_same(state, whole)
 
 
+def test_a_scalar_parameter_does_not_make_a_counter_one_value_for_each_element() -> None:
+    """Whose shape is that of the count of steps; whichever the optimizer has last."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return adamw(sorted(params, key=lambda p: -p.ndim))
+
+    def first(world: Any) -> Any:
+        model, optimizer = distributed(world, make)
+        train(model, optimizer, range(2))
+        return state_of(optimizer), _saved(optimizer.shard_state_dict())
+
+    def then(world: Any) -> Any:
+        _, optimizer = distributed(world, make)
+        optimizer.load_shards([part])
+        return state_of(optimizer)
+
+    [(whole, part)] = on(1, first)
+    for state in on(2, then):
+        assert_same(state, whole)
+
+
 def test_gradients_pending_are_no_obstacle() -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world)

@@ -6,10 +6,15 @@ import gc
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
+import wingbeat
+from helpers.training import engine as engine_behind
+from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.sync import claims
+from wingbeat.transport import loopback
 
 
 class Engine:
@@ -50,3 +55,18 @@ def test_a_parameter_is_free_when_its_engine_is_gone() -> None:
     del engine
     gc.collect()
     claims.check(model)
+
+
+def test_release_frees_parameters_also_while_somebody_holds_the_engine() -> None:
+    """A traceback may hold it, say, long after the objects were released."""
+    [world] = loopback.worlds(1)
+    part = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(part.parameters(), lr=0.1)
+    part, sgd = sync.distribute(part, sgd, wingbeat.AllReduce(), world=world)
+    held = engine_behind(part)
+    sync.release(part, sgd)
+    whole = nn.Sequential(part, nn.Linear(2, 2))
+    adam = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    whole, adam = sync.distribute(whole, adam, wingbeat.AllReduce(), world=world)
+    assert engine_behind(whole) is not held
+    sync.release(whole, adam)

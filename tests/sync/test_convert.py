@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wingbeat.errors import UsageError
-from wingbeat.sync.convert import check_kind, refuse_conversion
+from wingbeat.sync.convert import check_kind, overlapping, refuse_conversion
 
 PARAMS = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
 
@@ -40,3 +40,12 @@ def test_a_parameter_that_was_converted_all_the_same_is_named(other: torch.Tenso
     check_kind("head.weight", torch.ones(2, 3), torch.zeros(2, 3))
     with pytest.raises(UsageError, match=r"'head\.weight' was float32 \(2, 3\) on cpu at"):
         check_kind("head.weight", other, torch.zeros(2, 3))
+
+
+def test_parameters_side_by_side_do_not_overlap() -> None:
+    flat = torch.zeros(10)
+    assert overlapping([flat[5:], flat[:5], torch.zeros(3), flat[3:3]]) is None
+    assert overlapping([flat[4:], torch.zeros(3), flat[:5]]) == (0, 2)
+    # To the last element of a column, and not to the end of its rows.
+    table = torch.zeros(4, 3)
+    assert overlapping([table[:2, 1], table[2:, 1]]) is None

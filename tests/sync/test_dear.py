@@ -12,7 +12,7 @@ from torch import nn
 
 import wingbeat
 from helpers import late
-from helpers.training import backward, engine, net, on, sgd, train, weights
+from helpers.training import backward, distributed, engine, net, on, sgd, train, weights
 from wingbeat import sync
 from wingbeat.transport import loopback
 
@@ -360,3 +360,35 @@ def test_a_backward_cut_short_on_one_rank_leaves_the_ranks_in_step(clips: bool) 
 
 def _trap(*_args: Any) -> None:
     raise ZeroDivisionError
+
+
+def test_an_optimizer_that_notes_something_steps_on_one_bucket_at_a_time() -> None:
+    """What is set inside of its own step is not what a user sets between two."""
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.busy = True
+            loss = torch.optim.SGD.step.__wrapped__(self, closure)  # type: ignore[attr-defined]
+            self.busy = False
+            return loss
+
+    def noting(params: Any) -> torch.optim.Optimizer:
+        made = Noting(params, lr=0.1)
+        made.busy = False
+        return made
+
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world, noting, shard_optimizer=False)
+        assert engine(model).in_parts
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            optimizer.step()
+        due = {slot.name: slot.bucket for slot in engine(model).slots}
+        model.first(torch.ones(1, 6))
+        assert due["first.weight"].snapshot is None
+        assert due["head.weight"].snapshot is not None
+        optimizer.lr_seen = 0.1
+        assert due["head.weight"].snapshot is None
+
+    on(2, body)

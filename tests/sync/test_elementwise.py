@@ -244,6 +244,16 @@ def test_a_scheduler_made_before_does_not_matter() -> None:
     assert scheduler.last_epoch == 0
 
 
+@pytest.mark.parametrize("first", [0.0, 0.9])
+def test_what_one_group_remembers_is_known_whatever_the_others_do(first: float) -> None:
+    weight, *rest = net().parameters()
+    groups = [
+        {"params": [weight], "momentum": first},
+        {"params": rest, "momentum": 0.9 - first},
+    ]
+    assert prove(optim.SGD(groups, lr=0.1), optim.SGD.step) == {"momentum_buffer": True}
+
+
 def test_groups_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     plain = optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]

@@ -58,6 +58,7 @@ def test_a_worker_without_batches_updates_its_shard_as_the_others_would(
     def body(world: Any) -> Any:
         model, optimizer = distributed(world, make)
         _joined(model, optimizer, world.rank, clip, scaled)
+        assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
         return weights(model), state_of(optimizer)["state"]
 
     want = _joined_alone(size, clip, scaled)
@@ -98,3 +99,22 @@ def test_join_refuses_gradients_left_over() -> None:
             train(model, optimizer, [3])
 
     on(2, body)
+
+
+def test_a_worker_may_run_out_after_a_backward_that_nobody_uses() -> None:
+    """The others drop their gradients before the next forward, and it does so at the end."""
+
+    def body(world: Any) -> Any:
+        model, optimizer = distributed(world)
+        before = weights(model)
+        with model.join():
+            for step in range(1 + 2 * world.rank):
+                optimizer.zero_grad()
+                backward(model, world.rank, step)
+                if step == 1:
+                    optimizer.step()
+        return before, weights(model)
+
+    (before, after), (_, other) = on(2, body, timeout=5.0)
+    assert_same(after, other)
+    assert any(bool((after[name] != before[name]).any()) for name in before)

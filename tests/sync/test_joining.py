@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import wingbeat
-from helpers.training import TINY_MB, assert_same, on
+from helpers.training import TINY_MB, assert_same, on, weights
 from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.sync.joining import _Doing, _Party
@@ -176,3 +178,56 @@ def test_statistics_of_batches_that_were_not_synchronised_reach_all() -> None:
     first, second = on(2, body)
     assert_same(first, second)
     assert int(first["1.num_batches_tracked"]) == 2
+
+
+def test_a_batch_counts_once_though_its_forward_is_computed_again() -> None:
+    """Only rank 1 has a batch so large that it computes activations again in backward."""
+
+    def body(world: Any) -> dict[str, Tensor]:
+        model = _model()
+        optimizer, _ = _made(model)
+        model, optimizer = sync.distribute(model, optimizer, wingbeat.AllReduce(), world=world)
+        run = functools.partial(checkpoint, model, use_reentrant=False) if world.rank else model
+        with model.join():
+            for step in range(1 + world.rank):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    _loss(run, 2 * step, world.rank).backward()
+                _loss(run, 2 * step + 1, world.rank).backward()
+                optimizer.step()
+        return weights(model)
+
+    first, second = on(2, body, timeout=5.0)
+    assert_same(first, second)
+
+
+def _clipped(strategy: Any, twice: bool) -> list[dict[str, Tensor]]:
+    """Rank 0 has two batches and rank 1 four; the weights of both."""
+
+    def body(world: Any) -> dict[str, Tensor]:
+        model = nn.Sequential(_model()[0], nn.Tanh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        with model.join():
+            for step in range(2 + 2 * world.rank):
+                optimizer.zero_grad()
+                for part in range(1 + twice):
+                    _loss(model, 2 * step + part, world.rank).backward()
+                if twice or step == 0:
+                    optimizer.clip_grad_norm_(0.1)
+                optimizer.step()
+        return weights(model)
+
+    return on(2, body, timeout=5.0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "twice"),
+    [(STRATEGIES[1], True), (STRATEGIES[1], False), (STRATEGIES[2], False)],
+    ids=["dear-after two backwards", "dear-in one step only", "sharded-in one step only"],
+)
+def test_clipping_need_not_follow_each_backward(strategy: Any, twice: bool) -> None:
+    """Whoever has run out cannot know when the others clip; under AllReduce it need not."""
+    first, second = _clipped(strategy, twice)
+    assert_same(first, second)
+    assert_same(first, _clipped(STRATEGIES[0], twice)[0], 1e-5)

@@ -216,6 +216,22 @@ def test_any_codec_can_be_merged() -> None:
     assert_same(results[0][0], dense, tolerance=0.05)
 
 
+def test_what_was_measured_before_a_plan_does_not_count_under_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[tuple[int, int]] = []
+    own_times = LayerMerging._own_times
+
+    def seen(self: LayerMerging, order: Any) -> Any:
+        if self._collectives.world.rank == 0:
+            counted.append((len(self._times.totals()), len(self._ends)))
+        return own_times(self, order)
+
+    monkeypatch.setattr(LayerMerging, "_own_times", seen)
+    _on(2, wingbeat.OMGS(density=0.1, warmup=0, steps=STEPS))
+    assert counted == [(FIRST - 1, FIRST - 1), (FIRST, FIRST)]
+
+
 def test_drifting_times_are_measured_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from wingbeat.errors import UsageError
 from wingbeat.sync.partial import PartialOptimizer
 
 
@@ -125,3 +126,16 @@ def test_the_optimizers_own_code_may_call_itself() -> None:
             pass
         assert partial.stepping
     assert not partial.stepping
+
+
+def test_a_parameter_that_was_moved_to_another_group_is_noticed() -> None:
+    first, second = _params()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
+    partial = _partial(optimizer)
+    partial.refuse_regrouped()
+    for group, params in zip(optimizer.param_groups, ([second], [first]), strict=True):
+        group["params"] = params
+    with pytest.raises(UsageError, match="hold other parameters than at distribute"):
+        partial.refuse_regrouped()
+    partial.refresh()
+    partial.refuse_regrouped()

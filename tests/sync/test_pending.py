@@ -149,6 +149,25 @@ def test_one_kept_from_before_rebucketing_keeps_its_own_gradient() -> None:
     on(2, body)
 
 
+def test_one_kept_past_the_step_and_read_is_not_on_the_links_any_more() -> None:
+    """Whoever reads it may write to it as well; the update did not wait for the last send."""
+
+    def body(world: Any) -> None:
+        model, optimizer = _distributed(world)
+        slot = next(s for s in engine(model).slots if s.name == "head.weight")
+        for step in range(4):  # in the first ones it is learnt that the update may be early
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            kept = _head(model)
+            optimizer.step()
+        optimizer.zero_grad()
+        assert slot.bucket.handle is not None
+        kept.clone()
+        assert slot.bucket.handle is None
+
+    on(2, body)
+
+
 def test_after_its_engine_it_is_what_is_left() -> None:
     def body(world: Any) -> None:
         model, optimizer = _distributed(world)

@@ -17,7 +17,7 @@ class Spy(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        Spy.seen.append(reads_values(func, args))
+        Spy.seen.append(reads_values(func, args, kwargs))
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -56,6 +56,7 @@ def test_looking_at_the_kind_reads_nothing(look: Any) -> None:
         lambda t: setattr(t, "data", torch.zeros(2, 2)),
         lambda t: t.T,
         lambda t: t.type(torch.float64),
+        lambda t: t.type(dtype=torch.float64),
         lambda t: t.mul_(2),
         lambda t: t.data_ptr(),
         lambda t: t.tolist(),

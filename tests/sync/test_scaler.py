@@ -185,3 +185,31 @@ def test_an_infinity_that_one_worker_sees_counts_for_all() -> None:
         return scaler.get_scale(), bool(model.weight.isfinite().all())
 
     assert loopback.run(loopback.worlds(3), body) == [(4.0, True)] * 3
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_workers_without_a_block_of_their_own_take_part(bad: bool) -> None:
+    """There are fewer elements than workers."""
+
+    def body(world: Any) -> tuple[float, float]:
+        model = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed")
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(2):  # in the first it is learnt that parts are looked at
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 1)).square().mean()
+            scaler.scale(loss * float("inf") if bad and step else loss).backward()
+            scaler.unscale_(optimizer)
+            norm = optimizer.clip_grad_norm_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            assert (bad and step) or float(norm) == pytest.approx([1.0, 0.9][step])
+        model.flush()
+        return scaler.get_scale(), model.weight.item()
+
+    wanted = (4.0, pytest.approx(0.45)) if bad else (8.0, pytest.approx(0.4))
+    assert loopback.run(loopback.worlds(3), body) == [wanted] * 3

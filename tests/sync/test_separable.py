@@ -112,6 +112,16 @@ class Remembering(Plain):
                 self.state[param]["together"] = len(group["params"])
 
 
+class RememberingMore(Plain):
+    """Remembers of one that is updated alone that it was."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            if len(group["params"]) == 1:
+                self.state[group["params"][0]]["alone"] = True
+
+
 class Raising(Plain):
     """Wants to be given everything."""
 
@@ -134,6 +144,7 @@ def test_a_plain_one_of_someones_own_may() -> None:
         (Idle, "does not update what its param groups hold"),
         (Shared, "belongs to no parameter"),
         (Remembering, "what it remembers of one parameter depends on the others"),
+        (RememberingMore, "what it remembers of one parameter depends on the others"),
         (Raising, "where are the others?"),
     ],
 )

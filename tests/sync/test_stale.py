@@ -51,6 +51,7 @@ def _pickled(param: nn.Parameter) -> torch.Tensor:
         lambda p: p + 0,
         lambda p: p.data,
         lambda p: p.detach(),
+        lambda p: p.type(dtype=torch.float64).float(),
         lambda p: torch.stack([torch.zeros(3), p])[1],
         lambda p: nn.functional.linear(torch.eye(3), weight=p[None]).T[0],
         lambda p: torch.tensor(p.tolist()),

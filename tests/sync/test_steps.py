@@ -92,3 +92,17 @@ def test_who_reads_gradients_is_told_of_a_step_that_was_skipped(name: str) -> No
 def _read(model: Any, rank: int) -> None:
     backward(model, rank, 2)
     model.head._parameters["weight"].grad.norm()
+
+
+def test_nobody_waits_longer_than_the_world_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    for timeout in (2.0, 60.0):
+        first, *_ = loopback.worlds(2, timeout=timeout)
+
+        def get(_key: str, seconds: float) -> str:
+            asked.append(seconds)
+            return "1"
+
+        monkeypatch.setattr(first.store, "get", get)
+        _said(first, 4)
+    assert asked == [2.0, steps.PATIENCE]

@@ -43,6 +43,16 @@ def test_after_a_restart_only_new_laps_count(monkeypatch: pytest.MonkeyPatch) ->
     assert watch.lap() == pytest.approx(0.007)
 
 
+def test_a_lap_known_before_a_restart_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    watch = Stopwatch(torch.device("cuda"))
+    device.reached = 1
+    assert [watch.lap() for _ in range(3)] == [0.0, 0.001, 0.001]
+    watch.restart()
+    assert watch.lap() == 0.0
+
+
 @pytest.mark.gpu
 def test_laps_of_a_real_device() -> None:
     watch = Stopwatch(torch.device("cuda"))

@@ -13,7 +13,7 @@ from torch import nn
 import wingbeat
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.plans.tuner import SETTLING
+from wingbeat.plans.tuner import SETTLING, Tuner
 from wingbeat.sync.tuning import SizeTuning
 from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport import loopback
@@ -92,6 +92,41 @@ def test_workers_change_buckets_together_and_weights_stay(plan: str, accumulate:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+class _Late:
+    """A stopwatch that knows each lap one lap later, as on a GPU."""
+
+    def __init__(self, _device: torch.device) -> None:
+        self.marks = 0
+
+    def lap(self) -> float:
+        self.marks += 1
+        return float(self.marks > 2)
+
+    def restart(self) -> None:
+        self.marks = 1
+
+
+def test_laps_with_the_size_before_are_not_told_as_those_with_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: dict[int, list[float]] = {}
+    report = Tuner.report
+
+    def heard(tuner: Tuner, seconds: float) -> list[float]:
+        row = report(tuner, seconds)
+        if tuner._rank == 0:
+            told.setdefault(int(row[1]), []).append(row[0])
+        return row
+
+    monkeypatch.setattr(Tuner, "report", heard)
+    monkeypatch.setattr("wingbeat.sync.tuning.Stopwatch", _Late)
+    loopback.run(loopback.worlds(2), lambda world: _train(world, 2 * ENDS_WITHIN))
+    assert len(told) == TRIALS
+    for seconds in told.values():
+        assert seconds[:2] == [0.0, 0.0]
+        assert all(seconds[2:])
+
+
 def test_a_plan_file_is_written_and_spares_the_next_run_the_tuning(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
 
@@ -147,8 +182,12 @@ def test_a_plan_file_of_another_model_is_replaced(tmp_path: Path) -> None:
     assert seen[0] != seen[1]
 
 
-def test_no_trial_is_of_a_size_that_holds_more_than_the_model(tmp_path: Path) -> None:
+def test_no_trial_is_of_a_size_that_holds_more_than_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "plan.json"
+    told: list[str] = []
+    monkeypatch.setattr("wingbeat.sync.tuning.log.info", lambda words, *_args: told.append(words))
     whole = 8 * sum(p.numel() for p in _network().parameters())
     wide = {"mb": 25.0, "max_mb": 100.0, "plan_file": str(file)}
 
@@ -161,6 +200,7 @@ def test_no_trial_is_of_a_size_that_holds_more_than_the_model(tmp_path: Path) ->
     tried = json.loads(file.read_text())["bytes"]
     assert tried["samples"][0] == whole  # what 25 MB are for this model
     assert max(tried["samples"]) <= whole == tried["range"][1]
+    assert sum("hold the whole model" in words for words in told) == 1
     # The next run takes over what was found in a range that is wider than the model.
     assert all(len({tuple(s) for s in own[1][1:]}) == 1 for own in loopback.run(
         loopback.worlds(3), body))  # fmt: skip

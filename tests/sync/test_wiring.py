@@ -548,3 +548,45 @@ def test_a_damaged_state_changes_nothing(state, why) -> None:
         assert_same(owed(model), before)
 
     on(2, body)
+
+
+class _Watched:
+    """A handle that notes when it has been waited for."""
+
+    def __init__(self, handle: Any, calls: list[str]) -> None:
+        self._handle, self._calls, self.jobs = handle, calls, handle.jobs
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._calls.append("wait")
+
+
+def test_what_is_owed_is_not_read_while_a_codec_is_at_work_on_it() -> None:
+    """Gradients that were dropped are on the links still, and are encoded there once more."""
+
+    def body(world: Any) -> tuple[list[str], int]:
+        model, optimizer = distributed_pull(world, strategy("dear", Sketch(if_pays=False)))
+        behind = engine(model)
+        calls: list[str] = []
+        gather = behind.collectives.all_gather
+        behind.collectives.all_gather = lambda *a, **k: _Watched(gather(*a, **k), calls)
+        model(pulls(0, world.rank)).backward()
+        optimizer.zero_grad()
+        assert not calls
+        optimizer.residual_state_dict()
+        return calls, len(behind.buckets)
+
+    for calls, buckets in on(2, body):
+        assert calls == ["wait"] * buckets
+
+
+def test_a_state_without_residuals_begins_with_nothing_owed() -> None:
+    def body(world: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = distributed_pull(world, strategy("allreduce", Sketch(if_pays=False)))
+        pull(model, optimizer, range(2), world.rank)
+        assert any(bool(each.any()) for each in owed(model).values())
+        optimizer.load_state_dict(torch.optim.SGD(Pull().parameters(), lr=1.0).state_dict())
+        return owed(model)
+
+    for debts in on(2, body):
+        assert not any(bool(each.any()) for each in debts.values())

@@ -315,11 +315,14 @@ class DearEngine(Engine):
             bucket.handle.wait_received()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the norm over all workers' reduced blocks: one small exchange, no gather."""
-        self.last_clip = (max_norm, norm_type)
+        """Clip by the norm over all workers' reduced blocks: one small exchange, no gather.
+
+        Inside of ``join()`` whole gradients are clipped, which needs no exchange of its own: a
+        worker that has run out of batches cannot know when the others clip.
+        """
         self.recover()
         self.tell(PartsNeeded())
-        if self.phase is not Phase.REDUCED:
+        if self.phase is not Phase.REDUCED or self.shadowed:
             self.settle()
             return super().clip_grad_norm_(max_norm, norm_type)
         owned = self._reduced_parts()

@@ -88,7 +88,6 @@ class Engine(Intake):
         self.merging: LayerMerging | None = None
         self.exchange = Exchange(collectives, self.wiring)
         self.steps_made = Steps(world)
-        self.last_clip: tuple[float, float] | None = None
         self.before_synced_forward: Callable[[], Any] | None = None
         self._handles: list[Any] = []
         self.inner_handles: list[Any] = []
@@ -120,8 +119,11 @@ class Engine(Intake):
 
     @property
     def shadowed(self) -> bool:
-        """Whether a worker without batches may be repeating this one's collectives blindly."""
-        return self.before_synced_forward is not None
+        """Whether a worker without batches may be repeating this one's collectives blindly.
+
+        With shards the workers agree before each exchange.
+        """
+        return self.before_synced_forward is not None and not self.choices.shard_optimizer
 
     @property
     def forward_buckets(self) -> list[Bucket]:

@@ -128,8 +128,6 @@ def _shadow_step(engine: Engine) -> None:
     if isinstance(engine, ShardedEngine):
         engine.follow()
         return
-    if engine.last_clip is not None:
-        engine.clip_grad_norm_(*engine.last_clip)
     engine.step()
 
 

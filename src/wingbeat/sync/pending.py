@@ -52,7 +52,7 @@ class PendingGradient(torch.Tensor):
     ) -> Any:
         """Run ``func`` on the gradients that are meant; what only looks at shapes runs as it is."""
         kwargs = kwargs or {}
-        if not reads_values(func, args):
+        if not reads_values(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return func(*_whole(args), **_whole(kwargs))

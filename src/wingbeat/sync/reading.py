@@ -21,7 +21,7 @@ _METHODS = frozenset(
 )
 
 
-def reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+def reads_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
     """Whether ``func``, as ``__torch_function__`` gets it, reads or writes elements.
 
     >>> reads_values(torch.Tensor.mul, ())
@@ -33,7 +33,7 @@ def reads_values(func: Any, args: tuple[Any, ...]) -> bool:
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _ATTRIBUTES
     if name == "type":
-        return len(args) > 1  # with a dtype it converts
+        return len(args) > 1 or bool(kwargs)  # with a dtype it converts
     return name not in _METHODS
 
 

@@ -70,7 +70,7 @@ class StaleParameters:
             _cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
-            if not reads_values(func, args):
+            if not reads_values(func, args, kwargs):
                 return plain.__torch_function__(func, types, args, kwargs)
             _refresh_those_in(me(), stale, plain, (args, kwargs))
             return func(*args, **kwargs)
