@@ -16,6 +16,7 @@ import wingbeat
 from helpers.ports import free_port
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import loopback, rendezvous, speed
+from wingbeat.transport import world as world_module
 from wingbeat.transport.link import Link
 from wingbeat.transport.speed import measure_weights
 from wingbeat.transport.world import World
@@ -75,6 +76,14 @@ def test_half_of_torchruns_environment_is_refused() -> None:
 def test_a_timeout_that_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match=r"timeout=0: allowed are seconds above 0"):
         wingbeat.init(timeout=0)
+
+
+def test_a_second_init_is_refused_and_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    [world] = loopback.worlds(1)
+    monkeypatch.setattr(world_module, "_current", world)
+    with pytest.raises(UsageError, match="called twice"):
+        wingbeat.init()
+    assert world_module.current() is world
 
 
 def test_a_rank_that_publishes_nothing_is_named() -> None:
