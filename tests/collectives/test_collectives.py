@@ -143,6 +143,17 @@ def test_a_silent_peer_is_named_within_the_timeout() -> None:
     assert time.monotonic() - begin < 5
 
 
+def test_a_collective_is_called_by_its_label_where_it_has_no_bucket() -> None:
+    starts = {
+        "broadcast": lambda c: c.broadcast(torch.ones(4), 1, label="tensors"),
+        "all-gather": lambda c: c.all_gather(torch.ones(4), label="tensors"),
+    }
+    for name, start in starts.items():
+        first, _ = loopback.worlds(2, timeout=0.1)
+        with pytest.raises(PeerError, match=f"during {name} of tensors on interface lo0"):
+            start(Collectives(first)).wait()
+
+
 def test_after_a_failure_nothing_more_is_accepted() -> None:
     members = loopback.worlds(2, timeout=0.2)
     collectives = Collectives(members[0])

@@ -57,3 +57,9 @@ def test_nonsense_in_the_store_is_not_followed(nonsense: str) -> None:
     store = Switchboard()
     store.set("waited/2", nonsense)
     assert Blame(store, 0, 4, timeout=0.1).culprit(2) == 2
+
+
+@pytest.mark.timeout(30)
+def test_nobody_is_given_more_time_than_a_wait_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blame_module, "PATIENCE", float("inf"))  # it would never end
+    assert Blame(Switchboard(), 0, 2, timeout=0.05).culprit(1) == 1
