@@ -351,6 +351,8 @@ class Executor:
             job.sends.clear()
             job.packed.clear()
             job.results.clear()
+        # So do the frames in which the transfer failed.
+        lost.__traceback__ = lost.__context__ = None
         self._link.close()
         culprit = self._blame.culprit(lost.peer)
         through = "" if culprit == lost.peer else f" (noticed through rank {lost.peer})"
