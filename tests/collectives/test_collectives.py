@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from helpers import late
 from wingbeat.collectives import Collectives
 from wingbeat.collectives.executor import Executor
 from wingbeat.errors import PeerError
@@ -81,9 +82,10 @@ def test_the_two_halves_make_one_all_reduce(members, topology, dtype) -> None:
     loopback.run(members, body)
 
 
-def test_broadcast_copies_the_roots_buffer(members) -> None:
+@pytest.mark.parametrize("topology", ["ring", "mesh"])
+def test_broadcast_copies_the_roots_buffer(members, topology) -> None:
     def body(world: World) -> None:
-        collectives = Collectives(world)
+        collectives = Collectives(world, topology)
         for numel in SIZES:
             for root in (0, world.size - 1):
                 values = inputs(world.size, numel, torch.float32)
@@ -92,6 +94,19 @@ def test_broadcast_copies_the_roots_buffer(members) -> None:
                 assert torch.equal(buffer, values[root])
 
     loopback.run(members, body)
+
+
+def test_both_ends_cut_blocks_alike_where_one_is_longer_by_an_element() -> None:
+    """A quarter of 131,076 elements is a chunk of one element more than that of 131,075."""
+
+    def body(world: World) -> torch.Tensor:
+        buffer = torch.full((131_075 + 131_076,), world.rank + 1.0)
+        Collectives(world).all_reduce(buffer).wait()
+        return buffer
+
+    with late.open_worlds(2) as (members, _):
+        for buffer in loopback.run(members, body):
+            assert (buffer == 3).all()
 
 
 def test_a_gather_queued_behind_its_reduction_waits_for_it() -> None:

@@ -172,6 +172,17 @@ def test_a_collective_says_that_the_peer_has_failed() -> None:
     assert said.endswith("connection closed by peer")
 
 
+def test_who_leaves_says_so_after_its_last_message() -> None:
+    """Were it said before, the others would not wait for what is still queued."""
+    board = loopback.Switchboard()
+    world, _ = loopback.worlds_on(board, 2)
+    said: list[bool] = []
+    world.on_close(lambda: said.append(board.has("left/0")))
+    leaving.close(world)
+    assert said == [False]
+    assert has_finished(board, 0)
+
+
 def test_an_exchange_says_that_the_peer_has_finished() -> None:
     first, second = loopback.worlds(2, timeout=0.2)
     leaving.close(second)
