@@ -25,6 +25,7 @@ class Noting:
         self._link = link
         self.name = link.name
         self.sent: list[tuple[int, torch.Tensor]] = []
+        self.announced = threading.Semaphore(0)
         self.gate = threading.Event()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -32,6 +33,7 @@ class Noting:
         return self._link.send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        self.announced.release()
         return Gated(self._link.recv(tensor, peer, tag), self.gate)
 
     def close(self) -> None:
@@ -113,5 +115,29 @@ def test_what_is_queued_behind_a_failure_fails_with_it() -> None:
     for handle in handles:
         with pytest.raises(PeerError, match="rank 1 failed during all-reduce of bucket 0"):
             handle.wait()
+    for world in members:
+        world.close()
+
+
+def test_a_gather_goes_on_when_its_reduction_does_though_another_is_between() -> None:
+    members = loopback.worlds(2, timeout=2)
+    links = noting(members, closed=True)
+
+    def body(world: World) -> list[float]:
+        collectives = Collectives(world)
+        buffers = [torch.full((8,), 10.0**n) for n in range(2)]
+        reduced = [collectives.reduce_scatter(x, bucket=n) for n, x in enumerate(buffers)]
+        handles = [
+            collectives.all_gather(x, bucket=n, after=reduced[n]) for n, x in enumerate(buffers)
+        ]
+        # Both reductions and the first gather, which waits for the first of them, have begun.
+        for _ in range(3):
+            assert links[world.rank].announced.acquire(timeout=20)
+        links[world.rank].gate.set()
+        for handle in handles:
+            handle.wait()
+        return [float(x.mean()) for x in buffers]
+
+    assert loopback.run(members, body) == [[2.0, 20.0]] * 2
     for world in members:
         world.close()
