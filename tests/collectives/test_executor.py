@@ -77,37 +77,40 @@ def test_a_lost_peer_is_named_though_the_store_is_gone() -> None:
 
 def test_nothing_refers_to_a_transfer_when_the_link_is_closed() -> None:
     """Gloo closes its sockets when its last transfer is gone, and not when it is told to."""
-    alive: list[weakref.ref[Waiting]] = []
+    made: list[weakref.ref[Waiting]] = []
     left: list[int] = []
+    queued = threading.Event()
 
     class Waiting:
+        def __init__(self, arrives: bool) -> None:
+            self._arrives = arrives
+
         def wait(self, seconds: float) -> None:
-            started.wait(20)
-            raise RuntimeError("timed out")
+            assert queued.wait(20)
+            if not self._arrives:
+                raise RuntimeError("timed out")
 
     class Silent(late.LateLink):
         def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Waiting:
             return self.recv(tensor, peer, tag)
 
         def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Waiting:
-            made = Waiting()
-            alive.append(weakref.ref(made))
-            return made
+            waiting = Waiting(arrives=len(made) < 2)
+            made.append(weakref.ref(waiting))
+            return waiting
 
         def close(self) -> None:
-            left.append(sum(each() is not None for each in alive))
+            left.append(sum(each() is not None for each in made))
 
-    started = threading.Event()
     first, _ = loopback.worlds(2, timeout=0.1)
     first.links = (Silent(late.Board(), 0, "lo0"),)
     collectives = Collectives(first)
-    # Each of these is begun at once, as all of it can be sent; the first waits.
-    handles = [collectives.all_gather(torch.ones(8), bucket=n) for n in range(3)]
-    started.set()
-    for handle in handles:
-        with pytest.raises(PeerError, match="rank 1 failed during all-gather of bucket 0"):
+    handles = [collectives.all_gather(torch.ones(8), bucket=n) for n in range(4)]
+    queued.set()
+    for handle in handles[1:]:
+        with pytest.raises(PeerError, match="rank 1 failed during all-gather of bucket 1"):
             handle.wait()
-    assert len(alive) >= 2
+    assert len(made) == 8
     assert left == [0]
 
 

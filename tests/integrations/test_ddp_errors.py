@@ -148,10 +148,13 @@ def test_a_checkpoint_of_one_worker_takes_the_warm_up_along() -> None:
 
 def test_closing_after_the_groups_are_destroyed_is_silent() -> None:
     with alone():
-        state = ddp.SketchState(nn.Linear(3, 3))
+        state, later = (ddp.SketchState(nn.Linear(3, 3)) for _ in range(2))
         dist.destroy_process_group()
         state.close()
         state.close()
+    with alone():
+        later.close()
+        assert dist.is_initialized()
 
 
 @contextmanager

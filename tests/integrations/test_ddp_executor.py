@@ -45,6 +45,7 @@ def jobs(kinds: list[type[Noted]], said: list[str]) -> list[torch.futures.Future
     gate.set()
     executor.close()
     assert not executor.alive
+    assert all(job.done.done() for job in made), said
     return [job.done for job in made]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wingbeat import topologies
 from wingbeat.errors import UsageError
-from wingbeat.topologies import ring
+from wingbeat.topologies import mesh, ring
 from wingbeat.types import Recv, Round, Send, Span, blocks_of
 
 NAMES = ["ring", "mesh", "doubling"]
@@ -82,10 +82,17 @@ def test_doubling_takes_the_logarithm_of_the_workers_in_rounds(size: int, rounds
             assert all(sum(isinstance(s, Send) for s in steps) <= 2 for steps in program)
 
 
+@pytest.mark.parametrize("name", ["ring", "mesh"])
 @given(size=sizes, length=st.integers(0, 40), root=st.integers(0, 8), pieces=st.integers(1, 5))
-def test_broadcast_reaches_everyone(size: int, length: int, root: int, pieces: int) -> None:
+def test_broadcast_reaches_everyone(
+    name: str, size: int, length: int, root: int, pieces: int
+) -> None:
     root %= size
-    programs = [ring.broadcast(r, size, root, Span(0, length), pieces) for r in range(size)]
+    span = Span(0, length)
+    if name == "ring":
+        programs = [ring.broadcast(r, size, root, span, pieces) for r in range(size)]
+    else:
+        programs = [mesh.broadcast(r, size, root, span) for r in range(size)]
     sent = {
         (r, s.peer, s.span)
         for r in range(size)
