@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,12 +29,26 @@ def links() -> Iterator[list[GlooLink]]:
         link.close()
 
 
+def error_of(body: Callable[[], object]) -> str:
+    """What ``body`` raises, in good time; gloo, which hears no signal, is left to a thread."""
+    said: list[str] = []
+
+    def work() -> None:
+        try:
+            body()
+        except (RuntimeError, RendezvousError) as err:
+            said.append(str(err))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENT / 4)
+    assert not thread.is_alive(), "it waits for longer than it was told to"
+    return said[0]
+
+
 def test_a_wait_ends_after_its_own_seconds(links: list[GlooLink]) -> None:
-    begin = time.monotonic()
     pending = links[0].recv(torch.zeros(4), 1, 7)
-    with pytest.raises(RuntimeError, match=r"(?i)time"):
-        pending.wait(0.2)
-    assert time.monotonic() - begin < PATIENT / 2
+    assert "time" in error_of(lambda: pending.wait(0.2)).lower()
 
 
 def test_messages_arrive_under_their_tags(links: list[GlooLink]) -> None:
@@ -54,7 +68,5 @@ def test_a_closed_link_says_so_however_often_it_is_closed(links: list[GlooLink])
 
 
 def test_a_peer_that_does_not_connect_is_waited_for_no_longer_than_said() -> None:
-    begin = time.monotonic()
-    with pytest.raises(RendezvousError, match=r"rank 0 at 127.0.0.1 on interface lo did not reach"):
-        GlooLink(dist.HashStore(), 0, 2, LO, 0.5)
-    assert time.monotonic() - begin < 25
+    said = error_of(lambda: GlooLink(dist.HashStore(), 0, 2, LO, 0.5))
+    assert said.startswith("rank 0 at 127.0.0.1 on interface lo did not reach all 2 ranks after")
