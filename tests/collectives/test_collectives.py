@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from helpers import late
 from wingbeat.collectives import Collectives
 from wingbeat.collectives.executor import Executor
 from wingbeat.errors import PeerError
@@ -81,9 +82,10 @@ def test_the_two_halves_make_one_all_reduce(members, topology, dtype) -> None:
     loopback.run(members, body)
 
 
-def test_broadcast_copies_the_roots_buffer(members) -> None:
+@pytest.mark.parametrize("topology", ["ring", "mesh"])
+def test_broadcast_copies_the_roots_buffer(members, topology) -> None:
     def body(world: World) -> None:
-        collectives = Collectives(world)
+        collectives = Collectives(world, topology)
         for numel in SIZES:
             for root in (0, world.size - 1):
                 values = inputs(world.size, numel, torch.float32)
@@ -92,6 +94,19 @@ def test_broadcast_copies_the_roots_buffer(members) -> None:
                 assert torch.equal(buffer, values[root])
 
     loopback.run(members, body)
+
+
+def test_both_ends_cut_blocks_alike_where_one_is_longer_by_an_element() -> None:
+    """A quarter of 131,076 elements is a chunk of one element more than that of 131,075."""
+
+    def body(world: World) -> torch.Tensor:
+        buffer = torch.full((131_075 + 131_076,), world.rank + 1.0)
+        Collectives(world).all_reduce(buffer).wait()
+        return buffer
+
+    with late.open_worlds(2) as (members, _):
+        for buffer in loopback.run(members, body):
+            assert (buffer == 3).all()
 
 
 def test_a_gather_queued_behind_its_reduction_waits_for_it() -> None:
@@ -141,6 +156,17 @@ def test_a_silent_peer_is_named_within_the_timeout() -> None:
     with pytest.raises(PeerError, match=r"rank 0: rank 1 failed during reduce-scatter .*timed out"):
         Collectives(members[0]).reduce_scatter(torch.ones(1000)).wait()
     assert time.monotonic() - begin < 5
+
+
+def test_a_collective_is_called_by_its_label_where_it_has_no_bucket() -> None:
+    starts = {
+        "broadcast": lambda c: c.broadcast(torch.ones(4), 1, label="tensors"),
+        "all-gather": lambda c: c.all_gather(torch.ones(4), label="tensors"),
+    }
+    for name, start in starts.items():
+        first, _ = loopback.worlds(2, timeout=0.1)
+        with pytest.raises(PeerError, match=f"during {name} of tensors on interface lo0"):
+            start(Collectives(first)).wait()
 
 
 def test_after_a_failure_nothing_more_is_accepted() -> None:

@@ -37,6 +37,14 @@ def test_waiting_twice_decodes_once() -> None:
             assert torch.equal(got, torch.full((50,), 3.0))
 
 
+def test_waiting_again_for_what_has_failed_fails_again() -> None:
+    first, _ = loopback.worlds(2, timeout=0.1)
+    handle = Collectives(first).all_gather_sum(torch.ones(50), wire=Encoded(coding("fp16", 50)))
+    for wait in (handle.wait, handle.wait_received, handle.wait):
+        with pytest.raises(PeerError, match="rank 1 failed during all-gather"):
+            wait()
+
+
 def test_alone_nothing_is_encoded() -> None:
     buffer = torch.linspace(0.1, 1.0, 50)
     [world] = loopback.worlds(1)

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
 
 from helpers import late
-from wingbeat.collectives import Collectives
+from wingbeat import wires
+from wingbeat.codecs import Coding, make
+from wingbeat.codecs.coding import Region
+from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
+from wingbeat.transport.blame import Blame
 from wingbeat.transport.world import World
+from wingbeat.types import Span
 
 
 class NeverRead:
@@ -43,6 +49,95 @@ def test_who_has_lost_a_peer_breaks_its_connections() -> None:
         Collectives(first).all_reduce(torch.ones(9)).wait()
     with pytest.raises(RuntimeError, match="connection closed by peer"):
         second.links[0].recv(torch.ones(1), 0, tag=999).wait(5.0)
+
+
+def test_the_first_to_fail_is_blamed_and_who_noticed_it_is_named() -> None:
+    board = loopback.Switchboard()
+    first, *_ = loopback.worlds_on(board, 3, timeout=5.0)
+    Blame(board, 1, 3, 5.0).publish(2)
+    board.fail(1)
+    with pytest.raises(PeerError) as caught:
+        Collectives(first).all_reduce(torch.ones(9), bucket=4).wait()
+    words = "rank 0: rank 2 failed during all-reduce of bucket 4 on interface lo0 after 0.0 s"
+    assert str(caught.value).startswith(f"{words} (noticed through rank 1): connection closed")
+
+
+@pytest.mark.timeout(60)
+def test_a_lost_peer_is_named_though_the_store_is_gone() -> None:
+    """It goes with rank 0; who waits for the collective must not wait for ever."""
+
+    class Gone(loopback.Switchboard):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe")
+
+    first, _ = loopback.worlds_on(Gone(), 2, timeout=0.1)
+    with pytest.raises(PeerError, match="rank 0: rank 1 failed during all-reduce of bucket 3"):
+        Collectives(first).all_reduce(torch.ones(8), bucket=3).wait()
+
+
+def test_nothing_refers_to_a_transfer_when_the_link_is_closed() -> None:
+    """Gloo closes its sockets when its last transfer is gone, and not when it is told to."""
+    made: list[weakref.ref[Waiting]] = []
+    left: list[int] = []
+    queued = threading.Event()
+
+    class Waiting:
+        def __init__(self, arrives: bool) -> None:
+            self._arrives = arrives
+
+        def wait(self, seconds: float) -> None:
+            assert queued.wait(20)
+            if not self._arrives:
+                raise RuntimeError("timed out")
+
+    class Silent(late.LateLink):
+        def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Waiting:
+            return self.recv(tensor, peer, tag)
+
+        def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Waiting:
+            waiting = Waiting(arrives=len(made) < 2)
+            made.append(weakref.ref(waiting))
+            return waiting
+
+        def close(self) -> None:
+            left.append(sum(each() is not None for each in made))
+
+    first, _ = loopback.worlds(2, timeout=0.1)
+    first.links = (Silent(late.Board(), 0, "lo0"),)
+    collectives = Collectives(first)
+    handles = [collectives.all_gather(torch.ones(8), bucket=n) for n in range(4)]
+    queued.set()
+    for handle in handles[1:]:
+        with pytest.raises(PeerError, match="rank 1 failed during all-gather of bucket 1"):
+            handle.wait()
+    assert len(made) == 8
+    assert left == [0]
+
+
+@pytest.mark.parametrize("nonsense", [0, 1])
+def test_a_malformed_chunk_names_who_sent_it(nonsense: int) -> None:
+    class Nonsense(late.LateLink):
+        def send(self, tensor: torch.Tensor, peer: int, tag: int) -> late.Sent:
+            return super().send(torch.full_like(tensor, 255), peer, tag)
+
+    numel, other = 5003, 1 - nonsense
+    codec = make(wires.TopK(density=0.02))
+    encoded = Encoded(Coding([Region(Span(0, numel), codec)]))
+
+    def body(world: World) -> str:
+        try:
+            Collectives(world).all_reduce(torch.ones(numel), wire=encoded).wait()
+        except PeerError as err:
+            return str(err)
+        return ""
+
+    members, board = late.worlds(2)
+    for world in members:
+        world.timeout = 0.2
+    members[nonsense].links = (Nonsense(board, nonsense, "lo0"),)
+    said = loopback.run(members, body)[other]
+    assert said.startswith(f"rank {other}: rank {nonsense} failed during all-reduce on interface")
+    assert ": sent a malformed chunk: " in said
 
 
 def test_a_send_that_fails_at_the_end_fails_the_collective() -> None:

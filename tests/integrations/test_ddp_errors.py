@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -130,3 +131,38 @@ def test_the_warm_up_falls_exponentially() -> None:
         found.append(state.density_now)
     want = [0.25, 0.0628717, 0.0158114, 0.00397635, 0.001, 0.001]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(want))
+
+
+def test_a_checkpoint_of_one_worker_takes_the_warm_up_along() -> None:
+    with alone():
+        model = nn.Linear(3, 3)
+        state = ddp.TopKState(model, density=0.001, warmup=4)
+        saved = {**state.state_dict(), "step": 3}
+        assert state.density_now == 0.25
+        state.load_state_dict(saved)
+        assert state.density_now == pytest.approx(0.00397635, rel=1e-4)
+        state.load_state_dicts([{**saved, "step": 2}])
+        assert state.density_now == pytest.approx(0.0158114, rel=1e-4)
+        state.close()
+
+
+def test_closing_after_the_groups_are_destroyed_is_silent() -> None:
+    with alone():
+        state, later = (ddp.SketchState(nn.Linear(3, 3)) for _ in range(2))
+        dist.destroy_process_group()
+        state.close()
+        state.close()
+    with alone():
+        later.close()
+        assert dist.is_initialized()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

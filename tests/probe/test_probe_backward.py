@@ -123,6 +123,16 @@ def test_a_backward_cut_short_is_forgotten(clock: Clock) -> None:
     assert times.totals() == pytest.approx([4.0, 4.0])
 
 
+def test_what_comes_between_two_backwards_is_none(clock: Clock) -> None:
+    """Gradients of another model, or of a backward that is not measured."""
+    times = BackwardTimes(2, CPU)
+    run(times, clock, [1, 0], [0.0, 4.0])
+    times.enter(1)
+    times.leave()
+    times.end()
+    assert times.totals() == pytest.approx([4.0])
+
+
 @settings(deadline=None, max_examples=50)
 @given(data=st.data(), count=st.integers(1, 6), iterations=st.integers(1, 5))
 def test_medians_never_fall_and_end_with_the_total(data, count: int, iterations: int) -> None:

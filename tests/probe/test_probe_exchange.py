@@ -225,6 +225,29 @@ def test_wires_are_measured_as_training_uses_them(wire, way, bytes_of) -> None:
         assert sizes == [-(-(6 * round(n / 100) + 4) // 4) * 4 for n in numels]
 
 
+@pytest.mark.parametrize(
+    ("wire", "way"),
+    [("", "reduce"), (wires.Sketch(bits=8), "reduce"), (wires.TopK(density=0.01), "gather")],
+    ids=str,
+)
+def test_every_repetition_exchanges_the_same_gradients(wire, way, monkeypatch) -> None:
+    """Sums of sums would soon be infinite, which some codecs treat in a time of its own."""
+    put_in: set[tuple[int, float]] = set()
+
+    def noted(usual):
+        def start(self, buffer, **options):
+            put_in.add((len(buffer), float(buffer.abs().sum())))
+            return usual(self, buffer, **options)
+
+        return start
+
+    for name in ("all_reduce", "all_gather_sum"):
+        monkeypatch.setattr(Collectives, name, noted(getattr(Collectives, name)))
+    with late.open_worlds(2) as (members, _):
+        loopback.run(members, lambda world: measure_wire(Collectives(world), wire, way, 3000))
+    assert [numel for numel, _ in sorted(put_in)] == [1024, 2048, 3000]
+
+
 def test_with_gather_encoding_is_over_when_the_call_returns(monkeypatch) -> None:
     """The codec sleeps for 20 ms; that has to be in the encoding, and is not in the exchange."""
     from wingbeat.codecs.topk import TopKCodec

@@ -57,3 +57,36 @@ def test_nonsense_in_the_store_is_not_followed(nonsense: str) -> None:
     store = Switchboard()
     store.set("waited/2", nonsense)
     assert Blame(store, 0, 4, timeout=0.1).culprit(2) == 2
+
+
+@pytest.mark.timeout(30)
+def test_nobody_is_given_more_time_than_a_wait_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blame_module, "PATIENCE", float("inf"))  # it would never end
+    assert Blame(Switchboard(), 0, 2, timeout=0.05).culprit(1) == 1
+
+
+def test_what_a_peer_says_in_the_last_moment_counts() -> None:
+    """It says for whom it waited, and then that it leaves: between two looks of this rank."""
+
+    class Store(Switchboard):
+        asked = False
+
+        def has(self, key: str) -> bool:
+            known = super().has(key)
+            if not self.asked:
+                self.asked = True
+                Blame(self, 1, 3, timeout=0.05).publish(2)
+                say_left(self, 1, finished=False)
+            return known
+
+    assert Blame(Store(), 0, 3, timeout=0.05).culprit(1) == 2
+
+
+def test_of_what_a_peer_was_doing_a_line_is_enough() -> None:
+    store = Switchboard()
+    blame = Blame(store, 0, 3, timeout=0.05)
+    assert blame.doing(1) == ""
+    Blame(store, 1, 3, timeout=0.05).publish(2, "all-reduce of bucket 3")
+    assert blame.doing(1) == "all-reduce of bucket 3"
+    Blame(store, 1, 3, timeout=0.05).publish(2, "x" * 10_000)
+    assert blame.doing(1) == "x" * 80

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import socket
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
 from wingbeat.errors import UsageError
@@ -48,6 +52,20 @@ def test_hosts_without_a_common_network_are_told_what_each_has() -> None:
     hosts = [host("a", eth(0, 1)), host("b", eth(1, 2))]
     with pytest.raises(UsageError, match=r"rank 0: eth0 10.0.0.1.*rank 1: eth1 10.0.1.2"):
         choose(hosts, 0, None)
+
+
+def test_interfaces_that_are_down_are_left_out_and_loopback_is_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def address(text: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(family=socket.AF_INET, address=text, netmask="255.255.255.0")]
+
+    found = {"a-lo": "127.0.0.1", "eth1": "10.0.1.7", "eth0": "10.0.0.7", "eth2": "10.0.2.7"}
+    addresses = {name: address(text) for name, text in found.items()}
+    stats = {name: SimpleNamespace(isup=name != "eth0") for name in found}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    assert [i.name for i in local().interfaces] == ["eth1", "eth2", "a-lo"]
 
 
 def test_this_hosts_own_description_survives_the_journey() -> None:

@@ -16,7 +16,7 @@ from helpers.ports import free_port
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.transport import leaving, loopback
-from wingbeat.transport.blame import Blame, has_finished
+from wingbeat.transport.blame import Blame, has_finished, say_left
 from wingbeat.transport.world import World
 
 SCRIPT = """
@@ -172,6 +172,17 @@ def test_a_collective_says_that_the_peer_has_failed() -> None:
     assert said.endswith("connection closed by peer")
 
 
+def test_who_leaves_says_so_after_its_last_message() -> None:
+    """Were it said before, the others would not wait for what is still queued."""
+    board = loopback.Switchboard()
+    world, _ = loopback.worlds_on(board, 2)
+    said: list[bool] = []
+    world.on_close(lambda: said.append(board.has("left/0")))
+    leaving.close(world)
+    assert said == [False]
+    assert has_finished(board, 0)
+
+
 def test_an_exchange_says_that_the_peer_has_finished() -> None:
     first, second = loopback.worlds(2, timeout=0.2)
     leaving.close(second)
@@ -244,3 +255,76 @@ def test_a_child_of_multiprocessing_says_how_it_ends(
     store = FileStore(tmp_path)
     assert store.has("left/1")
     assert has_finished(store, 1) == finished
+
+
+class Time:
+    """Passes only while somebody sleeps; ``then`` is called after each sleep."""
+
+    def __init__(self, then: Callable[[float], None] = lambda now: None) -> None:
+        self.now, self._then = 0.0, then
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._then(self.now)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> loopback.Switchboard:
+    """The store that rank 0 of three workers serves; its end is up to the test."""
+    board = loopback.Switchboard()
+    world = loopback.worlds_on(board, 3)[0]
+    monkeypatch.setattr(leaving._End, "of", None)
+    monkeypatch.setattr(leaving._End, "begun", False)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    leaving.at_the_end(world, lambda: leaving.close(world))
+    return board
+
+
+def test_rank_0_waits_for_all_others_to_leave(
+    served: loopback.Switchboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(now: float) -> None:
+        if now > 1:
+            say_left(served, 1, finished=True)
+        if now > 3:
+            say_left(served, 2, finished=True)
+
+    clock = Time(leave)
+    monkeypatch.setattr(leaving, "time", clock)
+    leaving._end()
+    assert clock.now == pytest.approx(3, abs=0.1)
+    assert has_finished(served, 0)
+
+
+def test_rank_0_serves_the_others_longer_when_it_has_finished_than_when_it_fails(
+    served: loopback.Switchboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Time()
+    monkeypatch.setattr(leaving, "time", clock)
+    end = leaving._End.of
+    leaving._end()
+    assert clock.now == pytest.approx(leaving.LAST, abs=0.1)
+    leaving._End.of, clock.now = end, 0.0
+    try:
+        raise KeyError("mine")
+    except KeyError:
+        leaving._end()
+    assert clock.now == pytest.approx(leaving.PATIENCE, abs=0.1)
+
+
+@pytest.mark.usefixtures("served")
+def test_the_end_of_a_fork_is_not_that_of_its_parent(tmp_path: Path) -> None:
+    """Its parent's threads are not there, and its parent still trains."""
+    store = FileStore(tmp_path)
+    world = World(0, 1, (), (), 5.0, store)
+    leaving.at_the_end(world, lambda: leaving.close(world))
+    fork = multiprocessing.get_context("fork").Process(target=leaving._end)
+    fork.start()
+    fork.join(60)
+    assert fork.exitcode == 0
+    assert not store.has("left/0")
+    leaving._end()
+    assert store.has("left/0")

@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
 
 import pytest
+import torch.distributed as dist
 
 import wingbeat
 from helpers.ports import free_port
-from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport import loopback, rendezvous, speed
+from wingbeat.transport import world as world_module
 from wingbeat.transport.link import Link
 from wingbeat.transport.speed import measure_weights
 from wingbeat.transport.world import World
@@ -75,6 +78,14 @@ def test_half_of_torchruns_environment_is_refused() -> None:
 def test_a_timeout_that_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match=r"timeout=0: allowed are seconds above 0"):
         wingbeat.init(timeout=0)
+
+
+def test_a_second_init_is_refused_and_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    [world] = loopback.worlds(1)
+    monkeypatch.setattr(world_module, "_current", world)
+    with pytest.raises(UsageError, match="called twice"):
+        wingbeat.init()
+    assert world_module.current() is world
 
 
 def test_a_rank_that_publishes_nothing_is_named() -> None:
@@ -168,6 +179,24 @@ def test_messages_grow_to_16_mb_at_most(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(tried) == 16 << 20
 
 
+def test_a_send_that_nobody_reads_ends_the_measurement() -> None:
+    class Unread:
+        def wait(self, seconds: float) -> None:
+            raise RuntimeError("connection closed by peer")
+
+    class HalfDeaf(loopback.LoopbackLink):
+        def send(self, tensor, peer, tag):
+            super().send(tensor, peer, tag)
+            return Unread()
+
+    board = loopback.Switchboard()
+    members = loopback.worlds_on(board, 3, interfaces=2)
+    for world in members:
+        world.links = (world.links[0], HalfDeaf(board, world.rank, "lo1"))
+    with pytest.raises(PeerError, match="rank 0: measuring interface lo1 with ranks 2 and 1"):
+        loopback.run(members, measure_weights)
+
+
 # -- what init leaves as it was ---------------------------------------------------------------
 
 
@@ -200,3 +229,41 @@ def test_a_process_keeps_its_store_and_each_init_sets_its_timeout(
     assert store.timeout == timedelta(seconds=9)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     assert rendezvous._rendezvous(9.0)[2] is not store, "another place to meet"
+
+
+def test_a_fork_meets_the_others_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that shared a store would read each other's answers."""
+    monkeypatch.setattr(rendezvous, "_met", {})
+    monkeypatch.setattr(rendezvous, "_meet", lambda timeout: (0, 1, dist.HashStore()))
+    for name in rendezvous._ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    store = rendezvous._rendezvous(7.0)[2]
+    assert rendezvous._rendezvous(7.0)[2] is store
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert rendezvous._rendezvous(7.0)[2] is not store
+
+
+def test_a_group_that_the_script_has_made_since_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in rendezvous._ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    wingbeat.init()
+    try:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        wingbeat.shutdown()
+        assert dist.is_initialized()
+    finally:
+        wingbeat.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_the_store_is_waited_for_no_longer_than_said() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="missing"):
+        rendezvous.TorchStore(store).get("missing", 0.1)
+    assert time.monotonic() - begin < 10

@@ -334,6 +334,8 @@ class Executor:
         # still answer; gloo does so when nothing refers to its group any more.
         for job in begun:
             job.drop()
+        # So do the frames in which the transfer failed.
+        lost.__traceback__ = lost.__context__ = None
         for link in {transfer.link for job in begun for transfer in job.program.transfers()}:
             self._links[link].close()
         culprit = self._blame.culprit(peer)

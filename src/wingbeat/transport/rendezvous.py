@@ -87,7 +87,9 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     """
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
-    if world_module.set_current(None) is not None:
+    before = world_module.set_current(None)
+    if before is not None:
+        world_module.set_current(before)  # whoever catches this goes on with it
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
     rank, size, store = _rendezvous(timeout)
     # A world may be closed and made again in one process: keep the keys of each apart.

@@ -1,0 +1,72 @@
+"""A link over gloo keeps its deadlines; two ranks as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wingbeat.errors import RendezvousError
+from wingbeat.transport.gloo import GlooLink
+from wingbeat.transport.interfaces import Interface
+
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+PATIENT = 100.0
+"""Seconds for which the links themselves would wait: no test here may take as long."""
+
+
+@pytest.fixture
+def links() -> Iterator[list[GlooLink]]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda rank: GlooLink(store, rank, 2, LO, PATIENT), range(2)))
+    yield made
+    for link in made:
+        link.close()
+
+
+def error_of(body: Callable[[], object]) -> str:
+    """What ``body`` raises, in good time; gloo, which hears no signal, is left to a thread."""
+    said: list[str] = []
+
+    def work() -> None:
+        try:
+            body()
+        except (RuntimeError, RendezvousError) as err:
+            said.append(str(err))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENT / 4)
+    assert not thread.is_alive(), "it waits for longer than it was told to"
+    return said[0]
+
+
+def test_a_wait_ends_after_its_own_seconds(links: list[GlooLink]) -> None:
+    pending = links[0].recv(torch.zeros(4), 1, 7)
+    assert "time" in error_of(lambda: pending.wait(0.2)).lower()
+
+
+def test_messages_arrive_under_their_tags(links: list[GlooLink]) -> None:
+    into = [torch.zeros(3), torch.zeros(3)]
+    pending = [links[1].recv(out, 0, tag) for tag, out in zip((5, 6), into, strict=True)]
+    pending += [links[0].send(torch.full((3,), float(tag)), 1, tag) for tag in (6, 5)]
+    for each in pending:
+        each.wait(PATIENT / 2)
+    assert [float(out[0]) for out in into] == [5.0, 6.0]
+
+
+def test_a_closed_link_says_so_however_often_it_is_closed(links: list[GlooLink]) -> None:
+    links[0].close()
+    links[0].close()
+    with pytest.raises(RuntimeError, match="the link is closed"):
+        links[0].send(torch.zeros(1), 1, 1)
+
+
+def test_a_peer_that_does_not_connect_is_waited_for_no_longer_than_said() -> None:
+    said = error_of(lambda: GlooLink(dist.HashStore(), 0, 2, LO, 0.5))
+    assert said.startswith("rank 0 at 127.0.0.1 on interface lo did not reach all 2 ranks after")

@@ -1,0 +1,98 @@
+"""Channels of a world come and go; its end is theirs, and theirs is not its."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from wingbeat.collectives import Collectives
+from wingbeat.errors import PeerError, RendezvousError
+from wingbeat.transport import loopback
+from wingbeat.transport.world import World
+
+
+def summed(world: World) -> float:
+    buffer = torch.full((6,), world.rank + 1.0)
+    Collectives(world).all_reduce(buffer).wait()
+    return float(buffer[0])
+
+
+def test_the_end_of_a_world_is_that_of_its_channels() -> None:
+    """Threads that still used a channel would meet closed sockets."""
+    members = loopback.worlds(2, timeout=5)
+    channels = loopback.run(members, lambda world: world.open_channel())
+    assert loopback.run(channels, summed) == [3.0] * 2
+    for world in members:
+        world.close()
+    with pytest.raises(PeerError, match="started after"):
+        Collectives(channels[0]).all_reduce(torch.ones(6))
+
+
+def test_the_end_of_a_channel_is_not_that_of_its_world() -> None:
+    members = loopback.worlds(2, timeout=5)
+    channels = loopback.run(members, lambda world: world.open_channel())
+    for channel in channels:
+        channel.close()
+    assert loopback.run(members, summed) == [3.0] * 2
+    for world in members:
+        world.close()
+
+
+def test_the_threads_of_a_channel_that_nobody_holds_end() -> None:
+    """A model that its user drops without releasing it leaves no thread behind."""
+    members = loopback.worlds(2, timeout=5)
+    before = set(threading.enumerate())
+    channels = loopback.run(members, lambda world: world.open_channel())
+    loopback.run(channels, summed)
+    mine = [t for t in set(threading.enumerate()) - before if t.name.startswith("wingbeat-")]
+    assert len(mine) == 2
+    del channels
+    gc.collect()
+    for thread in mine:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in mine)
+    for world in members:
+        world.close()
+
+
+def test_what_is_published_in_two_channels_is_kept_apart() -> None:
+    def body(world: World) -> list[str]:
+        first, second = world.open_channel(), world.open_channel()
+        if world.rank == 0:
+            second.publish("order", "second")
+            first.publish("order", "first")
+        return [channel.read("order", 0) for channel in (first, second)]
+
+    members = loopback.worlds(2, timeout=0.5)
+    assert loopback.run(members, body) == [["first", "second"]] * 2
+
+
+def test_a_channel_does_not_read_what_one_of_its_number_was_told() -> None:
+    members = loopback.worlds(2, timeout=0.3)
+
+    def before(world: World) -> int:
+        channel = world.open_channel()
+        channel.exchange("plan", "old")
+        channel.publish("order", "old")
+        channel.close()
+        return channel.channel
+
+    assert loopback.run(members, before) == [1, 1]
+    first, _ = loopback.run(members, lambda world: world.open_channel())
+    assert first.channel == 1
+    with pytest.raises(RendezvousError, match="rank 1 sent no answer for 'plan'"):
+        first.exchange("plan", "new")
+    with pytest.raises(RendezvousError, match="rank 1 sent no answer for 'order'"):
+        first.read("order", 1)
+
+
+def test_a_channel_that_another_rank_still_uses_is_not_taken() -> None:
+    """There a model is not collected yet, so that its messages may still be on their way."""
+    members = loopback.worlds(2, timeout=5)
+    channels = loopback.run(members, lambda world: world.open_channel())
+    channels[1].close()
+    again = loopback.run(members, lambda world: world.open_channel())
+    assert [channel.channel for channel in again] == [2, 2]
