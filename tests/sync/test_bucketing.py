@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from helpers.training import net, on
+from wingbeat.errors import PeerError
 from wingbeat.sync.bucketing import Bucketing
 from wingbeat.types import Fusion
 
@@ -35,3 +39,28 @@ def test_buckets_are_let_go_when_the_links_are_done_with_them() -> None:
         assert [handle.waits for handle in handles] == [1] * len(handles)
 
     on(1, body)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        None,
+        7,
+        [],
+        [list(range(9))],
+        [list(range(8)), []],
+        [list(range(10)), []],
+        [[0, 0, 2, 3, 4, 5, 6, 7, 8], []],
+        [list(range(9)), [8]],
+        [["first", *range(1, 9)], []],
+    ],
+)
+def test_an_order_that_is_none_is_refused(order: Any) -> None:
+    """Each parameter comes once in it."""
+    world: Any = SimpleNamespace(rank=1, size=2, read=lambda _what, _rank: order)
+    bucketing = Bucketing(net(), Fusion(), world)
+    assert len(bucketing.slots) == 9
+    bucketing.tell()
+    with pytest.raises(PeerError, match="rank 1: rank 0 sent a malformed parameter order"):
+        bucketing.hear()
+    assert not bucketing.stale

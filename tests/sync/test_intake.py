@@ -67,6 +67,34 @@ def test_a_backward_after_one_cut_short_starts_from_nothing(strategy: Any) -> No
 
 
 @strategies
+@pytest.mark.parametrize("how", ["zero_grad", "cut short"])
+def test_gradients_that_were_dropped_have_no_norm(strategy: Any, how: str) -> None:
+    """Also once DeAR knows that gradients are clipped before they are gathered."""
+
+    def body(world: Any) -> list[float]:
+        model, optimizer = _distributed(world, strategy)
+        norms = []
+        for step in range(2):
+            backward(model, world.rank, step)
+            norms.append(optimizer.clip_grad_norm_(1.0))
+            optimizer.zero_grad()
+        if how == "zero_grad":
+            backward(model, world.rank, 2)
+            optimizer.zero_grad()
+        else:
+            model(batch(49, world.rank))
+            _cut_short(model, world.rank)
+        norms.append(optimizer.clip_grad_norm_(1.0))
+        backward(model, world.rank, 3)
+        norms.append(optimizer.clip_grad_norm_(1.0))
+        return [float(norm) for norm in norms]
+
+    first, second = on(2, body)
+    assert first == second
+    assert [norm > 0 for norm in first] == [True, True, False, True]
+
+
+@strategies
 def test_a_backward_cut_short_drops_what_it_would_have_been_added_to(strategy: Any) -> None:
     """Also what a step has used up: nobody has to call ``zero_grad`` for it any more."""
 

@@ -201,6 +201,17 @@ def test_optimizers_that_differ_between_ranks() -> None:
     on(2, body)
 
 
+def test_optimizers_of_other_classes_on_the_ranks() -> None:
+    def body(world: Any) -> None:
+        model = net()
+        optimizer = (sgd, adamw)[world.rank](model.parameters())
+        strategy = wingbeat.DeAR(plan="fixed", shard_optimizer=True)
+        with pytest.raises(MismatchError, match="another optimizer"):
+            sync.distribute(model, optimizer, strategy, world=world)
+
+    on(2, body)
+
+
 # -- schedulers, scalers, copies ------------------------------------------------------------
 
 

@@ -142,6 +142,7 @@ class Engine(Intake):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the averaged gradients so that their global norm is at most ``max_norm``."""
+        self.recover()
         return torch.nn.utils.clip_grad_norm_(self.partial.params(), max_norm, norm_type)
 
     # -- hooks ----------------------------------------------------------------------------
