@@ -260,8 +260,13 @@ def test_a_gradient_read_in_its_own_backward_is_refused() -> None:
 
 
 def test_it_is_whole_in_the_backward_of_something_else() -> None:
+    """Also where nothing is gathered before somebody asks, as gradients have been clipped once."""
+
     def body(world: Any) -> Tensor:
-        model, _ = _distributed(world)
+        model, optimizer = _distributed(world)
+        backward(model, world.rank, 1)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.zero_grad()
         backward(model, world.rank, 0)
         seen: list[Tensor] = []
         other = nn.Linear(3, 2)(torch.ones(1, 3))

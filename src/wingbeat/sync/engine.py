@@ -161,10 +161,9 @@ class Engine(Intake):
                     slot.param.grad = slot.view.clone()
 
     def close(self) -> None:
-        """Give the channels back; nothing can be exchanged after that."""
-        for world in (self.buffer_sync.channel, self.world if self.world.channel else None):
-            if world is not None:
-                world.close()
+        """Give the channel back, and the buffers' in it; nothing can be exchanged after that."""
+        if self.world.channel:
+            self.world.close()
 
     def enter_forward(self, _model: torch.nn.Module, _args: Any) -> None:
         """Before the model's forward: get ready for the backward that may follow."""
