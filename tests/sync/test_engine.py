@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import wingbeat
-from helpers.training import TINY_MB, backward, batch, engine, net, on, sgd
+from helpers.training import TINY_MB, assert_same, backward, batch, engine, net, on, sgd, weights
 from wingbeat import sync
 from wingbeat.observe.events import stream
 
@@ -133,3 +133,33 @@ def test_forwards_without_sync_leave_buffers_to_their_worker() -> None:
         torch.testing.assert_close(model.running_mean, alone.running_mean)
 
     on(2, body)
+
+
+def test_compiled_code_stays_in_one_piece() -> None:
+    """Parameters are brought up to date before it, and not each where it is read."""
+    torch.compiler.reset()
+    calls: list[int] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(len(args))
+            return graph.forward(*args)
+
+        return run
+
+    def body(world: Any) -> Any:
+        model = net()
+        strategy = wingbeat.DeAR(plan="fixed", mb=TINY_MB)
+        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        run = torch.compile(model, backend=backend) if world.rank == 0 else model
+        counts = []
+        for step in range(3):
+            optimizer.zero_grad()
+            run(batch(step, world.rank)).square().mean().backward()
+            optimizer.step()
+            counts.append(len(calls))
+        return counts, weights(model)
+
+    (counts, first), (_, second) = on(2, body)
+    assert counts == [1, 2, 3]
+    assert_same(first, second)
