@@ -178,6 +178,27 @@ def test_a_backward_of_its_own_after_one_that_was_not_synchronised(strategy: Any
     assert_same(first, second)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=KINDS[:2])
+def test_two_models_in_one_backward_wait_when_both_have_launched_everything(strategy: Any) -> None:
+    """Both have parts that are unused, and which is at its end first differs from rank to rank."""
+
+    def body(world: Any) -> Any:
+        pairs = [_distributed(world, strategy) for _ in range(2)]
+        for step in range(2):
+            losses = [
+                pairs[i][0](batch(step + 10 * i, world.rank)).square().mean()
+                for i in ((0, 1), (1, 0))[world.rank]
+            ]
+            torch.stack(losses).sum().backward()
+            for _, optimizer in pairs:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [weights(model) for model, _ in pairs]
+
+    first, second = on(2, body, timeout=5.0)
+    assert_same(first, second)
+
+
 @strategies
 def test_a_forward_run_again_in_backward_decides_nothing(strategy: Any) -> None:
     """As checkpointing does with a whole model, here after ``no_sync`` has been left."""
