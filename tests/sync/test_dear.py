@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,38 +11,19 @@ import torch
 from torch import nn
 
 import wingbeat
-from helpers import late
-from helpers.training import backward, distributed, engine, net, on, sgd, train, weights
+from helpers.training import (
+    assert_same,
+    backward,
+    batch,
+    distributed,
+    engine,
+    net,
+    on,
+    sgd,
+    train,
+    weights,
+)
 from wingbeat import sync
-from wingbeat.transport import loopback
-
-
-def test_an_optimizer_may_write_to_its_gradients() -> None:
-    """SGD with nesterov and foreach does, while the gather may still pass the buffer on."""
-
-    def body(world: Any) -> torch.Tensor:
-        model = nn.Linear(300, 300, bias=False)
-        with torch.no_grad():
-            model.weight.copy_(torch.arange(90_000.0).view(300, 300) / 9e4)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True
-        )
-        strategy = wingbeat.DeAR(plan="fixed")
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
-        for step in range(6):
-            optimizer.zero_grad()
-            rng = torch.Generator().manual_seed(10 * step + world.rank)
-            model(torch.randn(2, 300, generator=rng)).square().mean().backward()
-            optimizer.step()
-            if world.rank == 2:
-                time.sleep(0.02)  # one that is late, so that others still have to send to it
-            model.flush()
-        return model.weight.detach().clone()
-
-    with late.open_worlds(4) as (members, _):
-        first, *others = loopback.run(members, body)
-    for other in others:
-        assert torch.equal(first, other)
 
 
 def _clip_shown(optimizer: Any) -> None:
@@ -149,47 +130,90 @@ def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_updated(sharded: bool
         torch.testing.assert_close(change, torch.full((7, 7), -1.0))
 
 
-class _Watched:
-    """A handle that notes how it is waited for."""
-
-    def __init__(self, handle: Any, calls: list[str]) -> None:
-        self._handle, self._calls, self.jobs = handle, calls, handle.jobs
-
-    def wait(self) -> None:
-        self._calls.append("wait")
-        self._handle.wait()
-
-    def wait_received(self) -> None:
-        self._calls.append("wait_received")
-        self._handle.wait_received()
+STRATEGIES = {
+    "allreduce": wingbeat.AllReduce(mb=0.001),
+    "dear": wingbeat.DeAR(plan="fixed", mb=0.001),
+    "sharded": wingbeat.DeAR(plan="fixed", mb=0.001, shard_optimizer=True),
+}
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_who_writes_to_gradients_waits_until_the_links_have_read_them(writes: bool) -> None:
-    """As found out in its first steps: for the whole collective, not only for its result."""
+def _alike(play: Callable[[Any, Any, int], None], names: Iterable[str] = STRATEGIES) -> None:
+    """Demand the same weights on all ranks, whatever the strategy."""
+    found: list[dict[str, torch.Tensor]] = []
+    for name in names:
 
-    def body(world: Any) -> list[str]:
-        model = nn.Linear(4, 4, bias=False)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=writes
-        )
-        strategy = wingbeat.DeAR(plan="fixed")
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
-        calls: list[str] = []
-        collectives = engine(model).collectives
-        gather = collectives.all_gather
-        for step in range(6):
-            if step == 5:
-                collectives.all_gather = lambda *a, **k: _Watched(gather(*a, **k), calls)
+        def body(world: Any, strategy: Any = STRATEGIES[name]) -> Any:
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+            play(model, optimizer, world.rank)
+            return weights(model)
+
+        found += on(2, body)
+    for other in found[1:]:
+        assert_same(other, found[0], 1e-5)
+
+
+def test_a_backward_may_add_to_some_gradients_and_not_to_others() -> None:
+    """Those that come first are new, so that nobody has asked yet for what there was before."""
+
+    def play(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(3):
             optimizer.zero_grad()
-            model(torch.full((2, 4), 1.0 + world.rank)).square().mean().backward()
+            backward(model, rank, step)
+            for param in model.head._parameters.values():
+                param.grad = None
+            backward(model, rank, 50 + step)
             optimizer.step()
-            if step < 5:
-                model.flush()
-        model.flush()
-        return calls
 
-    assert on(2, body) == [["wait"] if writes else ["wait_received"]] * 2
+    _alike(play)
+
+
+def test_a_closure_has_gradients_whatever_its_caller_has_turned_off() -> None:
+    def play(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(3):
+
+            def closure(step: int = step) -> float:
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                return 0.0
+
+            with torch.no_grad():
+                optimizer.step(closure)
+
+    _alike(play)
+
+
+def test_another_optimizer_has_whole_gradients_also_where_the_own_are_clipped_in_parts() -> None:
+    """As soon as backward is over, although another worker is late."""
+
+    def trained(strategy: Any) -> Any:
+        def body(world: Any) -> Any:
+            model = net()
+            others = list(model.second.parameters())
+            own = [p for p in model.parameters() if not any(p is other for other in others)]
+            second = torch.optim.SGD(others, lr=0.1)
+            first: Any = torch.optim.SGD(own, lr=0.1)
+            model, first = sync.distribute(model, first, strategy, world=world)
+            for step in range(3):
+                first.zero_grad()
+                second.zero_grad()
+                hidden = model.first(batch(step, world.rank))
+                if world.rank == 1:
+                    hidden.register_hook(lambda _grad: time.sleep(0.02))
+                model.head(model.second(hidden) * model.scale).square().mean().backward()
+                second.step()
+                first.clip_grad_norm_(0.5)
+                first.step()
+            return weights(model)
+
+        first, second = on(2, body)
+        assert_same(first, second)
+        return first
+
+    whole = trained(STRATEGIES["allreduce"])
+    for name in ("dear", "sharded"):
+        assert_same(trained(STRATEGIES[name]), whole, 1e-5)
 
 
 def test_gradients_that_were_only_clipped_are_not_left_for_the_next_step() -> None:
@@ -297,35 +321,6 @@ def test_one_gradient_replaced_unseen_counts_and_unused_ones_are_none(sharded: b
 
     for change in on(2, body):
         torch.testing.assert_close(change, torch.full((3, 7), -0.5))
-
-
-def _with_a_second_optimizer(strategy: Any) -> dict[str, torch.Tensor]:
-    """The distributed optimizer's gradients are clipped; a plain one updates the head."""
-
-    def body(world: Any) -> dict[str, torch.Tensor]:
-        model = net()
-        plain = torch.optim.SGD(model.head.parameters(), lr=0.1)
-        own = sgd([p for name, p in model.named_parameters() if not name.startswith("head")])
-        model, own = sync.distribute(model, own, strategy, world=world)
-        for step in range(5):
-            own.zero_grad()
-            plain.zero_grad()
-            backward(model, world.rank, step)
-            own.clip_grad_norm_(0.05)
-            own.step()
-            plain.step()
-        return weights(model)
-
-    first, second = on(2, body)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    return first
-
-
-def test_another_optimizers_gradients_are_whole_also_where_parts_are_clipped() -> None:
-    wanted = _with_a_second_optimizer(wingbeat.AllReduce(mb=0.0004))
-    got = _with_a_second_optimizer(wingbeat.DeAR(plan="fixed", mb=0.0004))
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, msg=name)
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -67,6 +67,34 @@ def test_a_backward_after_one_cut_short_starts_from_nothing(strategy: Any) -> No
 
 
 @strategies
+@pytest.mark.parametrize("how", ["zero_grad", "cut short"])
+def test_gradients_that_were_dropped_have_no_norm(strategy: Any, how: str) -> None:
+    """Also once DeAR knows that gradients are clipped before they are gathered."""
+
+    def body(world: Any) -> list[float]:
+        model, optimizer = _distributed(world, strategy)
+        norms = []
+        for step in range(2):
+            backward(model, world.rank, step)
+            norms.append(optimizer.clip_grad_norm_(1.0))
+            optimizer.zero_grad()
+        if how == "zero_grad":
+            backward(model, world.rank, 2)
+            optimizer.zero_grad()
+        else:
+            model(batch(49, world.rank))
+            _cut_short(model, world.rank)
+        norms.append(optimizer.clip_grad_norm_(1.0))
+        backward(model, world.rank, 3)
+        norms.append(optimizer.clip_grad_norm_(1.0))
+        return [float(norm) for norm in norms]
+
+    first, second = on(2, body)
+    assert first == second
+    assert [norm > 0 for norm in first] == [True, True, False, True]
+
+
+@strategies
 def test_a_backward_cut_short_drops_what_it_would_have_been_added_to(strategy: Any) -> None:
     """Also what a step has used up: nobody has to call ``zero_grad`` for it any more."""
 
@@ -147,6 +175,27 @@ def test_a_backward_of_its_own_after_one_that_was_not_synchronised(strategy: Any
         return weights(model)
 
     first, second = on(2, body)
+    assert_same(first, second)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=KINDS[:2])
+def test_two_models_in_one_backward_wait_when_both_have_launched_everything(strategy: Any) -> None:
+    """Both have parts that are unused, and which is at its end first differs from rank to rank."""
+
+    def body(world: Any) -> Any:
+        pairs = [_distributed(world, strategy) for _ in range(2)]
+        for step in range(2):
+            losses = [
+                pairs[i][0](batch(step + 10 * i, world.rank)).square().mean()
+                for i in ((0, 1), (1, 0))[world.rank]
+            ]
+            torch.stack(losses).sum().backward()
+            for _, optimizer in pairs:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [weights(model) for model, _ in pairs]
+
+    first, second = on(2, body, timeout=5.0)
     assert_same(first, second)
 
 

@@ -278,6 +278,26 @@ def test_a_gradient_read_in_its_own_backward_is_refused() -> None:
     on(2, body)
 
 
+def test_it_is_whole_in_the_backward_of_something_else() -> None:
+    """Also where nothing is gathered before somebody asks, as gradients have been clipped once."""
+
+    def body(world: Any) -> Tensor:
+        model, optimizer = _distributed(world)
+        backward(model, world.rank, 1)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.zero_grad()
+        backward(model, world.rank, 0)
+        seen: list[Tensor] = []
+        other = nn.Linear(3, 2)(torch.ones(1, 3))
+        other.register_hook(lambda _grad: seen.append(_head(model).clone()))
+        other.sum().backward()
+        return seen[0]
+
+    wanted = _mean()
+    for got in on(2, body):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_its_kind_is_that_of_the_place_in_the_bucket() -> None:
     def body(world: Any) -> None:
         model = nn.Linear(3, 2).to(torch.float64)

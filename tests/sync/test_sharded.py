@@ -103,6 +103,18 @@ def test_values_changed_or_moved_by_hand(turn: bool) -> None:
     compare(3, adamw, body, tolerance=1e-6 if turn else 0.0)
 
 
+def test_a_step_without_gradients_forgets_no_parameter_on_its_way() -> None:
+    """Nor one of which this worker updates no part."""
+
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(3):
+            train(model, optimizer, [step])
+            optimizer.zero_grad()
+            optimizer.step()
+
+    compare(3, adamw, body)
+
+
 def test_parameters_of_two_dtypes() -> None:
     def halves(world: Any, sharded: bool) -> Any:
         model = net()
@@ -197,6 +209,17 @@ def test_optimizers_that_differ_between_ranks() -> None:
         with pytest.raises(MismatchError, match="param groups"):
             sync.distribute(model, optimizer, strategy, world=world)
         assert type(optimizer) is torch.optim.SGD
+
+    on(2, body)
+
+
+def test_optimizers_of_other_classes_on_the_ranks() -> None:
+    def body(world: Any) -> None:
+        model = net()
+        optimizer = (sgd, adamw)[world.rank](model.parameters())
+        strategy = wingbeat.DeAR(plan="fixed", shard_optimizer=True)
+        with pytest.raises(MismatchError, match="another optimizer"):
+            sync.distribute(model, optimizer, strategy, world=world)
 
     on(2, body)
 

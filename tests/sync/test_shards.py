@@ -135,6 +135,19 @@ def test_each_worker_remembers_its_part_only_after_loading_the_whole() -> None:
     on(3, body)
 
 
+def test_each_worker_remembers_its_part_only_after_the_buckets_have_changed() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world, torch.optim.AdamW)
+        train(model, optimizer, range(2))
+        before = len(engine(model).buckets)
+        engine(model).bucketing.use(Fusion(bucket_bytes=10_000))
+        train(model, optimizer, range(2, 4))
+        assert len(engine(model).buckets) < before
+        assert 0 < _live_bytes(model) == _state_bytes(optimizer)
+
+    on(3, body)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_worker_remembers_its_part_only(size: int) -> None:
     def body(world: Any) -> tuple[int, int, int]:

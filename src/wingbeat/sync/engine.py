@@ -222,6 +222,7 @@ class Engine(Intake):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the averaged gradients so that their global norm is at most ``max_norm``."""
+        self.recover()
         return torch.nn.utils.clip_grad_norm_(self.partial.params(), max_norm, norm_type)
 
     # -- hooks ----------------------------------------------------------------------------
@@ -240,10 +241,9 @@ class Engine(Intake):
                     slot.param.grad = slot.view.clone()
 
     def close(self) -> None:
-        """Give the channels back; nothing can be exchanged after that."""
-        for world in (self.buffer_sync.channel, self.world if self.world.channel else None):
-            if world is not None:
-                world.close()
+        """Give the channel back, and the buffers' in it; nothing can be exchanged after that."""
+        if self.world.channel:
+            self.world.close()
 
     def enter_forward(self, _model: torch.nn.Module, _args: Any) -> None:
         """Before the model's forward: get ready for the backward that may follow."""
