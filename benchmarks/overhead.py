@@ -1,6 +1,7 @@
 """What `wingbeat.distribute` adds to an iteration of a run with one worker.
 
     python benchmarks/overhead.py --json out/overhead.json
+    python benchmarks/overhead.py --strategies allreduce dear --pairs 1000
 
 Two models, one plain and one distributed, take turns iteration by iteration in one process, the
 first mover changing each time; so both meet the same machine. The figure is the median over pairs
@@ -44,6 +45,8 @@ def paced_loop() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 
 
 MODELS = {"digits": digits_loop, "paced:resnet50@0.05": paced_loop}
+PAIRS = {"digits": 600, "paced:resnet50@0.05": 50}
+"""What a real network takes varies by some percent from one iteration to the next."""
 
 
 def iteration(model: nn.Module, optimizer: Any, loss: Callable[..., torch.Tensor]) -> Loop:
@@ -102,18 +105,21 @@ def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=150, help="pairs of iterations (default 150)")
+    parser.add_argument(
+        "--pairs", type=int, help=f"pairs of iterations ({', '.join(map(str, PAIRS.values()))})"
+    )
+    parser.add_argument("--strategies", nargs="+", default=list(strategies.names()))
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    if options.pairs < 2:
+    if options.pairs is not None and options.pairs < 2:
         parser.error(f"--pairs {options.pairs}: allowed are 2 or more")
     torch.set_num_threads(1)
     about = machine.describe()
     wingbeat.init()
     results = []
     for name in MODELS:
-        for strategy in strategies.names():
-            result = measure(name, strategy, options.pairs)
+        for strategy in options.strategies:
+            result = measure(name, strategy, options.pairs or PAIRS[name])
             results.append(result)
             low, high = result["interval_percent"]
             print(

@@ -301,11 +301,13 @@ def test_a_buffer_that_another_parameter_is_in_too_is_not_given_to_one_alone() -
 def test_a_residual_is_taken_once_and_then_starts_at_zero() -> None:
     made = Residuals({"a": (4000,), "b": (8,)}, rank=0, world_size=1)
     assert made.take("a") is None, "nothing was owed yet"
+    assert made.empty
     made.flat_for(["a", "b"], [4000, 8], 4008, torch.device("cpu")).fill_(2.0)
     taken = made.take("a")
     assert taken is not None
     assert taken.tolist() == [2.0] * 4000
     assert made.take("a") is None
+    assert not made.empty, "b has one"
     again = made.flat_for(["a", "b"], [4000, 8], 4008, torch.device("cpu"))
     assert not again[:4000].any()
     assert again[4000:].tolist() == [2.0] * 8

@@ -84,6 +84,11 @@ class _Memory:
         self._together.pop(name, None)
         return self._values.pop(name, None)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no parameter has values."""
+        return not self._values
+
     def put(self, name: str, value: Tensor | None) -> None:
         """Overwrite one parameter's values in their place; None means zeros."""
         held = self._values.get(name)
@@ -158,6 +163,11 @@ class Residuals:
     def take(self, name: str) -> Tensor | None:
         """Return one parameter's residual, flat, and forget it; None where it has none."""
         return self._kinds["residuals"].take(name)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no parameter has a residual."""
+        return self._kinds["residuals"].empty
 
     def clear(self) -> None:
         """Forget all that is owed; buffers keep their places and hold zeros."""

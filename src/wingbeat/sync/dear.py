@@ -51,6 +51,7 @@ class DearEngine(Engine):
     """Hides gradients that are not whole, and makes each bucket's update when it is needed."""
 
     make_schedule: ClassVar[type[Dear]] = Dear
+    defers: ClassVar[bool] = True
     schedule: Dear
     _steps = 0
     _writes_gradients = False

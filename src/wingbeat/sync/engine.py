@@ -60,10 +60,12 @@ class Engine(Intake):
 
     Attributes:
         make_schedule: makes the schedule.
+        defers: whether gradients or updates may be there only when somebody looks.
         checked: whether workers are known to be in step in the present iteration.
     """
 
     make_schedule: ClassVar[type[Schedule]]
+    defers: ClassVar[bool] = False
 
     def __init__(
         self,

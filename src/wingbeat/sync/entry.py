@@ -15,6 +15,7 @@ from wingbeat.sync.bucket import strides_of
 from wingbeat.sync.bucketing import ignored, spec_of
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import DearEngine
+from wingbeat.sync.deferring import DeferringOptimizer
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.joining import joined
 from wingbeat.sync.sharded import ShardedEngine
@@ -92,7 +93,7 @@ def distribute(
         _take_over_rank_zeros(model, collectives)
     engine = kind(model, optimizer, choices, world, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
-    upgrade(optimizer, DistributedOptimizer, engine)
+    upgrade(optimizer, DeferringOptimizer if engine.defers else DistributedOptimizer, engine)
     claims.claim(engine, (slot.param for slot in engine.slots))
     return model, given
 

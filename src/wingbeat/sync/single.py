@@ -17,6 +17,9 @@ class SingleEngine(Engine):
     def _start(self) -> None:
         self.schedule = self.make_schedule()
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Nothing: all gradients are where their owner sees them."""
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the optimizer's own step, on gradients that codecs of many workers would leave."""
         if closure is None:
@@ -31,5 +34,6 @@ class SingleEngine(Engine):
         return super().step(completed)
 
     def _complete(self) -> None:
-        for slot in self.slots:
-            self.wiring.alone(slot)
+        if self.wiring.changes_alone():
+            for slot in self.slots:
+                self.wiring.alone(slot)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wingbeat.errors import UsageError
-from wingbeat.sync import checkpoint, scaler
+from wingbeat.sync import checkpoint
 from wingbeat.sync.bucketing import IGNORED
 from wingbeat.sync.convert import refuse_conversion, refuse_new_layout
 from wingbeat.sync.engine import Engine
@@ -154,46 +154,6 @@ class DistributedModel(_Model):
 class DistributedOptimizer(_Distributed):
     """What `distribute` adds to an optimizer's class."""
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; read between backward and step, gradients are made whole first."""
-        reduced = self._engine.scaler_groups() if scaler.asks(self) else None
-        if reduced is not None:
-            return reduced
-        self._engine.settle_gradients()
-        groups: list[dict[str, Any]] = self._engine.optimizer.__dict__["param_groups"]
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if not self._engine.partial.stepping:
-            self._engine.flush()
-        self._engine.optimizer.__dict__["param_groups"] = groups
-
-    @property
-    def state(self) -> Any:
-        """What the optimizer remembers by parameter; updates that are due are applied first.
-
-        With ``shard_optimizer`` it is on different workers, and `state_dict` gathers it.
-        """
-        return self._engine.visible_state()
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if isinstance(self._engine, ShardedEngine) and not self._engine.partial.stepping:
-            raise UsageError(
-                "optimizer.state = ... with shard_optimizer: each worker has a part of it; call "
-                "optimizer.load_state_dict() on every rank"
-            )
-        self._engine.visible_state()
-        self._engine.optimizer.__dict__["state"] = state
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        # An update that is due must not see what is set after its step.
-        if key != "__class__" and not self._engine.partial.stepping:
-            self._engine.flush()
-        super().__setattr__(key, value)
-
     def step(self, closure: Any = None) -> Any:
         """Run one step; with `DeAR`, parameters are updated as the next forward needs them.
 
@@ -259,10 +219,6 @@ class DistributedOptimizer(_Distributed):
         self._engine.wiring.check(owed)
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._engine.wiring.load_state_dict(owed)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        with self._engine.partial.inside():
-            super().__setstate__(state)  # type: ignore[misc]
 
     def residual_state_dict(self) -> dict[str, Any]:
         """Return what this worker's gradients still owe to the sum; nobody else is asked.

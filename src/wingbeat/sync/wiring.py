@@ -120,6 +120,11 @@ class Wiring:
     def _saves_nothing(self, bucket: Bucket) -> bool:
         return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
 
+    def changes_alone(self) -> bool:
+        """Whether there is anything that `alone` would add to gradients."""
+        kept = self.residuals
+        return kept is not None and (self.momentum > 0 or not kept.empty)
+
     @torch.no_grad()
     def alone(self, slot: Slot) -> None:
         """Give a gradient that travels nowhere its momentum, and what an earlier run owed it."""

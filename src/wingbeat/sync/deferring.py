@@ -1,0 +1,61 @@
+"""An optimizer whose updates may be due: whoever looks at it gets them made first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wingbeat.errors import UsageError
+from wingbeat.sync import scaler
+from wingbeat.sync.sharded import ShardedEngine
+from wingbeat.sync.upgrade import DistributedOptimizer
+
+
+class DeferringOptimizer(DistributedOptimizer):
+    """What `distribute` adds to an optimizer's class where gradients and updates come later.
+
+    Others keep their own attributes: each look at one would cost something, and steps look often.
+    """
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups; read between backward and step, gradients are made whole first."""
+        reduced = self._engine.scaler_groups() if scaler.asks(self) else None
+        if reduced is not None:
+            return reduced
+        self._engine.settle_gradients()
+        groups: list[dict[str, Any]] = self._engine.optimizer.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if not self._engine.partial.stepping:
+            self._engine.flush()
+        self._engine.optimizer.__dict__["param_groups"] = groups
+
+    @property
+    def state(self) -> Any:
+        """What the optimizer remembers by parameter; updates that are due are applied first.
+
+        With ``shard_optimizer`` it is on different workers, and `state_dict` gathers it.
+        """
+        return self._engine.visible_state()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if isinstance(self._engine, ShardedEngine) and not self._engine.partial.stepping:
+            raise UsageError(
+                "optimizer.state = ... with shard_optimizer: each worker has a part of it; call "
+                "optimizer.load_state_dict() on every rank"
+            )
+        self._engine.visible_state()
+        self._engine.optimizer.__dict__["state"] = state
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        # An update that is due must not see what is set after its step.
+        if key != "__class__" and not self._engine.partial.stepping:
+            self._engine.flush()
+        super().__setattr__(key, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        with self._engine.partial.inside():
+            super().__setstate__(state)  # type: ignore[misc]
