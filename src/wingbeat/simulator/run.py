@@ -51,6 +51,7 @@ def simulate(
     work: Work | None = None,
     slow: Mapping[int, float] | None = None,
     iterations: int = 4,
+    schedule: Callable[[], Schedule] | None = None,
 ) -> Run:
     """Train ``model`` for some iterations in virtual time.
 
@@ -65,6 +66,7 @@ def simulate(
         slow: by rank, what a worker's times are multiplied by. Without it all do the same at
             the same moments, so only rank 0 is simulated, whose messages come back to itself.
         iterations: how many, one at least.
+        schedule: makes a worker's schedule, in place of the one that ``choices`` names.
 
     Raises:
         UsageError: no such number, or a strategy that cannot be simulated.
@@ -76,6 +78,7 @@ def simulate(
             "simulate(): strategies with a wire, shard_optimizer or measured merging are not "
             "simulated yet; use AllReduce or DeAR without"
         )
+    make = schedule or SCHEDULES[choices.schedule]
     agenda = Agenda()
     network = Network(agenda, links)
     trace: list[Moment] = []
@@ -89,7 +92,7 @@ def simulate(
             workers,
             model,
             buckets,
-            SCHEDULES[choices.schedule](),
+            make(),
             topology,
             links,
             work or Work(),
