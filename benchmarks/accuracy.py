@@ -174,7 +174,9 @@ def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strat
     warmed = {"warmup": warmup} if isinstance(wire, TopK) and warmup is not None else {}
     if isinstance(strategy, strategies.OMGS) and strategy.wire == "topk":
         return dataclasses.replace(strategy, **warmed)  # its codec is used in any case
-    return dataclasses.replace(strategy, wire=dataclasses.replace(wire, if_pays=False, **warmed))
+    return dataclasses.replace(
+        strategy, wire=dataclasses.replace(wire, auto_disable=False, **warmed)
+    )
 
 
 def rate_at(step: int, iterations: int) -> float:

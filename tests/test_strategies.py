@@ -101,7 +101,7 @@ def test_an_option_that_does_not_exist_is_refused_by_name(cls: Any) -> None:
         (lambda: wingbeat.DeAR(25), "DeAR(25): options are given by name, such as DeAR(mb=25);"),
         (lambda: wingbeat.TopK(0.01), "such as TopK(density=0.01);"),
         (lambda: wingbeat.DeAR(True), "such as DeAR(shard_optimizer=True);"),
-        (lambda: wires.Half(3), "such as Half(if_pays=False);"),
+        (lambda: wires.Half(3), "such as Half(auto_disable=False);"),
     ],
 )
 def test_the_option_that_was_meant_is_named(wrong: Callable[[], Any], meant: str) -> None:
@@ -130,8 +130,8 @@ def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
     assert {name for name, row in rows.items() if row.merging} == {"mgwfbp"}
     for name in ("topksgd", "lags", "mgs", "omgs"):
         first_try, papers = parse(name), parse(f"{name}:density=0.001,warmup=0")
-        assert first_try.choices().wire == wires.TopK(density=0.01, warmup=400, if_pays=False)
-        assert papers.choices().wire == wires.TopK(density=0.001, warmup=0, if_pays=False)
+        assert first_try.choices().wire == wires.TopK(density=0.01, warmup=400, auto_disable=False)
+        assert papers.choices().wire == wires.TopK(density=0.001, warmup=0, auto_disable=False)
     assert parse("mgs").choices().fusion.elements == 8192
     assert parse("lags:density=0.01") == wingbeat.LAGS(density=0.01)
     assert wingbeat.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")
@@ -147,7 +147,7 @@ def test_a_row_of_table_one_merges_as_its_name_says() -> None:
 def test_a_codec_by_name_is_merged_without_asking_whether_it_pays(wire: str) -> None:
     coded = wingbeat.OMGS(wire=wire).choices().wire
     assert not isinstance(coded, str)
-    assert not coded.if_pays
+    assert not coded.auto_disable
 
 
 def test_any_size_above_zero_is_at_least_a_byte() -> None:

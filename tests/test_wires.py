@@ -63,7 +63,7 @@ def test_what_cannot_be_is_refused_in_one_line(text, why) -> None:
         (TopK, {"momentum": 1.0}),
         (TopK, {"momentum": -0.1}),
         (LowRank, {"bits": 0}),
-        (Half, {"if_pays": None}),
+        (Half, {"auto_disable": None}),
     ],
 )
 def test_settings_check_themselves(cls, options) -> None:

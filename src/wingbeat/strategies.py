@@ -24,7 +24,7 @@ PLANS = ("bo", "fixed", "layers", "none", "random", "grid")
 SEARCHES = ("bo", "random", "grid")
 MERGES = ("exact", "paper", "wfbp")
 _UNMEASURED = {"size": "elements", "none": "none", "one": "one"}
-_TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name != "if_pays"}
+_TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name != "auto_disable"}
 MAX_MB = 4096
 
 
@@ -235,7 +235,7 @@ class OMGS(Settings):
         """Return the wire with the options of top-k in it."""
         given = {key: getattr(self, key) for key in _TOPK_OPTIONS}
         if self.wire == "topk":
-            return TopK(**given, if_pays=False)
+            return TopK(**given, auto_disable=False)
         for key, value in given.items():
             if value != _TOPK_OPTIONS[key]:
                 raise UsageError(
@@ -245,7 +245,7 @@ class OMGS(Settings):
         coded = wires.of(self.wire)
         # Whoever merges encoded layers by a codec's name has chosen to encode them.
         named = isinstance(self.wire, str) and not isinstance(coded, str)
-        return replace(coded, if_pays=False) if named else coded  # type: ignore[type-var]
+        return replace(coded, auto_disable=False) if named else coded  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

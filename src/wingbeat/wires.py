@@ -32,8 +32,8 @@ class Sketch(Settings):
         level: what stands for the values of a bucket: the ``"mean"`` of its members, or the mean
             of its two ``"ends"``, as in the paper.
         feedback: keep what the rounding took away, and add it to the next iteration's gradients.
-        if_pays: measure in the first iterations whether this is faster than fp32, and use fp32 if
-            it is not; False: use it in any case.
+        auto_disable: measure in the first iterations whether this is faster than fp32, and use
+            fp32 if it is not; False: use it in any case.
 
     Raises:
         UsageError: a value out of range.
@@ -43,14 +43,14 @@ class Sketch(Settings):
     split: str = "error"
     level: str = "mean"
     feedback: bool = True
-    if_pays: bool = True
+    auto_disable: bool = True
 
     def __post_init__(self) -> None:
         self.check_count("bits", 1, 8)
         self.check_name("split", SPLITS)
         self.check_name("level", LEVELS)
         self.check_flag("feedback")
-        self.check_flag("if_pays")
+        self.check_flag("auto_disable")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -68,8 +68,8 @@ class TopK(Settings):
             section 3.2); use it in place of the optimizer's own, which must be 0 then.
         groups: densities of the parameters whose names match a pattern, such as
             ``{"embedding.*": 0.01}``; the first that matches counts, all others have ``density``.
-        if_pays: measure in the first iterations whether this is faster than fp32, and use fp32 if
-            it is not; False: use it in any case.
+        auto_disable: measure in the first iterations whether this is faster than fp32, and use
+            fp32 if it is not; False: use it in any case.
 
     Raises:
         UsageError: a value out of range.
@@ -79,14 +79,14 @@ class TopK(Settings):
     warmup: int = 400
     momentum: float = 0.0
     groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
-    if_pays: bool = True
+    auto_disable: bool = True
 
     def __post_init__(self) -> None:
         self.check_number("density", "numbers above 0 up to 1", lambda v: 0 < v <= 1)
         object.__setattr__(self, "groups", pairs(self.groups))
         self.check_count("warmup", 0, 10_000_000)
         self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
-        self.check_flag("if_pays")
+        self.check_flag("auto_disable")
 
     def density_of(self, name: str) -> float:
         """Return the density of the parameter ``name``.
@@ -108,8 +108,8 @@ class LowRank(Settings):
         rank: columns of the factors, 1 to 256.
         bits: bits of a sketched value, 1 to 8.
         feedback: keep what was taken away, and add it to the next iteration's gradients.
-        if_pays: measure in the first iterations whether this is faster than fp32, and use fp32 if
-            it is not; False: use it in any case.
+        auto_disable: measure in the first iterations whether this is faster than fp32, and use
+            fp32 if it is not; False: use it in any case.
 
     Raises:
         UsageError: a value out of range.
@@ -118,23 +118,23 @@ class LowRank(Settings):
     rank: int = 4
     bits: int = 8
     feedback: bool = True
-    if_pays: bool = True
+    auto_disable: bool = True
 
     def __post_init__(self) -> None:
         self.check_count("rank", 1, 256)
         self.check_count("bits", 1, 8)
         self.check_flag("feedback")
-        self.check_flag("if_pays")
+        self.check_flag("auto_disable")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Half(Settings):
     """Half precision, each chunk scaled so that no value is too large or too small for it."""
 
-    if_pays: bool = False
+    auto_disable: bool = False
 
     def __post_init__(self) -> None:
-        self.check_flag("if_pays")
+        self.check_flag("auto_disable")
 
 
 Coded = Sketch | TopK | LowRank | Half

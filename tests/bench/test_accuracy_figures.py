@@ -87,9 +87,12 @@ def test_workers_that_end_apart_are_a_miss(accuracy: ModuleType) -> None:
     assert line == "text: dear:wire=sketch leaves the workers with different weights"
 
 
-def test_codecs_are_used_whatever_they_pay(accuracy: ModuleType) -> None:
+def test_codecs_are_used_whatever_they_add_residual(accuracy: ModuleType) -> None:
     for name in ("sketch", "topk@0.01", "lowrank@2", "fp16"):
-        assert accuracy.parse(f"allreduce:wire={name}", 0).strategy.choices().wire.if_pays is False
+        assert (
+            accuracy.parse(f"allreduce:wire={name}", 0).strategy.choices().wire.auto_disable
+            is False
+        )
     assert accuracy.parse("dear:wire=topk@0.001", 70).strategy.choices().wire.warmup == 70
     assert accuracy.parse("dear:mb=3", 70).strategy.mb == 3
 

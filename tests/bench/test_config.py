@@ -142,7 +142,7 @@ def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
     wires = [row.strategy.choices().wire for row in checked.rows if row.strategy is not None]
     assert [getattr(wire, "warmup", None) for wire in wires] == [0, 9, 0, 0, 0, None, None]
     assert [getattr(wire, "density", None) for wire in wires[:5]] == [0.01, 0.01, 0.01, 0.05, 0.05]
-    assert [getattr(wire, "if_pays", None) for wire in wires[:5]] == [
+    assert [getattr(wire, "auto_disable", None) for wire in wires[:5]] == [
         False,
         False,
         True,

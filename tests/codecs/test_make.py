@@ -23,7 +23,7 @@ def test_equal_settings_give_equal_codecs(wire) -> None:
 
 
 def test_only_a_warm_up_changes_the_codec() -> None:
-    wire = TopK(density=0.001, warmup=4, if_pays=False)
+    wire = TopK(density=0.001, warmup=4, auto_disable=False)
     densities = [make(wire, step).bytes_per_element / 6 for step in range(6)]
     assert densities[0] == pytest.approx(0.25)
     assert densities == sorted(densities, reverse=True)
@@ -33,7 +33,7 @@ def test_only_a_warm_up_changes_the_codec() -> None:
 
 
 def test_a_trial_is_of_what_will_travel_and_the_warm_up_begins_after_it() -> None:
-    tried, used = TopK(density=0.01, warmup=400), TopK(density=0.01, warmup=400, if_pays=False)
+    tried, used = TopK(density=0.01, warmup=400), TopK(density=0.01, warmup=400, auto_disable=False)
     sent = [make(tried, step).bytes_per_element / 6 for step in range(401)]
     assert sent[:TRIED] == [0.01] * TRIED
     assert sent[TRIED:] == [make(used, s).bytes_per_element / 6 for s in range(TRIED, 401)]

@@ -208,7 +208,7 @@ def _pulled(steps: int, size: int) -> dict[str, torch.Tensor]:
 
 
 def test_any_codec_can_be_merged() -> None:
-    strategy = wingbeat.OMGS(wire=Sketch(if_pays=False), steps=STEPS)
+    strategy = wingbeat.OMGS(wire=Sketch(auto_disable=False), steps=STEPS)
     results = _on(2, strategy, PLANNED + 4)
     assert_same(results[0][0], results[1][0], tolerance=0.0)
     assert results[0][2] is not None
@@ -391,7 +391,7 @@ def test_a_codec_that_may_not_pay_is_planned_for_as_what_travels(tmp_path: Path)
     "groups", [{}, {"head.*": 1.0}, {"*": 0.5}, {"first.weight": 0.2, "*.bias": 0.9}]
 )
 def test_planned_bytes_are_those_that_travel(groups: dict[str, float]) -> None:
-    wire = TopK(density=0.05, warmup=0, groups=groups, if_pays=False)
+    wire = TopK(density=0.05, warmup=0, groups=groups, auto_disable=False)
 
     def body(world: Any) -> tuple[float, int]:
         strategy = wingbeat.OMGS(wire=wire, merge="one")

@@ -17,10 +17,10 @@ from wingbeat.errors import MismatchError, UsageError
 from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 ALWAYS = [
-    Sketch(if_pays=False),
-    Sketch(bits=2, if_pays=False),
-    TopK(density=0.05, warmup=0, if_pays=False),
-    LowRank(rank=2, if_pays=False),
+    Sketch(auto_disable=False),
+    Sketch(bits=2, auto_disable=False),
+    TopK(density=0.05, warmup=0, auto_disable=False),
+    LowRank(rank=2, auto_disable=False),
     Half(),
 ]
 LOSSY = [wire for wire in ALWAYS if not isinstance(wire, Half)]
@@ -158,7 +158,7 @@ def test_rebucketing_loses_nothing(kind, wire) -> None:
 @pytest.mark.parametrize("after", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["allreduce", "dear"])
 def test_another_number_of_workers_takes_over_what_is_owed(kind, after) -> None:
-    wire = TopK(density=0.05, warmup=0, if_pays=False)
+    wire = TopK(density=0.05, warmup=0, auto_disable=False)
 
     def before(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy(kind, wire))
@@ -191,7 +191,7 @@ def test_another_number_of_workers_takes_over_what_is_owed(kind, after) -> None:
 
 
 def test_a_checkpoint_of_each_worker_goes_on_bit_for_bit() -> None:
-    wire = TopK(density=0.05, warmup=6, if_pays=False)
+    wire = TopK(density=0.05, warmup=6, auto_disable=False)
 
     def straight(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy("dear", wire))
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_each_worker_goes_on_bit_for_bit() -> None:
 
 
 def test_rank_0s_state_loads_on_all_and_into_a_plain_optimizer() -> None:
-    wire = Sketch(bits=2, if_pays=False)
+    wire = Sketch(bits=2, auto_disable=False)
 
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy("allreduce", wire))
@@ -272,7 +272,7 @@ def test_parameters_that_nobody_uses_stay_as_they_are(kind) -> None:
         model = net()
         before = weights(model)
         optimizer = sgd(model.parameters())  # momentum and weight decay would move them
-        how = strategy(kind, Sketch(bits=1, if_pays=False), mb=1.0)
+        how = strategy(kind, Sketch(bits=1, auto_disable=False), mb=1.0)
         sync.distribute(model, optimizer, how, world=world)
         for step in range(4):
             model.use_spare = step == 2 and world.rank == 1
@@ -296,7 +296,9 @@ def test_momentum_correction_at_full_density_is_momentum() -> None:
         return weights(model)
 
     # What was sent leaves no momentum behind (Deep Gradient Compression, section 3.2).
-    corrected = on(2, lambda w: body(w, TopK(density=1.0, momentum=0.9, if_pays=False), 0.0))[0]
+    corrected = on(2, lambda w: body(w, TopK(density=1.0, momentum=0.9, auto_disable=False), 0.0))[
+        0
+    ]
     plain = on(2, lambda w: body(w, "fp32", 0.0))[0]
     assert_same(corrected, plain, 1e-5)
 
@@ -378,7 +380,9 @@ def test_dear_clips_what_has_been_reduced(wire) -> None:
 
 def test_shards_take_sketched_gradients_and_whole_parameters() -> None:
     def body(world: Any) -> Any:
-        how = wingbeat.DeAR(plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(if_pays=False))
+        how = wingbeat.DeAR(
+            plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(auto_disable=False)
+        )
         model, optimizer = distributed_pull(world, how)
         pull(model, optimizer, range(4), world.rank)
         return weights(model)
@@ -450,7 +454,9 @@ def test_shards_pay_what_is_owed_to_their_own_block() -> None:
     """Nothing encodes a reduced block a second time when parameters are what is gathered."""
 
     def body(world: Any) -> Any:
-        how = wingbeat.DeAR(plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(if_pays=False))
+        how = wingbeat.DeAR(
+            plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(auto_disable=False)
+        )
         model, optimizer = distributed_pull(world, how)
         part = optimizer.residual_state_dict()
         part["residuals"] = {name: torch.ones_like(v) for name, v in part["residuals"].items()}
@@ -471,7 +477,9 @@ def test_shards_pay_what_is_owed_to_their_own_block() -> None:
 
 def test_loading_shards_leaves_loaded_residuals_alone() -> None:
     def body(world: Any) -> Any:
-        how = wingbeat.DeAR(plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(if_pays=False))
+        how = wingbeat.DeAR(
+            plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(auto_disable=False)
+        )
         model, optimizer = distributed_pull(world, how)
         pull(model, optimizer, range(2), world.rank)
         before, shards = owed(model), _gathered(world, optimizer.shard_state_dict())
@@ -533,7 +541,9 @@ def test_velocity_waits_while_a_parameter_is_not_used(on_) -> None:
 )
 def test_a_damaged_state_changes_nothing(state, why) -> None:
     def body(world: Any) -> None:
-        model, optimizer = distributed_pull(world, strategy("allreduce", Sketch(if_pays=False)))
+        model, optimizer = distributed_pull(
+            world, strategy("allreduce", Sketch(auto_disable=False))
+        )
         pull(model, optimizer, range(2), world.rank)
         good, before = optimizer.state_dict(), owed(model)
         broken = (
@@ -565,7 +575,7 @@ def test_what_is_owed_is_not_read_while_a_codec_is_at_work_on_it() -> None:
     """Gradients that were dropped are on the links still, and are encoded there once more."""
 
     def body(world: Any) -> tuple[list[str], int]:
-        model, optimizer = distributed_pull(world, strategy("dear", Sketch(if_pays=False)))
+        model, optimizer = distributed_pull(world, strategy("dear", Sketch(auto_disable=False)))
         behind = engine(model)
         calls: list[str] = []
         gather = behind.collectives.all_gather
@@ -582,7 +592,9 @@ def test_what_is_owed_is_not_read_while_a_codec_is_at_work_on_it() -> None:
 
 def test_a_state_without_residuals_begins_with_nothing_owed() -> None:
     def body(world: Any) -> dict[str, torch.Tensor]:
-        model, optimizer = distributed_pull(world, strategy("allreduce", Sketch(if_pays=False)))
+        model, optimizer = distributed_pull(
+            world, strategy("allreduce", Sketch(auto_disable=False))
+        )
         pull(model, optimizer, range(2), world.rank)
         assert any(bool(each.any()) for each in owed(model).values())
         optimizer.load_state_dict(torch.optim.SGD(Pull().parameters(), lr=1.0).state_dict())

@@ -33,7 +33,7 @@ class Attached:
         optimizer: step it as the user would.
         detach: undo everything, so that the next row finds the process as it was.
         settle: finish work that was put off into the next iteration.
-        wiring: the row's codec and whether it pays; None where the row is not wingbeat's.
+        wiring: the row's codec and whether it is on; None where the row is not wingbeat's.
         merging: what plans the row's merging; None where nothing is planned.
     """
 

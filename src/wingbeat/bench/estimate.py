@@ -41,7 +41,7 @@ TURN_S = 0.3
 """To build a model and hand it over, beside sending it to everyone."""
 
 TRIAL = 25
-"""Iterations in which it is found out whether a codec pays, give or take ten; once for a row."""
+"""Iterations until it is known whether a codec stays on, give or take ten; once for a row."""
 
 PASSES, HALVES = 3, 4
 """Of the measurement of computation and links alone: passes of the model, and how often each half
@@ -151,7 +151,7 @@ def _row(checked: Checked, peer: Peer, share: float) -> Row:
         least = floor(peer.kind, layers, per_byte) or floor("allreduce", layers, per_byte) or 0.0
         seconds = least + share * (CORE_S + CORE_S_PER_BYTE * nbytes * (peer.name != "single"))
     strategy = None if peer.strategy is None else peer.strategy.choices()
-    tried = not isinstance(wire, str) and wire.if_pays
+    tried = not isinstance(wire, str) and wire.auto_disable
     merging = None if strategy is None else strategy.merging
     return Row(seconds, TRIAL if tried else 0, 2 * (merging.steps + 2) if merging else 0)
 

@@ -53,7 +53,7 @@ NOTES = {
     ),
     "codec": (
         "whether gradients went through the row's codec: 'off' where the trial before the timed"
-        " iterations found that it does not pay; 'on and off' if rounds differ; null without one"
+        " iterations found that it is not faster; 'on and off' if rounds differ; null without one"
     ),
     "merge": (
         "what the row's plan of merged gradients says of itself on rank 0, in the first round that"
@@ -207,7 +207,7 @@ def runs(checked: Checked, blocks: Sequence[Block], measured: Measured | None = 
 
 
 def _codec(blocks: Sequence[Block]) -> str | None:
-    """Whether the row's codec was on, once it had been measured if it pays; None without one."""
+    """Whether the row's codec was on, once that had been measured; None without one."""
     states = {block.coded for block in blocks}
     if states == {None}:
         return None

@@ -52,7 +52,7 @@ def render(report: Report) -> Table:
         table.caption += f"\n{s_max(report.measured)}"
     unpaid = sorted({run.strategy for run in report.runs if run.codec not in (None, "on")})
     if unpaid:
-        table.caption += f"\ncodec switched off, as it did not pay here: {', '.join(unpaid)}"
+        table.caption += f"\ncodec switched off, as it was not faster here: {', '.join(unpaid)}"
     inexact = sorted({run.strategy for run in report.runs if not run.exact})
     if inexact:
         table.caption += f"\nnot exact (other weights than DDP's): {', '.join(inexact)}"

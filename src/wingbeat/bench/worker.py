@@ -94,7 +94,7 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
 def _decide(
     worker: Worker, row: int, made: attach.Attached, loss: Callable[[torch.nn.Module], torch.Tensor]
 ) -> None:
-    """Train until the row's plan is made and it is known whether its codec pays.
+    """Train until the row's plan is made and it is known whether its codec stays on.
 
     What was found about the codec holds for all rounds.
     """
@@ -106,7 +106,7 @@ def _decide(
     trial = wiring is not None and wiring.deciding()
     if worker.rank == 0:
         text = worker.checked.rows[row].text
-        what = "whether its codec pays" if trial else "what its plan depends on"
+        what = "whether its codec stays on" if trial else "what its plan depends on"
         say("phase", text=f"{text}: measuring {what}")
     while made.deciding():  # all workers decide in the same iteration
         attach.step(made, loss)

@@ -75,14 +75,14 @@ class Coding:
         """
         for part, room in self._rooms(span, payload):
             x = buffer[part.span.start : part.span.stop].to(torch.float32)
-            owed = None
+            own = None
             if residual is not None and part.codec.feedback:
-                owed = residual[part.span.start : part.span.stop]
+                own = residual[part.span.start : part.span.stop]
             if velocity is not None and isinstance(part.codec, TopKCodec):
                 moving = velocity[part.span.start : part.span.stop]
-                part.codec.encode(x, room, residual=owed, velocity=moving)
+                part.codec.encode(x, room, residual=own, velocity=moving)
             else:
-                part.codec.encode(x, room, residual=owed, cols=part.cols)
+                part.codec.encode(x, room, residual=own, cols=part.cols)
 
     def decode(
         self, payload: torch.Tensor, buffer: torch.Tensor, span: Span, *, add: bool = False

@@ -33,7 +33,7 @@ class Dense:
         residual: torch.Tensor | None = None,
         cols: int = 0,
     ) -> None:
-        """Copy the values, and what is still owed, which is nothing afterwards."""
+        """Copy the values, and the residual, which is zero afterwards."""
         values = payload.view(torch.float32)
         values.copy_(x)
         if residual is not None:

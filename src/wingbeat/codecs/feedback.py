@@ -1,4 +1,4 @@
-"""What a worker still owes to the sum: the residuals of lossy codecs, by parameter name.
+"""The residuals of lossy codecs, by parameter name: what was not sent of a worker's gradients.
 
 A lossy codec sends less than it is given, and the rest is added to the next gradient (error
 feedback; Canary, section 4.3; Deep Gradient Compression, section 3). That memory belongs to
@@ -71,7 +71,7 @@ class _Memory:
         return flat
 
     def export(self) -> dict[str, Tensor]:
-        """Return copies in the parameters' shapes; zeros where nothing was ever owed."""
+        """Return copies in the parameters' shapes; zeros where there was never a residual."""
         return {
             name: self._values[name].clone().view(shape)
             if name in self._values
@@ -170,13 +170,13 @@ class Residuals:
         return self._kinds["residuals"].empty
 
     def clear(self) -> None:
-        """Forget all that is owed; buffers keep their places and hold zeros."""
+        """Set all residuals to zero; buffers keep their places and hold zeros."""
         self._take([])
 
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> Part:
-        """Return copies of what this worker owes, each in its parameter's shape.
+        """Return copies of this worker's residuals, each in its parameter's shape.
 
         ``{"format", "rank", "world_size", "residuals": {name: tensor}}``, and ``"velocity"`` in
         the same form where there is one. It loads with ``torch.load(weights_only=True)``.
@@ -188,7 +188,7 @@ class Residuals:
         """Take over one worker's part of a run with the same number of workers.
 
         Given another rank's part, as when all workers load rank 0's checkpoint, this worker
-        starts at zero: what the others owed is not in it.
+        starts at zero: the others' residuals are not in it.
 
         Raises:
             UsageError: the part is damaged, of another model or another number of workers; then
@@ -204,7 +204,7 @@ class Residuals:
         self._take([state] if state["rank"] == self.rank else [])
 
     def load_state_dicts(self, states: Sequence[Part]) -> None:
-        """Take over this worker's share of what all workers of an earlier run owed.
+        """Take over this worker's share of the residuals of all workers of an earlier run.
 
         Of M workers, rank r takes the sum of the parts of ranks r, r + M, r + 2M ... So the sum
         over all workers stays what it was, up to the rounding of float32.

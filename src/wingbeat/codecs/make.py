@@ -13,19 +13,19 @@ from wingbeat.wires import Coded, Half, Sketch, TopK
 from wingbeat.wires import LowRank as LowRankWire
 
 TRIED = 40
-"""Steps at the begin in which a codec that has to pay is tried: as long as a trial can take."""
+"""Steps at the beginning in which a codec may be on trial: as long as a trial can take."""
 
 
 def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
     """Return the codec of ``wire`` in step ``step``, counted from 0; equal settings, equal codec.
 
     Only a warm-up makes it depend on the step, only groups on the parameter's ``name``. Where it
-    is tried first whether the codec pays, the warm-up begins after that: a trial has to be of what
-    will travel later on, and half of its steps are exact anyway.
+    is tried first whether the codec is faster, the warm-up begins after that: a trial has to be of
+    what will travel later on, and half of its steps are exact anyway.
     """
     if isinstance(wire, TopK):
         density = wire.density_of(name)
-        if not wire.if_pays or step >= min(TRIED, wire.warmup // 2):
+        if not wire.auto_disable or step >= min(TRIED, wire.warmup // 2):
             density = warmed_up(density, wire.warmup, step)
         return _topk(density, wire.momentum)
     return _constant(wire)

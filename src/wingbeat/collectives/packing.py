@@ -111,8 +111,8 @@ class Coded:
     """Each chunk is encoded by itself; what that loses is kept in ``residual``.
 
     Of the other workers' blocks the residual holds what their owners have not been sent, of the
-    own block what nobody has been sent of the sum. Either way it is what this worker still owes
-    to the sum, so that it does not matter who owns which block the next time.
+    own block what nobody has been sent of the sum. Either way it is what the sum
+    still lacks of this worker's, so that it does not matter who owns which block the next time.
 
     Attributes:
         coding: how each region of the buffer travels.

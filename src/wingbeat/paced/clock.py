@@ -61,8 +61,8 @@ class Clock:
         """Notice how long others had the thread; beyond :data:`SLACK` the deadline moves back."""
         now = time.perf_counter()
         if now - self.left > SLACK:
-            debt = max(0.0, self.left - self.due)
-            self.due = max(self.due, now - debt)
+            late = max(0.0, self.left - self.due)
+            self.due = max(self.due, now - late)
         self.left = now
 
     def spend(self, seconds: float) -> None:
@@ -71,7 +71,7 @@ class Clock:
         self._sleep(SHORTEST_SLEEP)
 
     def settle(self) -> None:
-        """Sleep what is still owed: a pass ends."""
+        """Sleep what is left: a pass ends."""
         self._sleep(0.0)
 
     def _sleep(self, shortest: float) -> None:

@@ -88,7 +88,7 @@ class _PacedFunction(torch.autograd.Function):
 
 
 class _FirstNode(torch.autograd.Function):
-    """First in forward, so last in backward: sleeps what backward still owes."""
+    """First in forward, so last in backward: sleeps what is left of backward."""
 
     @staticmethod
     def forward(ctx: Any, clock: Clock, seed: Tensor) -> Tensor:

@@ -92,13 +92,13 @@ class LayerMerging:
         self.probe: Probe | None = None
         self.timeline: merge.Timeline | None = None
         self._known = not rule.file
-        # While it is tried whether a codec pays, nobody knows what will travel.
+        # While it is tried whether a codec stays on, nobody knows what will travel.
         if not wiring.deciding():
             self._take_known()
 
     @property
     def _wire(self) -> str | Coded:
-        """What gradients travel as: fp32 where a codec was tried and does not pay."""
+        """What gradients travel as: fp32 where a codec was tried and is not faster."""
         return self._choices.wire if self._wiring.on or not self._wiring.coded else ""
 
     def _key(self) -> dict[str, Any]:

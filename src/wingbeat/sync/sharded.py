@@ -88,9 +88,9 @@ class ShardedEngine(DearEngine):
         return True
 
     def launch(self, bucket: Bucket) -> None:
-        """BackPipe, with what is owed to the own block: nothing encodes it a second time."""
+        """BackPipe, with the own block's residual: nothing encodes it a second time."""
         bucket.wire = self.wiring.launching(bucket)
-        self.wiring.pay_own(bucket, self.collectives.owned(bucket.flat.numel()))
+        self.wiring.add_own_residual(bucket, self.collectives.owned(bucket.flat.numel()))
         self.tell(BucketReady(bucket.index))
 
     # -- what all do next -----------------------------------------------------------------

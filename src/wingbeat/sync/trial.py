@@ -1,4 +1,4 @@
-"""Whether a codec pays, as a state machine: measure with it and without it, then decide.
+"""Whether a codec makes iterations shorter: a state machine that measures with and without it.
 
 Both times are measured in the run itself, whole iterations at a time: so they contain what the
 codec's arithmetic costs, what the links gain, and how much of both is hidden. One `Trial` runs on
@@ -28,7 +28,7 @@ SETTLING = 1
 SETTLING_FIRST = 3
 """The same for the first block, in which the order of gradients is learnt as well."""
 
-PAYS = 0.97
+WORTHWHILE = 0.97
 """A codec stays on if it takes at most this share of the time without it."""
 
 CLEAR = 1.25
@@ -91,7 +91,7 @@ class Trial:
             clear = not 1 / CLEAR < self.ratio < CLEAR
             if clear or self.block == MAX_BLOCKS:
                 self.done = True
-                self.coded = self.ratio <= PAYS
+                self.coded = self.ratio <= WORTHWHILE
                 return
         self.coded = not self.coded
 

@@ -31,7 +31,7 @@ _PLAIN = "_wingbeat_plain"
 _ADDED = frozenset({"no_sync", "join", "flush"})
 
 RESIDUALS = "wingbeat"
-"""Where an optimizer's state dict has what gradients still owe."""
+"""Where an optimizer's state dict has the residuals."""
 
 
 class _MakesPlain(type):
@@ -206,8 +206,8 @@ class DistributedOptimizer(_Distributed):
         """
         with whole_state(self._engine):
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        owed = self._engine.wiring.state_dict()
-        return state if owed is None else {**state, RESIDUALS: owed}
+        residuals = self._engine.wiring.state_dict()
+        return state if residuals is None else {**state, RESIDUALS: residuals}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.load_state_dict`, with this worker's residuals if there are.
@@ -215,13 +215,13 @@ class DistributedOptimizer(_Distributed):
         Raises:
             UsageError: the residuals are damaged or of another model; nothing has changed then.
         """
-        owed = state_dict.get(RESIDUALS) if isinstance(state_dict, dict) else None
-        self._engine.wiring.check(owed)
+        residuals = state_dict.get(RESIDUALS) if isinstance(state_dict, dict) else None
+        self._engine.wiring.check(residuals)
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._engine.wiring.load_state_dict(owed)
+        self._engine.wiring.load_state_dict(residuals)
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """Return what this worker's gradients still owe to the sum; nobody else is asked.
+        """Return this worker's residuals, what was not sent of gradients; nobody else is asked.
 
         `state_dict` contains it as well. Save every worker's, and load them all with
         `load_residuals` in a run with another number of workers.
@@ -230,16 +230,16 @@ class DistributedOptimizer(_Distributed):
             UsageError: the strategy's wire keeps no residuals.
         """
         self._engine.settle()
-        owed = self._engine.wiring.state_dict()
-        if owed is None:
+        residuals = self._engine.wiring.state_dict()
+        if residuals is None:
             raise UsageError(
                 "residual_state_dict(): this strategy keeps no residuals; its wire must be "
                 "sketch, topk or lowrank with feedback"
             )
-        return owed
+        return residuals
 
     def load_residuals(self, parts: list[dict[str, Any]]) -> None:
-        """Load what all workers of an earlier run owed, of any number of workers.
+        """Load the residuals of all workers of an earlier run, of any number of workers.
 
         Args:
             parts: what ``residual_state_dict()`` returned on every worker, in any order.

@@ -1,4 +1,4 @@
-"""What each bucket's gradients travel as, and what its codec still owes."""
+"""What each bucket's gradients travel as, and its codec's residuals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ it is a fully connected layer's (Canary, section 4.3.1, case 1)."""
 
 
 class Wiring:
-    """Tells how a bucket travels; keeps residuals, counts steps, and tries whether a codec pays.
+    """Tells how a bucket travels; keeps residuals, counts steps, tries whether a codec is faster.
 
     Attributes:
         coded: the codec's settings; None for a mere dtype.
@@ -58,7 +58,7 @@ class Wiring:
                 world_size=world.size,
                 velocity=self.momentum > 0,
             )
-        if self.coded.if_pays:
+        if self.coded.auto_disable:
             self._trial = Trial(world.rank, world.size)
             self._stopwatch = Stopwatch(slots[0].param.device)
             self._seconds = 0.0
@@ -71,7 +71,7 @@ class Wiring:
         return self.coded.momentum if isinstance(self.coded, TopK) else 0.0
 
     def deciding(self) -> bool:
-        """Whether it is still being measured if the codec pays."""
+        """Whether it is still being measured if the codec makes iterations shorter."""
         return self._trial is not None and not self._trial.done
 
     def decide(self, coded: bool) -> None:
@@ -90,7 +90,7 @@ class Wiring:
     def launching(self, bucket: Bucket) -> Wire | None:
         """Return what the bucket, whose gradients are complete, travels as this time.
 
-        While the codec is off, what it still owes goes along with the gradients.
+        While the codec is off, residuals go along with the gradients.
         """
         if self.coded is None:
             return self._dtype
@@ -108,14 +108,14 @@ class Wiring:
             moving.mul_(self.momentum).add_(bucket.flat[: bucket.numel])
             bucket.flat[: bucket.numel].copy_(moving)
         if encoded.residual is not None:
-            _pay(bucket.flat[: bucket.numel], encoded.residual[: bucket.numel])
+            _add_residual(bucket.flat[: bucket.numel], encoded.residual[: bucket.numel])
         return None
 
-    def pay_own(self, bucket: Bucket, own: Span) -> None:
-        """Add what is owed to the block ``own`` to it now, where no second encoding will do so."""
+    def add_own_residual(self, bucket: Bucket, own: Span) -> None:
+        """Add the residual of the block ``own`` to it now, where no second encoding will do so."""
         if isinstance(bucket.wire, Encoded) and bucket.wire.residual is not None:
             part = slice(own.start, min(own.stop, bucket.numel))
-            _pay(bucket.flat[part], bucket.wire.residual[part])
+            _add_residual(bucket.flat[part], bucket.wire.residual[part])
 
     def _saves_nothing(self, bucket: Bucket) -> bool:
         return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
@@ -127,7 +127,7 @@ class Wiring:
 
     @torch.no_grad()
     def alone(self, slot: Slot) -> None:
-        """Give a gradient that travels nowhere its momentum, and what an earlier run owed it."""
+        """Give a gradient that travels nowhere its momentum, and its residual of an earlier run."""
         grad = slot.param.grad
         if self.residuals is None or grad is None or grad.layout is not torch.strided:
             return
@@ -136,9 +136,9 @@ class Wiring:
             velocity = self.residuals.velocity_for(*here)
             velocity.mul_(self.momentum).add_(grad.reshape(-1))
             grad.copy_(velocity.view(grad.shape))
-        owed = self.residuals.take(slot.name)
-        if owed is not None:
-            grad.add_(owed.view(grad.shape).to(grad.device))
+        residual = self.residuals.take(slot.name)
+        if residual is not None:
+            grad.add_(residual.view(grad.shape).to(grad.device))
 
     def velocity(self, bucket: Bucket) -> torch.Tensor | None:
         """Return where momentum correction gathers momentum, as long as the bucket's buffer."""
@@ -147,8 +147,8 @@ class Wiring:
         return self.residuals.velocity_for(*_arrangement(bucket))
 
     def _give_back(self, bucket: Bucket) -> None:
-        for part, owed in self._held.pop(bucket, ()):
-            part.add_(owed)
+        for part, held in self._held.pop(bucket, ()):
+            part.add_(held)
 
     def _encoded(self, bucket: Bucket) -> Encoded:
         assert self.coded is not None
@@ -207,7 +207,7 @@ class Wiring:
             self._give_back(bucket)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what this worker still owes and the steps made; None where nothing is kept."""
+        """Return this worker's residuals and the steps made; None where nothing is kept."""
         if self.residuals is None:
             return None
         self.settle()
@@ -220,7 +220,7 @@ class Wiring:
             _step_of(state)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take over this worker's part of a run, or begin with nothing owed.
+        """Take over this worker's part of a run, or begin without residuals.
 
         Raises:
             UsageError: the part is damaged or of another model.
@@ -247,7 +247,7 @@ class Wiring:
         self._step = _step_of(state)
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Take over this worker's share of what all workers of an earlier run owed.
+        """Take over this worker's share of the residuals of all workers of an earlier run.
 
         Raises:
             UsageError: no residuals are kept, or a part is missing, damaged or of another model.
@@ -295,17 +295,17 @@ def _step_of(state: dict[str, Any]) -> int:
     return step
 
 
-def _pay(part: torch.Tensor, owed: torch.Tensor) -> None:
-    """Add what is owed; what the gradients' dtype has no room for goes on being owed."""
-    total = part.float() + owed
+def _add_residual(part: torch.Tensor, residual: torch.Tensor) -> None:
+    """Add the residual; what the gradients' dtype has no room for stays in it."""
+    total = part.float() + residual
     part.copy_(total)
-    owed.copy_(total - part.float()).nan_to_num_(0.0, 0.0, 0.0)
+    residual.copy_(total - part.float()).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _hold_back(
     bucket: Bucket, residual: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Take out what is owed to parameters without a gradient here; yield where, and how much.
+    """Take out the residuals of parameters without a gradient here; yield where, and how much.
 
     If no worker has one, the sum is not used, and what had been sent of it would be lost.
     """
@@ -314,9 +314,9 @@ def _hold_back(
         part = residual[start : start + slot.param.numel()]
         start += part.numel()
         if not slot.used:
-            owed = part.clone()
+            held = part.clone()
             part.zero_()
-            yield part, owed
+            yield part, held
 
 
 def _arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
@@ -351,7 +351,7 @@ def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
 
 
 def _say(wire: Coded | None, trial: Trial) -> None:
-    verdict = "it stays on" if trial.coded else "it does not pay here and is switched off"
+    verdict = "it stays on" if trial.coded else "it is not faster here and is switched off"
     log.info(
         "wire %s: %.4g s an iteration with it, %.4g s with fp32: %s",
         wire,

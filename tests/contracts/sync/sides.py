@@ -40,7 +40,7 @@ def make_strategy(name: str, mb: float) -> Any:
     kind, *options = name.split("-")
     topology = "mesh" if "mesh" in options else "ring"
     # All of the largest are all: everything goes through the codec's machinery, and exactly.
-    wire: Any = TopK(density=1.0, if_pays=False) if "coded" in options else "fp32"
+    wire: Any = TopK(density=1.0, auto_disable=False) if "coded" in options else "fp32"
     if kind == "mgwfbp":
         return wingbeat.MGWFBP(steps=1)
     if kind == "allreduce":

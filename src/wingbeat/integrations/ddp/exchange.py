@@ -114,8 +114,8 @@ class Exchange(Protocol):
 class SketchExchange:
     """Each worker reduces a block from sketches, and sends everyone a sketch of the result.
 
-    One residual serves both: of the others' blocks it is what this worker still owes to their
-    owners, of its own block what it owes to everyone.
+    One residual serves both: of the others' blocks it is what this worker has not sent to their
+    owners, of its own block what it has not sent to everyone.
     """
 
     def __init__(
@@ -253,23 +253,23 @@ def _residual(residuals: Residuals, bucket: Bucket) -> Tensor:
 def _unused_kept(
     bucket: Bucket, start: int, values: Tensor, *memories: Tensor | None
 ) -> Iterator[None]:
-    """Keep what is owed to parameters without any gradient now.
+    """Keep the residuals of parameters without any gradient now.
 
     DDP drops the average of a parameter that no worker used (``find_unused_parameters``). What was
     sent for it would be lost, so it waits for the next gradient.
     """
     parts = bucket.parameters_in(start, start + values.numel()) if bucket.keep_unused else []
     unused = _all_zero(values, parts)
-    owed = [
+    kept = [
         (memory[part], memory[part].clone())
         for memory in memories
         for part in unused
         if memory is not None
     ]
-    for place, _ in owed:
+    for place, _ in kept:
         place.zero_()
     yield
-    for place, before in owed:
+    for place, before in kept:
         place += before
 
 

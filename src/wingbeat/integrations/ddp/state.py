@@ -132,7 +132,7 @@ class _State:
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> Part:
-        """Return what this worker owes, by parameter name; each rank has its own.
+        """Return this worker's residuals, by parameter name; each rank has its own.
 
         Call it between iterations. It does not communicate, and loads with
         ``torch.load(weights_only=True)``.
@@ -155,7 +155,7 @@ class _State:
     def load_state_dicts(self, states: Sequence[Part]) -> None:
         """Go on from what `state_dict` returned on each worker of a run with any number of them.
 
-        What all workers together owe stays what it was.
+        The sum of all workers' residuals stays what it was.
 
         Raises:
             UsageError: a part is missing, occurs twice, is damaged or of another model or moment;
