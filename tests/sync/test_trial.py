@@ -49,7 +49,7 @@ def test_a_codec_stays_only_if_it_saves_three_in_a_hundred(ratio, noise) -> None
     trials, iterations = decide(lambda rank, on: (ratio if on else 1.0) + noise * rank)
     measured = (ratio + noise) / (1.0 + noise)
     assert trials[0].ratio == pytest.approx(measured)
-    assert trials[0].coded == (trials[0].ratio <= trial.PAYS)
+    assert trials[0].coded == (trials[0].ratio <= trial.WORTHWHILE)
     assert iterations <= FEWEST + 4 * (trial.SETTLING + trial.LAPS)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from wingbeat.bench import protocol
 from wingbeat.collectives import Collectives, Handle
+from wingbeat.sync.exchange import Exchange
 from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport.world import World
 
@@ -61,4 +62,4 @@ def use_only(only: str, model: torch.nn.Module, world: World, topology: str) -> 
     """Make a distributed model's engine exchange one half of each bucket, of ``protocol.ONLY``."""
     engine = engine_of(model)
     assert engine is not None, "the model is not distributed"
-    engine.collectives = _CLASSES[only](world, topology)
+    engine.exchange = Exchange(_CLASSES[only](world, topology), engine.wiring)
