@@ -200,7 +200,7 @@ class Executor:
         except Exception as err:
             self._fail(self._machine.begun(), err)
 
-    def _perform(self, command: machine.Work[Job]) -> None:
+    def _perform(self, command: machine.TaskCommand[Job]) -> None:
         match command:
             case machine.Take(job, transfer):
                 self._take(job, transfer)

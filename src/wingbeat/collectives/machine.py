@@ -119,8 +119,8 @@ class Rest:
     """Nothing to do until something is submitted."""
 
 
-Work = Begin[T] | Announce[T] | Take[T] | Hand[T] | Complete[T] | Drain[T]
-Command = Work[T] | Rest
+TaskCommand = Begin[T] | Announce[T] | Take[T] | Hand[T] | Complete[T] | Drain[T]
+Command = TaskCommand[T] | Rest
 
 
 class Machine(Generic[T]):

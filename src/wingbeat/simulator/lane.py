@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from wingbeat.collectives.program import Program, Transfer
 
 
-class Exchange(Task):
+class Collective(Task):
     """One collective of one worker in one lane.
 
     Attributes:
@@ -24,7 +24,7 @@ class Exchange(Task):
     """
 
     def __init__(
-        self, program: Program, number: int, itemsize: float, after: Exchange | None
+        self, program: Program, number: int, itemsize: float, after: Collective | None
     ) -> None:
         super().__init__(program, after)
         self.number = number
@@ -54,15 +54,15 @@ class Lane:
         self._agenda = agenda
         self._network = network
         self._work = work
-        self._machine: Machine[Exchange] = Machine()
-        self._commands: Iterator[machine.Command[Exchange]] = self._machine.commands()
-        self._blocked: machine.Take[Exchange] | None = None
+        self._machine: Machine[Collective] = Machine()
+        self._commands: Iterator[machine.Command[Collective]] = self._machine.commands()
+        self._blocked: machine.Take[Collective] | None = None
         self._resting = True
         self._submitted = 0
 
-    def submit(self, program: Program, itemsize: float, after: Exchange | None) -> Exchange:
+    def submit(self, program: Program, itemsize: float, after: Collective | None) -> Collective:
         """Queue a program."""
-        exchange = Exchange(program, self._submitted, itemsize, after)
+        exchange = Collective(program, self._submitted, itemsize, after)
         self._submitted += 1
         self._machine.submit(exchange)
         if self._resting:
@@ -97,27 +97,27 @@ class Lane:
     def _spend(self, seconds: float) -> None:
         self._agenda.at(self._agenda.now + seconds, self._go)
 
-    def _price_of(self, task: Exchange, transfer: Transfer) -> float:
+    def _price_of(self, task: Collective, transfer: Transfer) -> float:
         seconds = self._work.chunk_s
         if transfer.reduce:
             seconds += len(transfer.span) * task.itemsize * self._work.add_s_per_byte
         return seconds
 
-    def _hand(self, task: Exchange, transfer: Transfer) -> None:
+    def _hand(self, task: Collective, transfer: Transfer) -> None:
         to, link = transfer.peer, transfer.link
         source, target = (self._rank, link), (self._rank if self._alike else to, link)
         key = self._key(self._rank, to, task, transfer)
         self._network.hand(key, source, target, int(len(transfer.span) * task.itemsize))
 
-    def _inward(self, task: Exchange, transfer: Transfer) -> Hashable:
+    def _inward(self, task: Collective, transfer: Transfer) -> Hashable:
         return self._key(transfer.peer, self._rank, task, transfer)
 
-    def _key(self, source: int, target: int, task: Exchange, transfer: Transfer) -> Hashable:
+    def _key(self, source: int, target: int, task: Collective, transfer: Transfer) -> Hashable:
         if self._alike:
             source, target = 0, (target - source) % self._alike
         return source, target, transfer.link, self._lane, task.number, transfer.tag
 
-    def _complete(self, task: Exchange) -> None:
+    def _complete(self, task: Collective) -> None:
         task.over = True
         waiters, task.waiters = task.waiters, []
         for resume in waiters:

@@ -22,7 +22,7 @@ from wingbeat.schedules.events import (
 )
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.lane import Exchange, Lane
+from wingbeat.simulator.lane import Collective, Lane
 from wingbeat.simulator.model import Buckets, Model
 from wingbeat.simulator.network import Network
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from wingbeat.topologies import Topology
 
 ITEMSIZE = 4
-Pause = float | Exchange
+Pause = float | Collective
 """What a training thread waits for: so many seconds, or a collective."""
 
 Note = Callable[[float, int, str, int], None]
@@ -71,7 +71,7 @@ class Worker:
             Lane(rank, lane, agenda, network, work, workers if alike else 0)
             for lane in range(links.count)
         ]
-        self._last: dict[int, list[Exchange]] = {}
+        self._last: dict[int, list[Collective]] = {}
         self.ends: list[float] = []
         self._thread: Iterator[Pause] = iter(())
 
@@ -89,7 +89,7 @@ class Worker:
 
     def _go(self) -> None:
         for pause in self._thread:
-            if isinstance(pause, Exchange):
+            if isinstance(pause, Collective):
                 if not pause.over:
                     pause.when_over(self._go)
                     return
