@@ -25,6 +25,7 @@ from wingbeat import simulator
 from wingbeat.bench import machine, runner
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.peers import Peer
+from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError
 
 WITHIN = 0.10
@@ -38,6 +39,7 @@ def main() -> int:
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     report |= {"command": sys.argv, "runs": [], "missed": []}
     try:
+        check_writable(args.json)
         for model, rate in itertools.product(args.models, args.rates):
             run = compared(args, model, rate)
             report["runs"].append(run)
@@ -48,7 +50,6 @@ def main() -> int:
                     f"simulated {1e3 * row['simulated_s']:8.1f} ms   {row['off_percent']:+5.1f}%",
                     flush=True,
                 )
-            args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except WingbeatError as err:
         print(f"simulator.py: {err}", file=sys.stderr)
@@ -85,10 +86,11 @@ def compared(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
         measure=False,
     )
     checked = config.check()
+    # Before anything is measured: what cannot be simulated is refused here.
+    predicted = [simulate(checked, peer) for peer in checked.rows]
     raw = runner.run(config, command=sys.argv).report.to_json()
     rows = []
-    for row, peer in zip(raw["runs"], checked.rows, strict=True):
-        simulated = simulate(checked, peer)
+    for row, simulated in zip(raw["runs"], predicted, strict=True):
         lab = row["iteration_s"]["median"]
         rows.append(
             {
@@ -105,7 +107,7 @@ def simulate(checked: Checked, row: Peer) -> float:
     """Seconds of the row's median iteration in virtual time, on the lab's links."""
     if checked.model.profile is None or row.strategy is None:
         raise UsageError(
-            f"{row.text} with {checked.config.model}: strategies and paced models only"
+            f"{row.text} with {checked.config.model}: only wingbeat's strategies can be simulated"
         )
     links = simulator.Links(bytes_per_s=checked.lab.rate / 8 * GOODPUT, count=checked.lab.rails)
     model = simulator.of_profile(checked.model.profile)
