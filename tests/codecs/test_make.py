@@ -12,7 +12,7 @@ from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.make import TRIED
 from wingbeat.codecs.topk import warmed_up
-from wingbeat.sync.trial import LAPS, MAX_BLOCKS, SETTLING, SETTLING_FIRST
+from wingbeat.control.trial import LAPS, MAX_BLOCKS, SETTLING, SETTLING_FIRST
 from wingbeat.types import Span
 from wingbeat.wires import Half, LowRank, Sketch, TopK
 

@@ -34,7 +34,7 @@ from helpers.training import (
 from wingbeat import sync
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.sync.sharded import ShardedEngine
-from wingbeat.sync.shards import DividedState
+from wingbeat.updates.shards import DividedState
 
 
 def _plain(model: Any, optimizer: Any, rank: int) -> None:

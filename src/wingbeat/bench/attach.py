@@ -17,9 +17,9 @@ from wingbeat import sync
 from wingbeat.bench import ddp, tracing
 from wingbeat.bench.peers import Peer
 from wingbeat.bench.tracing import CommHook
-from wingbeat.sync.merging import LayerMerging
+from wingbeat.control.merging import LayerMerging
+from wingbeat.gradients.compression import Wiring
 from wingbeat.sync.upgrade import engine_of
-from wingbeat.sync.wiring import Wiring
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

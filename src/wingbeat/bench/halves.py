@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.bench import protocol
 from wingbeat.collectives import Collectives, Handle
-from wingbeat.sync.exchange import Exchange
+from wingbeat.exchanges.collective import Exchange
 from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport.world import World
 

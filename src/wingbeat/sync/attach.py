@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.sync.bucketing import is_opaque
+from wingbeat.gradients.bucketing import is_opaque
 from wingbeat.sync.hooks import ModuleHook
 from wingbeat.sync.last_hook import LastHook
 

@@ -16,9 +16,9 @@ import torch
 
 from wingbeat.errors import UsageError
 from wingbeat.sync.engine import Engine
-from wingbeat.sync.partial import State
 from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.types import Span
+from wingbeat.updates.stepper import State
 
 FORMAT = "wingbeat optimizer shard, version 1"
 _FIELDS: dict[str, type] = {

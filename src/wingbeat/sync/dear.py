@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.gradients.bucket import Bucket, Slot
+from wingbeat.gradients.convert import overlapping
 from wingbeat.observe.events import stream
 from wingbeat.schedules import Dear
 from wingbeat.schedules.dear import Phase
@@ -27,15 +29,13 @@ from wingbeat.schedules.events import (
     StepCalled,
 )
 from wingbeat.sync import reduced, scaler
-from wingbeat.sync.ambient import Ambient
 from wingbeat.sync.attach import in_backward
-from wingbeat.sync.bucket import Bucket, Slot
-from wingbeat.sync.convert import overlapping
 from wingbeat.sync.engine import Engine
-from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.pending import PendingGradient
-from wingbeat.sync.separable import steps_apart
-from wingbeat.sync.stale import StaleParameters
+from wingbeat.updates.ambient import Ambient
+from wingbeat.updates.separable import steps_apart
+from wingbeat.updates.stale import StaleParameters
+from wingbeat.updates.stepper import GroupSnapshot
 
 TWICE = (
     "a parameter that gets its gradient twice in one backward, as with reentrant activation "

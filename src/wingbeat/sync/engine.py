@@ -12,7 +12,15 @@ from typing import Any, ClassVar
 import torch
 
 from wingbeat.collectives import Collectives
+from wingbeat.control.merging import LayerMerging
+from wingbeat.control.tuning import SizeTuning
 from wingbeat.errors import UsageError
+from wingbeat.exchanges.collective import Exchange
+from wingbeat.gradients.bucket import Bucket
+from wingbeat.gradients.bucketing import Bucketing, ignored, synchronised
+from wingbeat.gradients.compression import Wiring
+from wingbeat.gradients.convert import refuse_fused_layouts
+from wingbeat.gradients.steps import Steps
 from wingbeat.observe.events import stream
 from wingbeat.schedules.events import (
     BucketReady,
@@ -28,20 +36,12 @@ from wingbeat.schedules.events import (
     Wait,
 )
 from wingbeat.sync.attach import attach, in_backward
-from wingbeat.sync.bucket import Bucket
-from wingbeat.sync.bucketing import Bucketing, ignored, synchronised
 from wingbeat.sync.buffers import BufferSync
-from wingbeat.sync.convert import refuse_fused_layouts
-from wingbeat.sync.exchange import Exchange
 from wingbeat.sync.intake import Intake
-from wingbeat.sync.merging import LayerMerging
-from wingbeat.sync.partial import PartialOptimizer
-from wingbeat.sync.steps import Steps
-from wingbeat.sync.tuning import SizeTuning
-from wingbeat.sync.wiring import Wiring
 from wingbeat.sync.wrapped import refuse_around
 from wingbeat.transport.world import World
 from wingbeat.types import Choices
+from wingbeat.updates.stepper import PartialOptimizer
 
 _ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
 

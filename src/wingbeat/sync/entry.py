@@ -10,9 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, UsageError
+from wingbeat.gradients.bucket import strides_of
+from wingbeat.gradients.bucketing import ignored, spec_of
+from wingbeat.gradients.compression import check_momentum
 from wingbeat.sync import claims
-from wingbeat.sync.bucket import strides_of
-from wingbeat.sync.bucketing import ignored, spec_of
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.deferring import DeferringOptimizer
@@ -28,7 +29,6 @@ from wingbeat.sync.upgrade import (
     upgrade,
 )
 from wingbeat.sync.wfbp import WfbpEngine
-from wingbeat.sync.wiring import check_momentum
 from wingbeat.sync.wrapped import refuse_inside
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices

@@ -13,8 +13,8 @@ import torch
 
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.schedules.dear import Phase
-from wingbeat.sync.rounds import Answer
-from wingbeat.sync.values import decode, encode
+from wingbeat.updates.agreement import Answer
+from wingbeat.updates.values import decode, encode
 
 if TYPE_CHECKING:
     from wingbeat.sync.sharded import ShardedEngine

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.gradients.bucket import Bucket, Slot
+from wingbeat.gradients.convert import check_kind
 from wingbeat.sync.attach import in_backward, on_backward_end
-from wingbeat.sync.bucket import Bucket, Slot
-from wingbeat.sync.convert import check_kind
 
 if TYPE_CHECKING:
-    from wingbeat.sync.bucketing import Bucketing
+    from wingbeat.control.merging import LayerMerging
+    from wingbeat.control.tuning import SizeTuning
+    from wingbeat.gradients.bucketing import Bucketing
+    from wingbeat.gradients.compression import Wiring
+    from wingbeat.gradients.steps import Steps
     from wingbeat.sync.buffers import BufferSync
-    from wingbeat.sync.merging import LayerMerging
-    from wingbeat.sync.steps import Steps
-    from wingbeat.sync.tuning import SizeTuning
-    from wingbeat.sync.wiring import Wiring
 
 
 class Intake:

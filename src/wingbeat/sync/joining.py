@@ -15,8 +15,8 @@ from wingbeat.schedules.dear import Phase
 from wingbeat.sync.attach import in_backward
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.hooks import ModuleHook
-from wingbeat.sync.partial import State
 from wingbeat.sync.sharded import ShardedEngine
+from wingbeat.updates.stepper import State
 
 if TYPE_CHECKING:
     from wingbeat.sync.engine import Engine

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wingbeat.errors import UsageError
-from wingbeat.sync.reading import reads_values
+from wingbeat.gradients.reading import reads_values
 
 if TYPE_CHECKING:
-    from wingbeat.sync.bucket import Slot
+    from wingbeat.gradients.bucket import Slot
     from wingbeat.sync.dear import DearEngine
 
 

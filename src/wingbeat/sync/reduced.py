@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wingbeat.sync.bucket import Bucket
+from wingbeat.gradients.bucket import Bucket
 
 if TYPE_CHECKING:
     from wingbeat.sync.engine import Engine

@@ -20,19 +20,20 @@ from typing import Any
 import torch
 
 from wingbeat.errors import MismatchError, PeerError, UsageError
+from wingbeat.gradients.bucket import Bucket, Slot
+from wingbeat.gradients.convert import refuse_overlapping
 from wingbeat.observe.events import stream
 from wingbeat.schedules import Dear
 from wingbeat.schedules.dear import Phase
 from wingbeat.schedules.events import BackwardBegins, BackwardEnds, BucketReady
-from wingbeat.sync import elementwise, follow
-from wingbeat.sync.ambient import Ambient
-from wingbeat.sync.bucket import Bucket, Slot
-from wingbeat.sync.convert import refuse_overlapping
+from wingbeat.sync import follow
 from wingbeat.sync.dear import DearEngine
-from wingbeat.sync.partial import GroupSnapshot
 from wingbeat.sync.pending import PendingGradient
-from wingbeat.sync.rounds import Answer, Intent, Rounds
-from wingbeat.sync.shards import DividedState, Piece, Shards, take_parameter
+from wingbeat.updates import elementwise
+from wingbeat.updates.agreement import Answer, Intent, Rounds
+from wingbeat.updates.ambient import Ambient
+from wingbeat.updates.shards import DividedState, Piece, Shards, take_parameter
+from wingbeat.updates.stepper import GroupSnapshot
 
 
 class ShardedEngine(DearEngine):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.gradients.bucketing import IGNORED
+from wingbeat.gradients.convert import refuse_conversion, refuse_new_layout
 from wingbeat.sync import checkpoint
-from wingbeat.sync.bucketing import IGNORED
-from wingbeat.sync.convert import refuse_conversion, refuse_new_layout
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.joining import joined
 from wingbeat.sync.pending import PendingGradient

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from wingbeat.gradients.bucket import Slot
 from wingbeat.schedules import Wfbp
 from wingbeat.schedules.events import BackwardEnds
-from wingbeat.sync.bucket import Slot
 from wingbeat.sync.engine import Engine
 
 

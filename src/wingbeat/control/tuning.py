@@ -1,0 +1,180 @@
+"""Bucket sizes tried out while training goes on (DeAR, section IV-B).
+
+Rank 0 decides, and its decision travels to everyone in a small all-gather that is part of each
+backward's exchange. So all workers change plans before the same backward, and all end together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from wingbeat.collectives import Collectives, Handle
+from wingbeat.control.stopwatch import Stopwatch
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.gradients.bucketing import Bucketing
+from wingbeat.observe.log import log
+from wingbeat.plans import planfile, saved
+from wingbeat.plans.bounds import largest_kind, one_plan, within
+from wingbeat.plans.result import Result, as_mb, nothing
+from wingbeat.plans.tuner import Tuner
+from wingbeat.types import Choices, Fusion, Tuning
+
+
+class SizeTuning:
+    """Lets a `Tuner` set the bucket size of a `Bucketing`, by what iterations take.
+
+    A size that an earlier run has found, in the tuning's file on rank 0, is taken over at once.
+    """
+
+    def __init__(
+        self, tuning: Tuning, choices: Choices, bucketing: Bucketing, collectives: Collectives
+    ) -> None:
+        world = collectives.world
+        self._bucketing = bucketing
+        self._collectives = collectives
+        self._file = tuning.file
+        self._fusion = bucketing.fusion
+        self._key = _key_of(bucketing, collectives, choices)
+        self._stopwatch = Stopwatch(bucketing.slots[0].param.device)
+        self._seconds = 0.0
+        self._handle: Handle | None = None
+        self._rows: torch.Tensor | None = None
+        known = self._known_size(tuning) if tuning.file else 0
+        self.done = bool(known)
+        self._asked = tuning
+        self._considered = False
+        self._nothing: Result | None = None
+        if known:
+            bucketing.use(self._resized(known))
+            if world.rank == 0:
+                log.info("buckets of %s MB, as plan file %s has it", as_mb(known), tuning.file)
+        # What a larger size makes is the plan of the size that holds the whole model.
+        start = min(self._fusion.bucket_bytes, largest_kind(bucketing.specs))
+        self._tuner = Tuner(within(tuning, bucketing.specs), start, world.rank, world.size)
+
+    @property
+    def result(self) -> Result | None:
+        """What was found, once tuning has ended; on rank 0 only."""
+        return self._nothing or self._tuner.result
+
+    def boundary(self) -> None:
+        """Between two iterations: hear the last decision, and act on it.
+
+        Raises:
+            PeerError: rank 0 sent something that is no decision.
+        """
+        if self.done:
+            return
+        self._seconds = self._stopwatch.lap()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+        if self._ends_untried() or handle is None or self._rows is None:
+            return
+        size = self._tuner.take(self._rows.tolist())
+        if size is not None:
+            self._bucketing.use(self._resized(size))
+            # On a GPU laps with the size before may still be under way.
+            self._stopwatch.restart()
+            self._seconds = 0.0
+        if self._tuner.done:
+            self.done = True
+            self._keep()
+
+    def exchange(self) -> None:
+        """Give everyone this worker's row; called once in each backward, on every worker."""
+        if self.done:
+            return
+        world = self._collectives.world
+        row = torch.tensor(self._tuner.report(self._seconds), dtype=torch.float64)
+        if self._rows is None:
+            self._rows = torch.zeros(world.size, row.numel(), dtype=torch.float64)
+        self._rows[world.rank] = row
+        self._handle = self._collectives.all_gather(self._rows.view(-1), label="size tuning")
+
+    def _ends_untried(self) -> bool:
+        """Once the order of the gradients is known, end tuning if all sizes make one plan.
+
+        All workers know the same tensors and the same order, and come here before the same
+        backward: so all find the same.
+        """
+        if self._considered or self._bucketing.learning:
+            return False
+        self._considered = True
+        specs, asked = self._bucketing.specs, self._asked
+        rule = within(asked, specs)
+        plan = one_plan(self._fusion, rule, specs, self._bucketing.ready_order)
+        self.done = plan is not None
+        if self._collectives.world.rank == 0:
+            if plan is not None:
+                self._nothing = nothing(asked, self._fusion.bucket_bytes, len(plan.buckets))
+                log.info("%s", self._nothing.explain())
+                self._keep()
+            elif rule.high_bytes < asked.high_bytes:
+                low, high = as_mb(rule.low_bytes), as_mb(rule.high_bytes)
+                log.info("%s MB hold the whole model: tuning from %s to %s MB", high, low, high)
+        return self.done
+
+    def _resized(self, nbytes: int) -> Fusion:
+        return dataclasses.replace(self._fusion, bucket_bytes=nbytes)
+
+    def _keep(self) -> None:
+        result = self.result
+        if result is None or not self._file:
+            return
+        try:
+            saved.save(self._file, result, self._key)
+            log.info("plan kept in %s", self._file)
+        except UsageError as err:  # a full disk, say: no reason to end the training
+            log.warning("%s; this run goes on with the plan it has found", err)
+
+    def _known_size(self, tuning: Tuning) -> int:
+        """Return the size in rank 0's file, 0 if it has none for this model and cluster.
+
+        Raises:
+            UsageError: rank 0 cannot use the file; on every rank.
+        """
+        world = self._collectives.world
+        mine = _read(tuning, self._fusion.bucket_bytes, self._key) if world.rank == 0 else None
+        answer = world.exchange("plan file", mine)[0]
+        if isinstance(answer, str):
+            raise UsageError(answer)
+        if not isinstance(answer, int) or answer < 0:
+            raise PeerError(f"rank {world.rank}: rank 0 sent a malformed bucket size: {answer!r}")
+        return answer
+
+
+def _read(tuning: Tuning, start: int, key: dict[str, Any]) -> int | str:
+    """Return the size that the file holds, 0 if none, or what is wrong with it."""
+    try:
+        known = planfile.known(tuning.file, saved.load)
+    except UsageError as err:
+        return str(err)
+    if known is None:
+        return 0
+    size = known.chosen_bytes
+    if not planfile.same_key(known.key, key):
+        log.warning(
+            "plan file %s is for another model, cluster or strategy: tuning anew", tuning.file
+        )
+        return 0
+    if not (tuning.low_bytes <= size <= tuning.high_bytes or size == start):
+        log.warning("plan file %s has %s MB, out of range: tuning anew", tuning.file, as_mb(size))
+        return 0
+    return size
+
+
+def _key_of(bucketing: Bucketing, collectives: Collectives, choices: Choices) -> dict[str, Any]:
+    """Tell apart what a plan was tuned for: the model's parameters, the cluster, the strategy."""
+    shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
+    return {
+        "parameters": planfile.digest(shapes),
+        "workers": collectives.world.size,
+        "links": len(collectives.world.links),
+        "topology": choices.topology,
+        "wire": str(choices.wire) if choices.wire else "as computed",
+        "shard_optimizer": choices.shard_optimizer,
+    }

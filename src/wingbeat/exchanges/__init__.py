@@ -1,0 +1,1 @@
+"""What an operation on a bucket means on the links."""

@@ -1,0 +1,226 @@
+"""A bucket's flat buffer, and the gradients that are views of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wingbeat.gradients.convert import check_kind
+
+if TYPE_CHECKING:
+    from wingbeat.collectives import Handle, Wire
+    from wingbeat.updates.stepper import GroupSnapshot
+
+TURNS = 4
+"""Steps are counted modulo this in the buckets: workers that disagree are found at once."""
+
+
+class Slot:
+    """One parameter's place in a bucket.
+
+    Attributes:
+        view: the gradient's place in the bucket's buffer.
+        address: where that is in memory.
+        shown: the same memory, as users see it in ``p.grad``.
+        pending: what stands in ``p.grad`` while the gradient is not whole; None where a schedule
+            has no such time.
+        ready: whether its gradient has been taken in, in this backward.
+        used: whether this worker had a gradient for it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "bucket",
+        "index",
+        "name",
+        "param",
+        "pending",
+        "ready",
+        "shown",
+        "strides",
+        "used",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, param: torch.nn.Parameter) -> None:
+        self.index = index
+        self.name = name
+        self.param = param
+        self.pending: Any = None
+        self.ready = False
+        self.used = False
+        self.strides = strides_of(param)  # of that moment, when all workers had the same
+        self.bucket: Bucket
+        self.view: torch.Tensor
+        self.shown: torch.Tensor
+        self.address: int
+
+    def show(self) -> None:
+        """Let ``p.grad`` be the gradient in the buffer.
+
+        Raises:
+            UsageError: the parameter has another dtype, device or shape than the buffer.
+        """
+        if self.param.dtype is not self.view.dtype:
+            check_kind(self.name, self.param, self.view)
+        if self.shown.data_ptr() != self.address:  # somebody assigned to p.grad.data
+            self.shown = self.view.detach()
+        self.param.grad = self.shown
+
+    def holds(self, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad``, found in ``p.grad``, stands for what is in the buffer."""
+        if grad is self.shown:
+            return self.shown.data_ptr() == self.address
+        return grad is not None and (grad is self.pending or grad is self.view)
+
+    def is_kept(self) -> bool:
+        """Whether somebody besides this slot refers to one of its tensors."""
+        # Two: the slot's own reference, and the argument. What is pending refers to the view.
+        waiting = self.pending is not None
+        return (
+            sys.getrefcount(self.shown) > 2
+            or sys.getrefcount(self.view) > 2 + waiting
+            or (waiting and sys.getrefcount(self.pending) > 2)
+        )
+
+    def fill(self, scale: float) -> bool:
+        """Put the gradient times ``scale`` into the view; False if there is no gradient at all.
+
+        What the view already holds counts when autograd accumulated into it.
+        """
+        grad = self.param.grad
+        if grad is None:
+            self.view.zero_()
+            return False
+        if self.holds(grad):
+            self.view.mul_(scale)
+        else:
+            torch.mul(grad.detach(), scale, out=self.view)
+        return True
+
+
+class Bucket:
+    """Parameters of one dtype and device, whose gradients travel in one flat buffer.
+
+    The buffer ends with one flag per parameter. A worker that has a gradient for it adds 1, so
+    that the sum tells, at no extra message, whether any worker used the parameter. After the flags
+    come `TURNS` elements, of which each worker adds 1 to the one that its number of steps chooses.
+
+    Attributes:
+        flat: the gradients, end to end, then flags and turns, then zeros up to ``multiple``.
+        handle: the last collective on ``flat``.
+        wire: what its gradients travel as in this iteration.
+        snapshot: the settings of a step whose update is due when ``handle`` is done.
+        missing: how many gradients the bucket still waits for in this backward.
+    """
+
+    def __init__(
+        self, index: int, slots: Sequence[Slot], multiple: int = 1, strided: bool = False
+    ) -> None:
+        self.index = index
+        self._strided = strided
+        self.slots = list(slots)
+        params = [slot.param for slot in slots]
+        self.numel = sum(p.numel() for p in params)
+        first = params[0]
+        self._length = -(-(self.numel + len(slots) + TURNS) // multiple) * multiple
+        self.renew()
+        self._tails = [
+            torch.ones(len(slots) + TURNS, dtype=first.dtype, device=first.device)
+            for _ in range(TURNS + 1)
+        ]
+        for turn, tail in enumerate(self._tails):
+            tail[len(slots) :] = 0
+            if turn < TURNS:
+                tail[len(slots) + turn] = 1
+        self.handle: Handle | None = None
+        self.wire: Wire | None = None
+        self.snapshot: GroupSnapshot | None = None
+        self.missing = len(slots)
+
+    def renew(self) -> None:
+        """Take new memory for the buffer; whoever refers to the old one keeps it as it is."""
+        first, used = self.slots[0].param, self.numel + len(self.slots)
+        self.flat = torch.zeros(self._length, dtype=first.dtype, device=first.device)
+        self.flags = self.flat[self.numel : used]
+        self.turns = self.flat[used : used + TURNS]
+        self._tail = self.flat[self.numel : used + TURNS]
+        offset = 0
+        for slot in self.slots:
+            end = offset + slot.param.numel()
+            slot.bucket = self
+            slot.view = self.flat[offset:end].view(slot.param.shape)
+            if self._strided and slot.strides is not None:
+                # As autograd lays gradients out: fused optimizers go by it.
+                slot.view = self.flat.as_strided(slot.param.shape, slot.strides, offset)
+            slot.shown = slot.view.detach()
+            slot.address = slot.view.data_ptr()
+            offset = end
+        self._aliases = self._count_aliases()
+
+    def is_kept(self) -> bool:
+        """Whether somebody still refers to gradients in the buffer that no ``p.grad`` is any more.
+
+        Under DDP a gradient that was removed from ``p.grad`` stays what it is.
+        """
+        if any(slot.holds(slot.param.grad) for slot in self.slots):
+            return False
+        return self._count_aliases() > self._aliases or any(slot.is_kept() for slot in self.slots)
+
+    def _count_aliases(self) -> int:
+        count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
+        return count
+
+    @property
+    def dense(self) -> bool:
+        """Whether this worker had a gradient for every parameter, so that no flag can be zero."""
+        return all(slot.used for slot in self.slots)
+
+    def reopen(self) -> None:
+        """Get ready for the gradients of the next backward."""
+        self.missing = len(self.slots)
+        for slot in self.slots:
+            slot.ready = slot.used = False
+
+    def settle(self) -> None:
+        """Wait until nothing on the links reads or writes the buffer any more."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+
+    def write_tail(self, steps: int | None) -> None:
+        """Tell the other workers which parameters have a gradient here, after how many steps.
+
+        None for ``steps``: this worker has run out of batches, and its steps do not count.
+        """
+        self._tail.copy_(self._tails[TURNS if steps is None else steps % TURNS])
+        if not self.dense:
+            for position, slot in enumerate(self.slots):
+                if not slot.used:
+                    self.flags[position] = 0
+
+    def in_step(self) -> bool:
+        """Whether all workers had made the same number of steps, once the buffer is whole."""
+        counts: list[float] = self.turns.tolist()
+        return sum(count > 0 for count in counts) <= 1
+
+    def contributed(self) -> list[Slot]:
+        """Return the slots that some worker had a gradient for, once the buffer is whole."""
+        if self.dense:
+            return self.slots
+        flags = self.flags.tolist()
+        return [slot for slot, flag in zip(self.slots, flags, strict=True) if flag > 0 or slot.used]
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of elements in another order than theirs, without gaps and overlaps."""
+    if (
+        tensor.is_contiguous()
+        or torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+    ):
+        return None
+    return tensor.stride()
