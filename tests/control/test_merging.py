@@ -15,7 +15,7 @@ import torch
 import wingbeat
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
-from wingbeat.control import drift, merging
+from wingbeat.control import control, drift, merging
 from wingbeat.control.merging import LayerMerging
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.exchange import Samples
@@ -258,7 +258,7 @@ def test_drifting_times_are_measured_anew(
         def restart(self) -> None:
             pass
 
-    monkeypatch.setattr(merging, "Stopwatch", Laps)
+    monkeypatch.setattr(control, "Stopwatch", Laps)
     with caplog.at_level(logging.INFO, logger="wingbeat"):
         _on(2, wingbeat.OMGS(density=0.1, warmup=0, steps=STEPS), 50)
     assert sorted(made) == 4 * [0] + 4 * [1]
@@ -373,7 +373,7 @@ def test_a_codec_that_may_not_pay_is_planned_for_as_what_travels(tmp_path: Path)
     def body(world: Any, coded: bool) -> dict[str, Any]:
         model = net()
         model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
-        engine(model).wiring.decide(coded)
+        engine(model).control.trial.decide(coded)
         for step in range(PLANNED + 1):
             optimizer.zero_grad()
             backward(model, world.rank, step)
@@ -400,7 +400,7 @@ def test_planned_bytes_are_those_that_travel(groups: dict[str, float]) -> None:
         sync.distribute(model, sgd(model.parameters()), strategy, world=world)
         model(torch.ones(2, 300)).sum().backward()
         [bucket] = engine(model).buckets
-        encoded = engine(model).wiring._encoded(bucket)
+        encoded = engine(model).compression._encoded(bucket)
         room = encoded.coding.room(Span(0, bucket.flat.numel()))
         return sum(payload_bytes(engine(model).bucketing.specs, wire)), room
 

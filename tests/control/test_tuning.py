@@ -119,7 +119,7 @@ def test_laps_with_the_size_before_are_not_told_as_those_with_the_new_one(
         return row
 
     monkeypatch.setattr(Tuner, "report", heard)
-    monkeypatch.setattr("wingbeat.control.tuning.Stopwatch", _Late)
+    monkeypatch.setattr("wingbeat.control.control.Stopwatch", _Late)
     loopback.run(loopback.worlds(2), lambda world: _train(world, 2 * ENDS_WITHIN))
     assert len(told) == TRIALS
     for seconds in told.values():
@@ -218,13 +218,13 @@ def test_where_no_size_matters_tuning_ends_with_the_first_iteration(
         "wingbeat.control.tuning.log.info", lambda words, *args: told.append(words % args)
     )
     sent: list[int] = []
-    exchange = SizeTuning.exchange
+    row = SizeTuning.row
 
-    def counted(tuning: SizeTuning) -> None:
-        sent.extend([] if tuning.done else [tuning._collectives.world.rank])
-        exchange(tuning)
+    def counted(tuning: SizeTuning) -> Any:
+        sent.append(tuning._collectives.world.rank)
+        return row(tuning)
 
-    monkeypatch.setattr(SizeTuning, "exchange", counted)
+    monkeypatch.setattr(SizeTuning, "row", counted)
     options = {"mb": 25.0, "min_mb": 1.0, "max_mb": 100.0, "plan_file": str(file)}
     results = loopback.run(
         loopback.worlds(3), lambda world: _train(world, 4, accumulate, **options)
@@ -261,16 +261,15 @@ def test_a_file_that_cannot_be_used_is_refused_on_every_rank(
 
 
 def test_a_decision_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = SizeTuning.exchange
+    row = SizeTuning.row
 
-    def garbled(tuning: SizeTuning) -> None:
-        exchange(tuning)
-        assert tuning._handle is not None
-        assert tuning._rows is not None
-        tuning._handle.wait()
-        tuning._rows[0, 3] = 1e12
+    def garbled(tuning: SizeTuning) -> Any:
+        said = list(row(tuning))
+        if tuning._collectives.world.rank == 0:
+            said[3] = 1e12
+        return said
 
-    monkeypatch.setattr(SizeTuning, "exchange", garbled)
+    monkeypatch.setattr(SizeTuning, "row", garbled)
 
     def body(world: Any) -> str:
         with pytest.raises(PeerError, match="rank 0 sent a malformed tuning row") as caught:

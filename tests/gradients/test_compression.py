@@ -76,7 +76,7 @@ def pull(model: Any, optimizer: Any, steps: Any, rank: int) -> None:
 
 
 def owed(model: Any) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = engine(model).wiring.state_dict()["residuals"]
+    state: dict[str, torch.Tensor] = engine(model).compression.state_dict()["residuals"]
     return state
 
 
@@ -174,7 +174,7 @@ def test_another_number_of_workers_takes_over_what_is_owed(kind, after) -> None:
             for name, param in model.named_parameters():
                 param.copy_(saved[0][0][name])
         optimizer.load_residuals(parts)
-        assert engine(model).wiring._step == 3
+        assert engine(model).compression._step == 3
         pull(model, optimizer, [4], world.rank)
         return weights(model), owed(model)
 
@@ -311,7 +311,7 @@ def test_while_the_codec_is_off_momentum_correction_is_momentum() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         sync.distribute(model, optimizer, wingbeat.AllReduce(wire=chosen), world=world)
         if chosen is wire:
-            engine(model).wiring._trial.coded = False
+            engine(model).compression.on = False
         train(model, optimizer, range(2))
         return weights(model)
 
@@ -400,23 +400,23 @@ def test_a_codec_that_does_not_pay_is_switched_off_on_all_workers(monkeypatch, c
 
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy("dear", Sketch()))
-        wiring = engine(model).wiring
+        compression, control = engine(model).compression, engine(model).control
 
         class Watch:
             def lap(self) -> float:
-                return 2.0 if wiring.on and world.rank == 1 else 1.0
+                return 2.0 if compression.on and world.rank == 1 else 1.0
 
             def restart(self) -> None:
                 pass
 
-        wiring._stopwatch = Watch()
+        control._stopwatch = Watch()
         steps = 0
-        while wiring.deciding():
+        while control.deciding():
             pull(model, optimizer, [steps], world.rank)
             steps += 1
             assert steps < 40
         pull(model, optimizer, [steps, steps + 1], world.rank)
-        return weights(model), owed(model), wiring.on, steps
+        return weights(model), owed(model), compression.on, steps
 
     results = on(SIZE, body)
     assert [on for *_, on, _ in results] == [False] * SIZE
@@ -497,11 +497,11 @@ def test_half_precision_goes_on_owing_what_it_has_no_room_for() -> None:
         model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         sync.distribute(model, optimizer, wingbeat.AllReduce(wire=Sketch()), world=world)
-        wiring = engine(model).wiring
+        control = engine(model).control
         part = optimizer.residual_state_dict()
         part["residuals"] = {"weight": torch.full((64, 64), 1e-3)}
         optimizer.load_residuals([{**part, "rank": rank} for rank in range(2)])
-        wiring.decide(False)
+        control.trial.decide(False)
         model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
         return model.weight.grad.float().clone(), owed(model)["weight"]
 
@@ -516,14 +516,14 @@ def test_velocity_waits_while_a_parameter_is_not_used(on_) -> None:
 
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, wingbeat.AllReduce(wire=wire))
-        engine(model).wiring.decide(on_)
+        engine(model).control.trial.decide(on_)
         pull(model, optimizer, [0], world.rank)
-        before = engine(model).wiring.state_dict()
+        before = engine(model).compression.state_dict()
         for step in (1, 2):
             optimizer.zero_grad()
             model([None, *pulls(step, world.rank)[1:]]).backward()
             optimizer.step()
-        after = engine(model).wiring.state_dict()
+        after = engine(model).compression.state_dict()
         return [(s["residuals"]["parts.0"], s["velocity"]["parts.0"]) for s in (before, after)]
 
     for before, after in on(2, body):

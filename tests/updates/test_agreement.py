@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from helpers.training import on
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.updates.agreement import Answer, Intent, Rounds
+from wingbeat.schedules.intents import Answer, Intent
+from wingbeat.updates.agreement import Agreement
 
 
 @given(
@@ -32,12 +33,12 @@ def test_everyone_hears_all_intents_and_the_union_of_the_slots(case: Any) -> Non
     said = [(intent, used if slots else set()) for intent, used in said]
 
     def body(world: Any) -> Answer:
-        rounds = Rounds(Collectives(world), slots)
+        agreement = Agreement(Collectives(world), slots)
         intent, used = said[world.rank]
-        rounds.start(Intent.STEP, ())
-        rounds.finish()
-        rounds.start(intent, used)
-        return rounds.finish()
+        agreement.say(Intent.STEP, ())
+        agreement.hear()
+        agreement.say(intent, used)
+        return agreement.hear()
 
     for answer in on(len(said), body):
         assert answer.intents == tuple(intent for intent, _ in said)
@@ -46,15 +47,15 @@ def test_everyone_hears_all_intents_and_the_union_of_the_slots(case: Any) -> Non
 
 def test_a_message_without_meaning_names_its_sender() -> None:
     def body(world: Any) -> None:
-        rounds = Rounds(Collectives(world), 3)
+        agreement = Agreement(Collectives(world), 3)
         if world.rank == 1:
             row = torch.zeros(2, 2, dtype=torch.uint8)
             row[1, 0] = 99
             Collectives(world).all_gather(row.view(-1), label="intents").wait()
             return
-        rounds.start(Intent.STEP, [1])
+        agreement.say(Intent.STEP, [1])
         with pytest.raises(PeerError, match="rank 1 sent 99"):
-            rounds.finish()
+            agreement.hear()
 
     on(2, body)
 

@@ -85,11 +85,11 @@ def test_momentum_moves_with_its_parameters() -> None:
         model, optimizer = distributed(world, sgd, mb=25.0)
         train(model, optimizer, range(3))
         before = state_of(optimizer)
-        held = {p.slot.name: p.span for p in engine(model).shards.pieces}
+        held = {p.slot.name: p.span for p in engine(model).update.shards.pieces}
         engine(model).bucketing.use(Fusion(kind="none"))
         optimizer.zero_grad()
         backward(model, world.rank, 3)
-        assert {p.slot.name: p.span for p in engine(model).shards.pieces} != held
+        assert {p.slot.name: p.span for p in engine(model).update.shards.pieces} != held
         after = state_of(optimizer)
         optimizer.step()
         return before, after
@@ -114,7 +114,7 @@ def _live_bytes(model: Any) -> int:
     """All memory that the state keeps alive, also beyond its own elements."""
     live = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-        for entry in engine(model).shards.state.values()
+        for entry in engine(model).update.shards.state.values()
         for value in entry.values()
         if value.dim()
     }

@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from wingbeat.errors import UsageError
-from wingbeat.updates.stepper import PartialOptimizer
+from wingbeat.updates.stepper import Stepper
 
 
 def _params(count: int = 2) -> list[nn.Parameter]:
@@ -23,8 +23,8 @@ def _params(count: int = 2) -> list[nn.Parameter]:
     return params
 
 
-def _partial(optimizer: torch.optim.Optimizer) -> PartialOptimizer:
-    return PartialOptimizer(optimizer, type(optimizer).step)
+def _partial(optimizer: torch.optim.Optimizer) -> Stepper:
+    return Stepper(optimizer, type(optimizer).step)
 
 
 def test_settings_are_those_of_the_snapshot() -> None:

@@ -17,8 +17,8 @@ from wingbeat import sync
 from wingbeat.bench import ddp, tracing
 from wingbeat.bench.peers import Peer
 from wingbeat.bench.tracing import CommHook
-from wingbeat.control.merging import LayerMerging
-from wingbeat.gradients.compression import Wiring
+from wingbeat.control.control import Control
+from wingbeat.gradients.compression import Compression
 from wingbeat.sync.upgrade import engine_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -33,28 +33,27 @@ class Attached:
         optimizer: step it as the user would.
         detach: undo everything, so that the next row finds the process as it was.
         settle: finish work that was put off into the next iteration.
-        wiring: the row's codec and whether it is on; None where the row is not wingbeat's.
-        merging: what plans the row's merging; None where nothing is planned.
+        compression: the row's codec and whether it is on; None where the row is not wingbeat's.
+        control: what is decided while the row trains; None where nothing is.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     detach: Callable[[], None]
     settle: Callable[[], None]
-    wiring: Wiring | None = None
-    merging: LayerMerging | None = None
+    compression: Compression | None = None
+    control: Control | None = None
 
     def deciding(self) -> bool:
         """Whether the row is still finding out how it will train, and cannot be timed yet."""
-        parts = (self.wiring, self.merging)
-        return any(part.deciding() for part in parts if part is not None)
+        return self.control is not None and self.control.deciding()
 
     @property
     def coded(self) -> bool | None:
         """Whether gradients go through a codec; None where the row has none."""
-        if self.wiring is None or self.wiring.coded is None:
+        if self.compression is None or self.compression.coded is None:
             return None
-        return self.wiring.on
+        return self.compression.on
 
 
 def attach(
@@ -100,7 +99,7 @@ def _attach_strategy(peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer
     flush: Callable[[], None] = getattr(model, "flush")  # noqa: B009 - `distribute` adds it
     engine = engine_of(model)
     assert engine is not None
-    return Attached(model, optimizer, detach, flush, engine.wiring, engine.merging)
+    return Attached(model, optimizer, detach, flush, engine.compression, engine.control)
 
 
 def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:

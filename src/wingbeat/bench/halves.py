@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.bench import protocol
 from wingbeat.collectives import Collectives, Handle
-from wingbeat.exchanges.collective import Exchange
+from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport.world import World
 
@@ -62,4 +62,5 @@ def use_only(only: str, model: torch.nn.Module, world: World, topology: str) -> 
     """Make a distributed model's engine exchange one half of each bucket, of ``protocol.ONLY``."""
     engine = engine_of(model)
     assert engine is not None, "the model is not distributed"
-    engine.exchange = Exchange(_CLASSES[only](world, topology), engine.wiring)
+    halves = _CLASSES[only](world, topology)
+    engine.exchange = CollectiveExchange(halves, engine.compression)

@@ -87,7 +87,8 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
         sent = (_settled_bytes(worker, made) - before) / (count + lead)
         accuracy = built.accuracy(made.model)
         coded = made.coded
-        merge = None if made.merging is None else made.merging.report()
+        merging = None if made.control is None else made.control.merging
+        merge = None if merging is None else merging.report()
     return _gather(worker, row, starts, sent, loss, accuracy, coded, merge)
 
 
@@ -98,20 +99,20 @@ def _decide(
 
     What was found about the codec holds for all rounds.
     """
-    wiring = made.wiring
-    if wiring is not None and wiring.deciding() and row in worker.decided:
-        wiring.decide(worker.decided[row])
+    trial = None if made.control is None else made.control.trial
+    if trial is not None and row in worker.decided:
+        trial.decide(worker.decided[row])
     if not made.deciding():
         return
-    trial = wiring is not None and wiring.deciding()
+    trying = trial is not None and trial.active()
     if worker.rank == 0:
         text = worker.checked.rows[row].text
-        what = "whether its codec stays on" if trial else "what its plan depends on"
+        what = "whether its codec stays on" if trying else "what its plan depends on"
         say("phase", text=f"{text}: measuring {what}")
     while made.deciding():  # all workers decide in the same iteration
         attach.step(made, loss)
-    if wiring is not None and trial:
-        worker.decided[row] = wiring.on
+    if trying:
+        worker.decided[row] = bool(made.coded)
 
 
 def measure_round(worker: Worker, round_: int) -> list[Timings]:

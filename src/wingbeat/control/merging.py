@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from wingbeat.collectives import Collectives, Handle
+from wingbeat.collectives import Collectives
 from wingbeat.control.drift import Drift
-from wingbeat.control.stopwatch import Stopwatch
 from wingbeat.costs import Costs, Workload
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.bucketing import Bucketing
-from wingbeat.gradients.compression import Wiring
+from wingbeat.gradients.compression import Compression
 from wingbeat.observe.log import log
 from wingbeat.plans import merge, planfile
 from wingbeat.probe import saved
@@ -72,39 +71,40 @@ class LayerMerging:
         rule: Merging,
         choices: Choices,
         bucketing: Bucketing,
-        wiring: Wiring,
+        compression: Compression,
         collectives: Collectives,
+        wire_is_known: bool = True,
     ) -> None:
-        world = collectives.world
         self._rule = rule
         self._choices = choices
-        self._wiring = wiring
+        self._compression = compression
         self._bucketing = bucketing
         self._collectives = collectives
-        self._device = bucketing.slots[0].param.device
+        self._device = bucketing.device
         self._drift = Drift(rule.steps, rule.drift)
-        self._stopwatch = Stopwatch(self._device)
         self._began = 0.0
         self._ends: list[float] = []
         self._forget_times()
-        self._handle: Handle | None = None
-        self._rows = torch.zeros(world.size, dtype=torch.float64)
         self.probe: Probe | None = None
         self.timeline: merge.Timeline | None = None
         self._known = not rule.file
         # While it is tried whether a codec stays on, nobody knows what will travel.
-        if not wiring.deciding():
+        if wire_is_known:
             self._take_known()
 
     @property
     def _wire(self) -> str | Coded:
         """What gradients travel as: fp32 where a codec was tried and is not faster."""
-        return self._choices.wire if self._wiring.on or not self._wiring.coded else ""
+        return self._choices.wire if self._compression.on or not self._compression.coded else ""
 
     def _key(self) -> dict[str, Any]:
         world = self._collectives.world
         links = [link.name for link in world.links]
         return key_of(self._bucketing.specs, world.size, links, self._wire)
+
+    def active(self) -> bool:
+        """Always: iterations are counted, and watched for drift, to the end of training."""
+        return True
 
     def deciding(self) -> bool:
         """Whether the plan is still to be made."""
@@ -164,26 +164,24 @@ class LayerMerging:
 
     # -- between iterations ---------------------------------------------------------------
 
-    def boundary(self) -> None:
+    def boundary(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
         """Count an iteration; plan when enough has been seen, and hear whether times drift.
 
         Raises:
             PeerError: a worker failed, or sent something that is no measurement.
         """
         self._take_known()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
-            self._hear(self._drift.take(self._rows.tolist()))
-        self._drift.lap(self._stopwatch.lap())
-        if self._drift.due():
-            self._plan()
+        if rows is not None:
+            self._hear(self._drift.take([row[0] for row in rows]))
+        self._drift.lap(seconds)
+        if not self._drift.due():
+            return False
+        self._plan()
+        return True
 
-    def exchange(self) -> None:
-        """At the end of a window tell everyone the median; in each backward, on every worker."""
-        if self._drift.reports():
-            self._rows[self._collectives.world.rank] = self._drift.median()
-            self._handle = self._collectives.all_gather(self._rows, label="iteration times")
+    def row(self) -> Sequence[float]:
+        """Return the median at the end of a window, in seconds."""
+        return [self._drift.median()] if self._drift.reports() else []
 
     def _hear(self, drifted: tuple[float, float] | None) -> None:
         if drifted is None:
@@ -220,7 +218,6 @@ class LayerMerging:
         self._follow(found)
         if world.rank == 0 and self._rule.file and not self._drift.watching:
             self._keep(found)
-        self._stopwatch.restart()
 
     def _forget_times(self) -> None:
         self._times = BackwardTimes(len(self._bucketing.slots), self._device)

@@ -1,18 +1,16 @@
 """Bucket sizes tried out while training goes on (DeAR, section IV-B).
 
-Rank 0 decides, and its decision travels to everyone in a small all-gather that is part of each
-backward's exchange. So all workers change plans before the same backward, and all end together.
+Rank 0 decides, and its decision travels to everyone in its row of numbers (`control`). So all
+workers change plans before the same backward, and all end together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from wingbeat.collectives import Collectives, Handle
-from wingbeat.control.stopwatch import Stopwatch
+from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.observe.log import log
@@ -38,10 +36,7 @@ class SizeTuning:
         self._file = tuning.file
         self._fusion = bucketing.fusion
         self._key = _key_of(bucketing, collectives, choices)
-        self._stopwatch = Stopwatch(bucketing.slots[0].param.device)
         self._seconds = 0.0
-        self._handle: Handle | None = None
-        self._rows: torch.Tensor | None = None
         known = self._known_size(tuning) if tuning.file else 0
         self.done = bool(known)
         self._asked = tuning
@@ -60,40 +55,31 @@ class SizeTuning:
         """What was found, once tuning has ended; on rank 0 only."""
         return self._nothing or self._tuner.result
 
-    def boundary(self) -> None:
+    def active(self) -> bool:
+        """Whether sizes are still being tried."""
+        return not self.done
+
+    def boundary(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
         """Between two iterations: hear the last decision, and act on it.
 
         Raises:
             PeerError: rank 0 sent something that is no decision.
         """
-        if self.done:
-            return
-        self._seconds = self._stopwatch.lap()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
-        if self._ends_untried() or handle is None or self._rows is None:
-            return
-        size = self._tuner.take(self._rows.tolist())
+        self._seconds = seconds
+        if self._ends_untried() or rows is None:
+            return False
+        size = self._tuner.take(rows)
         if size is not None:
             self._bucketing.use(self._resized(size))
-            # On a GPU laps with the size before may still be under way.
-            self._stopwatch.restart()
             self._seconds = 0.0
         if self._tuner.done:
             self.done = True
             self._keep()
+        return size is not None
 
-    def exchange(self) -> None:
-        """Give everyone this worker's row; called once in each backward, on every worker."""
-        if self.done:
-            return
-        world = self._collectives.world
-        row = torch.tensor(self._tuner.report(self._seconds), dtype=torch.float64)
-        if self._rows is None:
-            self._rows = torch.zeros(world.size, row.numel(), dtype=torch.float64)
-        self._rows[world.rank] = row
-        self._handle = self._collectives.all_gather(self._rows.view(-1), label="size tuning")
+    def row(self) -> Sequence[float]:
+        """Return what this worker has measured, and, on rank 0, what is decided."""
+        return self._tuner.report(self._seconds)
 
     def _ends_untried(self) -> bool:
         """Once the order of the gradients is known, end tuning if all sizes make one plan.

@@ -1,4 +1,4 @@
-"""What an operation on a bucket means: dense, through a codec, or as payloads that all gather."""
+"""Exchanges by collectives of all workers: dense, encoded, or as payloads that all gather."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from wingbeat.wires import TopK
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
-    from wingbeat.gradients.compression import Wiring
+    from wingbeat.gradients.compression import Compression
+    from wingbeat.types import Span
 
 
-class Exchange:
+class CollectiveExchange:
     """Starts collectives on buckets, each as its gradients are to travel this time."""
 
-    def __init__(self, collectives: Collectives, wiring: Wiring) -> None:
+    def __init__(self, collectives: Collectives, compression: Compression) -> None:
         self._collectives = collectives
-        self._wiring = wiring
+        self._compression = compression
 
-    def start(self, operation: Operation, bucket: Bucket, chained: bool) -> None:
+    def owned(self, bucket: Bucket) -> Span:
+        """Return the elements of the buffer that a reduce-scatter leaves whole here."""
+        return self._collectives.owned(bucket.flat.numel())
+
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
         """Begin ``operation`` on the bucket, and keep its handle there.
 
         Args:
-            operation: what to do with the gradients in ``bucket.flat``.
-            bucket: its ``wire`` says what they travel as.
+            operation: what to do with ``bucket.flat``.
+            bucket: its ``wire`` says what gradients travel as.
             chained: whether chunks may go on as the bucket's collective before is done with them.
+
+        Raises:
+            PeerError: an earlier collective failed, so that the workers are no longer in step.
         """
         begin, number, wire = self._collectives, bucket.index, bucket.wire
         if operation is Operation.REDUCE_SCATTER:
@@ -34,8 +42,10 @@ class Exchange:
         elif operation is Operation.ALL_GATHER:
             after = bucket.handle if chained else None
             bucket.handle = begin.all_gather(bucket.flat, bucket=number, after=after, wire=wire)
-        elif isinstance(wire, Encoded) and isinstance(self._wiring.coded, TopK):
-            velocity = self._wiring.velocity(bucket)
+        elif operation is Operation.ALL_GATHER_PARAMETERS:
+            bucket.handle = begin.all_gather(bucket.flat, bucket=number)
+        elif isinstance(wire, Encoded) and isinstance(self._compression.coded, TopK):
+            velocity = self._compression.velocity(bucket)
             bucket.handle = begin.all_gather_sum(
                 bucket.flat, wire=wire, bucket=number, velocity=velocity
             )

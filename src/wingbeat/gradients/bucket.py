@@ -12,7 +12,6 @@ from wingbeat.gradients.convert import check_kind
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Handle, Wire
-    from wingbeat.updates.stepper import GroupSnapshot
 
 TURNS = 4
 """Steps are counted modulo this in the buckets: workers that disagree are found at once."""
@@ -114,7 +113,7 @@ class Bucket:
         flat: the gradients, end to end, then flags and turns, then zeros up to ``multiple``.
         handle: the last collective on ``flat``.
         wire: what its gradients travel as in this iteration.
-        snapshot: the settings of a step whose update is due when ``handle`` is done.
+        due: whether an update of its parameters is due when ``handle`` is done.
         missing: how many gradients the bucket still waits for in this backward.
     """
 
@@ -139,7 +138,7 @@ class Bucket:
                 tail[len(slots) + turn] = 1
         self.handle: Handle | None = None
         self.wire: Wire | None = None
-        self.snapshot: GroupSnapshot | None = None
+        self.due = False
         self.missing = len(slots)
 
     def renew(self) -> None:

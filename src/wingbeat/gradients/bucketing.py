@@ -55,6 +55,11 @@ class Bucketing:
         """Return the buckets whose parameters the module is known to read in forward."""
         return self._buckets_of.get(module, ())
 
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return self.slots[0].param.device
+
     # -- learning the order ---------------------------------------------------------------
 
     @property

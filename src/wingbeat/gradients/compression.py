@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,9 +12,7 @@ from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.feedback import Residuals
-from wingbeat.collectives import Collectives, Encoded, Handle, Wire, wire_dtype
-from wingbeat.control.stopwatch import Stopwatch
-from wingbeat.control.trial import Trial
+from wingbeat.collectives import Collectives, Encoded, Wire, wire_dtype
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.observe.log import log
@@ -27,11 +24,12 @@ LARGE = 1 << 16
 it is a fully connected layer's (Canary, section 4.3.1, case 1)."""
 
 
-class Wiring:
-    """Tells how a bucket travels; keeps residuals, counts steps, tries whether a codec is faster.
+class Compression:
+    """Tells how a bucket travels; keeps residuals, and counts steps.
 
     Attributes:
         coded: the codec's settings; None for a mere dtype.
+        on: whether gradients go through the codec at present, if there is one.
         residuals: what this worker's gradients still lack; None where nothing is kept.
     """
 
@@ -47,7 +45,7 @@ class Wiring:
             weakref.WeakKeyDictionary()
         )
         self._step = -1
-        self._trial: Trial | None = None
+        self.on = self.coded is not None
         self.residuals: Residuals | None = None
         if self.coded is None:
             return
@@ -58,31 +56,11 @@ class Wiring:
                 world_size=world.size,
                 velocity=self.momentum > 0,
             )
-        if self.coded.auto_disable:
-            self._trial = Trial(world.rank, world.size)
-            self._stopwatch = Stopwatch(slots[0].param.device)
-            self._seconds = 0.0
-            self._handle: Handle | None = None
-            self._rows = torch.zeros(world.size, 2, dtype=torch.float64)
 
     @property
     def momentum(self) -> float:
         """The factor of momentum correction; 0 for none."""
         return self.coded.momentum if isinstance(self.coded, TopK) else 0.0
-
-    def deciding(self) -> bool:
-        """Whether it is still being measured if the codec makes iterations shorter."""
-        return self._trial is not None and not self._trial.done
-
-    def decide(self, coded: bool) -> None:
-        """End the trial with what is known already; the same on every worker, before training."""
-        if self._trial is not None:
-            self._trial.coded, self._trial.done = coded, True
-
-    @property
-    def on(self) -> bool:
-        """Whether gradients go through the codec at present."""
-        return self.coded is not None and (self._trial is None or self._trial.coded)
 
     # -- buckets --------------------------------------------------------------------------
 
@@ -164,38 +142,9 @@ class Wiring:
             known = self._made[bucket] = (step, Encoded(coding, residual))
         return known[1]
 
-    # -- iterations -----------------------------------------------------------------------
-
-    def boundary(self) -> None:
-        """Between two iterations: count the step, and hear what the trial has brought.
-
-        Raises:
-            PeerError: a worker sent something that is no part of a trial.
-        """
+    def count_step(self) -> None:
+        """Count an iteration: a warm-up goes by it."""
         self._step += 1
-        if not self.deciding():
-            return
-        self._seconds = self._stopwatch.lap()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
-            self._hear(self._rows.tolist())
-
-    def _hear(self, rows: Sequence[Sequence[float]]) -> None:
-        assert self._trial is not None
-        if self._trial.take(rows):
-            self._stopwatch.restart()
-            self._seconds = 0.0
-        if self._trial.done:
-            _say(self.coded, self._trial)
-
-    def exchange(self) -> None:
-        """Tell everyone what the last iteration took; once in each backward, on every worker."""
-        if self._trial is None or self._trial.done:
-            return
-        rank = self._collectives.world.rank
-        self._rows[rank] = torch.tensor(self._trial.report(self._seconds), dtype=torch.float64)
-        self._handle = self._collectives.all_gather(self._rows.view(-1), label="codec trial")
 
     # -- state ----------------------------------------------------------------------------
 
@@ -348,14 +297,3 @@ def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
     if end > start:
         yield Region(Span(start, end), codec)
     yield Region(Span(end, bucket.flat.numel()), Dense())
-
-
-def _say(wire: Coded | None, trial: Trial) -> None:
-    verdict = "it stays on" if trial.coded else "it is not faster here and is switched off"
-    log.info(
-        "wire %s: %.4g s an iteration with it, %.4g s with fp32: %s",
-        wire,
-        statistics.median(trial.with_codec),
-        statistics.median(trial.without),
-        verdict,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.schedules.dear import Dear
+from wingbeat.schedules.sharded import ShardedDear
 from wingbeat.schedules.wfbp import Wfbp
 
-__all__ = ["Dear", "Wfbp"]
+__all__ = ["Dear", "ShardedDear", "Wfbp"]

@@ -7,8 +7,8 @@ that the links are never idle, and an update that is due is made before anybody 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from wingbeat.schedules.events import (
     BackwardBegins,
@@ -16,12 +16,14 @@ from wingbeat.schedules.events import (
     BucketReady,
     Command,
     Defer,
+    Dialogue,
     Event,
     GradientsDropped,
     GradientsNeeded,
     Operation,
     ParametersNeeded,
     PartsNeeded,
+    Phase,
     Planned,
     Show,
     Start,
@@ -30,19 +32,6 @@ from wingbeat.schedules.events import (
     Update,
     Wait,
 )
-
-
-class Phase(enum.Enum):
-    """Where the gradients of the last backward are."""
-
-    IDLE = enum.auto()
-    """Nowhere: used up, dropped, or not made yet."""
-    REDUCED = enum.auto()
-    """Each worker has (or will have) the sum of its own blocks."""
-    WHOLE = enum.auto()
-    """Everywhere, because somebody wanted to see them."""
-    LOST = enum.auto()
-    """They were added to gradients that a sharded step had used up, and count for nothing."""
 
 
 class Dear:
@@ -59,6 +48,8 @@ class Dear:
             to come between the two halves, they are queued by the step.
     """
 
+    whole_after_backward: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self.phase = Phase.IDLE
         self.at_once = True
@@ -66,7 +57,7 @@ class Dear:
         self._forward: tuple[int, ...] = ()
         self._due: set[int] = set()
 
-    def react(self, event: Event) -> Iterator[Command]:
+    def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
         match event:
             case Planned(forward):
@@ -86,7 +77,7 @@ class Dear:
             case _:
                 yield from self._use(event)
 
-    def _use(self, event: Event) -> Iterator[Command]:
+    def _use(self, event: Event) -> Dialogue:
         """What becomes of the gradients that a backward has made."""
         match event:
             case ParametersNeeded(buckets):

@@ -6,9 +6,11 @@ Buckets are numbers: their positions in the plan, first ready first.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+from wingbeat.schedules.intents import Answer, Intent
 
 
 class Operation(enum.Enum):
@@ -17,6 +19,21 @@ class Operation(enum.Enum):
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
+    ALL_GATHER_PARAMETERS = "all_gather_parameters"
+    """Of what each worker has updated, in place of its gradients."""
+
+
+class Phase(enum.Enum):
+    """Where the gradients of the last backward are."""
+
+    IDLE = enum.auto()
+    """Nowhere: used up, dropped, or not made yet."""
+    REDUCED = enum.auto()
+    """Each worker has (or will have) the sum of its own blocks."""
+    WHOLE = enum.auto()
+    """Everywhere: all of them on each worker."""
+    LOST = enum.auto()
+    """They were added to gradients that a step had used up, and count for nothing."""
 
 
 # -- events -------------------------------------------------------------------------------
@@ -28,9 +45,11 @@ class Planned:
 
     Attributes:
         forward: all of them, that first which forward needs first.
+        members: for each, by number, the parameters that the optimizer updates.
     """
 
     forward: tuple[int, ...]
+    members: tuple[frozenset[int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +71,11 @@ class BackwardEnds:
     Attributes:
         looked_at: whether somebody is going to look at some of the gradients for certain, as
             another optimizer does that updates some parameters.
+        lost: whether they were added to ones that a step had used up.
     """
 
     looked_at: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +85,13 @@ class GradientsNeeded:
 
 @dataclass(frozen=True, slots=True)
 class PartsNeeded:
-    """Somebody changes each worker's own blocks, as clipping and unscaling do."""
+    """Somebody changes each worker's own blocks.
+
+    Attributes:
+        intent: how: `Intent.CLIP` or `Intent.SCALE`.
+    """
+
+    intent: Intent = Intent.CLIP
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +105,16 @@ class StepCalled:
 
     Attributes:
         in_parts: whether it can do so on one bucket's parameters after the other, and later.
+        used: parameters that this worker has a gradient for.
     """
 
     in_parts: bool = True
+    used: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class OthersStep:
+    """This worker has run out of batches; the others are about to use the last gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +133,7 @@ Event = (
     | PartsNeeded
     | GradientsDropped
     | StepCalled
+    | OthersStep
     | ParametersNeeded
 )
 
@@ -125,7 +160,7 @@ class Wait:
     """Go on when the collective that was started last on the bucket is done.
 
     Attributes:
-        whole: whether the buffer is the same on all workers then.
+        whole: whether it brings whole gradients, the same on all workers.
     """
 
     bucket: int
@@ -139,9 +174,14 @@ class Show:
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """The bucket's update is due: make it when its parameters are needed, as if at this step."""
+    """The bucket's update is due: make it when its parameters are needed, as if at this step.
+
+    Attributes:
+        used: the parameters that are due; None for all.
+    """
 
     bucket: int
+    used: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +196,68 @@ class Step:
     """Let the optimizer step on all its parameters at once, on whole gradients."""
 
 
-Command = Start | Wait | Show | Defer | Update | Step
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell all workers what this one is about to do with its gradients.
+
+    Attributes:
+        intent: that.
+        used: parameters that it has a gradient for, where that matters.
+    """
+
+    intent: Intent
+    used: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Hear:
+    """Answer with what all workers have said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Let workers without batches have what the others step with: settings, whole gradients."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOwn:
+    """Update this worker's blocks of a bucket.
+
+    Attributes:
+        used: parameters that some worker has a gradient for; others are left alone.
+    """
+
+    bucket: int
+    used: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Put this worker's parameters of a bucket where its gradients were, to be gathered."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Let nobody take what is in the buffers for gradients any more.
+
+    Attributes:
+        spent: parameters whose gradients a step has used up; None where they were dropped instead.
+    """
+
+    spent: frozenset[int] | None = None
+
+
+UpdateCommand = Defer | Update | UpdateOwn | Place | Step | Share | Forget
+"""What the optimizer's side of training does."""
+
+Command = Start | Wait | Show | Say | Hear | UpdateCommand
+
+Dialogue = Generator[Command, Answer | None, None]
+"""Commands, one after the other; `Hear` is answered."""
 
 
 class Schedule(Protocol):
@@ -164,8 +265,15 @@ class Schedule(Protocol):
 
     It knows no torch, no clock and no link. Whoever drives it performs the commands in their
     order, each before the next is asked for: training by its hooks, a simulator in virtual time.
+
+    Attributes:
+        phase: where the gradients of the last backward are.
+        whole_after_backward: whether they are whole on every worker when backward returns.
     """
 
-    def react(self, event: Event) -> Iterable[Command]:
+    phase: Phase
+    whole_after_backward: ClassVar[bool]
+
+    def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
         ...

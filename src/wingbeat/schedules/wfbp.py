@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from wingbeat.schedules.events import (
+    BackwardBegins,
     BackwardEnds,
     BucketReady,
     Command,
+    Dialogue,
     Event,
+    GradientsDropped,
     Operation,
+    Phase,
     Planned,
     Show,
     Start,
@@ -20,21 +25,37 @@ from wingbeat.schedules.events import (
 
 
 class Wfbp:
-    """All-reduces each bucket as it completes; gradients are whole when backward returns."""
+    """All-reduces each bucket as it completes; gradients are whole when backward returns.
+
+    Attributes:
+        phase: where the gradients of the last backward are; between backward and step whole.
+    """
+
+    whole_after_backward: ClassVar[bool] = True
 
     def __init__(self) -> None:
+        self.phase = Phase.IDLE
         self._buckets: tuple[int, ...] = ()
 
-    def react(self, event: Event) -> Iterator[Command]:
+    def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
         match event:
             case Planned(forward):
                 self._buckets = tuple(sorted(forward))
+            case BackwardBegins():
+                self.phase = Phase.IDLE
             case BucketReady(bucket):
                 yield Start(Operation.ALL_REDUCE, bucket)
             case BackwardEnds():
-                for bucket in self._buckets:
-                    yield Wait(bucket)
+                yield from self._wait()
+                self.phase = Phase.WHOLE
                 yield Show()
+            case GradientsDropped():
+                self.phase = Phase.IDLE
             case StepCalled():
+                self.phase = Phase.IDLE
                 yield Step()
+
+    def _wait(self) -> Iterator[Command]:
+        for bucket in self._buckets:
+            yield Wait(bucket)

@@ -16,7 +16,6 @@ import torch
 
 from wingbeat.errors import UsageError
 from wingbeat.sync.engine import Engine
-from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.types import Span
 from wingbeat.updates.stepper import State
 
@@ -59,7 +58,8 @@ def export(engine: Engine) -> Part:
     Raises:
         UsageError: the workers have no parts, because each has the whole.
     """
-    if engine.world.size > 1 and not isinstance(engine, ShardedEngine):
+    shards = engine.update.shards
+    if engine.world.size > 1 and shards is None:
         raise UsageError(
             "optimizer.shard_state_dict(): every worker has the whole state; save "
             "optimizer.state_dict() on rank 0, or distribute with DeAR(shard_optimizer=True)"
@@ -70,7 +70,7 @@ def export(engine: Engine) -> Part:
         "format": FORMAT,
         "rank": engine.world.rank,
         "world_size": engine.world.size,
-        "steps": engine.steps if isinstance(engine, ShardedEngine) else 0,
+        "steps": 0 if shards is None else shards.steps,
         "param_groups": _packed_groups(engine),
         "parameters": _parameters(engine),
         "shards": {names[h.param]: _exported(h) for h in held},
@@ -90,8 +90,8 @@ def load(engine: Engine, parts: list[Part], load_whole: Callable[[dict[str, Any]
     """
     _check(parts, engine)
     load_whole({"state": {}, "param_groups": parts[0]["param_groups"]})
-    if isinstance(engine, ShardedEngine):
-        engine.steps = parts[0]["steps"]
+    if engine.update.shards is not None:
+        engine.update.shards.steps = parts[0]["steps"]
     names = _names(engine)
     saved_dtypes = {name: dtype for name, _, dtype in parts[0]["parameters"]}
     for held in _held(engine, 0):
@@ -108,13 +108,13 @@ def _held(engine: Engine, rank: int) -> Iterator[_Held]:
     """Yield what this worker holds; of what all of them hold, only rank 0 counts."""
     state: State = engine.optimizer.__dict__["state"]
     inside: set[torch.Tensor] = set()
-    if isinstance(engine, ShardedEngine):
-        shards = engine.shards
+    shards = engine.update.shards
+    if shards is not None:
         inside = {slot.param for slot in engine.slots}
         for piece in shards.pieces:
             each = functools.partial(shards.has_each, piece)
             yield _Held(piece.slot.param, piece.span, shards.state, piece.stand_in, each)
-    outside = [p for p in engine.partial.params() if p not in inside]
+    outside = [p for p in engine.stepper.params() if p not in inside]
     each_of_all = _keys_of_each(state, outside)
     for param in outside if rank == 0 else ():
         yield _Held(param, Span(0, param.numel()), state, param, each_of_all.__contains__)
@@ -148,7 +148,7 @@ def _parameters(engine: Engine) -> list[list[Any]]:
     names = _names(engine)
     return [
         [names[p], list(p.shape), str(p.dtype).removeprefix("torch.")]
-        for p in engine.partial.params()
+        for p in engine.stepper.params()
     ]
 
 
@@ -158,7 +158,7 @@ def _packed_groups(engine: Engine) -> list[dict[str, Any]]:
     return [
         {**settings, "params": [next(numbers) for _ in group["params"]]}
         for settings, group in zip(
-            engine.partial.snapshot(), engine.optimizer.__dict__["param_groups"], strict=True
+            engine.stepper.snapshot(), engine.optimizer.__dict__["param_groups"], strict=True
         )
     ]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from wingbeat.errors import UsageError
-from wingbeat.sync import scaler
-from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.sync.upgrade import DistributedOptimizer
+
+_SUPPORTS = "_step_supports_amp_scaling"
 
 
 class DeferringOptimizer(DistributedOptimizer):
@@ -18,17 +18,18 @@ class DeferringOptimizer(DistributedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; read between backward and step, gradients are made whole first."""
-        reduced = self._engine.scaler_groups() if scaler.asks(self) else None
-        if reduced is not None:
-            return reduced
-        self._engine.settle_gradients()
+        """The groups; read between backward and step, gradients are made whole first.
+
+        Unless a GradScaler reads them, to which pending gradients suffice.
+        """
+        if not self._engine.scaled:
+            self._engine.settle_gradients()
         groups: list[dict[str, Any]] = self._engine.optimizer.__dict__["param_groups"]
         return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if not self._engine.partial.stepping:
+        if not self._engine.stepper.stepping:
             self._engine.flush()
         self._engine.optimizer.__dict__["param_groups"] = groups
 
@@ -42,7 +43,7 @@ class DeferringOptimizer(DistributedOptimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        if isinstance(self._engine, ShardedEngine) and not self._engine.partial.stepping:
+        if self._engine.update.shards is not None and not self._engine.stepper.stepping:
             raise UsageError(
                 "optimizer.state = ... with shard_optimizer: each worker has a part of it; call "
                 "optimizer.load_state_dict() on every rank"
@@ -50,12 +51,26 @@ class DeferringOptimizer(DistributedOptimizer):
         self._engine.visible_state()
         self._engine.optimizer.__dict__["state"] = state
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by a GradScaler in each of its steps: whether ``step`` unscales gradients itself.
+
+        If not, the scaler does, and is served by what each worker has reduced from now on.
+        """
+        supports = bool(vars(self._engine.optimizer).get(_SUPPORTS, False))
+        self._engine.scaled = not supports
+        return supports
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        vars(self._engine.optimizer)[_SUPPORTS] = supports
+
     def __setattr__(self, key: str, value: Any) -> None:
         # An update that is due must not see what is set after its step.
-        if key != "__class__" and not self._engine.partial.stepping:
+        if key != "__class__" and not self._engine.stepper.stepping:
             self._engine.flush()
         super().__setattr__(key, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        with self._engine.partial.inside():
+        with self._engine.stepper.inside():
             super().__setstate__(state)  # type: ignore[misc]

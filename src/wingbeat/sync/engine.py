@@ -1,49 +1,73 @@
-"""What every overlapped schedule shares: its parts, and what the user's calls set going."""
+"""One engine for all strategies: hooks become events, and what the schedule answers is done.
+
+What differs from strategy to strategy is in its parts: when what happens (`schedules`), what an
+operation on a bucket means (`exchanges`), how gradients are shown (`gradients.views`), who updates
+what (`updates`), and what is decided while training goes on (`control`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.control.merging import LayerMerging
+from wingbeat.control.control import Control
 from wingbeat.control.tuning import SizeTuning
-from wingbeat.errors import UsageError
-from wingbeat.exchanges.collective import Exchange
-from wingbeat.gradients.bucket import Bucket
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.exchanges.collective import CollectiveExchange
+from wingbeat.exchanges.exchange import Exchange
+from wingbeat.gradients import reduced, views
+from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.bucketing import Bucketing, ignored, synchronised
-from wingbeat.gradients.compression import Wiring
+from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.convert import refuse_fused_layouts
+from wingbeat.gradients.pending import PendingGradient
 from wingbeat.gradients.steps import Steps
+from wingbeat.gradients.views import HiddenGradients, ShownGradients, Views
 from wingbeat.observe.events import stream
 from wingbeat.schedules.events import (
+    BackwardBegins,
+    BackwardEnds,
     BucketReady,
-    Defer,
     Event,
+    GradientsDropped,
+    GradientsNeeded,
+    Hear,
+    ParametersNeeded,
+    PartsNeeded,
+    Phase,
     Planned,
+    Say,
     Schedule,
     Show,
     Start,
-    Step,
-    StepCalled,
-    Update,
     Wait,
 )
+from wingbeat.schedules.intents import Intent
+from wingbeat.sync import kinds
 from wingbeat.sync.attach import attach, in_backward
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.intake import Intake
 from wingbeat.sync.wrapped import refuse_around
-from wingbeat.transport.world import World
 from wingbeat.types import Choices
-from wingbeat.updates.stepper import PartialOptimizer
+from wingbeat.updates.agreement import Agreement
+from wingbeat.updates.stepper import Stepper
+from wingbeat.updates.update import Closure, Parts, Update
 
 _ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+
+TWICE = (
+    "a parameter that gets its gradient twice in one backward, as with reentrant activation "
+    "checkpointing, or a hook that reads it; use checkpoint(..., use_reentrant=False), and read "
+    "gradients after backward"
+)
 
 
 def _flush_all() -> None:
@@ -59,73 +83,111 @@ class Engine(Intake):
     """Synchronises one model's gradients: tells its schedule what happens, and does what it says.
 
     Attributes:
-        make_schedule: makes the schedule.
-        defers: whether gradients or updates may be there only when somebody looks.
+        control: what is decided while training goes on; None for a worker alone.
+        scaled: whether a GradScaler unscales the gradients.
         checked: whether workers are known to be in step in the present iteration.
     """
-
-    make_schedule: ClassVar[type[Schedule]]
-    defers: ClassVar[bool] = False
 
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         choices: Choices,
-        world: World,
         collectives: Collectives,
         plain_step: Callable[[torch.optim.Optimizer], Any],
     ) -> None:
+        world = collectives.world
         super().__init__(scale=1.0 / world.size)
         self.model = model
         self.optimizer = optimizer
         self.world = world
         self.collectives = collectives
-        self.partial = PartialOptimizer(optimizer, plain_step)
         self.choices = choices
+        self.stepper = Stepper(optimizer, plain_step)
         self.buffer_sync = BufferSync(model, ignored(model), collectives)
         self.bucketing = Bucketing(model, choices.fusion, world)
-        self.wiring = Wiring(choices.wire, self.bucketing.slots, collectives)
-        self.tuning: SizeTuning | None = None
-        self.merging: LayerMerging | None = None
-        self.exchange = Exchange(collectives, self.wiring)
+        self.compression = Compression(choices.wire, self.bucketing.slots, collectives)
+        self.exchange: Exchange = CollectiveExchange(collectives, self.compression)
         self.steps_made = Steps(world)
+        self.control: Control | None = None
+        self.scaled = False
         self.before_synced_forward: Callable[[], Any] | None = None
         self._handles: list[Any] = []
         self.inner_handles: list[Any] = []
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
-        self.bucketing.strided = not choices.shard_optimizer and self.wiring.coded is None
-        if self.wiring.coded is not None and not choices.shard_optimizer:
+        self.bucketing.strided = not choices.shard_optimizer and self.compression.coded is None
+        if self.compression.coded is not None and not choices.shard_optimizer:
             refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
-        self._start()
+        self.schedule: Schedule = kinds.schedule_of(choices, world.size)
+        self.views: Views = ShownGradients(self.bucketing)
+        if not self.schedule.whole_after_backward:
+            self.views = HiddenGradients(self.bucketing, self)
+        self.update: Update = kinds.update_of(choices, self._parts(), self.compression)
+        if world.size > 1:
+            self._start()
 
     def __reduce__(self) -> Any:
         # Objects that copy their attributes by themselves come out as plain ones.
         return type(None), ()
 
+    def _parts(self) -> Parts:
+        return Parts(
+            self.optimizer,
+            self.stepper,
+            self.steps_made,
+            self.bucketing,
+            self.views,
+            self.collectives,
+            self.schedule,
+            functools.partial(_refresh, weakref.ref(self)),
+        )
+
     def _start(self) -> None:
-        self.schedule = self.make_schedule()
-        if self.choices.tuning is not None:
-            self.tuning = SizeTuning(
-                self.choices.tuning, self.choices, self.bucketing, self.collectives
-            )
-        if self.choices.merging is not None:
-            self.merging = LayerMerging(
-                self.choices.merging, self.choices, self.bucketing, self.wiring, self.collectives
-            )
+        self.control = Control(self.choices, self.bucketing, self.compression, self.collectives)
+        self._agreement = Agreement(self.collectives, len(self.slots))
         self.bucketing.build()
-        self._tell_plan()
+        self._planned()
         self._handles = attach(self)
         _ENGINES.add(self)
+        # Blocks of one parameter are updated in step() and the others later: leave none behind.
+        if self.update.shards is not None:
+            self.world.on_close(functools.partial(_flush, weakref.ref(self)))
+
+    def _planned(self) -> None:
+        for bucket in self.buckets:
+            self.views.renewed(bucket)
+        owns = self.stepper.owns
+        members = (
+            frozenset(slot.index for slot in bucket.slots if owns(slot.param))
+            for bucket in self.buckets
+        )
+        forward = tuple(bucket.index for bucket in self.forward_buckets)
+        self.tell(Planned(forward, tuple(members)))
+        self.update.planned()
+
+    def rebucket(self) -> None:
+        """Change to the next plan; every worker does so before the same backward."""
+        super().rebucket()
+        self._planned()
+
+    @property
+    def tuning(self) -> SizeTuning | None:
+        """What finds the size of buckets; None where that is given."""
+        return None if self.control is None else self.control.tuning
+
+    @property
+    def phase(self) -> Phase:
+        """Where the gradients of the last backward are."""
+        return self.schedule.phase
 
     @property
     def shadowed(self) -> bool:
         """Whether a worker without batches may be repeating this one's collectives blindly.
 
-        With shards the workers agree before each exchange.
+        Where the workers agree before each exchange, it is not blind.
         """
-        return self.before_synced_forward is not None and not self.choices.shard_optimizer
+        return self.before_synced_forward is not None and not self.update.agrees
 
     @property
     def forward_buckets(self) -> list[Bucket]:
@@ -134,98 +196,206 @@ class Engine(Intake):
 
     # -- what the schedule says ----------------------------------------------------------
 
-    def tell(self, event: Event, closure: Callable[[], Any] | None = None) -> Any:
+    def tell(self, event: Event, closure: Closure = None) -> Any:
         """Do what the schedule has to say to ``event``; return what a step has returned, if any."""
-        returned = None
-        for command in self.schedule.react(event):
+        dialogue = self.schedule.react(event)
+        returned = answer = None
+        while True:
+            try:
+                command = dialogue.send(answer)
+            except StopIteration:
+                return returned
+            answer = None
             match command:
                 case Start(operation, number, chained):
                     self.exchange.start(operation, self.buckets[number], chained)
                 case Wait(number, whole):
                     self._wait(self.buckets[number], whole)
                 case Show():
-                    self.show_gradients()
-                case Defer(number):
-                    self.defer(self.buckets[number])
-                case Update(number):
-                    self.update(self.buckets[number])
-                case Step():
-                    self.steps_made.count += 1
-                    returned = self.partial.whole_step(closure)
-        return returned
-
-    def _tell_plan(self) -> None:
-        self.tell(Planned(tuple(bucket.index for bucket in self.forward_buckets)))
+                    self.views.show()
+                case Say(intent, used):
+                    self._agreement.say(intent, used)
+                case Hear():
+                    with self.exposed():
+                        answer = self._agreement.hear()
+                case _:
+                    returned = self.update.perform(command, closure)
 
     def _wait(self, bucket: Bucket, whole: bool) -> None:
         with self.exposed(bucket.index):
-            self.wait_for(bucket, whole)
+            if bucket.handle is not None and (not whole or self.update.reads_only(bucket)):
+                # What is only read may still be on its way to others.
+                bucket.handle.wait_received()
+            else:
+                bucket.settle()
         if whole and not self.checked:
             self.check_in_step(bucket)
             self.checked = True
 
-    def wait_for(self, bucket: Bucket, whole: bool) -> None:
-        """Wait until what was started last on the bucket is done."""
-        if whole:
-            bucket.settle()
-        elif bucket.handle is not None:
-            bucket.handle.wait()
+    def check_in_step(self, bucket: Bucket) -> None:
+        """Make sure that all workers had made the same number of steps; ``bucket`` is whole.
 
-    def show_gradients(self) -> None:
-        """Put whole gradients in the place of what stands for them in ``p.grad``."""
+        Raises:
+            UsageError: they had not; on every worker.
+        """
+        if bucket.flat.device.type == "cpu" and not bucket.in_step():
+            self.steps_made.disagree()
 
-    def defer(self, bucket: Bucket) -> None:
-        """Remember that the bucket's update is due."""
-        raise NotImplementedError
+    # -- backward -------------------------------------------------------------------------
 
-    def update(self, bucket: Bucket) -> None:
-        """Make the bucket's update that is due."""
-        raise NotImplementedError
+    def before_backward(self) -> None:
+        """Finish the last step, and gather gradients that this backward adds to."""
+        self.before_module(self.forward_buckets)
+        self.tell(BackwardBegins())
 
     def launch(self, bucket: Bucket) -> None:
         """Send a bucket, whose gradients are complete, on its way."""
-        bucket.wire = self.wiring.launching(bucket)
+        bucket.wire = self.compression.launching(bucket)
+        if self.update.shards is not None:  # gradients are encoded once, and not gathered
+            self.compression.add_own_residual(bucket, self.exchange.owned(bucket))
         self.tell(BucketReady(bucket.index))
 
-    def rebucket(self) -> None:
-        """Change to the next plan; every worker does so before the same backward."""
-        super().rebucket()
-        self._tell_plan()
+    def finish_backward(self) -> None:
+        """Let gradients be seen, or stand for themselves until somebody looks."""
+        # Another optimizer asks first whether there is a gradient at all.
+        others = [slot for slot in self.slots if not self.stepper.owns(slot.param)]
+        blind = self._shadowing and self.update.agrees
+        lost = self.update.lost()
+        self.views.hide()
+        self.tell(BackwardEnds(looked_at=bool(others) and not blind, lost=lost))
+        if lost:
+            for slot in self.slots:
+                slot.param.grad = None
+        elif others and not blind:
+            self.views.show(others)
 
-    # -- what kinds of engines differ in --------------------------------------------------
+    def recover(self) -> None:
+        """After a backward that an exception cut short: keep in step with the other workers."""
+        if self._cut_short:
+            self.update.dropped(True)
+        super().recover()
+
+    def discard(self) -> None:
+        """Let the links finish; the sums are not used, but the others may want to have them."""
+        self.tell(GradientsDropped())
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop or zero the gradients, also those that only exist in the buckets."""
+        if self._handles:
+            super().zero_grad(set_to_none)
+            self.update.dropped(set_to_none)
+
+    # -- who looks ------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Apply updates that are still under way."""
         self.buffer_sync.apply()
+        self.before_module(self.forward_buckets)
 
     def settle(self) -> None:
-        """Make parameters current and gradients whole, because somebody looks at them."""
+        """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
         self.recover()
         self.flush()
-
-    def before_module(self, buckets: Sequence[Bucket]) -> None:
-        """Called before a module runs that reads parameters of ``buckets``."""
+        if self.views.hidden and not self.amid_backward:  # else they are on their way
+            self.settle_gradients()
+            self.views.show()
 
     def settle_gradients(self) -> None:
         """Make gradients whole between backward and step, because somebody looks at them."""
+        if not self.stepper.stepping:  # the optimizer's own step reads its groups
+            self.tell(GradientsNeeded())
 
-    def scaler_groups(self) -> list[dict[str, Any]] | None:
-        """Return what a GradScaler may work on instead of the whole gradients, if anything."""
-        return None
+    def before_module(self, buckets: Sequence[Bucket]) -> None:
+        """Bring the parameters up to date that a module is about to read."""
+        if not self.update.defers:
+            return
+        with self.lock:
+            due = tuple(bucket.index for bucket in buckets if bucket.due)
+            if due:
+                # As if at the moment of the step that the updates belong to.
+                with self.update.as_of_step():
+                    self.tell(ParametersNeeded(due))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the optimizer's own step on whole gradients, unless a kind of engine defers it."""
+    def refresh(self, params: Sequence[torch.Tensor]) -> None:
+        """Bring these parameters up to date, as somebody is about to read them."""
+        slots = self.bucketing.slot_of
+        self.before_module([slots[param].bucket for param in params if param in slots])
+
+    def show_gradient(self, slot: Slot) -> None:
+        """Make ``slot``'s view whole, because somebody touches what stands for it in ``p.grad``.
+
+        Raises:
+            UsageError: this happens in a backward that is making it, or it was dropped.
+        """
+        if self.amid_backward:
+            raise UsageError(
+                f"the gradient of parameter {slot.name!r} was needed in its own backward: " + TWICE
+            )
+        with self.lock:
+            cut_short = self._in_backward
+            with self.views.adding_to(slot if in_backward() else None):
+                self.settle()
+            slot.used |= in_backward()  # now it has a gradient
+        if cut_short:
+            raise UsageError(
+                f"the gradient of parameter {slot.name!r} is gone: an exception cut its backward "
+                "short; call optimizer.zero_grad() and run the backward again"
+            )
+
+    def unscale(
+        self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        """Do as a GradScaler does with ``grads``, on this worker's blocks where these suffice."""
         self.recover()
-        return self.tell(StepCalled(in_parts=False), closure)
-
-    def visible_state(self) -> Any:
-        """Return the optimizer's state for somebody to read: of the last step, if it is here."""
-        return self.optimizer.__dict__["state"]
+        self.update.refuse_lost("GradScaler.unscale_()")
+        self.tell(PartsNeeded(Intent.SCALE))
+        slots = views.pending_slots(grads)
+        buckets = [bucket for bucket in self.buckets if not set(slots).isdisjoint(bucket.slots)]
+        complete = len(slots) == sum(len(bucket.slots) for bucket in buckets)
+        if self.phase is Phase.REDUCED and complete and not self.shadowed:
+            others = [grad for grad in grads if not isinstance(grad, PendingGradient)]
+            reduced.unscale(buckets, others, self.collectives, found_inf, inv_scale)
+            return
+        self.settle_gradients()
+        whole = [g.whole() if isinstance(g, PendingGradient) else g for g in grads]
+        torch._amp_foreach_non_finite_check_and_unscale_(whole, found_inf, inv_scale)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scale the averaged gradients so that their global norm is at most ``max_norm``."""
+        """Scale the averaged gradients so that their global norm is at most ``max_norm``.
+
+        By the norm over all workers' reduced blocks where these suffice: one small exchange, no
+        gather. Inside of ``join()`` whole gradients are clipped, which needs no exchange of its
+        own: a worker that has run out of batches cannot know when the others clip.
+        """
         self.recover()
-        return torch.nn.utils.clip_grad_norm_(self.partial.params(), max_norm, norm_type)
+        self.update.refuse_lost("clip_grad_norm_()")
+        self.tell(PartsNeeded(Intent.CLIP))
+        if self.phase is Phase.REDUCED and not self.shadowed:
+            return reduced.clip(self.buckets, self.collectives, max_norm, norm_type)
+        if self.views.hidden:
+            self.settle()
+        return torch.nn.utils.clip_grad_norm_(self.stepper.params(), max_norm, norm_type)
+
+    # -- the optimizer --------------------------------------------------------------------
+
+    def step(self, closure: Closure = None) -> Any:
+        """Do what a call of the user's ``optimizer.step`` asks for; return the closure's value."""
+        return self.update.step(self, closure)
+
+    def visible_state(self) -> Any:
+        """Return the optimizer's state after all updates; inside its own step, as it is."""
+        if self.update.defers and not self.stepper.stepping:
+            self.flush()
+        return self.update.visible_state()
+
+    def whole_state(self) -> contextlib.AbstractContextManager[None]:
+        """Let the optimizer hold its whole state inside; with shards on all workers alike."""
+        return self.update.whole_state(self)
+
+    def after_load(self, *_args: Any) -> None:
+        """After the optimizer has loaded a state dict: its groups are new."""
+        self.stepper.refresh()
+        self.update.loaded()
 
     # -- hooks ----------------------------------------------------------------------------
 
@@ -233,6 +403,7 @@ class Engine(Intake):
         """Apply what is pending and remove every hook; gradients become plain tensors."""
         self.settle()
         _ENGINES.discard(self)
+        self.update.detach()
         for handle in (*self._handles, *self.inner_handles):
             handle.remove()
         self._handles.clear()
@@ -313,19 +484,6 @@ class Engine(Intake):
             )
         self.settle()
 
-    def after_load(self, *_args: Any) -> None:
-        """After the optimizer has loaded a state dict: its groups are new."""
-        self.partial.refresh()
-
-    def check_in_step(self, bucket: Bucket) -> None:
-        """Make sure that all workers had made the same number of steps; ``bucket`` is whole.
-
-        Raises:
-            UsageError: they had not; on every worker.
-        """
-        if bucket.flat.device.type == "cpu" and not bucket.in_step():
-            self.steps_made.disagree()
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this worker only, until a backward outside of this context."""
@@ -346,3 +504,16 @@ class Engine(Intake):
             yield
         finally:
             stream.record("wait", begin, time.monotonic_ns(), bucket=bucket)
+
+
+def _refresh(engine: weakref.ref[Engine], params: list[torch.Tensor]) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.refresh(params)
+
+
+def _flush(engine: weakref.ref[Engine]) -> None:
+    alive = engine()
+    if alive is not None:
+        with contextlib.suppress(PeerError):  # told already to whoever waited
+            alive.flush()

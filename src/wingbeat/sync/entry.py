@@ -15,12 +15,9 @@ from wingbeat.gradients.bucketing import ignored, spec_of
 from wingbeat.gradients.compression import check_momentum
 from wingbeat.sync import claims
 from wingbeat.sync.buffers import broadcast_now
-from wingbeat.sync.dear import DearEngine
 from wingbeat.sync.deferring import DeferringOptimizer
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.joining import joined
-from wingbeat.sync.sharded import ShardedEngine
-from wingbeat.sync.single import SingleEngine
 from wingbeat.sync.upgrade import (
     DistributedModel,
     DistributedOptimizer,
@@ -28,16 +25,12 @@ from wingbeat.sync.upgrade import (
     engine_of,
     upgrade,
 )
-from wingbeat.sync.wfbp import WfbpEngine
 from wingbeat.sync.wrapped import refuse_inside
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
-
-_ENGINES: dict[str, type[Engine]] = {"wfbp": WfbpEngine, "dear": DearEngine}
-
 
 _INSIDE = ("optimizer", "_optimizer")
 """Where wrappers keep the optimizer that does the work."""
@@ -81,9 +74,6 @@ def distribute(
     choices = strategy.choices()
     given, optimizer = optimizer, cast(OptimizerT, inner)
     check_momentum(choices, optimizer)
-    kind: type[Engine] = ShardedEngine if choices.shard_optimizer else _ENGINES[choices.schedule]
-    if world.size == 1:
-        kind = SingleEngine
     if world.size > 1:
         _check_same_model(model, world, strategy)
         # Several models of one process launch their buckets in any order.
@@ -91,9 +81,9 @@ def distribute(
     collectives = Collectives(world, choices.topology)
     if world.size > 1:
         _take_over_rank_zeros(model, collectives)
-    engine = kind(model, optimizer, choices, world, collectives, type(optimizer).step)
+    engine = Engine(model, optimizer, choices, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
-    upgrade(optimizer, DeferringOptimizer if engine.defers else DistributedOptimizer, engine)
+    upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
     claims.claim(engine, (slot.param for slot in engine.slots))
     return model, given
 

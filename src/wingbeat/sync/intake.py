@@ -18,11 +18,12 @@ from wingbeat.gradients.convert import check_kind
 from wingbeat.sync.attach import in_backward, on_backward_end
 
 if TYPE_CHECKING:
+    from wingbeat.control.control import Control
     from wingbeat.control.merging import LayerMerging
-    from wingbeat.control.tuning import SizeTuning
     from wingbeat.gradients.bucketing import Bucketing
-    from wingbeat.gradients.compression import Wiring
+    from wingbeat.gradients.compression import Compression
     from wingbeat.gradients.steps import Steps
+    from wingbeat.gradients.views import Views
     from wingbeat.sync.buffers import BufferSync
 
 
@@ -30,10 +31,10 @@ class Intake:
     """Takes one model's gradients in; a schedule says what becomes of complete buckets."""
 
     bucketing: Bucketing
-    wiring: Wiring
+    compression: Compression
     buffer_sync: BufferSync
-    tuning: SizeTuning | None
-    merging: LayerMerging | None
+    control: Control | None
+    views: Views
     steps_made: Steps
 
     def __init__(self, scale: float) -> None:
@@ -69,33 +70,28 @@ class Intake:
         """Whether an exception has ended the backward that gradients are taken from."""
         return self._in_backward and not self.amid_backward
 
-    # -- what a schedule decides ---------------------------------------------------------
+    @property
+    def merging(self) -> LayerMerging | None:
+        """What plans which layers are merged; None where nothing is planned."""
+        return None if self.control is None else self.control.merging
 
-    def launch(self, bucket: Bucket) -> None:
-        """Start the collective for a bucket whose gradients are complete."""
-        raise NotImplementedError
-
-    def store(self, slot: Slot) -> None:
-        """Leave the slot's ``p.grad`` as the schedule wants it while the bucket travels."""
-        raise NotImplementedError
-
-    def renewed(self, bucket: Bucket) -> None:
-        """Called when a bucket's buffer, and the views of it, are others."""
+    # -- what becomes of it --------------------------------------------------------------
 
     def before_backward(self) -> None:
         """Called before the first gradient of a backward is taken in."""
+        raise NotImplementedError
+
+    def launch(self, bucket: Bucket) -> None:
+        """Send a bucket, whose gradients are complete, on its way."""
+        raise NotImplementedError
 
     def finish_backward(self) -> None:
         """Called when every bucket of a backward has been launched."""
         raise NotImplementedError
 
-    def after_cut_short(self) -> None:
-        """Called when every bucket of a backward that an exception cut short has been launched."""
-
     def discard(self) -> None:
-        """Let the links finish with the last backward's gradients, which are not wanted."""
-        for bucket in self.buckets:
-            bucket.settle()
+        """Called when the gradients of the last backward are not wanted."""
+        raise NotImplementedError
 
     # -- backward -------------------------------------------------------------------------
 
@@ -152,18 +148,16 @@ class Intake:
         self._next = 0
         self.before_backward()
         self.bucketing.hear()
-        self.wiring.boundary()
-        if self.tuning is not None and not self.wiring.deciding():
-            self.tuning.boundary()
-        if self.merging is not None and not self.wiring.deciding():
-            self.merging.boundary()
+        self.compression.count_step()
+        if self.control is not None:
+            self.control.boundary()
         if self.bucketing.stale:
             self.rebucket()
         for bucket in self.buckets:
             bucket.settle()  # what is still being sent refers to the buffer too
             if bucket.is_kept():
                 bucket.renew()
-                self.renewed(bucket)
+                self.views.renewed(bucket)
             bucket.reopen()
         self.checked = False
 
@@ -176,7 +170,7 @@ class Intake:
 
     def rebucket(self) -> None:
         """Change to the next plan; every worker does so before the same backward."""
-        self.wiring.settle()
+        self.compression.settle()
         self.bucketing.rebuild()
 
     @torch.no_grad()
@@ -186,7 +180,7 @@ class Intake:
             check_kind(slot.name, slot.param, slot.view)
         slot.used = slot.fill(self._scale)
         slot.ready = True
-        self.store(slot)
+        self.views.taken(slot)
 
     def _launch_complete(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
@@ -234,11 +228,8 @@ class Intake:
         self._launch_rest()
         self._in_backward = False
         self.buffer_sync.start(self.buffer_root)
-        self.wiring.exchange()
-        if self.tuning is not None and not self.wiring.deciding():
-            self.tuning.exchange()
-        if self.merging is not None and not self.wiring.deciding():
-            self.merging.exchange()
+        if self.control is not None:
+            self.control.exchange()
         self.bucketing.tell()
 
     def recover(self) -> None:
@@ -253,7 +244,7 @@ class Intake:
             if self.merging is not None:
                 self.merging.abandon()
             self._launch_all()
-            self.after_cut_short()
+            self.finish_backward()  # the others do not know: for them it ends like any other
             self.discard()
             for slot in self.slots:
                 slot.param.grad = None

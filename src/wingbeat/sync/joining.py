@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wingbeat.collectives import Rows
 from wingbeat.errors import PeerError, UnevenBatchesError, UsageError
-from wingbeat.schedules.dear import Phase
+from wingbeat.schedules.events import Phase
 from wingbeat.sync.attach import in_backward
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.hooks import ModuleHook
-from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.updates.stepper import State
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ class _Party:
     def begin_batch(self) -> None:
         """Before a forward whose gradients will be averaged."""
         engine = self.engine
-        if isinstance(engine, ShardedEngine) and engine.phase is not Phase.IDLE:
+        if engine.update.agrees and engine.phase is not Phase.IDLE:
             raise UsageError(
                 "join() with shard_optimizer: gradients are left from the backward before; call "
                 "step() or zero_grad() before the next forward, or accumulate under no_sync()"
             )
-        if not isinstance(engine, ShardedEngine):
+        if not engine.update.agrees:
             # Those without batches gather after each backward; so this comes before the news.
             engine.settle_gradients()
         self._begin(_Doing.SYNCED)
@@ -93,7 +93,7 @@ class _Party:
             if doing is _Doing.SYNCED:
                 engine.buffer_sync.ask(engine.buffer_root)
                 engine.shadow_backward()
-                _shadow_step(engine)
+                engine.update.step_of_others(engine)
                 engine.zero_grad(True)
                 for slot in engine.slots:
                     slot.param.grad = None
@@ -119,24 +119,15 @@ def joined(
         engine.before_synced_forward = None
         engine._scale = scale
         handle.remove()
-    if isinstance(engine, ShardedEngine):
+    if engine.update.agrees:
         engine.zero_grad(True)  # as the others do before their next forward
     party.shadow()
 
 
-def _shadow_step(engine: Engine) -> None:
-    if isinstance(engine, ShardedEngine):
-        engine.follow()
-        return
-    engine.step()
-
-
 def _announce(engine: Engine, doing: _Doing) -> list[int]:
     """Tell what this worker does; return what every rank does."""
-    flags = torch.zeros(engine.world.size)
-    flags[engine.world.rank] = float(doing)
-    engine.collectives.all_gather(flags, label="batches left").wait()
-    return [int(flag) for flag in flags.tolist()]
+    flags = Rows(engine.collectives, [float(doing)], "batches left").wait()
+    return [int(flag) for flag in flags.view(-1).tolist()]
 
 
 def _list(ranks: list[int]) -> str:
@@ -165,7 +156,7 @@ def _steps_of(engine: Engine, root: int) -> int:
 def _state_like(engine: Engine, root: int) -> list[torch.Tensor]:
     """Return the optimizer state's tensors in an agreed order, made where they are missing."""
     state: State = engine.optimizer.__dict__["state"]
-    params = engine.partial.params()
+    params = engine.stepper.params()
     mine = [
         [i, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
         for i, param in enumerate(params)

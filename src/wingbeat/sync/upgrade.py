@@ -17,11 +17,10 @@ import torch
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucketing import IGNORED
 from wingbeat.gradients.convert import refuse_conversion, refuse_new_layout
+from wingbeat.gradients.pending import PendingGradient
 from wingbeat.sync import checkpoint
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.joining import joined
-from wingbeat.sync.pending import PendingGradient
-from wingbeat.sync.sharded import ShardedEngine
 from wingbeat.sync.wrapped import refuse_wrapping
 
 _KEY = "_wingbeat"
@@ -62,7 +61,7 @@ class _Distributed:
         # Like the plain object's own, so that copies and pickles need nothing of this library, and
         # objects that refer to themselves come out as such.
         self._engine.settle()
-        with whole_state(self._engine):
+        with self._engine.whole_state():
             made: Any = super().__reduce_ex__(max(2, int(protocol)))
             make, args, *rest = made
             plain = plain_class(self)
@@ -204,9 +203,9 @@ class DistributedOptimizer(_Distributed):
         Raises:
             RendezvousError: with ``shard_optimizer``, a rank did not call it.
         """
-        with whole_state(self._engine):
+        with self._engine.whole_state():
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        residuals = self._engine.wiring.state_dict()
+        residuals = self._engine.compression.state_dict()
         return state if residuals is None else {**state, RESIDUALS: residuals}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,9 +215,9 @@ class DistributedOptimizer(_Distributed):
             UsageError: the residuals are damaged or of another model; nothing has changed then.
         """
         residuals = state_dict.get(RESIDUALS) if isinstance(state_dict, dict) else None
-        self._engine.wiring.check(residuals)
+        self._engine.compression.check(residuals)
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._engine.wiring.load_state_dict(residuals)
+        self._engine.compression.load_state_dict(residuals)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """Return this worker's residuals, what was not sent of gradients; nobody else is asked.
@@ -230,7 +229,7 @@ class DistributedOptimizer(_Distributed):
             UsageError: the strategy's wire keeps no residuals.
         """
         self._engine.settle()
-        residuals = self._engine.wiring.state_dict()
+        residuals = self._engine.compression.state_dict()
         if residuals is None:
             raise UsageError(
                 "residual_state_dict(): this strategy keeps no residuals; its wire must be "
@@ -248,7 +247,7 @@ class DistributedOptimizer(_Distributed):
             UsageError: a part is missing, occurs twice, or belongs to something else.
         """
         self._engine.settle()
-        self._engine.wiring.load_parts(parts)
+        self._engine.compression.load_parts(parts)
 
     def shard_state_dict(self) -> dict[str, Any]:
         """Return this worker's part of the state, with ``shard_optimizer``; nobody else is asked.
@@ -282,13 +281,6 @@ class DistributedOptimizer(_Distributed):
             "add_param_group() after distribute() is not possible: add the group before, or call "
             "wingbeat.release(model, optimizer), add it, and distribute() again"
         )
-
-
-def whole_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Let the engine's optimizer hold its whole state inside, which is the case without shards."""
-    if isinstance(engine, ShardedEngine):
-        return engine.whole_state()
-    return contextlib.nullcontext()
 
 
 def upgrade(target: Any, extra: type, engine: Engine) -> None:

@@ -20,7 +20,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.types import Span
-from wingbeat.updates.stepper import PartialOptimizer, State
+from wingbeat.updates.stepper import State, Stepper
 from wingbeat.updates.values import decode, dtype_of, encode
 
 Memory = dict[str, dict[str, Any]]
@@ -103,7 +103,7 @@ def take_parameter(slot: Slot, own: Piece | None) -> None:
 class Layout:
     """Where parameters lie in a bucket's buffer, and what of it is this worker's."""
 
-    def __init__(self, bucket: Bucket, own: Span, partial: PartialOptimizer) -> None:
+    def __init__(self, bucket: Bucket, own: Span, stepper: Stepper) -> None:
         self.length = bucket.flat.numel()
         self.device = bucket.flat.device
         self.slots: list[tuple[Slot, Span]] = []
@@ -114,7 +114,7 @@ class Layout:
             start = whole.stop
             self.slots.append((slot, whole))
             mine = Span(max(whole.start, own.start), min(whole.stop, own.stop))
-            if mine and partial.owns(slot.param):
+            if mine and stepper.owns(slot.param):
                 span = Span(mine.start - whole.start, mine.stop - whole.start)
                 self.pieces.append(Piece(slot, span, mine))
 
@@ -129,19 +129,21 @@ class Shards:
 
     Attributes:
         state: by stand-in, as an optimizer holds it; 1 / P of the whole on each of P workers.
+        steps: how many steps have been made, also before a restart.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        partial: PartialOptimizer,
+        stepper: Stepper,
         collectives: Collectives,
         slots: Sequence[Slot],
         each: dict[str, bool],
     ) -> None:
         self.state: State = defaultdict(dict)
+        self.steps = 0
         self._optimizer = optimizer
-        self._partial = partial
+        self._stepper = stepper
         self._collectives = collectives
         self._slots = slots
         self._each = each
@@ -150,6 +152,11 @@ class Shards:
     def pieces_in(self, bucket: Bucket) -> list[Piece]:
         """Return the pieces that lie in a bucket of the plan in force."""
         return self._layouts[bucket.index].pieces
+
+    @property
+    def built(self) -> bool:
+        """Whether there has been a plan."""
+        return bool(self._layouts)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -224,7 +231,7 @@ class Shards:
         }
         others: State = self._optimizer.__dict__["state"]
         known = {**others, **parts}
-        order = [p for p in self._partial.params() if p in known]
+        order = [p for p in self._stepper.params() if p in known]
         return defaultdict(dict, {key: known[key] for key in [*order, *others]})
 
     def _filled(self, slot: Slot, memory: Memory, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +277,7 @@ class Shards:
 
     def _laid_out(self, buckets: Sequence[Bucket]) -> list[Layout]:
         return [
-            Layout(bucket, self._collectives.owned(bucket.flat.numel()), self._partial)
+            Layout(bucket, self._collectives.owned(bucket.flat.numel()), self._stepper)
             for bucket in buckets
         ]
 

@@ -26,11 +26,11 @@ Refresh = Callable[[list[torch.Tensor]], None]
 class StaleParameters:
     """Marks parameters as stale, and calls ``refresh`` with those that somebody is about to read.
 
-    ``refresh`` must `clear` them; it is a bound method, whose object is not kept alive.
+    ``refresh`` must `clear` them.
     """
 
     def __init__(self, refresh: Refresh) -> None:
-        self._refresh = weakref.WeakMethod(refresh)
+        self._refresh = refresh
         self._classes: dict[type, type] = {}
         self._plain: dict[type, type] = {}
 
@@ -97,9 +97,7 @@ class StaleParameters:
 
     def refresh(self, params: list[torch.Tensor]) -> None:
         """Have ``params`` brought up to date; if nobody can any more, take them as they are."""
-        refresh = self._refresh()
-        if refresh is not None:
-            refresh(params)
+        self._refresh(params)
         self.clear(params)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ State = defaultdict[Any, dict[str, Any]]
 """What an optimizer remembers, by tensor and name, as ``torch.optim.Optimizer.state``."""
 
 
-class PartialOptimizer:
+class Stepper:
     """Splits one ``step()`` into several, one for each bucket whose gradients have arrived.
 
     Right for every optimizer that updates each parameter from its own gradient and state, which
@@ -165,3 +165,12 @@ _SWAPPED = (
     "_optimizer_step_post_hooks",
 )
 _WHEN = ("pre", "post")
+
+
+def step_outside(
+    slotted: Container[torch.Tensor], stepper: Stepper, snapshot: GroupSnapshot
+) -> None:
+    """Update at once what is in no bucket, being frozen, but has got a gradient from somewhere."""
+    others = [p for p in stepper.params() if p not in slotted and p.grad is not None]
+    if others:
+        stepper.step(others, snapshot)

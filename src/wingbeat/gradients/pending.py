@@ -9,7 +9,7 @@ not look.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,7 +18,22 @@ from wingbeat.gradients.reading import reads_values
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Slot
-    from wingbeat.sync.dear import DearEngine
+
+
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+"""What a GradScaler calls on gradients. Each worker's own blocks suffice for that."""
+
+
+class Gatherer(Protocol):
+    """Who makes gradients whole."""
+
+    def show_gradient(self, slot: Slot) -> None:
+        """Make ``slot``'s view whole, because somebody touches what stands for it."""
+
+    def unscale(
+        self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        """Multiply ``grads``, some of them pending, and set ``found_inf`` to 1 if need be."""
 
 
 class PendingGradient(torch.Tensor):
@@ -26,11 +41,11 @@ class PendingGradient(torch.Tensor):
 
     _view: torch.Tensor
     _slot: weakref.ref[Slot]
-    _engine: weakref.ref[DearEngine]
+    _gatherer: weakref.ref[Gatherer]
     _dropped: bool
 
     @staticmethod
-    def __new__(cls, slot: Slot, engine: weakref.ref[DearEngine]) -> PendingGradient:
+    def __new__(cls, slot: Slot, gatherer: weakref.ref[Gatherer]) -> PendingGradient:
         """Make one for the place that ``slot`` has in the plan in force."""
         view = slot.view
         made: PendingGradient = torch.Tensor._make_wrapper_subclass(
@@ -39,7 +54,7 @@ class PendingGradient(torch.Tensor):
         # What p.grad refers to must not refer to p: no garbage collector sees that circle.
         made._view = view
         made._slot = weakref.ref(slot)
-        made._engine = engine
+        made._gatherer = gatherer
         made._dropped = False
         return made
 
@@ -52,6 +67,11 @@ class PendingGradient(torch.Tensor):
     ) -> Any:
         """Run ``func`` on the gradients that are meant; what only looks at shapes runs as it is."""
         kwargs = kwargs or {}
+        if func is _UNSCALE and not kwargs:
+            gatherer = next(g.__dict__["_gatherer"]() for g in args[0] if isinstance(g, cls))
+            if gatherer is not None:
+                gatherer.unscale(*args)
+                return None
         if not reads_values(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -64,6 +84,12 @@ class PendingGradient(torch.Tensor):
         """The same for what is called without Python, as when autograd accumulates."""
         return func(*_whole(args), **_whole(kwargs or {}))
 
+    def slot(self) -> Slot | None:
+        """Return the place that this stands for; None if it stands for nothing any more."""
+        slot: Slot | None = self.__dict__["_slot"]()
+        current = slot is not None and slot.pending is self and not self.__dict__["_dropped"]
+        return slot if current else None
+
     def drop(self) -> None:
         """From now on refuse to be read: what it stands for has gone without being gathered."""
         self.__dict__["_dropped"] = True
@@ -74,7 +100,7 @@ class PendingGradient(torch.Tensor):
         Raises:
             UsageError: it is still being made, or was dropped.
         """
-        engine = self.__dict__["_engine"]()
+        gatherer = self.__dict__["_gatherer"]()
         slot = self.__dict__["_slot"]()
         view: torch.Tensor = self.__dict__["_view"]
         if self.__dict__["_dropped"]:
@@ -82,8 +108,8 @@ class PendingGradient(torch.Tensor):
                 "a gradient was read that no worker has whole any more, after optimizer.step() or "
                 "zero_grad(); with shard_optimizer read gradients before, or keep a clone()"
             )
-        if engine is not None and slot is not None and slot.pending is self:
-            engine.show_gradient(slot)
+        if gatherer is not None and slot is not None and slot.pending is self:
+            gatherer.show_gradient(slot)
             if slot.pending is self:
                 slot.bucket.settle()
                 if slot.param.grad is slot.shown:

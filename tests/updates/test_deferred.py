@@ -293,7 +293,7 @@ def test_an_exception_in_a_late_update_leaves_later_gradients_alone() -> None:
         with pytest.raises(ArithmeticError):
             model.flush()
         assert model._parameters["weight"].grad is mine
-        assert not engine(model).partial.stepping
+        assert not engine(model).stepper.stepping
 
     on(2, body)
 
@@ -374,16 +374,16 @@ def test_an_optimizer_that_notes_something_steps_on_one_bucket_at_a_time() -> No
 
     def body(world: Any) -> None:
         model, optimizer = distributed(world, noting, shard_optimizer=False)
-        assert engine(model).in_parts
+        assert engine(model).update.in_parts
         for step in range(2):
             optimizer.zero_grad()
             backward(model, world.rank, step)
             optimizer.step()
         due = {slot.name: slot.bucket for slot in engine(model).slots}
         model.first(torch.ones(1, 6))
-        assert due["first.weight"].snapshot is None
-        assert due["head.weight"].snapshot is not None
+        assert due["first.weight"].due is False
+        assert due["head.weight"].due
         optimizer.lr_seen = 0.1
-        assert due["head.weight"].snapshot is None
+        assert due["head.weight"].due is False
 
     on(2, body)

@@ -26,8 +26,8 @@ from helpers.training import (
 )
 from wingbeat import sync
 from wingbeat.errors import UsageError
+from wingbeat.gradients.pending import PendingGradient
 from wingbeat.schedules.dear import Phase
-from wingbeat.sync.pending import PendingGradient
 
 
 def _distributed(world: Any, mb: float = TINY_MB) -> tuple[Any, Any]:

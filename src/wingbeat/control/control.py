@@ -1,0 +1,125 @@
+"""All that is measured and decided while training goes on, with one small exchange for it.
+
+Each worker gives one row of numbers an iteration, and gets everyone's. The exchange is part of the
+backward pass, in the plan's order, so all workers read the same rows before the same next
+backward: none can disagree about what is in force, and nobody is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from wingbeat.collectives import Collectives, Rows
+from wingbeat.control.codec import CodecTrial
+from wingbeat.control.merging import LayerMerging
+from wingbeat.control.stopwatch import Stopwatch
+from wingbeat.control.tuning import SizeTuning
+from wingbeat.gradients.bucketing import Bucketing
+from wingbeat.gradients.compression import Compression
+from wingbeat.types import Choices
+
+
+class Controller(Protocol):
+    """Something that is decided by what iterations take."""
+
+    def active(self) -> bool:
+        """Whether it counts iterations, and may have something to say."""
+
+    def boundary(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
+        """Between two iterations: hear what all workers have said, and act on it.
+
+        Args:
+            seconds: what the latest known iteration took, 0 if none is known.
+            rows: each worker's row, by rank; None where nothing was said.
+
+        Returns:
+            Whether iterations before this moment say nothing about those that follow.
+        """
+
+    def row(self) -> Sequence[float]:
+        """Return what this worker has to say of the iteration; empty for nothing.
+
+        As many numbers as on every other worker.
+        """
+
+
+class Control:
+    """Lets one controller after the other decide: first whether the codec stays on.
+
+    Attributes:
+        trial: whether the codec makes iterations shorter; None where it is not asked.
+        tuning: how large buckets are; None where that is given.
+        merging: which layers are merged; None where that is given.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        bucketing: Bucketing,
+        compression: Compression,
+        collectives: Collectives,
+    ) -> None:
+        world = collectives.world
+        self.trial: CodecTrial | None = None
+        self.tuning: SizeTuning | None = None
+        self.merging: LayerMerging | None = None
+        coded = compression.coded
+        if coded is not None and coded.auto_disable:
+            self.trial = CodecTrial(compression, world.rank, world.size)
+        if choices.tuning is not None:
+            self.tuning = SizeTuning(choices.tuning, choices, bucketing, collectives)
+        if choices.merging is not None:
+            self.merging = LayerMerging(
+                choices.merging, choices, bucketing, compression, collectives, self.trial is None
+            )
+        self._collectives = collectives
+        self._stopwatch = Stopwatch(bucketing.device)
+        self._said: list[tuple[Controller, int]] = []
+        self._rows: Rows | None = None
+
+    def deciding(self) -> bool:
+        """Whether it is still being found out how to train."""
+        trying = self.trial is not None and self.trial.active()
+        return trying or (self.merging is not None and self.merging.deciding())
+
+    def boundary(self) -> None:
+        """Between two iterations: hear what was said, and let everyone act on it.
+
+        Raises:
+            PeerError: a worker failed, or sent something that has no meaning.
+        """
+        said, self._said = self._said, []
+        rows, self._rows = self._rows, None
+        controllers = self._controllers()
+        if not controllers and not said:
+            return
+        seconds = self._stopwatch.lap()
+        heard: dict[Controller, list[list[float]]] = {}
+        if rows is not None:
+            whole, start = rows.wait(), 0
+            for controller, width in said:
+                heard[controller] = whole[:, start : start + width].tolist()
+                start += width
+        for controller in controllers:
+            if controller.boundary(seconds, heard.get(controller)):
+                # On a GPU laps from before may still be under way.
+                self._stopwatch.restart()
+
+    def exchange(self) -> None:
+        """Give everyone this worker's row; once in each backward, on every worker."""
+        row: list[float] = []
+        for controller in self._controllers():
+            part = controller.row()
+            if part:
+                self._said.append((controller, len(part)))
+                row += part
+        if row:
+            self._rows = Rows(self._collectives, row, "control")
+
+    def _controllers(self) -> list[Controller]:
+        """Return who counts at present: nothing else is measured while a codec is on trial."""
+        if self.trial is not None and self.trial.active():
+            return [self.trial]
+        others: tuple[Controller | None, ...] = (self.tuning, self.merging)
+        return [each for each in others if each is not None and each.active()]

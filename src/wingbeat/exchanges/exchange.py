@@ -1,0 +1,30 @@
+"""What an operation on a bucket means: the interface between schedules and collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from wingbeat.schedules.events import Operation
+
+if TYPE_CHECKING:
+    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.types import Span
+
+
+class Exchange(Protocol):
+    """Starts operations on buckets, in the order of the calls, which is the same on all workers."""
+
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
+        """Begin ``operation`` on ``bucket.flat``, in place, and keep its handle there.
+
+        Args:
+            operation: what to do.
+            bucket: its ``wire`` says what gradients travel as.
+            chained: whether chunks may go on as the bucket's operation before is done with them.
+
+        Raises:
+            PeerError: an earlier exchange failed, so that the workers are no longer in step.
+        """
+
+    def owned(self, bucket: Bucket) -> Span:
+        """Return the elements of ``bucket.flat`` that a reduce-scatter leaves whole here."""

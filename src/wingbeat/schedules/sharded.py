@@ -1,0 +1,165 @@
+"""DeAR with a divided optimizer: the all-gather carries parameters instead of gradients.
+
+After the reduce-scatter of DeAR's BackPipe (section III-B) each worker has the whole gradient of
+its own blocks. Here it updates the parameters there and nowhere else, as ZeRO does, and FeedPipe
+gathers the new ones: the same bytes, with 1 / P of the optimizer's state and arithmetic.
+
+Blocks are updated by the step, because a parameter must be new before it is gathered. The forward
+would wait as long: the bucket that is reduced last is the one that it needs first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+
+from wingbeat.schedules.dear import Dear
+from wingbeat.schedules.events import (
+    BackwardBegins,
+    BackwardEnds,
+    Command,
+    Defer,
+    Dialogue,
+    Event,
+    Forget,
+    GradientsDropped,
+    GradientsNeeded,
+    Hear,
+    Operation,
+    OthersStep,
+    PartsNeeded,
+    Phase,
+    Place,
+    Planned,
+    Say,
+    Share,
+    Start,
+    StepCalled,
+    Update,
+    UpdateOwn,
+    Wait,
+)
+from wingbeat.schedules.intents import Answer, Intent
+
+Agreeing = Generator[Command, Answer | None, Answer]
+
+
+class ShardedDear(Dear):
+    """Gathers gradients or parameters, whichever the workers agree on.
+
+    What comes after a backward is the user's to say, and may differ: so each worker tells the
+    others before it uses its gradients. If one only looks at them, all gather them first; anything
+    else that differs is an error on all workers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once = False
+        self._members: tuple[frozenset[int], ...] = ()
+
+    def react(self, event: Event) -> Dialogue:
+        """Yield what is to be done now that ``event`` has happened.
+
+        Raises:
+            UsageError: the workers do not do the same with their gradients.
+        """
+        match event:
+            case Planned(forward, members):
+                self._forward, self._members = forward, members
+            case BackwardBegins():
+                yield from self._update(self._forward)
+                if self.phase is not Phase.IDLE:
+                    yield from self._agree(Intent.ADD)
+                yield from super().react(event)
+            case BackwardEnds(looked_at, lost):
+                yield from super().react(BackwardEnds())
+                if lost:
+                    self.phase = Phase.LOST
+                elif looked_at:
+                    yield from self._agree(Intent.LOOK)
+            case _:
+                yield from super().react(event)
+
+    def _use(self, event: Event) -> Dialogue:
+        match event:
+            case GradientsNeeded():
+                if self.phase is Phase.REDUCED:
+                    yield from self._agree(Intent.LOOK)
+            case PartsNeeded(intent):
+                if self.phase is Phase.REDUCED:
+                    yield from self._agree(intent)
+                yield from super()._use(event)
+            case GradientsDropped():
+                yield from self._drop()
+            case StepCalled(used=used):
+                yield from self._step(Intent.STEP, used)
+            case OthersStep():
+                yield from self._step(Intent.FOLLOW, frozenset())
+            case _:
+                yield from super()._use(event)
+
+    def _agree(
+        self,
+        intent: Intent,
+        used: frozenset[int] = frozenset(),
+        meanwhile: Iterable[Command] = (),
+    ) -> Agreeing:
+        """Tell all workers what this one does; first let those see gradients who want to."""
+        while True:
+            yield Say(intent, used)
+            yield from meanwhile
+            meanwhile = ()
+            answer = yield Hear()
+            assert answer is not None, "who performs Hear has to answer"
+            if not answer.wants_whole:
+                answer.check()
+                return answer
+            yield from self._make_whole()
+            if intent in (Intent.LOOK, Intent.CLIP, Intent.SCALE):
+                return answer
+
+    def _drop(self) -> Dialogue:
+        if self.phase is not Phase.IDLE:
+            yield from self._agree(Intent.DROP)
+            for bucket in self._forward:
+                yield Wait(bucket, whole=False)
+            if self.phase is Phase.REDUCED:
+                yield Forget()
+        self.phase = Phase.IDLE
+
+    def _step(self, intent: Intent, used: frozenset[int]) -> Dialogue:
+        """Update, of each bucket, what this worker has; then gather what is new.
+
+        Where its own gradients tell that there is something to update, this worker does so while
+        other buckets, and the other workers' answers, are on their way.
+        """
+        buckets = sorted(self._forward)
+        reduced = self.phase is Phase.REDUCED
+        certain = [b for b in buckets if reduced and self._members[b] <= used]
+        answer = yield from self._agree(intent, used, self._update_own(certain, used))
+        if Intent.STEP in answer.doing:
+            if answer.followed:
+                yield Share(answer)
+            rest = [b for b in buckets if b not in certain]
+            yield from self._update_own(rest, answer.used)
+            for bucket in self._forward:
+                fresh = self._members[bucket] & answer.used
+                if fresh:
+                    yield Place(bucket)
+                    yield Start(Operation.ALL_GATHER_PARAMETERS, bucket)
+                    yield Defer(bucket, fresh)
+                    self._due.add(bucket)
+            yield Forget(answer.used)
+        self.phase = Phase.IDLE
+
+    def _update_own(self, buckets: Sequence[int], used: frozenset[int]) -> Iterator[Command]:
+        for bucket in buckets:
+            yield Wait(bucket, whole=False)
+            yield UpdateOwn(bucket, used)
+
+    def _update(self, buckets: Iterable[int]) -> Iterator[Command]:
+        """Take over parameters that were gathered."""
+        for bucket in buckets:
+            if bucket in self._due:
+                yield Wait(bucket, whole=False)
+                self._due.remove(bucket)
+                yield Update(bucket)

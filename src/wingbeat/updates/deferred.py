@@ -1,0 +1,150 @@
+"""DeAR's updates: each bucket's is made when somebody is about to read its parameters.
+
+What starts when is the schedule's (`wingbeat.schedules.dear`, section III-B of the paper).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import torch
+
+from wingbeat.errors import UsageError
+from wingbeat.gradients.bucket import Bucket
+from wingbeat.gradients.convert import overlapping
+from wingbeat.gradients.views import replaced
+from wingbeat.observe.events import stream
+from wingbeat.schedules.events import Defer, Phase, Step, StepCalled, Update, UpdateCommand
+from wingbeat.updates.due import Due
+from wingbeat.updates.separable import steps_apart
+from wingbeat.updates.stepper import step_outside
+from wingbeat.updates.update import Closure, Host, Parts
+from wingbeat.updates.whole import WholeUpdate
+
+PROVING_STEPS = 2
+"""Steps in which an optimizer has to show that it leaves gradients as they are."""
+
+
+class DeferredUpdate(WholeUpdate):
+    """Keeps a step's settings, and runs the optimizer on one bucket after the other.
+
+    Attributes:
+        in_parts: whether the optimizer can be run on some of its parameters; otherwise it steps at
+            once, on whole gradients.
+
+    Raises:
+        UsageError: the optimizer evaluates the loss in its step.
+    """
+
+    defers: ClassVar[bool] = True
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        if isinstance(parts.optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "DeAR with torch.optim.LBFGS is not possible: each of its steps evaluates the loss "
+                "several times and needs whole gradients each time; use wingbeat.AllReduce()"
+            )
+        self._due = Due(parts.refresh)
+        self._made = 0
+        self._writes_gradients = False
+        params = [slot.param for slot in parts.bucketing.slots]
+        apart = not overlapping(params) and steps_apart(parts.optimizer)
+        self.in_parts = apart and self._due.can_wait(params)
+
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Let every bucket be updated when it is needed, and return at once.
+
+        A ``closure`` is called once, before. An optimizer that cannot be run on some of its
+        parameters steps at once, on whole gradients, and calls the closure as it likes.
+        """
+        parts = self._parts
+        if not self.in_parts or parts.stepper.hooked:
+            return self._step_whole(host, closure)
+        loss = evaluated(closure)
+        host.recover()
+        slots, reduced = parts.bucketing.slots, parts.schedule.phase is Phase.REDUCED
+        if not reduced or replaced(slots, parts.stepper.owns):
+            self._step_whole(host, None)
+            return loss
+        self._made += 1
+        parts.steps.count += 1
+        self._due.begin(parts.stepper.snapshot(), parts.bucketing.device)
+        host.tell(StepCalled())
+        step_outside(parts.bucketing.slot_of, parts.stepper, self._due.snapshot)
+        return loss
+
+    def _step_whole(self, host: Host, closure: Closure) -> Any:
+        """Step at once on whole gradients: the user's hooks are to see these and new parameters."""
+        host.settle()
+
+        def whole() -> Any:
+            assert closure is not None
+            loss = closure()
+            host.settle()
+            return loss
+
+        return host.tell(StepCalled(in_parts=False), whole if closure is not None else None)
+
+    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+        """Remember that an update is due, or make it."""
+        buckets = self._parts.bucketing.buckets
+        match command:
+            case Defer(number):
+                owns = self._parts.stepper.owns
+                params = (slot.param for slot in buckets[number].slots if owns(slot.param))
+                self._due.add(buckets[number], params)
+            case Update(number):
+                self._update(buckets[number])
+            case Step():
+                return super().perform(command, closure)
+        return None
+
+    def _update(self, bucket: Bucket) -> None:
+        """Run the update of one bucket, whose gradients are whole."""
+        self._due.remove(bucket)
+        begin = time.monotonic_ns()
+        self._step_on(bucket)
+        if stream.on:
+            stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
+
+    def _step_on(self, bucket: Bucket) -> None:
+        stepper = self._parts.stepper
+        whole = bucket.contributed()
+        slots = [slot for slot in whole if stepper.owns(slot.param)]
+        # Gradients made since step() belong to the next one, as do zeros asked for meanwhile.
+        later = [slot.param.grad for slot in slots]
+        for slot in slots:
+            slot.show()
+        version = bucket.flat._version
+        try:
+            stepper.step([slot.param for slot in slots], self._due.snapshot)
+        finally:
+            self._writes_gradients |= bucket.flat._version != version
+            for slot, grad in zip(slots, later, strict=True):
+                slot.param.grad = grad
+        if len(whole) < len(bucket.slots):
+            for slot in set(bucket.slots).difference(whole):
+                if slot.param.grad is slot.pending:
+                    slot.param.grad = None  # nobody has used it
+
+    def reads_only(self, bucket: Bucket) -> bool:
+        """Whether the bucket's due update leaves gradients as they are.
+
+        Some optimizers write to them (SGD with ``nesterov`` and ``foreach``). In the first two
+        steps it shows whether this one does.
+        """
+        return bucket.due and not self._writes_gradients and self._made > PROVING_STEPS
+
+    def as_of_step(self) -> Any:
+        """Let due updates be made inside as if at the moment of their step."""
+        return self._due.as_of_step()
+
+
+def evaluated(closure: Closure) -> Any:
+    """Call the closure, if there is one, as optimizers do."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -1,0 +1,288 @@
+"""A divided optimizer: each worker updates its own blocks, and takes over the others' parameters.
+
+What starts when is the schedule's (`wingbeat.schedules.sharded`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from wingbeat.errors import MismatchError, UsageError
+from wingbeat.gradients.bucket import Bucket, Slot
+from wingbeat.gradients.convert import refuse_overlapping
+from wingbeat.gradients.views import replaced
+from wingbeat.observe.events import stream
+from wingbeat.schedules.events import (
+    Defer,
+    Forget,
+    GradientsNeeded,
+    OthersStep,
+    Phase,
+    Place,
+    Share,
+    StepCalled,
+    Update,
+    UpdateCommand,
+    UpdateOwn,
+)
+from wingbeat.updates import elementwise
+from wingbeat.updates.deferred import evaluated
+from wingbeat.updates.due import Due
+from wingbeat.updates.shards import DividedState, Piece, Shards, take_parameter
+from wingbeat.updates.sharing import SCALER, share_gradients, share_settings
+from wingbeat.updates.stepper import GroupSnapshot, step_outside
+from wingbeat.updates.update import Closure, Host, Parts
+
+
+class ShardedUpdate:
+    """Updates this worker's blocks in ``step()``; others are taken over as they are needed.
+
+    A step uses the gradients up: the buffers hold parameters afterwards.
+
+    Attributes:
+        shards: this worker's part of the parameters and of the optimizer's state.
+
+    Raises:
+        UsageError: the optimizer cannot be divided, or parameters share memory.
+        MismatchError: the workers' optimizers differ.
+    """
+
+    defers: ClassVar[bool] = True
+    agrees: ClassVar[bool] = True
+
+    def __init__(self, parts: Parts) -> None:
+        each = elementwise.prove(parts.optimizer, type(parts.optimizer).step)
+        self._parts = parts
+        slots = parts.bucketing.slots
+        _check_same_groups(parts)
+        refuse_overlapping({slot.name: slot.param for slot in slots})
+        self._due = Due(parts.refresh)
+        self.shards = Shards(parts.optimizer, parts.stepper, parts.collectives, slots, each)
+        self._snapshot: GroupSnapshot = []
+        self._spent: list[Slot] = []
+        self._fresh: dict[int, list[Slot]] = {}
+        self._has_whole_state = False
+
+    # -- the step -------------------------------------------------------------------------
+
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Update this worker's blocks, queue every all-gather, first needed first, and return.
+
+        A ``closure`` is called once, before the step.
+
+        Raises:
+            UsageError: a step has used the gradients up.
+        """
+        parts, slots = self._parts, self._parts.bucketing.slots
+        loss = evaluated(closure)
+        host.recover()
+        self.refuse_lost("optimizer.step()")
+        if self._reduced and replaced(slots, parts.stepper.owns):
+            host.tell(GradientsNeeded())
+        parts.stepper.refuse_regrouped()
+        parts.stepper.run_hooks("pre")
+        if not self._reduced:
+            host.flush()
+        self._snapshot = parts.stepper.snapshot()
+        parts.steps.count += 1
+        used = [slot.used if self._reduced else slot.param.grad is not None for slot in slots]
+        self._step(host, StepCalled(used=frozenset(i for i, is_used in enumerate(used) if is_used)))
+        step_outside(parts.bucketing.slot_of, parts.stepper, self._snapshot)
+        if parts.stepper.hooked:
+            host.flush()  # hooks are to see the new parameters
+        parts.stepper.run_hooks("post")
+        return loss
+
+    def step_of_others(self, host: Host) -> None:
+        """Do as the workers that still have batches, after a backward without any."""
+        try:
+            self._step(host, OthersStep())
+        finally:
+            for key in SCALER:
+                self._parts.optimizer.__dict__.pop(key, None)
+
+    def _step(self, host: Host, event: StepCalled | OthersStep) -> None:
+        self._due.begin(self._snapshot, self._parts.bucketing.device)
+        with torch.no_grad():
+            host.tell(event)
+
+    @property
+    def _reduced(self) -> bool:
+        return self._parts.schedule.phase is Phase.REDUCED
+
+    # -- what the schedule says ------------------------------------------------------------
+
+    def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
+        """Do one part of a step, or take over what others have done."""
+        buckets = self._parts.bucketing.buckets
+        match command:
+            case UpdateOwn(number, used):
+                self._update_own(buckets[number], used)
+            case Share(answer):
+                self._share(answer)
+            case Place(number):
+                self._place(buckets[number])
+            case Defer(number, used):
+                self._defer(buckets[number], used or frozenset())
+            case Forget(spent):
+                self._forget(spent)
+            case Update(number):
+                self._take_over(buckets[number])
+
+    def _defer(self, bucket: Bucket, used: frozenset[int]) -> None:
+        self._fresh[bucket.index] = [slot for slot in bucket.slots if slot.index in used]
+        self._due.add(bucket, (slot.param for slot in self._fresh[bucket.index]))
+
+    def _share(self, answer: Any) -> None:
+        settings = share_settings(self._parts, answer)
+        self._snapshot = settings or self._snapshot
+        if self._parts.schedule.phase is Phase.WHOLE:
+            share_gradients(self._parts, answer)
+
+    @torch.no_grad()
+    def _update_own(self, bucket: Bucket, used: frozenset[int]) -> None:
+        """Run the optimizer on this worker's pieces of ``bucket``, where gradients are known."""
+        begin = time.monotonic_ns()
+        pairs = []
+        for piece in self.shards.pieces_in(bucket):
+            piece.refresh()
+            grad = self._gradient(bucket, piece)
+            if grad is not None and piece.slot.index in used:
+                piece.stand_in.grad = grad
+                pairs.append((piece.slot.param, piece.stand_in))
+        try:
+            if pairs:
+                self._parts.stepper.step_on(pairs, self._snapshot, self.shards.state)
+        finally:
+            for _, stand_in in pairs:
+                stand_in.grad = None
+        if stream.on:
+            stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
+
+    def _gradient(self, bucket: Bucket, piece: Piece) -> torch.Tensor | None:
+        if self._reduced:
+            return bucket.flat[piece.place.start : piece.place.stop]
+        grad = piece.slot.param.grad
+        return None if grad is None else grad.reshape(-1)[piece.span.start : piece.span.stop]
+
+    def _place(self, bucket: Bucket) -> None:
+        """Put this worker's parameters in the place of its gradients.
+
+        In their own dtype, whatever the wire of the gradients is: rounded parameters would not
+        come back to what the optimizer made of them.
+        """
+        bucket.settle()
+        for piece in self.shards.pieces_in(bucket):
+            bucket.flat[piece.place.start : piece.place.stop].copy_(piece.stand_in)
+
+    def _forget(self, spent: frozenset[int] | None) -> None:
+        """Have nobody take for gradients what is none any more."""
+        self.shards.steps += spent is not None
+        if spent is not None:
+            for slot in self._parts.bucketing.slots:
+                if slot.index in spent or slot.param.grad is slot.pending:
+                    slot.param.grad = None
+                if slot.index in spent:
+                    self._spent.append(slot)
+        self._parts.views.drop()
+
+    def _take_over(self, bucket: Bucket) -> None:
+        """Take over the bucket's new parameters."""
+        begin = time.monotonic_ns()
+        self._due.remove(bucket)
+        own = {piece.slot.index: piece for piece in self.shards.pieces_in(bucket)}
+        for slot in self._fresh.pop(bucket.index):
+            take_parameter(slot, own.get(slot.index))
+        if stream.on:
+            stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
+
+    def reads_only(self, bucket: Bucket) -> bool:  # noqa: ARG002
+        """Parameters are waited for as such."""
+        return False
+
+    def as_of_step(self) -> contextlib.AbstractContextManager[None]:
+        """Let parameters be taken over inside as if at the moment of their step."""
+        return self._due.as_of_step()
+
+    # -- gradients that a step has used up -------------------------------------------------
+
+    def dropped(self, set_to_none: bool) -> None:
+        """Begin anew; zeros stand for what was used up, if they are asked for."""
+        if not set_to_none:
+            for slot in self._spent:
+                if slot.param.grad is None:
+                    slot.param.grad = torch.zeros_like(slot.param)
+        self._spent = []
+
+    def lost(self) -> bool:
+        """Whether a backward has added to gradients that a step has used up."""
+        return bool(self._spent)
+
+    def refuse_lost(self, what: str) -> None:
+        """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
+        if self._spent:
+            raise UsageError(
+                f"{what}: with shard_optimizer a step uses the gradients up, and nothing can be "
+                "added to them; call optimizer.zero_grad() between step() and backward(), and "
+                "backward() before each step()"
+            )
+
+    # -- plans and state ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def planned(self) -> None:
+        """Move the optimizer's state to whom it belongs under the plan in force."""
+        buckets = self._parts.bucketing.buckets
+        if self.shards.built:
+            self.shards.rebuild(buckets)
+            return
+        self.shards.build(buckets)
+        self.shards.take_over()
+
+    def loaded(self) -> None:
+        """The optimizer has loaded a whole state: keep this worker's part."""
+        self.shards.take_over()
+
+    @contextlib.contextmanager
+    def whole_state(self, host: Host) -> Iterator[None]:
+        """Let the optimizer hold the whole state inside; every worker must come here."""
+        host.settle()
+        inside = self._parts.optimizer.__dict__
+        kept, inside["state"] = inside["state"], self.shards.whole()
+        self._has_whole_state = True
+        try:
+            yield
+        finally:
+            inside["state"] = kept
+            self._has_whole_state = False
+
+    def visible_state(self) -> Any:
+        """Return the optimizer's state where it is whole, and else what refuses to be read."""
+        state = self._parts.optimizer.__dict__["state"]
+        if self._parts.stepper.stepping or self._has_whole_state or not self.shards.state:
+            return state
+        return DividedState(len(self.shards.state))
+
+    def detach(self) -> None:
+        """Give the optimizer its whole state back."""
+        self._parts.optimizer.__dict__["state"] = self.shards.whole()
+
+
+def _check_same_groups(parts: Parts) -> None:
+    names = {slot.param: slot.name for slot in parts.bucketing.slots}
+    groups = [
+        [names[p] for p in group["params"] if p in names] for group in parts.optimizer.param_groups
+    ]
+    mine = [type(parts.optimizer).__name__, groups]
+    world = parts.collectives.world
+    for rank, answer in enumerate(world.exchange("optimizer", mine)):
+        if answer != mine:
+            raise MismatchError(
+                f"rank {rank} has another optimizer than rank {world.rank}, or other "
+                "param groups; with shard_optimizer all ranks must build the same"
+            )

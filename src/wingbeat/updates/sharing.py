@@ -1,0 +1,82 @@
+"""What a worker without batches needs of the others to go on updating its shard as they would.
+
+Without shards its steps do not matter, because it takes over everybody's parameters in the end.
+With shards nobody else updates its blocks; so it needs the others' settings (its own schedulers
+stand still), and their gradients where those may have changed them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.schedules.intents import Answer
+from wingbeat.updates.stepper import GroupSnapshot
+from wingbeat.updates.update import Parts
+from wingbeat.updates.values import decode, encode
+
+SCALER = ("grad_scale", "found_inf")
+"""Where a GradScaler leaves word for an optimizer that unscales in its own step."""
+
+
+def share_settings(parts: Parts, answer: Answer) -> GroupSnapshot | None:
+    """Give the workers without batches the settings of this step, or take them over.
+
+    Returns:
+        The others' settings if this worker has run out of batches, None if it leads them.
+
+    Raises:
+        UsageError: a setting cannot travel.
+        PeerError: the worker that leads sent something that is no optimizer's settings.
+    """
+    world = parts.collectives.world
+    mine = _settings(parts) if world.rank == answer.leader else None
+    shared = world.exchange("optimizer settings", mine)[answer.leader]
+    if not answer.follows(world.rank):
+        return None
+    own = parts.stepper.snapshot()
+    device = parts.bucketing.buckets[0].flat.device
+    try:
+        groups, words = shared
+        snapshot = [{k: decode(v, device) for k, v in group.items()} for group in groups]
+        inside = parts.optimizer.__dict__
+        inside.update({key: decode(words[key], device) for key in SCALER if key in words})
+        if [list(group) for group in snapshot] != [list(group) for group in own]:
+            raise ValueError
+    except (AttributeError, TypeError, ValueError):
+        raise PeerError(
+            f"rank {world.rank}: rank {answer.leader} sent malformed optimizer settings: "
+            f"{str(shared)[:80]}"
+        ) from None
+    return snapshot
+
+
+def _settings(parts: Parts) -> list[Any]:
+    inside = parts.optimizer.__dict__
+    try:
+        return [
+            [{k: encode(v) for k, v in group.items()} for group in parts.stepper.snapshot()],
+            {key: encode(inside[key]) for key in SCALER if key in inside},
+        ]
+    except TypeError as err:
+        raise UsageError(
+            f"join() with shard_optimizer: a setting in the optimizer's param groups: {err}"
+        ) from None
+
+
+@torch.no_grad()
+def share_gradients(parts: Parts, answer: Answer) -> None:
+    """Have all take the whole gradients of one worker, as anybody may clip or scale those."""
+    rank = parts.collectives.world.rank
+    for bucket in parts.bucketing.buckets:
+        bucket.settle()
+        if rank == answer.leader:
+            for slot in bucket.slots:
+                if slot.param.grad is not None and slot.param.grad is not slot.view:
+                    slot.view.copy_(slot.param.grad)
+        parts.collectives.broadcast(bucket.flat, answer.leader, label="gradients").wait()
+        if answer.follows(rank):
+            for slot in bucket.slots:
+                slot.param.grad = slot.view if slot.index in answer.used else None

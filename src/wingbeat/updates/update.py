@@ -1,0 +1,117 @@
+"""What every way of applying an optimizer has in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from wingbeat.collectives import Collectives
+from wingbeat.gradients.bucket import Bucket
+from wingbeat.gradients.bucketing import Bucketing
+from wingbeat.gradients.steps import Steps
+from wingbeat.gradients.views import Views
+from wingbeat.schedules.events import Event, Schedule, UpdateCommand
+from wingbeat.updates.shards import Shards
+from wingbeat.updates.stepper import Stepper
+
+Closure = Callable[[], Any] | None
+
+
+class Host(Protocol):
+    """What an update may ask of the engine that it is part of."""
+
+    def tell(self, event: Event, closure: Closure = None) -> Any:
+        """Do what the schedule has to say; return what a whole step has returned, if any."""
+
+    def recover(self) -> None:
+        """Keep in step with the other workers if an exception cut a backward short."""
+
+    def flush(self) -> None:
+        """Make every update that is due."""
+
+    def settle(self) -> None:
+        """Make parameters current and gradients whole."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an update works on.
+
+    Attributes:
+        optimizer: the user's.
+        stepper: runs its own step on some parameters or on all.
+        steps: counts the steps.
+        bucketing: the plan in force.
+        views: how gradients are shown.
+        collectives: of all the workers.
+        schedule: says when; here it is only asked where gradients are.
+        refresh: brings parameters up to date that somebody is about to read.
+    """
+
+    optimizer: torch.optim.Optimizer
+    stepper: Stepper
+    steps: Steps
+    bucketing: Bucketing
+    views: Views
+    collectives: Collectives
+    schedule: Schedule
+    refresh: Callable[[list[torch.Tensor]], None]
+
+
+class Update(Protocol):
+    """Who applies the optimizer, to what, and when.
+
+    Attributes:
+        defers: whether updates may be made only when somebody looks.
+        agrees: whether the workers agree on what they do before each exchange after a backward.
+    """
+
+    defers: ClassVar[bool]
+    agrees: ClassVar[bool]
+
+    @property
+    def shards(self) -> Shards | None:
+        """This worker's part of the optimizer's state; None where each has the whole."""
+
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Do what a call of the user's ``optimizer.step`` asks for."""
+
+    def step_of_others(self, host: Host) -> None:
+        """After a backward without batches of its own, do as the other workers do."""
+
+    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+        """Do as the schedule says; return what a whole step has returned."""
+
+    def reads_only(self, bucket: Bucket) -> bool:
+        """Whether the bucket's due update leaves the buffer as it is, which may be sent still."""
+
+    def as_of_step(self) -> contextlib.AbstractContextManager[None]:
+        """Let due updates be made inside as if at the moment of their step."""
+
+    def planned(self) -> None:
+        """Other buckets are in force."""
+
+    def dropped(self, set_to_none: bool) -> None:
+        """The user has zeroed the gradients, or a backward was cut short."""
+
+    def lost(self) -> bool:
+        """Whether a backward has added to gradients that a step has used up."""
+
+    def refuse_lost(self, what: str) -> None:
+        """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
+
+    def loaded(self) -> None:
+        """The optimizer has loaded a whole state."""
+
+    def whole_state(self, host: Host) -> contextlib.AbstractContextManager[None]:
+        """Let the optimizer hold its whole state inside."""
+
+    def visible_state(self) -> Any:
+        """Return the optimizer's state for somebody to read."""
+
+    def detach(self) -> None:
+        """Leave the optimizer as a plain one."""

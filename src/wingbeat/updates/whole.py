@@ -1,0 +1,71 @@
+"""The optimizer's own step, on all parameters at once, when the user calls it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+from wingbeat.gradients.bucket import Bucket
+from wingbeat.schedules.events import Step, StepCalled, UpdateCommand
+from wingbeat.updates.update import Closure, Host, Parts
+
+
+class WholeUpdate:
+    """Steps at once on whole gradients; nothing is ever due."""
+
+    defers: ClassVar[bool] = False
+    agrees: ClassVar[bool] = False
+    shards = None
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Run the optimizer's own step."""
+        host.recover()
+        return host.tell(StepCalled(in_parts=False), closure)
+
+    def step_of_others(self, host: Host) -> None:
+        """Step as they do: all have the same gradients."""
+        self.step(host, None)
+
+    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+        """Step, which is all that is ever asked for."""
+        assert isinstance(command, Step), command
+        self._parts.steps.count += 1
+        return self._parts.stepper.whole_step(closure)
+
+    def reads_only(self, bucket: Bucket) -> bool:  # noqa: ARG002
+        """Nothing is known of what the optimizer does with gradients."""
+        return False
+
+    def as_of_step(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is due."""
+        return contextlib.nullcontext()
+
+    def planned(self) -> None:
+        """Buckets do not matter."""
+
+    def dropped(self, set_to_none: bool) -> None:
+        """Nothing to forget."""
+
+    def lost(self) -> bool:
+        """Gradients are used up by nobody."""
+        return False
+
+    def refuse_lost(self, what: str) -> None:
+        """Nothing is ever lost."""
+
+    def loaded(self) -> None:
+        """The optimizer has it all."""
+
+    def whole_state(self, host: Host) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        """It is always whole."""
+        return contextlib.nullcontext()
+
+    def visible_state(self) -> Any:
+        """Return the optimizer's own."""
+        return self._parts.optimizer.__dict__["state"]
+
+    def detach(self) -> None:
+        """Nothing was changed."""
