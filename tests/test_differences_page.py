@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs/how-to/differences.md").read_text(encoding="utf-8").split())
-SYNC = ROOT / "src/wingbeat/sync"
+ROOMS = [ROOT / "src/wingbeat" / room for room in ("sync", "gradients", "updates")]
 
-ELSEWHERE = {"checkpoint.py", "shards.py", "wiring.py", "merging.py", "tuning.py", "follow.py"}
-"""What is refused there is about shards, codecs and plans, which have pages of their own."""
+ELSEWHERE = {"checkpoint.py", "shards.py", "compression.py", "sharing.py"}
+"""What is refused there is about shards and codecs, which have pages of their own."""
 
 RAISED = {"UsageError", "MismatchError", "UnevenBatchesError"}
 LONGEST = 60
@@ -33,7 +33,7 @@ def pieces(node: ast.expr) -> list[str]:
 
 def messages() -> Iterator[tuple[str, list[str]]]:
     """Where something is refused, and the fixed parts of what is said."""
-    for path in sorted(SYNC.glob("*.py")):
+    for path in sorted(path for room in ROOMS for path in room.glob("*.py")):
         if path.name in ELSEWHERE:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -60,7 +60,7 @@ def _train(
         adam.step()
         sizes.append([bucket.numel for bucket in engine.buckets])
     model.flush()
-    ended = engine.tuning is None or engine.tuning.done
+    ended = engine.control.tuning is None or engine.control.tuning.done
     return [p.detach().clone() for p in model.parameters()], sizes, ended
 
 
@@ -306,8 +306,8 @@ def test_a_worker_that_fails_in_a_backward_stays_in_step() -> None:
                 continue
             sgd.step()
             sizes.append([bucket.numel for bucket in engine.buckets])
-        assert engine.tuning is not None
-        assert engine.tuning.done
+        assert engine.control.tuning is not None
+        assert engine.control.tuning.done
         return sizes[-5:]
 
     results = loopback.run(loopback.worlds(2), body)

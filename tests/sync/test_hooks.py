@@ -53,5 +53,5 @@ def test_a_compiled_forward_is_one_graph(strategy: Any) -> None:
     finally:
         torch.compiler.reset()
     assert graphs == [6]
-    assert not engine(model).inner_handles
+    assert not engine(model).hooks._inner
     assert made

@@ -199,7 +199,7 @@ def test_tuning_ends_with_the_weights_of_a_fixed_plan() -> None:
             optimizer.zero_grad()
             model(batch(step, world.rank).double()).square().mean().backward()
             optimizer.step()
-        tuning = engine(model).tuning
+        tuning = engine(model).control.tuning
         assert tuning is None or tuning.done
         return weights(model), state_of(optimizer)
 

@@ -63,4 +63,4 @@ def use_only(only: str, model: torch.nn.Module, world: World, topology: str) -> 
     engine = engine_of(model)
     assert engine is not None, "the model is not distributed"
     halves = _CLASSES[only](world, topology)
-    engine.exchange = CollectiveExchange(halves, engine.compression)
+    engine.runtime.exchange = CollectiveExchange(halves, engine.compression)

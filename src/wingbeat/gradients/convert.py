@@ -117,3 +117,25 @@ def refuse_fused_layouts(optimizer: torch.optim.Optimizer) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def refuse_unfrozen(model: torch.nn.Module, frozen: Iterable[torch.nn.Parameter]) -> None:
+    """Raise a `UsageError` if one of the parameters that were frozen needs a gradient now."""
+    for param in frozen:
+        if param.requires_grad:
+            name = next(n for n, p in model.named_parameters() if p is param)
+            raise UsageError(
+                f"parameter {name!r} needs a gradient, but was frozen when distribute() was "
+                "called, so the workers would drift apart: call wingbeat.release(model, "
+                "optimizer), and distribute() again after requires_grad_()"
+            )
+
+
+def refuse_assignment(prefix: str, metadata: Mapping[str, Any]) -> None:
+    """Raise a `UsageError` if loading would give the model at ``prefix`` other parameters."""
+    if metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            f"load_state_dict(assign=True) of {prefix or 'the model'!r} would exchange the "
+            "parameters that the optimizer and the buckets have: call it before distribute(), "
+            "or leave assign out"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -148,7 +148,9 @@ def replaced(slots: Sequence[Slot], owns: Callable[[torch.Tensor], bool]) -> boo
     return any(slot.param.grad is not slot.pending for slot in slots if owns(slot.param))
 
 
-def pending_slots(grads: Any) -> list[Slot]:
-    """Return the slots whose pending gradients are in this list, of whatever engine."""
-    found = (grad.slot() for grad in grads if isinstance(grad, PendingGradient))
-    return [slot for slot in found if slot is not None]
+def filled_by(grads: Iterable[torch.Tensor]) -> list[Bucket]:
+    """Return the buckets of the pending gradients among ``grads``; none if one is not complete."""
+    slots = {grad.slot() for grad in grads if isinstance(grad, PendingGradient)}
+    buckets = list(dict.fromkeys(slot.bucket for slot in slots if slot is not None))
+    members = {slot for bucket in buckets for slot in bucket.slots}
+    return sorted(buckets, key=lambda bucket: bucket.index) if members == slots else []

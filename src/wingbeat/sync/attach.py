@@ -17,13 +17,30 @@ if TYPE_CHECKING:
     from wingbeat.sync.engine import Engine
 
 
-def attach(engine: Engine) -> list[Any]:
-    """Hook the engine in; return the handles that remove the hooks.
+class Hooks:
+    """An engine's hooks, which do not keep it alive, and of which copies of the model have none."""
 
-    The hooks do not keep the engine alive, and copies of the model have none.
-    """
-    me = weakref.ref(engine)
-    return [*_on_parameters(engine, me), *_on_modules(engine, me), *_on_optimizer(engine, me)]
+    def __init__(self, engine: Engine) -> None:
+        me = weakref.ref(engine)
+        self._inner = list(_on_inner_modules(engine, me))
+        self._others = [
+            *_on_parameters(engine, me),
+            *_on_model(engine, me),
+            *_on_optimizer(engine, me),
+        ]
+
+    def remove_inner(self) -> None:
+        """Remove those on the forwards of modules inside of the model."""
+        for handle in self._inner:
+            handle.remove()
+        self._inner.clear()
+
+    def remove(self) -> None:
+        """Remove them all."""
+        self.remove_inner()
+        for handle in self._others:
+            handle.remove()
+        self._others.clear()
 
 
 def _on_parameters(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
@@ -32,22 +49,19 @@ def _on_parameters(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
     ]
 
 
-def _on_modules(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
-    model = engine.model
-    handles: list[Any] = []
-    inside = set(_inside_of_compiled(model))
-    for module in model.modules():
-        handles += [
-            module.register_state_dict_pre_hook(ModuleHook(me, "before_state")),
-            module.register_load_state_dict_pre_hook(ModuleHook(me, "before_load")),
-        ]
-        if module is not model and module not in inside and engine.reads_directly(module):
-            hook = ModuleHook(me, "enter_module")
-            engine.inner_handles.append(module.register_forward_pre_hook(hook))
+def _on_inner_modules(engine: Engine, me: weakref.ref[Engine]) -> Iterator[Any]:
+    inside = set(_inside_of_compiled(engine.model))
+    for module in engine.model.modules():
+        if module is not engine.model and module not in inside and engine.reads_directly(module):
+            yield module.register_forward_pre_hook(ModuleHook(me, "enter_module"))
+
+
+def _on_model(engine: Engine, me: weakref.ref[Engine]) -> Iterator[Any]:
+    for module in engine.model.modules():
+        yield module.register_state_dict_pre_hook(ModuleHook(me, "before_state"))
+        yield module.register_load_state_dict_pre_hook(ModuleHook(me, "before_load"))
     for method in ("enter_module", "enter_forward"):
-        before = ModuleHook(me, method)
-        handles.append(model.register_forward_pre_hook(before, prepend=True))
-    return handles
+        yield engine.model.register_forward_pre_hook(ModuleHook(me, method), prepend=True)
 
 
 def _inside_of_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -8,9 +8,7 @@ what (`updates`), and what is decided while training goes on (`control`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,19 +17,18 @@ import torch
 
 from wingbeat.collectives import Collectives
 from wingbeat.control.control import Control
-from wingbeat.control.tuning import SizeTuning
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges.collective import CollectiveExchange
-from wingbeat.exchanges.exchange import Exchange
 from wingbeat.gradients import reduced, views
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.bucketing import Bucketing, ignored, synchronised
 from wingbeat.gradients.compression import Compression
-from wingbeat.gradients.convert import refuse_fused_layouts
+from wingbeat.gradients.convert import (
+    refuse_assignment,
+    refuse_fused_layouts,
+    refuse_unfrozen,
+)
 from wingbeat.gradients.pending import PendingGradient
 from wingbeat.gradients.steps import Steps
-from wingbeat.gradients.views import HiddenGradients, ShownGradients, Views
-from wingbeat.observe.events import stream
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,
@@ -39,35 +36,23 @@ from wingbeat.schedules.events import (
     Event,
     GradientsDropped,
     GradientsNeeded,
-    Hear,
     ParametersNeeded,
     PartsNeeded,
     Phase,
     Planned,
-    Say,
-    Schedule,
-    Show,
-    Start,
-    Wait,
 )
 from wingbeat.schedules.intents import Intent
 from wingbeat.sync import kinds
-from wingbeat.sync.attach import attach, in_backward
+from wingbeat.sync.attach import Hooks, in_backward
 from wingbeat.sync.buffers import BufferSync
+from wingbeat.sync.hooks import ModuleHook
 from wingbeat.sync.intake import Intake
 from wingbeat.sync.wrapped import refuse_around
 from wingbeat.types import Choices
-from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.stepper import Stepper
-from wingbeat.updates.update import Closure, Parts, Update
+from wingbeat.updates.update import Closure, Training
 
 _ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
-
-TWICE = (
-    "a parameter that gets its gradient twice in one backward, as with reentrant activation "
-    "checkpointing, or a hook that reads it; use checkpoint(..., use_reentrant=False), and read "
-    "gradients after backward"
-)
 
 
 def _flush_all() -> None:
@@ -85,7 +70,7 @@ class Engine(Intake):
     Attributes:
         control: what is decided while training goes on; None for a worker alone.
         scaled: whether a GradScaler unscales the gradients.
-        checked: whether workers are known to be in step in the present iteration.
+        hooks: on the model, its parameters and its optimizer; None for a worker alone.
     """
 
     def __init__(
@@ -107,23 +92,31 @@ class Engine(Intake):
         self.buffer_sync = BufferSync(model, ignored(model), collectives)
         self.bucketing = Bucketing(model, choices.fusion, world)
         self.compression = Compression(choices.wire, self.bucketing.slots, collectives)
-        self.exchange: Exchange = CollectiveExchange(collectives, self.compression)
         self.steps_made = Steps(world)
         self.control: Control | None = None
         self.scaled = False
         self.before_synced_forward: Callable[[], Any] | None = None
-        self._handles: list[Any] = []
-        self.inner_handles: list[Any] = []
+        self.hooks: Hooks | None = None
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
         self.bucketing.strided = not choices.shard_optimizer and self.compression.coded is None
         if self.compression.coded is not None and not choices.shard_optimizer:
             refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
-        self.schedule: Schedule = kinds.schedule_of(choices, world.size)
-        self.views: Views = ShownGradients(self.bucketing)
-        if not self.schedule.whole_after_backward:
-            self.views = HiddenGradients(self.bucketing, self)
-        self.update: Update = kinds.update_of(choices, self._parts(), self.compression)
+        self.runtime = kinds.runtime_of(
+            choices,
+            Training(
+                optimizer,
+                self.stepper,
+                self.steps_made,
+                self.bucketing,
+                collectives,
+                ModuleHook(weakref.ref(self), "refresh"),
+            ),
+            self.compression,
+            self,
+        )
+        self.views = self.runtime.views
+        self.update = self.runtime.update
         if world.size > 1:
             self._start()
 
@@ -131,28 +124,15 @@ class Engine(Intake):
         # Objects that copy their attributes by themselves come out as plain ones.
         return type(None), ()
 
-    def _parts(self) -> Parts:
-        return Parts(
-            self.optimizer,
-            self.stepper,
-            self.steps_made,
-            self.bucketing,
-            self.views,
-            self.collectives,
-            self.schedule,
-            functools.partial(_refresh, weakref.ref(self)),
-        )
-
     def _start(self) -> None:
         self.control = Control(self.choices, self.bucketing, self.compression, self.collectives)
-        self._agreement = Agreement(self.collectives, len(self.slots))
         self.bucketing.build()
         self._planned()
-        self._handles = attach(self)
+        self.hooks = Hooks(self)
         _ENGINES.add(self)
         # Blocks of one parameter are updated in step() and the others later: leave none behind.
         if self.update.shards is not None:
-            self.world.on_close(functools.partial(_flush, weakref.ref(self)))
+            self.world.on_close(ModuleHook(weakref.ref(self), "flush_at_last"))
 
     def _planned(self) -> None:
         for bucket in self.buckets:
@@ -172,14 +152,9 @@ class Engine(Intake):
         self._planned()
 
     @property
-    def tuning(self) -> SizeTuning | None:
-        """What finds the size of buckets; None where that is given."""
-        return None if self.control is None else self.control.tuning
-
-    @property
     def phase(self) -> Phase:
         """Where the gradients of the last backward are."""
-        return self.schedule.phase
+        return self.runtime.schedule.phase
 
     @property
     def shadowed(self) -> bool:
@@ -194,52 +169,9 @@ class Engine(Intake):
         """The buckets of the plan in force, first needed first."""
         return self.bucketing.forward_buckets
 
-    # -- what the schedule says ----------------------------------------------------------
-
     def tell(self, event: Event, closure: Closure = None) -> Any:
         """Do what the schedule has to say to ``event``; return what a step has returned, if any."""
-        dialogue = self.schedule.react(event)
-        returned = answer = None
-        while True:
-            try:
-                command = dialogue.send(answer)
-            except StopIteration:
-                return returned
-            answer = None
-            match command:
-                case Start(operation, number, chained):
-                    self.exchange.start(operation, self.buckets[number], chained)
-                case Wait(number, whole):
-                    self._wait(self.buckets[number], whole)
-                case Show():
-                    self.views.show()
-                case Say(intent, used):
-                    self._agreement.say(intent, used)
-                case Hear():
-                    with self.exposed():
-                        answer = self._agreement.hear()
-                case _:
-                    returned = self.update.perform(command, closure)
-
-    def _wait(self, bucket: Bucket, whole: bool) -> None:
-        with self.exposed(bucket.index):
-            if bucket.handle is not None and (not whole or self.update.reads_only(bucket)):
-                # What is only read may still be on its way to others.
-                bucket.handle.wait_received()
-            else:
-                bucket.settle()
-        if whole and not self.checked:
-            self.check_in_step(bucket)
-            self.checked = True
-
-    def check_in_step(self, bucket: Bucket) -> None:
-        """Make sure that all workers had made the same number of steps; ``bucket`` is whole.
-
-        Raises:
-            UsageError: they had not; on every worker.
-        """
-        if bucket.flat.device.type == "cpu" and not bucket.in_step():
-            self.steps_made.disagree()
+        return self.runtime.tell(event, closure)
 
     # -- backward -------------------------------------------------------------------------
 
@@ -247,12 +179,13 @@ class Engine(Intake):
         """Finish the last step, and gather gradients that this backward adds to."""
         self.before_module(self.forward_buckets)
         self.tell(BackwardBegins())
+        self.runtime.checked = False
 
     def launch(self, bucket: Bucket) -> None:
         """Send a bucket, whose gradients are complete, on its way."""
         bucket.wire = self.compression.launching(bucket)
         if self.update.shards is not None:  # gradients are encoded once, and not gathered
-            self.compression.add_own_residual(bucket, self.exchange.owned(bucket))
+            self.compression.add_own_residual(bucket, self.runtime.exchange.owned(bucket))
         self.tell(BucketReady(bucket.index))
 
     def finish_backward(self) -> None:
@@ -281,7 +214,7 @@ class Engine(Intake):
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the gradients, also those that only exist in the buckets."""
-        if self._handles:
+        if self.hooks is not None:
             super().zero_grad(set_to_none)
             self.update.dropped(set_to_none)
 
@@ -291,6 +224,11 @@ class Engine(Intake):
         """Apply updates that are still under way."""
         self.buffer_sync.apply()
         self.before_module(self.forward_buckets)
+
+    def flush_at_last(self) -> None:
+        """Apply what can be, as the world is closed."""
+        with contextlib.suppress(PeerError):  # told already to whoever waited
+            self.flush()
 
     def settle(self) -> None:
         """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
@@ -329,7 +267,10 @@ class Engine(Intake):
         """
         if self.amid_backward:
             raise UsageError(
-                f"the gradient of parameter {slot.name!r} was needed in its own backward: " + TWICE
+                f"the gradient of parameter {slot.name!r} was needed in its own backward: a "
+                "parameter that gets its gradient twice in one backward, as with reentrant "
+                "activation checkpointing, or a hook that reads it; use checkpoint(..., "
+                "use_reentrant=False), and read gradients after backward"
             )
         with self.lock:
             cut_short = self._in_backward
@@ -349,10 +290,8 @@ class Engine(Intake):
         self.recover()
         self.update.refuse_lost("GradScaler.unscale_()")
         self.tell(PartsNeeded(Intent.SCALE))
-        slots = views.pending_slots(grads)
-        buckets = [bucket for bucket in self.buckets if not set(slots).isdisjoint(bucket.slots)]
-        complete = len(slots) == sum(len(bucket.slots) for bucket in buckets)
-        if self.phase is Phase.REDUCED and complete and not self.shadowed:
+        buckets = views.filled_by(grads)
+        if buckets and self.phase is Phase.REDUCED and not self.shadowed:
             others = [grad for grad in grads if not isinstance(grad, PendingGradient)]
             reduced.unscale(buckets, others, self.collectives, found_inf, inv_scale)
             return
@@ -404,10 +343,8 @@ class Engine(Intake):
         self.settle()
         _ENGINES.discard(self)
         self.update.detach()
-        for handle in (*self._handles, *self.inner_handles):
-            handle.remove()
-        self._handles.clear()
-        self.inner_handles.clear()
+        if self.hooks is not None:
+            self.hooks.remove()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.holds(slot.param.grad):
@@ -423,7 +360,7 @@ class Engine(Intake):
         if not torch.is_grad_enabled() or in_backward():
             return
         refuse_around(self.model)
-        self._refuse_unfrozen()
+        refuse_unfrozen(self.model, self._frozen)
         self.recover()
         # As under DDP, it is the forward that decides whether its gradients are synchronised.
         # One that is not does not undo what an earlier one of the same backward has decided.
@@ -432,16 +369,6 @@ class Engine(Intake):
             if self.before_synced_forward is not None:
                 self.before_synced_forward()
             self.buffer_sync.ask(self.buffer_root)
-
-    def _refuse_unfrozen(self) -> None:
-        for param in self._frozen:
-            if param.requires_grad:
-                name = next(n for n, p in self.model.named_parameters() if p is param)
-                raise UsageError(
-                    f"parameter {name!r} needs a gradient, but was frozen when distribute() was "
-                    "called, so the workers would drift apart: call wingbeat.release(model, "
-                    "optimizer), and distribute() again after requires_grad_()"
-                )
 
     def reads_directly(self, module: torch.nn.Module) -> bool:
         """Whether the module has parameters or buffers of its own that are synchronised."""
@@ -452,9 +379,8 @@ class Engine(Intake):
 
         Hooks there would cut the graph in pieces. So all of the model is brought up to date.
         """
-        for handle in self.inner_handles:
-            handle.remove()
-        self.inner_handles.clear()
+        if self.hooks is not None:
+            self.hooks.remove_inner()
         self.flush()
 
     def enter_module(self, module: torch.nn.Module, _args: Any) -> None:
@@ -471,17 +397,8 @@ class Engine(Intake):
     def before_load(
         self, _module: Any, _state: Any, prefix: str, metadata: dict[str, Any], *_args: Any
     ) -> None:
-        """Before a module loads its part of a state dict.
-
-        Raises:
-            UsageError: with ``assign=True``, which would give it other parameters.
-        """
-        if metadata.get("assign_to_params_buffers"):
-            raise UsageError(
-                f"load_state_dict(assign=True) of {prefix or 'the model'!r} would exchange the "
-                "parameters that the optimizer and the buckets have: call it before distribute(), "
-                "or leave assign out"
-            )
+        """Before a module loads its part of a state dict."""
+        refuse_assignment(prefix, metadata)
         self.settle()
 
     @contextlib.contextmanager
@@ -492,28 +409,3 @@ class Engine(Intake):
             yield
         finally:
             self.sync = before
-
-    @contextlib.contextmanager
-    def exposed(self, bucket: int = -1) -> Iterator[None]:
-        """Record the time inside as a wait that nothing hides."""
-        if not stream.on:
-            yield
-            return
-        begin = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            stream.record("wait", begin, time.monotonic_ns(), bucket=bucket)
-
-
-def _refresh(engine: weakref.ref[Engine], params: list[torch.Tensor]) -> None:
-    alive = engine()
-    if alive is not None:
-        alive.refresh(params)
-
-
-def _flush(engine: weakref.ref[Engine]) -> None:
-    alive = engine()
-    if alive is not None:
-        with contextlib.suppress(PeerError):  # told already to whoever waited
-            alive.flush()

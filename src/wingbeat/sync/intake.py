@@ -48,7 +48,6 @@ class Intake:
         self._skipping = False
         self._shadowing = False
         self._next = 0
-        self.checked = False
 
     @property
     def slots(self) -> list[Slot]:
@@ -159,7 +158,6 @@ class Intake:
                 bucket.renew()
                 self.views.renewed(bucket)
             bucket.reopen()
-        self.checked = False
 
     def _begin_backward(self) -> None:
         self._open_backward()

@@ -1,35 +1,66 @@
-"""From a strategy's choices to the parts that make it: which schedule, whose update."""
+"""From a strategy's choices to the parts that make it."""
 
 from __future__ import annotations
 
+from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.gradients.compression import Compression
+from wingbeat.gradients.pending import Gatherer
+from wingbeat.gradients.views import HiddenGradients, ShownGradients, Views
 from wingbeat.schedules import Dear, ShardedDear, Wfbp
 from wingbeat.schedules.events import Schedule
+from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
+from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.alone import AloneUpdate
 from wingbeat.updates.deferred import DeferredUpdate
 from wingbeat.updates.sharded import ShardedUpdate
-from wingbeat.updates.update import Parts, Update
+from wingbeat.updates.update import Training, Update
 from wingbeat.updates.whole import WholeUpdate
 
 _SCHEDULES: dict[str, type[Schedule]] = {"wfbp": Wfbp, "dear": Dear}
 
 
-def schedule_of(choices: Choices, workers: int) -> Schedule:
-    """Return a new schedule; a worker alone exchanges nothing."""
-    if workers == 1:
-        return Wfbp()
-    return ShardedDear() if choices.shard_optimizer else _SCHEDULES[choices.schedule]()
-
-
-def update_of(choices: Choices, parts: Parts, compression: Compression) -> Update:
-    """Return a new update, which goes with the schedule in ``parts``.
+def runtime_of(
+    choices: Choices, training: Training, compression: Compression, gatherer: Gatherer
+) -> Runtime:
+    """Make the parts that ``choices`` ask for.
 
     Raises:
         UsageError: it is not possible with this optimizer.
+        MismatchError: the workers' optimizers differ, and the strategy divides them.
     """
-    if parts.collectives.world.size == 1:
-        return AloneUpdate(parts, compression)
+    schedule = _schedule_of(choices, training.collectives.world.size)
+    views: Views = ShownGradients(training.bucketing)
+    if not schedule.whole_after_backward:
+        views = HiddenGradients(training.bucketing, gatherer)
+    return Runtime(
+        schedule,
+        CollectiveExchange(training.collectives, compression),
+        training.bucketing,
+        views,
+        _update_of(choices, training, schedule, views, compression),
+        Agreement(training.collectives, len(training.bucketing.slots)),
+        training.steps,
+    )
+
+
+def _schedule_of(choices: Choices, workers: int) -> Schedule:
+    if workers == 1:
+        return Wfbp()  # nothing is exchanged
+    return ShardedDear() if choices.shard_optimizer else _SCHEDULES[choices.schedule]()
+
+
+def _update_of(
+    choices: Choices,
+    training: Training,
+    schedule: Schedule,
+    views: Views,
+    compression: Compression,
+) -> Update:
+    if training.collectives.world.size == 1:
+        return AloneUpdate(training, compression)
     if choices.shard_optimizer:
-        return ShardedUpdate(parts)
-    return WholeUpdate(parts) if parts.schedule.whole_after_backward else DeferredUpdate(parts)
+        return ShardedUpdate(training, schedule, views)
+    if schedule.whole_after_backward:
+        return WholeUpdate(training)
+    return DeferredUpdate(training)

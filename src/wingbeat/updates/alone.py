@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from wingbeat.gradients.compression import Compression
-from wingbeat.updates.update import Closure, Host, Parts
+from wingbeat.updates.update import Closure, Host, Training
 from wingbeat.updates.whole import WholeUpdate
 
 
 class AloneUpdate(WholeUpdate):
     """Steps on gradients that codecs of many workers would leave: with momentum and residuals."""
 
-    def __init__(self, parts: Parts, compression: Compression) -> None:
-        super().__init__(parts)
+    def __init__(self, training: Training, compression: Compression) -> None:
+        super().__init__(training)
         self._compression = compression
 
     def step(self, host: Host, closure: Closure) -> Any:
@@ -31,5 +31,5 @@ class AloneUpdate(WholeUpdate):
 
     def _complete(self) -> None:
         if self._compression.changes_alone():
-            for slot in self._parts.bucketing.slots:
+            for slot in self._training.bucketing.slots:
                 self._compression.alone(slot)

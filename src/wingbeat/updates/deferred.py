@@ -19,7 +19,7 @@ from wingbeat.schedules.events import Defer, Phase, Step, StepCalled, Update, Up
 from wingbeat.updates.due import Due
 from wingbeat.updates.separable import steps_apart
 from wingbeat.updates.stepper import step_outside
-from wingbeat.updates.update import Closure, Host, Parts
+from wingbeat.updates.update import Closure, Host, Training
 from wingbeat.updates.whole import WholeUpdate
 
 PROVING_STEPS = 2
@@ -39,18 +39,18 @@ class DeferredUpdate(WholeUpdate):
 
     defers: ClassVar[bool] = True
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        if isinstance(parts.optimizer, torch.optim.LBFGS):
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        if isinstance(training.optimizer, torch.optim.LBFGS):
             raise UsageError(
                 "DeAR with torch.optim.LBFGS is not possible: each of its steps evaluates the loss "
                 "several times and needs whole gradients each time; use wingbeat.AllReduce()"
             )
-        self._due = Due(parts.refresh)
+        self._due = Due(training.refresh)
         self._made = 0
         self._writes_gradients = False
-        params = [slot.param for slot in parts.bucketing.slots]
-        apart = not overlapping(params) and steps_apart(parts.optimizer)
+        params = [slot.param for slot in training.bucketing.slots]
+        apart = not overlapping(params) and steps_apart(training.optimizer)
         self.in_parts = apart and self._due.can_wait(params)
 
     def step(self, host: Host, closure: Closure) -> Any:
@@ -59,20 +59,20 @@ class DeferredUpdate(WholeUpdate):
         A ``closure`` is called once, before. An optimizer that cannot be run on some of its
         parameters steps at once, on whole gradients, and calls the closure as it likes.
         """
-        parts = self._parts
-        if not self.in_parts or parts.stepper.hooked:
+        training = self._training
+        if not self.in_parts or training.stepper.hooked:
             return self._step_whole(host, closure)
         loss = evaluated(closure)
         host.recover()
-        slots, reduced = parts.bucketing.slots, parts.schedule.phase is Phase.REDUCED
-        if not reduced or replaced(slots, parts.stepper.owns):
+        slots, reduced = training.bucketing.slots, host.phase is Phase.REDUCED
+        if not reduced or replaced(slots, training.stepper.owns):
             self._step_whole(host, None)
             return loss
         self._made += 1
-        parts.steps.count += 1
-        self._due.begin(parts.stepper.snapshot(), parts.bucketing.device)
+        training.steps.count += 1
+        self._due.begin(training.stepper.snapshot(), training.bucketing.device)
         host.tell(StepCalled())
-        step_outside(parts.bucketing.slot_of, parts.stepper, self._due.snapshot)
+        step_outside(training.bucketing.slot_of, training.stepper, self._due.snapshot)
         return loss
 
     def _step_whole(self, host: Host, closure: Closure) -> Any:
@@ -89,10 +89,10 @@ class DeferredUpdate(WholeUpdate):
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
         """Remember that an update is due, or make it."""
-        buckets = self._parts.bucketing.buckets
+        buckets = self._training.bucketing.buckets
         match command:
             case Defer(number):
-                owns = self._parts.stepper.owns
+                owns = self._training.stepper.owns
                 params = (slot.param for slot in buckets[number].slots if owns(slot.param))
                 self._due.add(buckets[number], params)
             case Update(number):
@@ -110,7 +110,7 @@ class DeferredUpdate(WholeUpdate):
             stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
 
     def _step_on(self, bucket: Bucket) -> None:
-        stepper = self._parts.stepper
+        stepper = self._training.stepper
         whole = bucket.contributed()
         slots = [slot for slot in whole if stepper.owns(slot.param)]
         # Gradients made since step() belong to the next one, as do zeros asked for meanwhile.

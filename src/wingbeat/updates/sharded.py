@@ -15,7 +15,7 @@ import torch
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.convert import refuse_overlapping
-from wingbeat.gradients.views import replaced
+from wingbeat.gradients.views import Views, replaced
 from wingbeat.observe.events import stream
 from wingbeat.schedules.events import (
     Defer,
@@ -24,6 +24,7 @@ from wingbeat.schedules.events import (
     OthersStep,
     Phase,
     Place,
+    Schedule,
     Share,
     StepCalled,
     Update,
@@ -36,7 +37,7 @@ from wingbeat.updates.due import Due
 from wingbeat.updates.shards import DividedState, Piece, Shards, take_parameter
 from wingbeat.updates.sharing import SCALER, share_gradients, share_settings
 from wingbeat.updates.stepper import GroupSnapshot, step_outside
-from wingbeat.updates.update import Closure, Host, Parts
+from wingbeat.updates.update import Closure, Host, Training
 
 
 class ShardedUpdate:
@@ -55,14 +56,18 @@ class ShardedUpdate:
     defers: ClassVar[bool] = True
     agrees: ClassVar[bool] = True
 
-    def __init__(self, parts: Parts) -> None:
-        each = elementwise.prove(parts.optimizer, type(parts.optimizer).step)
-        self._parts = parts
-        slots = parts.bucketing.slots
-        _check_same_groups(parts)
+    def __init__(self, training: Training, schedule: Schedule, views: Views) -> None:
+        each = elementwise.prove(training.optimizer, type(training.optimizer).step)
+        self._training = training
+        self._schedule = schedule
+        self._views = views
+        slots = training.bucketing.slots
+        _check_same_groups(training)
         refuse_overlapping({slot.name: slot.param for slot in slots})
-        self._due = Due(parts.refresh)
-        self.shards = Shards(parts.optimizer, parts.stepper, parts.collectives, slots, each)
+        self._due = Due(training.refresh)
+        self.shards = Shards(
+            training.optimizer, training.stepper, training.collectives, slots, each
+        )
         self._snapshot: GroupSnapshot = []
         self._spent: list[Slot] = []
         self._fresh: dict[int, list[Slot]] = {}
@@ -78,24 +83,24 @@ class ShardedUpdate:
         Raises:
             UsageError: a step has used the gradients up.
         """
-        parts, slots = self._parts, self._parts.bucketing.slots
+        training, slots = self._training, self._training.bucketing.slots
         loss = evaluated(closure)
         host.recover()
         self.refuse_lost("optimizer.step()")
-        if self._reduced and replaced(slots, parts.stepper.owns):
+        if self._reduced and replaced(slots, training.stepper.owns):
             host.tell(GradientsNeeded())
-        parts.stepper.refuse_regrouped()
-        parts.stepper.run_hooks("pre")
+        training.stepper.refuse_regrouped()
+        training.stepper.run_hooks("pre")
         if not self._reduced:
             host.flush()
-        self._snapshot = parts.stepper.snapshot()
-        parts.steps.count += 1
+        self._snapshot = training.stepper.snapshot()
+        training.steps.count += 1
         used = [slot.used if self._reduced else slot.param.grad is not None for slot in slots]
         self._step(host, StepCalled(used=frozenset(i for i, is_used in enumerate(used) if is_used)))
-        step_outside(parts.bucketing.slot_of, parts.stepper, self._snapshot)
-        if parts.stepper.hooked:
+        step_outside(training.bucketing.slot_of, training.stepper, self._snapshot)
+        if training.stepper.hooked:
             host.flush()  # hooks are to see the new parameters
-        parts.stepper.run_hooks("post")
+        training.stepper.run_hooks("post")
         return loss
 
     def step_of_others(self, host: Host) -> None:
@@ -104,22 +109,22 @@ class ShardedUpdate:
             self._step(host, OthersStep())
         finally:
             for key in SCALER:
-                self._parts.optimizer.__dict__.pop(key, None)
+                self._training.optimizer.__dict__.pop(key, None)
 
     def _step(self, host: Host, event: StepCalled | OthersStep) -> None:
-        self._due.begin(self._snapshot, self._parts.bucketing.device)
+        self._due.begin(self._snapshot, self._training.bucketing.device)
         with torch.no_grad():
             host.tell(event)
 
     @property
     def _reduced(self) -> bool:
-        return self._parts.schedule.phase is Phase.REDUCED
+        return self._schedule.phase is Phase.REDUCED
 
     # -- what the schedule says ------------------------------------------------------------
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
         """Do one part of a step, or take over what others have done."""
-        buckets = self._parts.bucketing.buckets
+        buckets = self._training.bucketing.buckets
         match command:
             case UpdateOwn(number, used):
                 self._update_own(buckets[number], used)
@@ -139,10 +144,10 @@ class ShardedUpdate:
         self._due.add(bucket, (slot.param for slot in self._fresh[bucket.index]))
 
     def _share(self, answer: Any) -> None:
-        settings = share_settings(self._parts, answer)
+        settings = share_settings(self._training, answer)
         self._snapshot = settings or self._snapshot
-        if self._parts.schedule.phase is Phase.WHOLE:
-            share_gradients(self._parts, answer)
+        if self._schedule.phase is Phase.WHOLE:
+            share_gradients(self._training, answer)
 
     @torch.no_grad()
     def _update_own(self, bucket: Bucket, used: frozenset[int]) -> None:
@@ -157,7 +162,7 @@ class ShardedUpdate:
                 pairs.append((piece.slot.param, piece.stand_in))
         try:
             if pairs:
-                self._parts.stepper.step_on(pairs, self._snapshot, self.shards.state)
+                self._training.stepper.step_on(pairs, self._snapshot, self.shards.state)
         finally:
             for _, stand_in in pairs:
                 stand_in.grad = None
@@ -184,12 +189,12 @@ class ShardedUpdate:
         """Have nobody take for gradients what is none any more."""
         self.shards.steps += spent is not None
         if spent is not None:
-            for slot in self._parts.bucketing.slots:
+            for slot in self._training.bucketing.slots:
                 if slot.index in spent or slot.param.grad is slot.pending:
                     slot.param.grad = None
                 if slot.index in spent:
                     self._spent.append(slot)
-        self._parts.views.drop()
+        self._views.drop()
 
     def _take_over(self, bucket: Bucket) -> None:
         """Take over the bucket's new parameters."""
@@ -237,7 +242,7 @@ class ShardedUpdate:
     @torch.no_grad()
     def planned(self) -> None:
         """Move the optimizer's state to whom it belongs under the plan in force."""
-        buckets = self._parts.bucketing.buckets
+        buckets = self._training.bucketing.buckets
         if self.shards.built:
             self.shards.rebuild(buckets)
             return
@@ -252,7 +257,7 @@ class ShardedUpdate:
     def whole_state(self, host: Host) -> Iterator[None]:
         """Let the optimizer hold the whole state inside; every worker must come here."""
         host.settle()
-        inside = self._parts.optimizer.__dict__
+        inside = self._training.optimizer.__dict__
         kept, inside["state"] = inside["state"], self.shards.whole()
         self._has_whole_state = True
         try:
@@ -263,23 +268,24 @@ class ShardedUpdate:
 
     def visible_state(self) -> Any:
         """Return the optimizer's state where it is whole, and else what refuses to be read."""
-        state = self._parts.optimizer.__dict__["state"]
-        if self._parts.stepper.stepping or self._has_whole_state or not self.shards.state:
+        state = self._training.optimizer.__dict__["state"]
+        if self._training.stepper.stepping or self._has_whole_state or not self.shards.state:
             return state
         return DividedState(len(self.shards.state))
 
     def detach(self) -> None:
         """Give the optimizer its whole state back."""
-        self._parts.optimizer.__dict__["state"] = self.shards.whole()
+        self._training.optimizer.__dict__["state"] = self.shards.whole()
 
 
-def _check_same_groups(parts: Parts) -> None:
-    names = {slot.param: slot.name for slot in parts.bucketing.slots}
+def _check_same_groups(training: Training) -> None:
+    names = {slot.param: slot.name for slot in training.bucketing.slots}
     groups = [
-        [names[p] for p in group["params"] if p in names] for group in parts.optimizer.param_groups
+        [names[p] for p in group["params"] if p in names]
+        for group in training.optimizer.param_groups
     ]
-    mine = [type(parts.optimizer).__name__, groups]
-    world = parts.collectives.world
+    mine = [type(training.optimizer).__name__, groups]
+    world = training.collectives.world
     for rank, answer in enumerate(world.exchange("optimizer", mine)):
         if answer != mine:
             raise MismatchError(

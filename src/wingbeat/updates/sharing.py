@@ -14,14 +14,14 @@ import torch
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.schedules.intents import Answer
 from wingbeat.updates.stepper import GroupSnapshot
-from wingbeat.updates.update import Parts
+from wingbeat.updates.update import Training
 from wingbeat.updates.values import decode, encode
 
 SCALER = ("grad_scale", "found_inf")
 """Where a GradScaler leaves word for an optimizer that unscales in its own step."""
 
 
-def share_settings(parts: Parts, answer: Answer) -> GroupSnapshot | None:
+def share_settings(training: Training, answer: Answer) -> GroupSnapshot | None:
     """Give the workers without batches the settings of this step, or take them over.
 
     Returns:
@@ -31,17 +31,17 @@ def share_settings(parts: Parts, answer: Answer) -> GroupSnapshot | None:
         UsageError: a setting cannot travel.
         PeerError: the worker that leads sent something that is no optimizer's settings.
     """
-    world = parts.collectives.world
-    mine = _settings(parts) if world.rank == answer.leader else None
+    world = training.collectives.world
+    mine = _settings(training) if world.rank == answer.leader else None
     shared = world.exchange("optimizer settings", mine)[answer.leader]
     if not answer.follows(world.rank):
         return None
-    own = parts.stepper.snapshot()
-    device = parts.bucketing.buckets[0].flat.device
+    own = training.stepper.snapshot()
+    device = training.bucketing.buckets[0].flat.device
     try:
         groups, words = shared
         snapshot = [{k: decode(v, device) for k, v in group.items()} for group in groups]
-        inside = parts.optimizer.__dict__
+        inside = training.optimizer.__dict__
         inside.update({key: decode(words[key], device) for key in SCALER if key in words})
         if [list(group) for group in snapshot] != [list(group) for group in own]:
             raise ValueError
@@ -53,11 +53,11 @@ def share_settings(parts: Parts, answer: Answer) -> GroupSnapshot | None:
     return snapshot
 
 
-def _settings(parts: Parts) -> list[Any]:
-    inside = parts.optimizer.__dict__
+def _settings(training: Training) -> list[Any]:
+    inside = training.optimizer.__dict__
     try:
         return [
-            [{k: encode(v) for k, v in group.items()} for group in parts.stepper.snapshot()],
+            [{k: encode(v) for k, v in group.items()} for group in training.stepper.snapshot()],
             {key: encode(inside[key]) for key in SCALER if key in inside},
         ]
     except TypeError as err:
@@ -67,16 +67,16 @@ def _settings(parts: Parts) -> list[Any]:
 
 
 @torch.no_grad()
-def share_gradients(parts: Parts, answer: Answer) -> None:
+def share_gradients(training: Training, answer: Answer) -> None:
     """Have all take the whole gradients of one worker, as anybody may clip or scale those."""
-    rank = parts.collectives.world.rank
-    for bucket in parts.bucketing.buckets:
+    rank = training.collectives.world.rank
+    for bucket in training.bucketing.buckets:
         bucket.settle()
         if rank == answer.leader:
             for slot in bucket.slots:
                 if slot.param.grad is not None and slot.param.grad is not slot.view:
                     slot.view.copy_(slot.param.grad)
-        parts.collectives.broadcast(bucket.flat, answer.leader, label="gradients").wait()
+        training.collectives.broadcast(bucket.flat, answer.leader, label="gradients").wait()
         if answer.follows(rank):
             for slot in bucket.slots:
                 slot.param.grad = slot.view if slot.index in answer.used else None

@@ -13,8 +13,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.gradients.steps import Steps
-from wingbeat.gradients.views import Views
-from wingbeat.schedules.events import Event, Schedule, UpdateCommand
+from wingbeat.schedules.events import Event, Phase, UpdateCommand
 from wingbeat.updates.shards import Shards
 from wingbeat.updates.stepper import Stepper
 
@@ -23,6 +22,10 @@ Closure = Callable[[], Any] | None
 
 class Host(Protocol):
     """What an update may ask of the engine that it is part of."""
+
+    @property
+    def phase(self) -> Phase:
+        """Where the gradients of the last backward are."""
 
     def tell(self, event: Event, closure: Closure = None) -> Any:
         """Do what the schedule has to say; return what a whole step has returned, if any."""
@@ -38,7 +41,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class Training:
     """What an update works on.
 
     Attributes:
@@ -46,9 +49,7 @@ class Parts:
         stepper: runs its own step on some parameters or on all.
         steps: counts the steps.
         bucketing: the plan in force.
-        views: how gradients are shown.
         collectives: of all the workers.
-        schedule: says when; here it is only asked where gradients are.
         refresh: brings parameters up to date that somebody is about to read.
     """
 
@@ -56,9 +57,7 @@ class Parts:
     stepper: Stepper
     steps: Steps
     bucketing: Bucketing
-    views: Views
     collectives: Collectives
-    schedule: Schedule
     refresh: Callable[[list[torch.Tensor]], None]
 
 

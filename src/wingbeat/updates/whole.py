@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.schedules.events import Step, StepCalled, UpdateCommand
-from wingbeat.updates.update import Closure, Host, Parts
+from wingbeat.updates.update import Closure, Host, Training
 
 
 class WholeUpdate:
@@ -17,8 +17,8 @@ class WholeUpdate:
     agrees: ClassVar[bool] = False
     shards = None
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, training: Training) -> None:
+        self._training = training
 
     def step(self, host: Host, closure: Closure) -> Any:
         """Run the optimizer's own step."""
@@ -32,8 +32,8 @@ class WholeUpdate:
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
         """Step, which is all that is ever asked for."""
         assert isinstance(command, Step), command
-        self._parts.steps.count += 1
-        return self._parts.stepper.whole_step(closure)
+        self._training.steps.count += 1
+        return self._training.stepper.whole_step(closure)
 
     def reads_only(self, bucket: Bucket) -> bool:  # noqa: ARG002
         """Nothing is known of what the optimizer does with gradients."""
@@ -65,7 +65,7 @@ class WholeUpdate:
 
     def visible_state(self) -> Any:
         """Return the optimizer's own."""
-        return self._parts.optimizer.__dict__["state"]
+        return self._training.optimizer.__dict__["state"]
 
     def detach(self) -> None:
         """Nothing was changed."""
