@@ -249,6 +249,13 @@ def test_what_is_certain_is_updated_before_the_others_are_heard() -> None:
     ]
 
 
+def test_gradients_that_somebody_has_seen_are_stepped_on_when_all_are_heard() -> None:
+    """He may have changed them, and those of workers without batches come with the answer."""
+    worker = after(GradientsNeeded())
+    together([worker], [[StepCalled(used=frozenset({0, 1, 2}))]])
+    assert worker.told[:2] == [Say(Intent.STEP, frozenset({0, 1, 2})), Hear()]
+
+
 def test_what_is_due_is_taken_over_once() -> None:
     worker = after(StepCalled(used=frozenset({2})))
     together([worker], [[ParametersNeeded((0, 1)), ParametersNeeded((1,))]])
@@ -285,3 +292,9 @@ def test_dropped_gradients_are_forgotten_but_not_as_used_up() -> None:
     ]
     together([worker], [[GradientsDropped()]])
     assert len(worker.told) == 5, "there is nothing left to drop"
+
+
+def test_gradients_that_are_whole_stay_what_they_are_when_they_are_dropped() -> None:
+    worker = after(GradientsNeeded())
+    together([worker], [[GradientsDropped()]])
+    assert not [command for command in worker.told if isinstance(command, Forget)]

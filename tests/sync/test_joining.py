@@ -81,7 +81,7 @@ def _joined(strategy: Any, by_all: bool) -> Callable[[Any], Any]:
                 optimizer.step()
                 scheduler.step()
         found = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
-        assert model._engine._scale == scale
+        assert model._engine.scale == scale
         # Once more with all, which must not be taken for workers out of step.
         optimizer.zero_grad()
         _loss(model, 9, 0).backward()

@@ -66,7 +66,6 @@ class ShardedDear(Dear):
             case Planned(forward, members):
                 self._forward, self._members = forward, members
             case BackwardBegins():
-                yield from self._update(self._forward)
                 if self.phase is not Phase.IDLE:
                     yield from self._agree(Intent.ADD)
                 yield from super().react(event)
@@ -101,13 +100,13 @@ class ShardedDear(Dear):
         self,
         intent: Intent,
         used: frozenset[int] = frozenset(),
-        meanwhile: Iterable[Command] = (),
+        meanwhile: Iterator[Command] | None = None,
     ) -> Agreeing:
         """Tell all workers what this one does; first let those see gradients who want to."""
         while True:
             yield Say(intent, used)
-            yield from meanwhile
-            meanwhile = ()
+            if meanwhile is not None:
+                yield from meanwhile  # an iterator: nothing the second time
             answer = yield Hear()
             assert answer is not None, "who performs Hear has to answer"
             if not answer.wants_whole:

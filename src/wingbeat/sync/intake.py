@@ -41,7 +41,7 @@ class Intake:
         self.sync = True
         self.lock = threading.RLock()
         self.buffer_root = 0
-        self._scale = scale
+        self.scale = scale
         self._decided: bool | None = None
         self._in_backward = False
         self._backward: weakref.ref[Any] | None = None
@@ -176,7 +176,7 @@ class Intake:
         slot.bucket.settle()
         if slot.param.dtype is not slot.view.dtype or slot.param.shape != slot.view.shape:
             check_kind(slot.name, slot.param, slot.view)
-        slot.used = slot.fill(self._scale)
+        slot.used = slot.fill(self.scale)
         slot.ready = True
         self.views.taken(slot)
 

@@ -53,7 +53,7 @@ class _Party:
             engine.settle_gradients()
         self._begin(_Doing.SYNCED)
         if not self.divide_by_all:
-            engine._scale = 1.0 / len(self.active)
+            engine.scale = 1.0 / len(self.active)
 
     def begin_local_batch(self, _model: torch.nn.Module, _args: Any) -> None:
         """Before any forward: those under ``no_sync`` count too."""
@@ -109,7 +109,7 @@ def joined(
     if engine.world.size == 1 or not enable:
         yield
         return
-    party, scale = _Party(engine, divide_by_all, throw), engine._scale
+    party, scale = _Party(engine, divide_by_all, throw), engine.scale
     hook = ModuleHook(weakref.ref(party), "begin_local_batch")
     handle = engine.model.register_forward_pre_hook(hook, prepend=True)
     engine.before_synced_forward = party.begin_batch
@@ -117,7 +117,7 @@ def joined(
         yield
     finally:
         engine.before_synced_forward = None
-        engine._scale = scale
+        engine.scale = scale
         handle.remove()
     if engine.update.agrees:
         engine.zero_grad(True)  # as the others do before their next forward
@@ -125,9 +125,19 @@ def joined(
 
 
 def _announce(engine: Engine, doing: _Doing) -> list[int]:
-    """Tell what this worker does; return what every rank does."""
-    flags = Rows(engine.collectives, [float(doing)], "batches left").wait()
-    return [int(flag) for flag in flags.view(-1).tolist()]
+    """Tell what this worker does; return what every rank does.
+
+    Raises:
+        PeerError: a worker said something that has no meaning.
+    """
+    said = Rows(engine.collectives, [float(doing)], "batches left").wait().view(-1).tolist()
+    for rank, flag in enumerate(said):
+        if flag not in list(_Doing):
+            raise PeerError(
+                f"rank {engine.world.rank}: rank {rank} sent {flag!r} where it was due to say "
+                "whether it has batches left, 0 to 2; all workers have to run the same wingbeat"
+            )
+    return [int(flag) for flag in said]
 
 
 def _list(ranks: list[int]) -> str:
