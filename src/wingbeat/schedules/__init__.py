@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from wingbeat.schedules.dear import Dear
+from wingbeat.schedules.events import Schedule
 from wingbeat.schedules.sharded import ShardedDear
 from wingbeat.schedules.wfbp import Wfbp
 
-__all__ = ["Dear", "ShardedDear", "Wfbp"]
+__all__ = ["BY_NAME", "Dear", "ShardedDear", "Wfbp"]
+
+BY_NAME: dict[str, type[Schedule]] = {"wfbp": Wfbp, "dear": Dear, "sharded": ShardedDear}
+"""Each is made once for a run."""

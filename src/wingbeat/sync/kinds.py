@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from wingbeat import schedules
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.pending import Gatherer
 from wingbeat.gradients.views import HiddenGradients, ShownGradients, Views
-from wingbeat.schedules import Dear, ShardedDear, Wfbp
 from wingbeat.schedules.events import Schedule
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
@@ -16,8 +16,6 @@ from wingbeat.updates.deferred import DeferredUpdate
 from wingbeat.updates.sharded import ShardedUpdate
 from wingbeat.updates.update import Training, Update
 from wingbeat.updates.whole import WholeUpdate
-
-_SCHEDULES: dict[str, type[Schedule]] = {"wfbp": Wfbp, "dear": Dear}
 
 
 def runtime_of(
@@ -46,8 +44,9 @@ def runtime_of(
 
 def _schedule_of(choices: Choices, workers: int) -> Schedule:
     if workers == 1:
-        return Wfbp()  # nothing is exchanged
-    return ShardedDear() if choices.shard_optimizer else _SCHEDULES[choices.schedule]()
+        return schedules.Wfbp()  # nothing is exchanged
+    name = "sharded" if choices.shard_optimizer else choices.schedule
+    return schedules.BY_NAME[name]()
 
 
 def _update_of(

@@ -1,0 +1,1 @@
+"""All schedules speak one language: one suite."""
