@@ -1,0 +1,1 @@
+"""What an operation on a bucket brings, whoever carries it: one suite."""
