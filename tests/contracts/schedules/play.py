@@ -25,6 +25,7 @@ from wingbeat.schedules.events import (
     Planned,
     Say,
     Schedule,
+    Share,
     Start,
     Step,
     StepCalled,
@@ -46,6 +47,7 @@ class Worker:
         started: the operations on buckets, in order.
         told: all commands.
         updated: what this worker has updated of each bucket since the last backward.
+        shared: how often settings were shared, which takes all workers.
         due: buckets whose update is due, and the parameters, where only some are.
     """
 
@@ -56,6 +58,7 @@ class Worker:
         self.told: list[Command] = []
         self.updated: list[tuple[int, frozenset[int]]] = []
         self.due: dict[int, frozenset[int] | None] = {}
+        self.shared = 0
         self._last: dict[int, Operation] = {}
         self._waited: set[int] = set()
         self._placed: set[int] = set()
@@ -112,6 +115,8 @@ class Worker:
 
     def _update(self, command: Command) -> None:
         match command:
+            case Share():
+                self.shared += 1
             case UpdateOwn(bucket, used):
                 assert bucket in self._waited, "the own block's gradient is not there yet"
                 assert bucket not in self._placed

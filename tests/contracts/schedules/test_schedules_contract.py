@@ -100,6 +100,7 @@ def test_workers_without_batches_stay_in_step_where_all_agree(seed: int) -> None
         answers = together(workers, histories)
         assert all(worker.started == workers[0].started for worker in workers)
         assert all(worker.due == workers[0].due for worker in workers)
+        assert all(worker.shared == workers[0].shared for worker in workers)
         if Intent.STEP in answers[-1].doing:
             used = answers[-1].used
             for worker in workers:
