@@ -131,6 +131,7 @@ class ShardedDear(Dear):
         Where its own gradients tell that there is something to update, this worker does so while
         other buckets, and the other workers' answers, are on their way.
         """
+        yield from self._update(self._forward)
         buckets = sorted(self._forward)
         reduced = self.phase is Phase.REDUCED
         certain = [b for b in buckets if reduced and self._members[b] <= used]
