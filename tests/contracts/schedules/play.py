@@ -132,8 +132,8 @@ class Worker:
             case Update(bucket):
                 assert bucket in self._waited, "what it needs of other workers is missing"
                 del self.due[bucket]
-            case Forget():
-                assert self.schedule.phase is not Phase.IDLE
+            case Forget(spent):
+                assert spent is not None or self.schedule.phase is not Phase.IDLE
             case Step():
                 assert not self.due, "an older update would come after this one"
                 assert all(last in (AG, AR) for last in self._last.values())
