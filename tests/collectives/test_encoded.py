@@ -189,7 +189,7 @@ def test_a_malformed_payload_names_who_sent_it() -> None:
 
     with late.open_worlds(2) as (members, _):
         message = loopback.run(members, body)[0]
-    assert message.startswith("rank 0: rank 1 sent a malformed payload: ")
+    assert message.startswith("rank 0: a gathered sum: rank 1 sent a malformed payload: ")
 
 
 def test_chunks_that_overlap_the_regions_are_encoded_by_region() -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from integrations.ledger import SHAPES, Chosen, Ledger, gradient, make_state
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.integrations import ddp
-from wingbeat.integrations.ddp.exchange import TopKExchange
+from wingbeat.integrations.ddp.exchange import Exchange
 
 STEPS = range(6)
 
@@ -282,18 +282,18 @@ def malformed() -> tuple[str, str]:
     """Rank 1 sends nonsense."""
     ledger = Ledger("topk")
     ledger.train(range(2))
-    usual = TopKExchange.prepare
+    usual = Exchange.prepare
 
-    def nonsense(self: TopKExchange) -> None:
+    def nonsense(self: Exchange) -> None:
         usual(self)
-        self._sent.fill_(255)
+        self._sum.rows.fill_(255)
 
     if dist.get_rank() == 1:
-        TopKExchange.prepare = nonsense  # type: ignore[method-assign]
+        Exchange.prepare = nonsense  # type: ignore[method-assign]
     try:
         return _failing(ledger)
     finally:
-        TopKExchange.prepare = usual  # type: ignore[method-assign]
+        Exchange.prepare = usual  # type: ignore[method-assign]
         ledger.close()
 
 
