@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wingbeat.codecs.cast import Cast
 from wingbeat.codecs.lowrank import LowRank
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec
@@ -141,12 +140,6 @@ def test_sketched_factors_add_little_error(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("codec", [LowRank(3), LowRank(3, Cast("fp16"))], ids=["dense", "fp16"])
-def test_zero_stays_zero(shape: tuple[int, int], codec: LowRank) -> None:
-    assert not there_and_back(codec, torch.zeros(shape)).any()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("exponent", [-149 + 12, -120, -80, 80, 120, 124])
 def test_the_extremes_of_float32_neither_overflow_nor_vanish(
     shape: tuple[int, int], exponent: int
@@ -185,35 +178,7 @@ def test_everything_nan_arrives_as_nan() -> None:
     assert there_and_back(LowRank(2), torch.full((40, 50), torch.nan)).isnan().all()
 
 
-def test_nan_does_not_stay_in_the_residual() -> None:
-    codec = LowRank(2, SKETCH)
-    x, residual = torch.randn(100, 200), torch.zeros(100, 200)
-    x[5, 6], residual[8, 9] = torch.inf, torch.nan
-    out = decoded(codec, encoded(codec, x, residual), (100, 200))
-    assert out[[5, 8]].isnan().all()
-    assert residual.isfinite().all()
-    assert not residual[[5, 8]].any()
-    assert residual[6].any()
-    x[5, 6] = 1.0
-    assert decoded(codec, encoded(codec, x, residual), (100, 200)).isfinite().all()
-
-
 # -- feedback ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("inner", [LowRank(3).inner, SKETCH, TopKCodec(0.5)])
-def test_the_residual_is_what_the_receiver_misses(
-    shape: tuple[int, int], inner: SketchCodec
-) -> None:
-    codec = LowRank(2, inner)
-    x = torch.randn(shape).repeat(3, 4)
-    residual = 0.3 * torch.randn_like(x)
-    total, before = x + residual, x.clone()
-    out = decoded(codec, encoded(codec, x, residual), (x.shape[0], x.shape[1]))
-    assert torch.equal(x, before)
-    torch.testing.assert_close(out + residual, total, rtol=0, atol=2e-6 * float(total.abs().max()))
-    assert residual.norm() > 0.1 * x.norm()
 
 
 @pytest.mark.parametrize("inner", [LowRank(3).inner, SKETCH], ids=["dense", "sketch"])
@@ -292,28 +257,6 @@ def test_the_inner_codec_does_what_is_no_large_matrix(
     assert torch.equal(*outs)
 
 
-def test_equal_input_gives_equal_bytes_and_no_other_random_numbers() -> None:
-    x = torch.randn(101, 203)
-    state = torch.get_rng_state()
-    codec = LowRank(3, SKETCH)
-    payloads = [encoded(codec, x.clone(), torch.zeros_like(x)) for _ in range(3)]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(payloads[0], payloads[1])
-    assert torch.equal(payloads[0], payloads[2])
-
-
-@pytest.mark.parametrize("inner", [LowRank(1).inner, SKETCH], ids=["dense", "sketch"])
-def test_decoding_adds_or_overwrites(inner: SketchCodec) -> None:
-    codec = LowRank(3, inner)
-    payload = encoded(codec, torch.randn(101, 203))
-    written = decoded(codec, payload, (101, 203))
-    assert written.isfinite().all()
-    base = torch.randn(101 * 203)
-    added = base.clone()
-    codec.decode(payload, added, add=True, cols=203)
-    torch.testing.assert_close(added, base + written.view(-1), rtol=0, atol=1e-5)
-
-
 def test_malformed_payloads_are_refused_and_nothing_is_written() -> None:
     codec = LowRank(2, TopKCodec(0.1))
     payload = encoded(codec, torch.randn(300, 200))
@@ -326,17 +269,9 @@ def test_malformed_payloads_are_refused_and_nothing_is_written() -> None:
     assert torch.equal(out, torch.ones_like(out))
 
 
-def test_wrong_sizes_are_refused() -> None:
-    codec, x = LowRank(2), torch.ones(60 * 90)
-    size = codec.nbytes(60 * 90, 90)
-    long = torch.zeros(size + 1, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=f"payload has {size + 1} bytes; it must have {size}"):
-        codec.encode(x, long, cols=90)
-    with pytest.raises(ValueError, match=f"payload has {size - 1} bytes; it must have {size}"):
-        codec.decode(long[: size - 1], x, cols=90)
+def test_elements_that_are_not_whole_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="5400 elements are not whole rows of cols=91"):
-        codec.nbytes(60 * 90, 91)
-    assert torch.equal(x, torch.ones_like(x))
+        LowRank(2).nbytes(60 * 90, 91)
 
 
 def test_numbers_out_of_range_are_refused() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wingbeat.codecs.codec import check_size
 from wingbeat.errors import unknown
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -105,10 +106,7 @@ class Cast:
 
     def _fields(self, payload: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
         """Return views of the scale, a scalar, and of the values."""
-        if payload.numel() != self.nbytes(numel):
-            raise ValueError(
-                f"payload has {payload.numel()} bytes; it must have {self.nbytes(numel)}"
-            )
+        check_size(payload, self.nbytes(numel))
         head = self._head(numel)
         scale = payload[:head].view(torch.float32)[0] if head else None
         return scale, payload[head:].view(DTYPES[self.dtype])
