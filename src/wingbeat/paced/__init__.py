@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wingbeat.paced.profile import Layer, Parameter, Profile, load_profile, names, parse
-from wingbeat.paced.summary import by_kind, table
+from wingbeat.paced.summary import table
 
 if TYPE_CHECKING:
     from wingbeat.paced.model import PacedModel
@@ -22,7 +22,6 @@ __all__ = [
     "PacedModel",
     "Parameter",
     "Profile",
-    "by_kind",
     "load_profile",
     "names",
     "parse",
