@@ -30,7 +30,7 @@ SEED = 4_3_1
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRankCodec:
     """A matrix is written as ``P @ Q.T``, and each factor by the inner codec.
 
     Payload: ``[P: rows * rank elements][Q: cols * rank elements]``, each as the inner codec writes

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wingbeat.codecs import Codec, Coding
-from wingbeat.codecs.cast import Cast
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.lowrank import LowRank
+from wingbeat.codecs.half import HalfCodec
+from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.types import Span
 
 CODECS: dict[str, Callable[[], Codec]] = {
     "dense": Dense,
-    "fp16": lambda: Cast("fp16"),
+    "fp16": HalfCodec,
     "sketch": SketchCodec,
     "sketch of 3 bits": lambda: SketchCodec(3),
     "sketch of 1 bit": lambda: SketchCodec(1),
@@ -29,10 +29,10 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "top-k": lambda: TopKCodec(0.02),
     "top-k with momentum": lambda: TopKCodec(0.1, momentum=0.9),
     "top-k of all": lambda: TopKCodec(1.0),
-    "low rank, dense": lambda: LowRank(3),
-    "low rank, fp16": lambda: LowRank(3, Cast("fp16")),
-    "low rank, sketch": lambda: LowRank(3, SketchCodec(8)),
-    "low rank, top-k": lambda: LowRank(3, TopKCodec(0.1)),
+    "low rank, dense": lambda: LowRankCodec(3),
+    "low rank, fp16": lambda: LowRankCodec(3, HalfCodec()),
+    "low rank, sketch": lambda: LowRankCodec(3, SketchCodec(8)),
+    "low rank, top-k": lambda: LowRankCodec(3, TopKCodec(0.1)),
 }
 
 COLS = 64
