@@ -1,4 +1,4 @@
-"""Hands whole collectives to a native group, behind the same handle as those made of Steps."""
+"""Hands whole collectives to a native group, behind the same handle as those made of hops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Collectives that a library brings itself: NCCL for tensors on GPUs.
 
 NCCL schedules its own chunks over all network cards, in streams of its own, so it is given
-whole collectives rather than Steps. Waiting orders streams; the host is never blocked.
+whole collectives rather than hops. Waiting orders streams; the host is never blocked.
 """
 
 from __future__ import annotations
