@@ -1,4 +1,4 @@
-"""Low rank: near the best approximation of that rank, and nothing lost that is not owed."""
+"""Low rank: near the best approximation of that rank; the residual has what is lost."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_everything_nan_arrives_as_nan() -> None:
 
 @pytest.mark.parametrize("inner", [LowRankCodec(3).inner, SKETCH], ids=["dense", "sketch"])
 def test_with_feedback_all_is_sent_in_the_end(inner: SketchCodec) -> None:
-    """Sums of what came and of what is owed are sums of what went in; and the debt is bounded."""
+    """What came and the residual are what went in; and the residual is bounded."""
     codec = LowRankCodec(4, inner)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(64, 160, generator=generator)

@@ -91,7 +91,7 @@ def exchange(collectives: Collectives, how: str, buffer: torch.Tensor, wire: Enc
 
 @pytest.mark.parametrize("how", ["whole", "halves", "gathered"])
 @pytest.mark.parametrize("wire", ["sketch@3", "topk@0.02"])
-def test_all_get_the_same_bits_and_what_is_missing_is_owed(wire: str, how: str) -> None:
+def test_all_get_the_same_bits_and_residuals_have_what_is_missing(wire: str, how: str) -> None:
     rounds = [values(seed) for seed in range(3)]
     residuals = [torch.zeros(NUMEL) for _ in range(SIZE)]
 

@@ -1,7 +1,7 @@
 """Turns rounds of hops into one linear program for one executor thread. Pure logic.
 
 Hops are cut into chunks, and a chunk may be sent as soon as the chunk that it depends on has
-arrived. So all the rounds overlap, and a ring's latency is paid once rather than once a round.
+arrived. So all the rounds overlap, and a ring's latency counts once rather than once a round.
 """
 
 from __future__ import annotations
