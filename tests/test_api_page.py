@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import wingbeat
-from wingbeat import errors
+from wingbeat import errors, testing
 from wingbeat.integrations import ddp
 from wingbeat.sync.upgrade import DistributedModel, DistributedOptimizer
 
@@ -30,7 +30,7 @@ def test_every_public_name_stands_there_once() -> None:
     names = [name for _, name, _ in DIRECTIVE.findall(PAGE)]
     assert len(names) == len(set(names))
     of_wingbeat = {name.removeprefix("wingbeat.") for name in names if name.count(".") == 1}
-    assert of_wingbeat - {"errors"} == set(wingbeat.__all__)
+    assert of_wingbeat - {"errors", "testing"} == set(wingbeat.__all__)
 
 
 @pytest.mark.parametrize("name", wingbeat.__all__)
@@ -50,7 +50,7 @@ def test_every_method_that_distribute_adds_stands_there(cls: type, base: type) -
     assert members(f"wingbeat.sync.upgrade.{cls.__name__}") == public
 
 
-def test_every_error_and_every_hook_stands_there() -> None:
+def test_every_error_hook_and_fake_stands_there() -> None:
     raised = {
         name
         for name, value in vars(errors).items()
@@ -58,3 +58,4 @@ def test_every_error_and_every_hook_stands_there() -> None:
     }
     assert members("wingbeat.errors") == raised
     assert members("wingbeat.integrations.ddp") == set(ddp.__all__)
+    assert members("wingbeat.testing") == set(testing.__all__)

@@ -30,7 +30,7 @@ import torch
 from profile_networks import InceptionV4, LstmPtb, Yolo
 from torch import Tensor, nn
 
-from wingbeat.paced.profile import Layer, Parameter, Profile, encode
+from wingbeat.paced.profile import Parameter, Profile, ProfiledLayer, encode
 
 FOLDER = Path(__file__).resolve().parent.parent / "src" / "wingbeat" / "paced" / "profiles"
 DEVICE = "NVIDIA GeForce RTX 2080 Ti, float32"
@@ -311,7 +311,7 @@ def make(name: str, batch_size: int, rate: float, source: str) -> Profile:
     for cost in costs:
         forward = forward_ms * cost.seconds / whole
         times = round(forward, 5), round(BACKWARD * forward, 5)
-        layers.append(Layer(cost.name, cost.kind, cost.parameters, *times))
+        layers.append(ProfiledLayer(cost.name, cost.kind, cost.parameters, *times))
     return Profile(
         name=name,
         device=DEVICE,

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECK = """
 import pathlib, sys, torch, wingbeat
 from wingbeat import _native, kernels, sync, wires
-from wingbeat.transport import loopback
+from wingbeat import testing
 
 here = pathlib.Path(sys.prefix).resolve()
 for module in (wingbeat, _native):
@@ -51,8 +51,8 @@ wingbeat.shutdown()
 torch.manual_seed(0)
 twins = [torch.nn.Linear(300, 400) for _ in range(2)]
 codec = wingbeat.AllReduce(wire=wires.Sketch(bits=8, auto_disable=False))
-first, second = loopback.run(
-    loopback.worlds(2), lambda world: train(twins[world.rank], world, codec)
+first, second = testing.run(
+    testing.worlds(2), lambda world: train(twins[world.rank], world, codec)
 )
 assert all(torch.equal(a, b) for a, b in zip(first, second))
 print("trained a step with", kernels.of(torch.device("cpu")).__name__)

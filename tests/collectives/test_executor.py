@@ -137,7 +137,7 @@ def test_a_malformed_chunk_names_who_sent_it(nonsense: int) -> None:
     members[nonsense].links = (Nonsense(board, nonsense, "lo0"),)
     said = loopback.run(members, body)[other]
     assert said.startswith(f"rank {other}: rank {nonsense} failed during all-reduce on interface")
-    assert ": sent a malformed chunk: " in said
+    assert ": sent a malformed payload: " in said
 
 
 def test_a_send_that_fails_at_the_end_fails_the_collective() -> None:

@@ -31,14 +31,14 @@ class Alternating(Topology):
 
 def _alternate(rounds: list[Round]) -> list[Round]:
     out: list[Round] = []
-    for number, steps in enumerate(rounds):
+    for number, hops in enumerate(rounds):
         interface = number % 2
         out.append(
             tuple(
                 Send(s.peer, s.span, interface)
                 if isinstance(s, Send)
                 else Recv(s.peer, s.span, s.reduce, interface)
-                for s in steps
+                for s in hops
             )
         )
     return out

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,18 +22,25 @@ class Board:
         self.changed = threading.Condition()
         self.mail: defaultdict[Key, deque[Sent]] = defaultdict(deque)
         self.nbytes: defaultdict[int, int] = defaultdict(int)
+        self.closed: set[int] = set()
+
+    def wait(self, done: Callable[[], bool], key: Key, seconds: float) -> None:
+        """Wait until ``done``, as long as neither end of ``key`` is closed."""
+        if not self.changed.wait_for(lambda: done() or self.closed.intersection(key[1:3]), seconds):
+            raise RuntimeError("timed out")
+        if not done():
+            raise RuntimeError("connection closed by peer")
 
 
 class Sent:
-    def __init__(self, board: Board, tensor: torch.Tensor) -> None:
-        self._board = board
+    def __init__(self, board: Board, key: Key, tensor: torch.Tensor) -> None:
+        self._board, self._key = board, key
         self.tensor = tensor
         self.read = False
 
     def wait(self, seconds: float) -> None:
         with self._board.changed:
-            if not self._board.changed.wait_for(lambda: self.read, seconds):
-                raise RuntimeError("timed out")
+            self._board.wait(lambda: self.read, self._key, seconds)
 
 
 class Received:
@@ -42,11 +48,10 @@ class Received:
         self._board, self._key, self._out = board, key, out
 
     def wait(self, seconds: float) -> None:
-        board, deadline = self._board, time.monotonic() + seconds
+        board = self._board
         with board.changed:
             mail = board.mail[self._key]
-            if not board.changed.wait_for(lambda: mail, deadline - time.monotonic()):
-                raise RuntimeError("timed out")
+            board.wait(lambda: bool(mail), self._key, seconds)
             sent = mail.popleft()
             assert sent.tensor.dtype == self._out.dtype
             assert sent.tensor.shape == self._out.shape
@@ -63,9 +68,10 @@ class LateLink:
         self._board, self._rank, self.name = board, rank, name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Sent:
-        sent = Sent(self._board, tensor)
+        key = (self.name, self._rank, peer, tag)
+        sent = Sent(self._board, key, tensor)
         with self._board.changed:
-            self._board.mail[self.name, self._rank, peer, tag].append(sent)
+            self._board.mail[key].append(sent)
             self._board.changed.notify_all()
         return sent
 
@@ -73,7 +79,9 @@ class LateLink:
         return Received(self._board, (self.name, peer, self._rank, tag), tensor)
 
     def close(self) -> None:
-        """Nothing to close."""
+        with self._board.changed:
+            self._board.closed.add(self._rank)
+            self._board.changed.notify_all()
 
 
 def worlds(size: int, *, interfaces: int = 1) -> tuple[list[World], Board]:

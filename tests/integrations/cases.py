@@ -13,44 +13,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from integrations.ledger import SHAPES, Chosen, Ledger, gradient, make_state
+from integrations.totals import SHAPES, Chosen, Totals, gradient, make_state
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.integrations import ddp
-from wingbeat.integrations.ddp.exchange import TopKExchange
+from wingbeat.integrations.ddp.exchange import Exchange
 
 STEPS = range(6)
 
 
-def books(kind: str, options: dict[str, Any]) -> None:
-    """What is delivered and what is owed is what was put in, with DDP's usual options."""
+def conserved(kind: str, options: dict[str, Any]) -> None:
+    """What is delivered and what is missing is what was put in, with DDP's usual options."""
     backwards = options.pop("backwards", 1)
-    ledger = Ledger(kind, **options)
-    ledger.train(STEPS, backwards=backwards)
-    owed = ledger.balance()
-    assert owed["long"].abs().max() > 0.1, "a lossless hook would not test the residual"
-    ledger.same_everywhere()
-    ledger.close()
+    totals = Totals(kind, **options)
+    totals.train(STEPS, backwards=backwards)
+    missing = totals.check()
+    assert missing["long"].abs().max() > 0.1, "a lossless hook would not test the residual"
+    totals.same_everywhere()
+    totals.close()
 
 
 def buckets_are_rebuilt(kind: str) -> None:
     """The case above is about several buckets, and other ones after the first iteration."""
-    ledger = Ledger(kind)
+    totals = Totals(kind)
     seen: list[list[int]] = []
-    submit = ledger.state.submit
+    submit = totals.state.submit
 
     def noting(bucket: Any) -> Any:
         seen[-1].append(sum(p.numel() for p in bucket.parameters()))
         return submit(bucket)
 
-    ledger.state.submit = noting
+    totals.state.submit = noting
     for step in range(3):
         seen.append([])
-        ledger.train(range(step, step + 1))
+        totals.train(range(step, step + 1))
     assert len(seen[1]) > 2, f"few buckets: {seen}"
     assert seen[1] != seen[0], f"not rebuilt: {seen}"
     assert seen[2] == seen[1]
-    ledger.balance()
-    ledger.close()
+    totals.check()
+    totals.close()
 
 
 def unused(kind: str, bare: bool) -> None:
@@ -63,61 +63,61 @@ def unused(kind: str, bare: bool) -> None:
             return rank == 1
         return name != "tiny" or step == 1
 
-    ledger = Ledger(kind, find_unused_parameters=True, bare=bare)
-    ledger.train(range(7), used)
+    totals = Totals(kind, find_unused_parameters=True, bare=bare)
+    totals.train(range(7), used)
     # Zeros share a code with small values where they are few, which is then dropped by DDP: the
     # three elements of `tiny` can be off by what 2 bits cannot tell from zero.
-    ledger.put_in.pop("tiny")
-    tiny = ledger.delivered.pop("tiny")
-    ledger.put_in["tiny"] = tiny + ledger.owed()["tiny"]
-    ledger.delivered["tiny"] = tiny
-    ledger.balance()
-    ledger.same_everywhere()
-    ledger.close()
+    totals.put_in.pop("tiny")
+    tiny = totals.delivered.pop("tiny")
+    totals.put_in["tiny"] = tiny + totals.missing()["tiny"]
+    totals.delivered["tiny"] = tiny
+    totals.check()
+    totals.same_everywhere()
+    totals.close()
 
 
 def narrow(kind: str, dtype_name: str) -> None:
-    """Half precision: the delivered average is rounded, and that alone is not owed."""
-    ledger = Ledger(kind, dtype=getattr(torch, dtype_name))
-    ledger.train(STEPS)
-    ledger.balance(0.2 if dtype_name == "bfloat16" else 0.03)
-    assert ledger.model.module.wide.grad.dtype == getattr(torch, dtype_name)
-    ledger.same_everywhere()
-    ledger.close()
+    """Half precision: the delivered average is rounded, which no residual has."""
+    totals = Totals(kind, dtype=getattr(torch, dtype_name))
+    totals.train(STEPS)
+    totals.check(0.2 if dtype_name == "bfloat16" else 0.03)
+    assert totals.model.module.wide.grad.dtype == getattr(torch, dtype_name)
+    totals.same_everywhere()
+    totals.close()
 
 
 def lossless(dtype_name: str) -> None:
     """With density 1 the hook is an average in float32, whatever the dtype."""
     dtype = getattr(torch, dtype_name)
-    ledger = Ledger("topk", dtype=dtype, state={"density": 1.0})
-    ledger.train(range(2))
-    for name, value in ledger.delivered.items():
-        want = torch.as_tensor(ledger.put_in[name])
+    totals = Totals("topk", dtype=dtype, state={"density": 1.0})
+    totals.train(range(2))
+    for name, value in totals.delivered.items():
+        want = torch.as_tensor(totals.put_in[name])
         torch.testing.assert_close(value, want.expand(value.shape), rtol=1e-6, atol=1e-6)
-    assert not any(value.any() for value in ledger.owed().values())
-    ledger.close()
+    assert not any(value.any() for value in totals.missing().values())
+    totals.close()
 
 
 def not_finite(kind: str) -> None:
     """A NaN or an infinity arrives as NaN on every worker, in its place, and is soon gone."""
     rank = dist.get_rank()
-    ledger = Ledger(kind, bucket_cap_mb=25)
+    totals = Totals(kind, bucket_cap_mb=25)
     bad = (kind == "sketch", 2500)  # top-k sends the largest only, and these are the largest
     wanted = {name: gradient(0, rank, name) for name in SHAPES}
     if rank == 1:
         wanted["long"][7] = float("nan")
         wanted["long"][bad[1]] = float("inf")
-    ledger.model(wanted).backward()
-    grads = {name: p.grad.clone() for name, p in ledger.model.module.named_parameters()}
+    totals.model(wanted).backward()
+    grads = {name: p.grad.clone() for name, p in totals.model.module.named_parameters()}
     broken = (~torch.isfinite(grads["long"])).nonzero().flatten().tolist()
     assert broken == [7, bad[1]], broken
     assert all(torch.isfinite(grad).all() for name, grad in grads.items() if name != "long")
-    ledger.state.load_state_dict(ledger.state.state_dict())  # refuses what is not finite
-    ledger.model.zero_grad()
-    ledger.train(range(1, 2))
-    assert all(torch.isfinite(value).all() for value in ledger.delivered.values())
-    ledger.same_everywhere()
-    ledger.close()
+    totals.state.load_state_dict(totals.state.state_dict())  # refuses what is not finite
+    totals.model.zero_grad()
+    totals.train(range(1, 2))
+    assert all(torch.isfinite(value).all() for value in totals.delivered.values())
+    totals.same_everywhere()
+    totals.close()
 
 
 def many_buckets(kind: str) -> None:
@@ -176,43 +176,43 @@ def correction(momentum: float, steps: int) -> None:
 
 
 def first_half(kind: str) -> bytes:
-    """Some iterations, and the books and states to go on with elsewhere, as a file's bytes."""
-    ledger = Ledger(kind)
-    ledger.train(range(3))
-    ledger.balance()
-    state = ledger.state.state_dict()
-    ledger.close()
+    """Some iterations, and the totals and states to go on with elsewhere, as a file's bytes."""
+    totals = Totals(kind)
+    totals.train(range(3))
+    totals.check()
+    state = totals.state.state_dict()
+    totals.close()
     file = io.BytesIO()
-    books = {"put_in": dict(ledger.put_in), "delivered": dict(ledger.delivered)}
-    torch.save({"state": state, **books}, file)
+    sums = {"put_in": dict(totals.put_in), "delivered": dict(totals.delivered)}
+    torch.save({"state": state, **sums}, file)
     return file.getvalue()
 
 
 def second_half(kind: str, files: list[bytes]) -> None:
-    """Go on from another number of workers: the books still balance."""
+    """Go on from another number of workers: nothing is lost."""
     halves = [torch.load(io.BytesIO(file), weights_only=True) for file in files]
-    ledger = Ledger(kind)
-    ledger.put_in.update(halves[0]["put_in"])
-    ledger.delivered.update(halves[0]["delivered"])
-    ledger.state.load_state_dicts([half["state"] for half in halves])
-    ledger.balance()
-    ledger.train(range(3, 6))
-    ledger.balance()
-    assert ledger.state.state_dict()["step"] == 6
-    ledger.close()
+    totals = Totals(kind)
+    totals.put_in.update(halves[0]["put_in"])
+    totals.delivered.update(halves[0]["delivered"])
+    totals.state.load_state_dicts([half["state"] for half in halves])
+    totals.check()
+    totals.train(range(3, 6))
+    totals.check()
+    assert totals.state.state_dict()["step"] == 6
+    totals.close()
 
 
 def two_halves(kind: str, halves: list[list[int]]) -> None:
     """DDP on two disjoint halves of the workers, each with a state of its own."""
     groups = [dist.new_group(ranks) for ranks in halves]
     half = 0 if dist.get_rank() in halves[0] else 1
-    ledger = Ledger(kind, process_group=groups[half])
-    ledger.train(STEPS)
-    ledger.balance()
-    ledger.same_everywhere()
-    saved = ledger.state.state_dict()
+    totals = Totals(kind, process_group=groups[half])
+    totals.train(STEPS)
+    totals.check()
+    totals.same_everywhere()
+    saved = totals.state.state_dict()
     assert (saved["rank"], saved["world_size"]) == (dist.get_rank(groups[half]), 2)
-    ledger.close()
+    totals.close()
 
 
 def _refused(wrapped: Any, state: Any, hook: Any) -> str:
@@ -243,24 +243,24 @@ def misuse() -> list[str]:
         wrapped(torch.tensor([1, 2])).sum().backward()
     except UsageError as err:
         said.append(str(err))
-    ledger = Ledger("sketch")
+    totals = Totals("sketch")
     try:
-        with ledger.model.join():
-            ledger.train(range(1))
+        with totals.model.join():
+            totals.train(range(1))
     except UsageError as err:
         said.append(str(err))
-    for state in (topk, foreign, sparse, ledger.state):
+    for state in (topk, foreign, sparse, totals.state):
         state.close()
     return said
 
 
 def thread_ends() -> None:
     """With the state's last reference, or at `close`, which may be called again."""
-    ledger = Ledger("sketch")
-    ledger.train(range(1))
-    executor = ledger.state._executor
+    totals = Totals("sketch")
+    totals.train(range(1))
+    executor = totals.state._executor
     assert executor.alive
-    del ledger
+    del totals
     gc.collect()
     assert not executor.alive
     state = ddp.TopKState(Chosen())
@@ -271,43 +271,43 @@ def thread_ends() -> None:
 
 def victim(kind: str) -> tuple[str, str]:
     """Rank 1 dies in a backward; what the others are told, then and afterwards."""
-    ledger = Ledger(kind)
-    ledger.train(range(2))
+    totals = Totals(kind)
+    totals.train(range(2))
     if dist.get_rank() == 1:
-        ledger.model.module.scalar.register_hook(lambda grad: os._exit(3))
-    return _failing(ledger)
+        totals.model.module.scalar.register_hook(lambda grad: os._exit(3))
+    return _failing(totals)
 
 
 def malformed() -> tuple[str, str]:
     """Rank 1 sends nonsense."""
-    ledger = Ledger("topk")
-    ledger.train(range(2))
-    usual = TopKExchange.prepare
+    totals = Totals("topk")
+    totals.train(range(2))
+    usual = Exchange.prepare
 
-    def nonsense(self: TopKExchange) -> None:
+    def nonsense(self: Exchange) -> None:
         usual(self)
-        self._sent.fill_(255)
+        self._sum.rows.fill_(255)
 
     if dist.get_rank() == 1:
-        TopKExchange.prepare = nonsense  # type: ignore[method-assign]
+        Exchange.prepare = nonsense  # type: ignore[method-assign]
     try:
-        return _failing(ledger)
+        return _failing(totals)
     finally:
-        TopKExchange.prepare = usual  # type: ignore[method-assign]
-        ledger.close()
+        Exchange.prepare = usual  # type: ignore[method-assign]
+        totals.close()
 
 
-def _failing(ledger: Ledger) -> tuple[str, str]:
+def _failing(totals: Totals) -> tuple[str, str]:
     """What DDP raises at the failure, and in an iteration after it."""
     told = []
     for _ in range(2):
         try:
-            ledger.train(range(2, 3))
+            totals.train(range(2, 3))
         except RuntimeError as err:
             told.append(str(err))
     first, then = told
-    assert isinstance(ledger.state.error, PeerError)
-    assert str(ledger.state.error) in first
+    assert isinstance(totals.state.error, PeerError)
+    assert str(totals.state.error) in first
     return first, then
 
 

@@ -28,13 +28,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_books_balance(kind: str, size: int, name: str, pool_of: PoolOf) -> None:
-    pool_of(size).run(cases.books, kind, dict(OPTIONS[name]))
+def test_nothing_is_lost(kind: str, size: int, name: str, pool_of: PoolOf) -> None:
+    pool_of(size).run(cases.conserved, kind, dict(OPTIONS[name]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("halves", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
-def test_the_books_balance_in_subgroups(kind: str, halves: Any, pool_of: PoolOf) -> None:
+def test_nothing_is_lost_in_subgroups(kind: str, halves: Any, pool_of: PoolOf) -> None:
     pool_of(4).run(cases.two_halves, kind, halves)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from wingbeat.bench.machine import stolen_seconds
-from wingbeat.paced import Layer, PacedModel, Parameter, Profile, clock, load_profile
+from wingbeat.paced import PacedModel, Parameter, Profile, ProfiledLayer, clock, load_profile
 from wingbeat.paced.clock import SLACK
 
 
-def profile_of(*layers: Layer) -> Profile:
+def profile_of(*layers: ProfiledLayer) -> Profile:
     total = sum(layer.forward_ms + layer.backward_ms for layer in layers)
     return Profile(
         name="test",
@@ -27,9 +27,11 @@ def profile_of(*layers: Layer) -> Profile:
     )
 
 
-def layer(name: str, forward_ms: float, backward_ms: float, *shapes: tuple[int, ...]) -> Layer:
+def layer(
+    name: str, forward_ms: float, backward_ms: float, *shapes: tuple[int, ...]
+) -> ProfiledLayer:
     parameters = tuple(Parameter(f"p{i}", shape) for i, shape in enumerate(shapes))
-    return Layer(name, "linear", parameters, forward_ms, backward_ms)
+    return ProfiledLayer(name, "linear", parameters, forward_ms, backward_ms)
 
 
 def seconds(call: Callable[[], object]) -> float:

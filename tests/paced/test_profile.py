@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.paced import Parameter, by_kind, load_profile, names, parse, table
+from wingbeat.paced import Parameter, load_profile, names, parse, table
 from wingbeat.paced.profile import decode, encode
 
 # Millions of parameters as the papers and libraries print them.
@@ -225,8 +225,6 @@ def test_tables_show_the_profiles_numbers() -> None:
     profile = load_profile("lstm_ptb")
     rows = table([profile]).splitlines()
     assert rows[2] == "| lstm_ptb | 100 | 4 | 11 | 66.03 | 264.1 | 66.4 | 132.7 |"
-    kinds = by_kind(profile).splitlines()
-    assert [row.split("|")[1].strip() for row in kinds[2:]] == ["embedding", "linear", "lstm"]
 
 
 def test_the_documentations_table_is_the_profiles() -> None:

@@ -89,7 +89,7 @@ def test_predict_by_hand() -> None:
 
 def test_an_exchange_waits_for_the_one_before() -> None:
     workload = work([1.0, 2.0], [1, 1], [10.0, 1.0])
-    timeline = merge.predict(merge.none(workload), workload, Costs(NOTHING, Line(0.0, 1.0)))
+    timeline = merge.predict(merge.by_size(workload, 1), workload, Costs(NOTHING, Line(0.0, 1.0)))
     assert [row.exchange_begin_s for row in timeline.rows] == [1.0, 11.0]
     assert timeline.finish_s == 12.0
 
@@ -136,13 +136,12 @@ def test_a_plan_of_something_else_is_one_line(plan: Plan, words: str) -> None:
 
 def test_simple_plans() -> None:
     workload = work([0.0] * 6, [5, 3, 4, 1, 9, 2], kinds="aaabbb")
-    assert groups(merge.none(workload)) == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert groups(merge.by_size(workload, 1)) == [(0,), (1,), (2,), (3,), (4,), (5,)]
     assert groups(merge.one(workload)) == [(0, 1, 2), (3, 4, 5)]
     assert groups(merge.by_size(workload, 8)) == [(0, 1), (2,), (3, 4), (5,)]
     # What a kind has left over does not count for the next.
     left = work([1.0, 2.0, 3.0, 4.0], [3, 3, 2, 1], kinds="abbb")
     assert groups(merge.by_size(left, 5)) == [(0,), (1, 2), (3,)]
-    assert groups(merge.by_size(workload, 1)) == groups(merge.none(workload))
     assert groups(merge.by_size(workload, 10**9)) == groups(merge.one(workload))
     with pytest.raises(UsageError, match="elements=0"):
         merge.by_size(workload, 0)
@@ -168,7 +167,7 @@ def test_by_size_makes_the_papers_number_of_buckets(name: str, tensors: int, mer
 
 
 PLANNERS = {
-    "none": lambda w, _: merge.none(w),
+    "each alone": lambda w, _: merge.by_size(w, 1),
     "one": lambda w, _: merge.one(w),
     "by_size": lambda w, _: merge.by_size(w, 1000),
     "greedy": merge.greedy,

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, and of a plan's schedule."""
+"""Pictures of what was measured."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from probe_made import SIZES, SPECS, WIRE, probe
+from probe_made import SIZES, probe
 
-from wingbeat.costs import Costs, Line, Pieces, Sorting, Workload
+from wingbeat.costs import Line, Pieces, Sorting
 from wingbeat.costs.fit import best_fit
 from wingbeat.errors import UsageError
-from wingbeat.plans import merge
 from wingbeat.probe import picture
-from wingbeat.probe.model import payload_bytes
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -43,8 +41,6 @@ def test_pngs_are_written(tmp_path: Path) -> None:
     picture.draw_png(probe(), path)
     assert path.read_bytes().startswith(SIGNATURE)
     assert path.stat().st_size > 20_000
-    picture.draw_timeline_png(schedule(), tmp_path / "other" / "plan.png")
-    assert (tmp_path / "other" / "plan.png").read_bytes().startswith(SIGNATURE)
 
 
 def test_samples_stand_where_they_were_measured_and_fits_go_through(drawn: dict[str, Any]) -> None:
@@ -86,65 +82,9 @@ def test_what_took_no_time_is_left_out(drawn: dict[str, Any]) -> None:
     drawn["figure"].canvas.draw()
 
 
-def schedule() -> merge.Timeline:
-    found = probe()
-    workload = found.workload(SPECS, payload_bytes(SPECS, WIRE))
-    return merge.predict(merge.none(workload), workload, found.costs())
-
-
-def test_a_schedule_has_backward_encoding_and_exchange_in_their_places(
-    drawn: dict[str, Any],
-) -> None:
-    timeline = schedule()
-    picture.draw_timeline_png(timeline, "unused.png")
-    axes = drawn["figure"].axes[0]
-    bars: dict[int, list[tuple[float, float]]] = {0: [], 1: [], 2: []}
-    for collection in axes.collections:
-        for path in collection.get_paths():
-            box = path.get_extents()
-            bars[int(box.y0)].append((box.x0 / 1e3, box.x1 / 1e3))
-    rows = timeline.rows
-    ends = [0.0, *(row.encode_end_s for row in rows[:-1])]
-    begins = [row.encode_begin_s for row in rows]
-    assert np.array(bars[0]) == pytest.approx(np.array([ends, begins]).T)
-    assert np.array(bars[1]) == pytest.approx(
-        np.array([(row.encode_begin_s, row.encode_end_s) for row in rows])
-    )
-    assert np.array(bars[2]) == pytest.approx(
-        np.array([(row.exchange_begin_s, row.exchange_end_s) for row in rows])
-    )
-    assert axes.get_xlim()[1] == pytest.approx(1e3 * timeline.finish_s)
-    legend = [text.get_text() for text in drawn["figure"].legends[0].get_texts()]
-    assert [text.split()[0] for text in legend] == ["backward", "encode", "exchange", "exposed"]
-    assert legend[0] == "backward 60 ms"
-    assert legend[3] == f"exposed {1e3 * timeline.exposed_s:.4g} ms"
-
-
-def test_many_buckets_are_drawn(tmp_path: Path) -> None:
-    count = 449
-    workload = Workload(
-        tensors=tuple(range(count)),
-        ready_s=tuple(1e-3 * i for i in range(count)),
-        numels=(1000,) * count,
-        nbytes=(10.0,) * count,
-        kinds=("float32 on cpu",) * count,
-    )
-    costs = Costs(encode=Line(1e-4, 1e-9), exchange=Line(1e-3, 1e-8))
-    timeline = merge.predict(merge.none(workload), workload, costs)
-    picture.draw_timeline_png(timeline, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(SIGNATURE)
-
-
-def test_nothing_to_draw_is_said() -> None:
-    with pytest.raises(UsageError, match="no buckets to draw"):
-        picture.draw_timeline_png(merge.Timeline((), 0.0, 0.0, 0.0, 0.0), "unused.png")
-
-
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"cannot write '{tmp_path}'"):
         picture.draw_png(probe(), tmp_path)
-    with pytest.raises(UsageError, match=f"cannot write '{tmp_path}'"):
-        picture.draw_timeline_png(schedule(), tmp_path)
 
 
 @pytest.mark.usefixtures("no_matplotlib")

@@ -13,7 +13,7 @@ from wingbeat import paced, strategies, topologies
 from wingbeat.bench import bound
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
-from wingbeat.simulator.model import Layer, buckets_of
+from wingbeat.simulator.model import TimedLayer, buckets_of
 from wingbeat.types import TensorSpec
 
 GBIT = Links(bytes_per_s=125e6)
@@ -84,7 +84,7 @@ layers = st.lists(
 )
 def test_no_iteration_is_shorter_than_the_bound(layers, kind, workers, gbit) -> None:
     model = Model(
-        tuple(Layer(f, b, (i,)) for i, (f, b, _) in enumerate(layers)),
+        tuple(TimedLayer(f, b, (i,)) for i, (f, b, _) in enumerate(layers)),
         tuple(TensorSpec(f"t{i}", (n,), "float32", 4) for i, (_, _, n) in enumerate(layers)),
     )
     links = Links(bytes_per_s=gbit * 125e6, latency_s=0.0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wingbeat import topologies
 from wingbeat.errors import UsageError
-from wingbeat.types import Recv, Round, Send, Span, Step, blocks_of
+from wingbeat.types import Hop, Recv, Round, Send, Span, blocks_of
 
 NAMES = ["ring", "mesh", "doubling"]
 sizes = st.integers(1, 9)
@@ -20,18 +20,18 @@ def execute(programs: list[list[Round]], buffers: list[list[float]]) -> None:
     for number in range(max((len(p) for p in programs), default=0)):
         mail: dict[tuple[int, int], list[tuple[Span, list[float]]]] = {}
         for rank, program in enumerate(programs):
-            for step in program[number]:
-                if isinstance(step, Send):
-                    piece = buffers[rank][step.span.start : step.span.stop]
-                    mail.setdefault((rank, step.peer), []).append((step.span, piece))
+            for hop in program[number]:
+                if isinstance(hop, Send):
+                    piece = buffers[rank][hop.span.start : hop.span.stop]
+                    mail.setdefault((rank, hop.peer), []).append((hop.span, piece))
         for rank, program in enumerate(programs):
-            for step in program[number]:
-                if isinstance(step, Recv):
-                    span, values = mail[step.peer, rank].pop(0)
-                    assert span == step.span
+            for hop in program[number]:
+                if isinstance(hop, Recv):
+                    span, values = mail[hop.peer, rank].pop(0)
+                    assert span == hop.span
                     old = buffers[rank][span.start : span.stop]
                     new = [a + b for a, b in zip(old, values, strict=True)]
-                    buffers[rank][span.start : span.stop] = new if step.reduce else values
+                    buffers[rank][span.start : span.stop] = new if hop.reduce else values
         assert not any(mail.values()), "a message was sent that nobody receives"
 
 
@@ -78,7 +78,7 @@ def test_doubling_takes_the_logarithm_of_the_workers_in_rounds(size: int, rounds
             program = getattr(topologies.get("doubling"), what)(rank, blocks)
             assert len(program) == rounds
             # Blocks next to each other travel as one; the row of blocks is cut open once.
-            assert all(sum(isinstance(s, Send) for s in steps) <= 2 for steps in program)
+            assert all(sum(isinstance(s, Send) for s in hops) <= 2 for hops in program)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,19 +89,19 @@ def test_broadcast_reaches_everyone(name: str, size: int, length: int, root: int
     wanted = list(buffers[root])
     topology = topologies.get(name)
     programs = [topology.broadcast(rank, root, blocks) for rank in range(size)]
-    sent = [(r, s.peer, s.span) for r, p in enumerate(programs) for s in steps(p, Send)]
-    got = [(s.peer, r, s.span) for r, p in enumerate(programs) for s in steps(p, Recv)]
+    sent = [(r, s.peer, s.span) for r, p in enumerate(programs) for s in hops(p, Send)]
+    got = [(s.peer, r, s.span) for r, p in enumerate(programs) for s in hops(p, Recv)]
     assert sorted(sent, key=str) == sorted(got, key=str)
     mail = {(source, to): [] for source, to, _ in sent}
     relay(programs, buffers, mail)
     assert all(buffer == wanted for buffer in buffers)
     for rank, program in enumerate(programs):
-        received = sum(len(s.span) for s in steps(program, Recv))
+        received = sum(len(s.span) for s in hops(program, Recv))
         assert received == (0 if rank == root else length)
 
 
-def steps(program: list[Round], kind: type) -> list[Step]:
-    return [step for each in program for step in each if isinstance(step, kind)]
+def hops(program: list[Round], kind: type) -> list[Hop]:
+    return [hop for each in program for hop in each if isinstance(hop, kind)]
 
 
 def relay(
@@ -110,18 +110,18 @@ def relay(
     mail: dict[tuple[int, int], list[list[float]]],
 ) -> None:
     """Run each rank as far as its messages are there, until all are through."""
-    flat = [[step for each in program for step in each] for program in programs]
+    flat = [[hop for each in program for hop in each] for program in programs]
     moved = True
     while moved:
         moved = False
         for rank, left in enumerate(flat):
             while left and (isinstance(left[0], Send) or mail[left[0].peer, rank]):
-                step = left.pop(0)
-                part = slice(step.span.start, step.span.stop)
-                if isinstance(step, Send):
-                    mail[rank, step.peer].append(buffers[rank][part])
+                hop = left.pop(0)
+                part = slice(hop.span.start, hop.span.stop)
+                if isinstance(hop, Send):
+                    mail[rank, hop.peer].append(buffers[rank][part])
                 else:
-                    buffers[rank][part] = mail[step.peer, rank].pop(0)
+                    buffers[rank][part] = mail[hop.peer, rank].pop(0)
                 moved = True
     assert not any(flat), "somebody waits for ever"
 
@@ -139,13 +139,13 @@ def test_symmetric_ones_are_rank_zeros_moved_on(name: str, what: str, size: int)
     blocks = blocks_of(4 * size, size)
 
     def moved(rank: int) -> list[list[tuple[str, int, int]]]:
-        """A rank's steps: what it does, how far away the peer is, and how far the block."""
+        """A rank's hops: what it does, how far away the peer is, and how far the block."""
         return [
             [
                 (type(s).__name__, (s.peer - rank) % size, (s.span.start // 4 - rank) % size)
-                for s in steps
+                for s in hops
             ]
-            for steps in getattr(topology, what)(rank, blocks)
+            for hops in getattr(topology, what)(rank, blocks)
         ]
 
     alike = all(moved(rank) == moved(0) for rank in range(size))

@@ -45,6 +45,9 @@ class Codec(Protocol):
 
         With a ``residual``, float32 like ``x``, it is ``x + residual`` that is written, and
         afterwards ``residual`` is what the receiver will miss; 0 where that is not finite.
+
+        Raises:
+            ValueError: the payload's size is wrong; nothing is written.
         """
 
     def decode(
@@ -55,3 +58,9 @@ class Codec(Protocol):
         Raises:
             ValueError: no encoder can have written this; ``out`` is as it was.
         """
+
+
+def check_size(payload: torch.Tensor, nbytes: int) -> None:
+    """Raise a `ValueError` unless ``payload`` has ``nbytes`` bytes."""
+    if payload.numel() != nbytes:
+        raise ValueError(f"payload has {payload.numel()} bytes; it must have {nbytes}")

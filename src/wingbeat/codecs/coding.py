@@ -45,11 +45,6 @@ class Coding:
         self._parts: dict[Span, tuple[_Part, ...]] = {}
 
     @property
-    def feedback(self) -> bool:
-        """Whether any region wants a residual."""
-        return any(region.codec.feedback for region in self.regions)
-
-    @property
     def bytes_per_element(self) -> float:
         """About how many bytes an element of the largest region takes on the wire."""
         largest = max(self.regions, key=lambda region: len(region.span))

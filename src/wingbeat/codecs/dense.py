@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from wingbeat.codecs.codec import check_size
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -33,7 +35,12 @@ class Dense:
         residual: torch.Tensor | None = None,
         cols: int = 0,
     ) -> None:
-        """Copy the values, and the residual, which is zero afterwards."""
+        """Copy the values and add the residual, which is zero afterwards.
+
+        Raises:
+            ValueError: the payload's size is wrong.
+        """
+        check_size(payload, self.nbytes(x.numel()))
         values = payload.view(torch.float32)
         values.copy_(x)
         if residual is not None:
@@ -43,7 +50,12 @@ class Dense:
     def decode(
         self, payload: torch.Tensor, out: torch.Tensor, *, add: bool = False, cols: int = 0
     ) -> None:
-        """Copy or add the values."""
+        """Copy or add the values.
+
+        Raises:
+            ValueError: the payload's size is wrong.
+        """
+        check_size(payload, self.nbytes(out.numel()))
         values = payload.view(torch.float32)
         if add:
             out.add_(values)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from wingbeat.codecs.codec import Codec
+from wingbeat.codecs.codec import Codec, check_size
 from wingbeat.codecs.coding import ALIGNMENT
 from wingbeat.codecs.dense import Dense
 from wingbeat.errors import UsageError
@@ -30,7 +30,7 @@ SEED = 4_3_1
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRankCodec:
     """A matrix is written as ``P @ Q.T``, and each factor by the inner codec.
 
     Payload: ``[P: rows * rank elements][Q: cols * rank elements]``, each as the inner codec writes
@@ -139,8 +139,7 @@ class LowRank:
     def _fields(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Return views of the two factors' payloads."""
         start, size = self._sizes(rows, cols)
-        if payload.numel() != start + size:
-            raise ValueError(f"payload has {payload.numel()} bytes; it must have {start + size}")
+        check_size(payload, start + size)
         return payload[: self.inner.nbytes(rows * self.rank)], payload[start:]
 
     def _read(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from wingbeat.codecs.cast import Cast
 from wingbeat.codecs.codec import Codec
-from wingbeat.codecs.lowrank import LowRank
+from wingbeat.codecs.half import HalfCodec
+from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec, warmed_up
-from wingbeat.wires import Coded, Half, Sketch, TopK
-from wingbeat.wires import LowRank as LowRankWire
+from wingbeat.wires import Coded, Half, LowRank, Sketch, TopK
 
 TRIED = 40
 """Steps at the beginning in which a codec may be on trial: as long as a trial can take."""
@@ -39,8 +38,8 @@ def _topk(density: float, momentum: float) -> Codec:
 @functools.cache
 def _constant(wire: Coded) -> Codec:
     if isinstance(wire, Half):
-        return Cast("fp16")
-    if isinstance(wire, LowRankWire):
-        return LowRank(wire.rank, SketchCodec(wire.bits, feedback=wire.feedback))
+        return HalfCodec()
+    if isinstance(wire, LowRank):
+        return LowRankCodec(wire.rank, SketchCodec(wire.bits, feedback=wire.feedback))
     assert isinstance(wire, Sketch)
     return SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)

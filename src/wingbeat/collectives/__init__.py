@@ -1,4 +1,4 @@
-"""Doing it: executes Steps over the transport's links, several chunks in flight."""
+"""Doing it: executes hops over the transport's links, several chunks in flight."""
 
 from wingbeat.collectives.cast import wire_dtype
 from wingbeat.collectives.engine import Collectives

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from wingbeat import topologies
 from wingbeat.collectives import native
 from wingbeat.collectives.cast import narrower
+from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor, Job
-from wingbeat.collectives.gathered import Gathered, encoded_rows
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.native_coded import start_coded
-from wingbeat.collectives.packing import Cast, Coded, Encoded, Packing, Wire
+from wingbeat.collectives.native_encoded import start_encoded
+from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, Wire
 from wingbeat.collectives.program import compile_collective
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
@@ -113,14 +113,16 @@ class Collectives:
         if world.size == 1:
             return Handle([])
         begin = time.monotonic_ns() if stream.on else 0
-        rows = encoded_rows(world.size, world.rank, wire.coding, buffer, wire.residual, velocity)
+        where = f"bucket {bucket}" if bucket >= 0 else "a gathered sum"
+        gathered = GatheredSum(buffer, wire, world.rank, world.size, where, velocity)
+        gathered.encode()
         if begin:
             nbytes = buffer.nbytes
             stream.record("encode", begin, time.monotonic_ns(), bucket=bucket, nbytes=nbytes)
         # What counts is the number of hops while payloads are small, and how full links are later.
-        short = Doubling() if rows.nbytes < SHORT_BYTES else self._topology
-        handle = self._submit("all_gather", rows.view(-1), bucket, topology=short)
-        return Gathered(handle, rows, wire.coding, buffer, world.rank)
+        short = Doubling() if gathered.rows.nbytes < SHORT_BYTES else self._topology
+        handle = self._submit("all_gather", gathered.rows.view(-1), bucket, topology=short)
+        return Gathered(handle, gathered)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
         """Overwrite every worker's buffer with that of rank ``root``."""
@@ -141,14 +143,14 @@ class Collectives:
         packing = self._packing(buffer, wire)
         if buffer.device.type in world.native_on:
             return Handle([self._start_native(what, buffer, _native_of(after), packing)])
-        coded = isinstance(packing, Coded)
+        encoded = isinstance(packing, CodecPacking)
         itemsize: float = buffer.element_size()
         if packing is not None:
             itemsize = packing.bytes_per_element
         programs = compile_collective(
             what,
             # Encoding anew what others have encoded would lose more at every hop of a ring.
-            Mesh() if coded else topology or self._topology,
+            Mesh() if encoded else topology or self._topology,
             world.rank,
             world.size,
             buffer.numel(),
@@ -164,20 +166,20 @@ class Collectives:
     def _start_native(
         self, what: str, buffer: torch.Tensor, after: native.NativeJob | None, packing: Any
     ) -> native.NativeJob:
-        if not isinstance(packing, Coded):
+        if not isinstance(packing, CodecPacking):
             return native.start(self.world, what, buffer, after, packing)
         if after is not None:
             after.wait()  # on the host nothing waits; streams are ordered
-        return start_coded(self.world, what, buffer, packing)
+        return start_encoded(self.world, what, buffer, packing)
 
     def _packing(self, buffer: torch.Tensor, wire: Wire | None) -> Packing | None:
         own = self.owned(buffer.numel())
         packing: Packing | None
         if isinstance(wire, Encoded):
-            packing = Coded(wire.coding, wire.residual, own)
+            packing = CodecPacking(wire.coding, wire.residual, own)
         else:
             dtype = narrower(wire, buffer)
-            packing = None if dtype is None else Cast(dtype, own)
+            packing = None if dtype is None else CastPacking(dtype, own)
         # Alone, nothing travels and nothing is rounded.
         return packing if self.world.size > 1 else None
 

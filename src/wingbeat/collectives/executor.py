@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from wingbeat.collectives import machine
 from wingbeat.collectives.handle import run_callback
 from wingbeat.collectives.machine import Machine, Task
+from wingbeat.collectives.packing import Packing, malformed
 from wingbeat.collectives.scratch import Scratch
 from wingbeat.collectives.tags import CHUNKS, base_tag
 from wingbeat.errors import PeerError
@@ -26,7 +27,6 @@ from wingbeat.transport.world import World
 if TYPE_CHECKING:
     import torch
 
-    from wingbeat.collectives.packing import Packing
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Link, Pending
     from wingbeat.types import Span
@@ -237,7 +237,7 @@ class Executor:
         try:
             packing.unpack(chunk, job.buffer, transfer.span, transfer.reduce, self._scratch)
         except ValueError as err:
-            raise _LostPeer(job, transfer, 0.0, f"sent a malformed chunk: {err}") from None
+            raise _LostPeer(job, transfer, 0.0, malformed(err)) from None
 
     def _complete(self, job: Job) -> None:
         if stream.on:

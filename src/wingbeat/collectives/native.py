@@ -1,4 +1,4 @@
-"""Hands whole collectives to a native group, behind the same handle as those made of Steps."""
+"""Hands whole collectives to a native group, behind the same handle as those made of hops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wingbeat.transport.gloo import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
-    from wingbeat.collectives.packing import Cast
+    from wingbeat.collectives.packing import CastPacking
 
 
 class NativeJob:
@@ -72,7 +72,7 @@ class Narrowed:
     host nor any other stream waits for them. Sums are the library's and in the wire's dtype.
     """
 
-    def __init__(self, what: str, buffer: torch.Tensor, cast: Cast) -> None:
+    def __init__(self, what: str, buffer: torch.Tensor, cast: CastPacking) -> None:
         own, whole = slice(cast.own.start, cast.own.stop), slice(None)
         sent = own if what == "all_gather" else whole
         self._landed = own if what == "reduce_scatter" else whole
@@ -93,7 +93,7 @@ def start(
     what: str,
     buffer: torch.Tensor,
     after: NativeJob | None = None,
-    cast: Cast | None = None,
+    cast: CastPacking | None = None,
 ) -> NativeJob:
     """Start ``what`` in place on ``buffer``, whose length is a multiple of the world's size.
 

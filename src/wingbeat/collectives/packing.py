@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from wingbeat.codecs import Coding
+from wingbeat.transport.gloo import first_line
 from wingbeat.types import Span
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Packing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class CastPacking:
     """Each chunk is cast to ``dtype``: to the nearest value, infinite where that is too large.
 
     What a rank passes on for others was rounded by its owner and stays the same.
@@ -107,7 +108,7 @@ Wire = torch.dtype | Encoded
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CodecPacking:
     """Each chunk is encoded by itself; what that loses is kept in ``residual``.
 
     Of the other workers' blocks the residual holds what their owners have not been sent, of the
@@ -154,3 +155,8 @@ class Coded:
     ) -> None:
         """Decode into the buffer."""
         self.coding.decode(chunk, buffer, span, add=add)
+
+
+def malformed(err: ValueError) -> str:
+    """Return what a peer did whose payload was refused with ``err``."""
+    return f"sent a malformed payload: {first_line(err)}; check that all ranks run the same version"

@@ -1,7 +1,7 @@
-"""Turns rounds of Steps into one linear program for one executor thread. Pure logic.
+"""Turns rounds of hops into one linear program for one executor thread. Pure logic.
 
-Steps are cut into chunks, and a chunk may be sent as soon as the chunk that it depends on has
-arrived. So all the rounds overlap, and a ring's latency is paid once rather than once a round.
+Hops are cut into chunks, and a chunk may be sent as soon as the chunk that it depends on has
+arrived. So all the rounds overlap, and a ring's latency counts once rather than once a round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from wingbeat.topologies import Topology
-from wingbeat.types import Recv, Round, Send, Span, Step, blocks_of, split
+from wingbeat.types import Hop, Recv, Round, Send, Span, blocks_of, split
 
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 512 << 10
@@ -65,29 +65,29 @@ def chunk_elements(block_elements: int, itemsize: float) -> int:
 
 
 def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
-    """Cut the rounds' steps into chunks of ``chunk`` elements and order them by dependence."""
+    """Cut the rounds' hops into chunks of ``chunk`` elements and order them by dependence."""
     numbering = _Numbering()
     first: list[Transfer] = []
     receives: list[Transfer] = []
     unlocks: list[list[Transfer]] = []
-    for steps in rounds:
+    for hops in rounds:
         known = len(receives)
-        for step, span in _chunks(steps, chunk):
-            if isinstance(step, Send):
-                tag = numbering.sent(step)
-                transfer = Transfer(step.peer, span, tag, link=step.interface)
+        for hop, span in _chunks(hops, chunk):
+            if isinstance(hop, Send):
+                tag = numbering.sent(hop)
+                transfer = Transfer(hop.peer, span, tag, link=hop.interface)
                 last = last_overlap(receives[:known], span)
                 (first if last < 0 else unlocks[last]).append(transfer)
             else:
-                tag = numbering.received(step)
-                receives.append(Transfer(step.peer, span, tag, step.reduce, step.interface))
+                tag = numbering.received(hop)
+                receives.append(Transfer(hop.peer, span, tag, hop.reduce, hop.interface))
                 unlocks.append([])
     return Program(tuple(first), tuple(receives), tuple(map(tuple, unlocks)))
 
 
-def _chunks(steps: Round, chunk: int) -> Iterator[tuple[Step, Span]]:
-    """Cut a round's steps; its chunks take turns, as they do on the links."""
-    cut = [[(step, span) for span in step.span.cut(chunk)] for step in steps]
+def _chunks(hops: Round, chunk: int) -> Iterator[tuple[Hop, Span]]:
+    """Cut a round's hops; its chunks take turns, as they do on the links."""
+    cut = [[(hop, span) for span in hop.span.cut(chunk)] for hop in hops]
     for turn in itertools.zip_longest(*cut):
         yield from (each for each in turn if each is not None)
 
@@ -103,11 +103,11 @@ class _Numbering:
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
 
-    def sent(self, step: Send) -> int:
-        return self._next(self._sent, (step.interface, step.peer))
+    def sent(self, hop: Send) -> int:
+        return self._next(self._sent, (hop.interface, hop.peer))
 
-    def received(self, step: Recv) -> int:
-        return self._next(self._received, (step.interface, step.peer))
+    def received(self, hop: Recv) -> int:
+        return self._next(self._received, (hop.interface, hop.peer))
 
     @staticmethod
     def _next(counts: dict[tuple[int, int], int], which: tuple[int, int]) -> int:

@@ -158,24 +158,6 @@ class LabSpec:
     def __str__(self) -> str:
         return self.to_text()
 
-    def to_toml(self) -> str:
-        """The same as a TOML document: ``from_toml(to_toml())`` gives an equal spec."""
-        values: dict[str, int | str] = {"kind": self.kind}
-        if self.kind == "bcube":
-            values |= {"alpha": self.alpha, "levels": self.rails}
-        else:
-            values |= {"hosts": self.hosts, "rails": self.rails}
-        if self.rate:
-            values["rate"] = format_rate(self.rate)
-        if self.kind == "fat-tree":
-            values |= {"leaf": self.leaf, "trunk": format_rate(self.trunk)}
-        values["prio"] = self.prio
-        lines = [f'{k} = "{v}"' if isinstance(v, str) else f"{k} = {v}" for k, v in values.items()]
-        if self.overrides:
-            lines += ["", "[override]"]
-            lines += [f'"{o.target}" = "{format_rate(o.rate)}"' for o in self.overrides]
-        return "\n".join(lines) + "\n"
-
     @classmethod
     def from_toml(cls, text: str, *, where: str = "lab TOML") -> LabSpec:
         """Read a TOML document.

@@ -1,7 +1,7 @@
 """One stream of timed events per worker process, at nearly no cost while it is off.
 
-A caller looks at one attribute before it does anything else, so that an untraced run pays for an
-attribute lookup and a branch and nothing more:
+A caller looks at one attribute before it does anything else, so that an untraced run
+spends an attribute lookup and a branch and nothing more:
 
 >>> import time
 >>> from wingbeat.observe.events import stream
@@ -111,7 +111,7 @@ class Stream:
     ) -> None:
         """Append one event; does nothing while the stream is off.
 
-        Names and times are not checked here, where every nanosecond would be paid by the training
+        Names and times are not checked here, where every nanosecond would be one of the training
         loop; ``trace.load`` checks them.
         """
         if not self.on:

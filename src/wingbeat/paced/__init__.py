@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wingbeat.paced.profile import Layer, Parameter, Profile, load_profile, names, parse
-from wingbeat.paced.summary import by_kind, table
+from wingbeat.paced.profile import Parameter, Profile, ProfiledLayer, load_profile, names, parse
+from wingbeat.paced.summary import table
 
 if TYPE_CHECKING:
     from wingbeat.paced.model import PacedModel
 
 __all__ = [
-    "Layer",
     "PacedModel",
     "Parameter",
     "Profile",
-    "by_kind",
+    "ProfiledLayer",
     "load_profile",
     "names",
     "parse",

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from wingbeat.paced.clock import Clock
-from wingbeat.paced.profile import Layer, Profile
+from wingbeat.paced.profile import Profile, ProfiledLayer
 
 
 class PacedLayer(nn.Module):
     """One layer: the profile's parameters, its forward time and its backward time (seconds)."""
 
-    def __init__(self, layer: Layer, clock: Clock, *, factor: float, time_scale: float) -> None:
+    def __init__(
+        self, layer: ProfiledLayer, clock: Clock, *, factor: float, time_scale: float
+    ) -> None:
         super().__init__()
         self.kind = layer.kind
         self.factor = factor

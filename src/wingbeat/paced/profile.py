@@ -51,7 +51,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ProfiledLayer:
     """One layer: its parameters (possibly none) and its times for a whole batch.
 
     ``kind`` says what it computes (``conv``, ``linear``, ``bn``, ...); nothing depends on it.
@@ -87,7 +87,7 @@ class Profile:
     source: str
     shapes_from: str
     split: str
-    layers: tuple[Layer, ...]
+    layers: tuple[ProfiledLayer, ...]
     scale: float = 1.0
 
     @property
@@ -265,7 +265,7 @@ def _time(data: Mapping[str, Any], key: str, where: str) -> float:
     return float(value or 0)
 
 
-def _layer(row: Any, where: str) -> Layer:
+def _layer(row: Any, where: str) -> ProfiledLayer:
     if not isinstance(row, dict):
         raise UsageError(f"profile {where}: must be a JSON object, is {row!r}")
     shapes = _field(row, "parameters", dict, where)
@@ -276,7 +276,7 @@ def _layer(row: Any, where: str) -> Layer:
                 f"profile {where}: parameter {name!r} needs a name without dots and a list of "
                 f"positive sizes, has {shape!r}"
             )
-    return Layer(
+    return ProfiledLayer(
         name=_field(row, "name", str, where),
         kind=_field(row, "kind", str, where),
         parameters=tuple(Parameter(name, tuple(shape)) for name, shape in shapes.items()),

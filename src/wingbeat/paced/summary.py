@@ -26,24 +26,6 @@ def table(profiles: Iterable[Profile]) -> str:
     return _markdown(head, rows)
 
 
-def by_kind(profile: Profile) -> str:
-    """One row a kind of layer of one profile: how many, parameters, shares of both times."""
-    kinds = sorted({layer.kind for layer in profile.layers})
-    rows = []
-    for kind in kinds:
-        layers = [layer for layer in profile.layers if layer.kind == kind]
-        rows.append(
-            [
-                kind,
-                str(len(layers)),
-                f"{sum(layer.numel for layer in layers) / 1e6:.2f}",
-                f"{sum(layer.forward_ms for layer in layers):.2f}",
-                f"{sum(layer.backward_ms for layer in layers):.2f}",
-            ]
-        )
-    return _markdown(["kind", "layers", "params (M)", "forward ms", "backward ms"], rows)
-
-
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,16 +1,15 @@
-"""What was measured, as the paper's Fig. 2 shows it, and a plan's schedule as its Fig. 1 (d)."""
+"""What was measured, as the paper's Fig. 2 shows it (OMGS-SGD)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wingbeat.costs import Line, Sorting
-from wingbeat.errors import UsageError
 from wingbeat.observe.figure import blank, writing
 
 if TYPE_CHECKING:
@@ -18,16 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from wingbeat.costs.fit import Fit
-    from wingbeat.plans.merge import Timeline
     from wingbeat.probe.model import Probe
 
 _INK, _FAINT, _GRID = "#2b2f36", "#9aa1ab", "#e6e9ed"
 _MEASURED = "#34679a"
 _LINKS = ("#58a273", "#a577b8", "#e39b3b", "#6d7580", "#c8281e")
-_BACKWARD = ("#8fb8de", "#34679a")
-_ENCODE = ("#edc07f", "#e39b3b")
-_EXCHANGE = ("#93c7a6", "#58a273")
-_EXPOSED = "#c8281e"
 _POINTS = 200
 _DPI = 150
 
@@ -133,98 +127,6 @@ def _words(fit: Fit) -> str:
         gamma, fixed = f"{curve.gamma:.3g} s", f"{1e3 * curve.fixed:.3g} ms"
         return rf"$\gamma$ = {gamma}, fixed {fixed}, {error}"
     return f"through the medians, {error}"
-
-
-def draw_timeline_png(timeline: Timeline, path: str | os.PathLike[str], *, title: str = "") -> None:
-    """Draw when each bucket's backward, encoding and exchange happen (OMGS-SGD, Fig. 1 (d)).
-
-    Args:
-        timeline: what `wingbeat.plans.merge.predict` says of a plan.
-        path: the PNG to write; its folder is made if it is missing.
-        title: stands above; default: how many buckets there are.
-
-    Raises:
-        UsageError: there are no buckets, matplotlib (the extra ``bench``) is missing, or the file
-            cannot be written.
-    """
-    if not timeline.rows:
-        raise UsageError("no buckets to draw; the plan is empty")
-    figure = blank("timeline", (13, 3.4), _DPI)
-    axes = figure.add_axes((0.07, 0.17, 0.905, 0.53))
-    count = len(timeline.rows)
-    heading = title or f"Backward with {count} bucket{'s' * (count != 1)}"
-    figure.text(0.07, 0.91, heading, fontsize=13, fontweight="bold", color=_INK, va="center")
-    ends = [0.0, *(row.encode_end_s for row in timeline.rows)]
-    begins = [row.encode_begin_s for row in timeline.rows]
-    _bars(axes, 0, list(zip(ends, begins, strict=False)), _BACKWARD, timeline)
-    _bars(axes, 1, list(zip(begins, ends[1:], strict=True)), _ENCODE, timeline)
-    exchanges = [(row.exchange_begin_s, row.exchange_end_s) for row in timeline.rows]
-    _bars(axes, 2, exchanges, _EXCHANGE, timeline)
-    axes.axvspan(
-        1e3 * ends[-1], 1e3 * timeline.finish_s, ymin=1 / 3, facecolor="#fbdad6",
-        edgecolor=_EXPOSED, hatch="//////", linewidth=0, alpha=0.5, zorder=1,
-    )  # fmt: skip
-    _finish_timeline(figure, axes, timeline)
-    _save(figure, path)
-
-
-def _bars(
-    axes: Axes,
-    place: int,
-    spans: Sequence[tuple[float, float]],
-    colours: tuple[str, str],
-    timeline: Timeline,
-) -> None:
-    """Draw one row: each bucket's span of seconds, numbered where there is room."""
-    axes.broken_barh(
-        [(1e3 * begin, 1e3 * (end - begin)) for begin, end in spans], (place + 0.12, 0.76),
-        facecolors=[colours[number % 2] for number in range(len(spans))],
-        edgecolor="white", linewidth=0.4, zorder=3,
-    )  # fmt: skip
-    for number, (begin, end) in enumerate(spans):
-        if end - begin > 0.007 * len(str(number)) * timeline.finish_s:
-            dark = colours is _BACKWARD and number % 2 == 1
-            axes.text(
-                500 * (begin + end), place + 0.5, str(number), ha="center", va="center",
-                fontsize=7.5, color="white" if dark else _INK, zorder=4,
-            )  # fmt: skip
-
-
-def _finish_timeline(figure: Figure, axes: Axes, timeline: Timeline) -> None:
-    from matplotlib.patches import Patch
-
-    axes.set_xlim(0, max(1e3 * timeline.finish_s, 1e-9))
-    axes.set_ylim(3, 0)
-    axes.set_yticks([0.5, 1.5, 2.5], ["backward", "encode", "exchange"])
-    axes.tick_params(axis="y", length=0, labelsize=10, labelcolor=_INK)
-    axes.tick_params(axis="x", labelsize=9, color=_FAINT, labelcolor=_INK)
-    axes.grid(axis="x", color=_GRID, linewidth=0.7, zorder=0)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_FAINT)
-    axes.set_xlabel("milliseconds from the first gradient", fontsize=10, color=_INK)
-    exchange_s = sum(row.exchange_end_s - row.exchange_begin_s for row in timeline.rows)
-    figures = (
-        (_BACKWARD[1], "backward", timeline.backward_s),
-        (_ENCODE[1], "encode", timeline.encode_s),
-        (
-            _EXCHANGE[1],
-            "exchange",
-            exchange_s,
-        ),
-    )
-    handles: list[Any] = [
-        Patch(facecolor=colour, label=f"{name} {1e3 * seconds:.4g} ms")
-        for colour, name, seconds in figures
-    ]
-    exposed = Patch(facecolor="#fbdad6", edgecolor=_EXPOSED, hatch="//////", linewidth=0)
-    exposed.set_label(f"exposed {1e3 * timeline.exposed_s:.4g} ms")
-    figure.legend(
-        handles=[*handles, exposed], loc="center left", bbox_to_anchor=(0.07, 0.79), ncols=4,
-        frameon=False, fontsize=9.5, borderpad=0, borderaxespad=0, handlelength=1.4,
-        columnspacing=1.8, handletextpad=0.5, labelcolor=_INK,
-    )  # fmt: skip
 
 
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.model import Model, of_profile
+from wingbeat.simulator.model import Model, TimedLayer, of_profile
 from wingbeat.simulator.run import Run, simulate
 
-__all__ = ["Links", "Model", "Run", "Work", "of_profile", "simulate"]
+__all__ = ["Links", "Model", "Run", "TimedLayer", "Work", "of_profile", "simulate"]

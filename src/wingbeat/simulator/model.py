@@ -11,7 +11,7 @@ from wingbeat.types import Fusion, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class TimedLayer:
     """One layer: its times for a batch in seconds, and its parameters as numbers of tensors."""
 
     forward_s: float
@@ -27,7 +27,7 @@ class Model:
     layer's backward time is shared among its tensors by size, as paced models do.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[TimedLayer, ...]
     tensors: tuple[TensorSpec, ...]
 
     @property
@@ -64,7 +64,7 @@ def of_profile(profile: Profile) -> Model:
             for p in layer.parameters
         ]
         numbers = tuple(range(first, len(tensors)))
-        layers.append(Layer(layer.forward_ms / 1e3, layer.backward_ms / 1e3, numbers))
+        layers.append(TimedLayer(layer.forward_ms / 1e3, layer.backward_ms / 1e3, numbers))
     return Model(tuple(layers), tuple(tensors))
 
 

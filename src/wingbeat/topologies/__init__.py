@@ -1,4 +1,4 @@
-"""Where pieces go: frozen values with pure functions from (rank, blocks) to rounds of Steps.
+"""Where pieces go: frozen values with pure functions from (rank, blocks) to rounds of hops.
 
 The same rounds are executed on real links by ``collectives`` and priced by a simulator; nothing
 here does I/O.

@@ -24,7 +24,7 @@ class Mesh(Topology):
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """Send each worker its block; afterwards ``blocks[rank]`` holds the sum.
 
-        Contributions are added in the order of the steps, so every run gives the same bits.
+        Contributions are added in the order of the hops, so every run gives the same bits.
         """
         size = len(blocks)
         after = [(rank + k) % size for k in range(1, size)]

@@ -1,4 +1,4 @@
-"""What every topology is: a frozen value that tells each rank its rounds of Steps."""
+"""What every topology is: a frozen value that tells each rank its rounds of hops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Topology(ABC):
     network interface that all of it goes over; where there are several, each carries a part.
 
     Attributes:
-        spans_links: whether its Steps name interfaces by themselves, so that one program uses all
+        spans_links: whether its hops name interfaces by themselves, so that one program uses all
             of them and what arrives on one may leave on another; ``interface`` is 0 then.
         symmetric: whether each rank's rounds are rank 0's with all peers moved on by its number,
             where blocks are equally long.

@@ -37,4 +37,8 @@ class Link(Protocol):
         """Start receiving into ``tensor`` from rank ``peer``."""
 
     def close(self) -> None:
-        """Close every connection; pending transfers fail."""
+        """Close every connection: the peers' transfers fail, and new ones here.
+
+        Let go of this end's own pending transfers first: a library may keep what they refer to.
+        May be called again.
+        """

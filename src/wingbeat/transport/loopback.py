@@ -34,7 +34,7 @@ class Switchboard:
     def post(self, key: tuple[str, int, int, int], tensor: torch.Tensor) -> None:
         """Leave a copy of the tensor under (link, source, destination, tag)."""
         with self.changed:
-            if key[2] in self._dead:
+            if self._dead.intersection(key[1:3]):
                 raise RuntimeError("connection closed by peer")
             self._mail[key].append(tensor.clone())
             self.changed.notify_all()
@@ -44,7 +44,7 @@ class Switchboard:
         deadline = time.monotonic() + seconds
         with self.changed:
             while not self._mail[key]:
-                if key[1] in self._dead:
+                if self._dead.intersection(key[1:3]):
                     raise RuntimeError("connection closed by peer")
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -1,7 +1,7 @@
 """Collectives that a library brings itself: NCCL for tensors on GPUs.
 
 NCCL schedules its own chunks over all network cards, in streams of its own, so it is given
-whole collectives rather than Steps. Waiting orders streams; the host is never blocked.
+whole collectives rather than hops. Waiting orders streams; the host is never blocked.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ class NativeGroup:
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group = group
-        self._rank = rank
-        self._size = size
+        self.handle = group
+        self.rank = rank
+        self.size = size
 
     def reduce_scatter(self, buffer: torch.Tensor) -> dist.Work:
         """Sum into this rank's block."""
         return dist.reduce_scatter_tensor(
-            self._mine(buffer), buffer, group=self._group, async_op=True
+            self._mine(buffer), buffer, group=self.handle, async_op=True
         )
 
     def all_gather(self, buffer: torch.Tensor) -> dist.Work:
         """Spread this rank's block."""
         return dist.all_gather_into_tensor(
-            buffer, self._mine(buffer), group=self._group, async_op=True
+            buffer, self._mine(buffer), group=self.handle, async_op=True
         )
 
     def all_reduce(self, buffer: torch.Tensor) -> dist.Work:
         """Sum everywhere."""
-        return dist.all_reduce(buffer, group=self._group, async_op=True)
+        return dist.all_reduce(buffer, group=self.handle, async_op=True)
 
     def all_to_all(self, into: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
         """Send the r-th block of ``buffer`` to rank r; ``into`` gets one block of each rank."""
-        return dist.all_to_all_single(into, buffer, group=self._group, async_op=True)
+        return dist.all_to_all_single(into, buffer, group=self.handle, async_op=True)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work:
         """Copy from rank ``root``."""
-        return dist.broadcast(buffer, root, group=self._group, async_op=True)
+        return dist.broadcast(buffer, root, group=self.handle, async_op=True)
 
     def _mine(self, buffer: torch.Tensor) -> torch.Tensor:
-        block = buffer.numel() // self._size
-        return buffer[self._rank * block : (self._rank + 1) * block]
+        block = buffer.numel() // self.size
+        return buffer[self.rank * block : (self.rank + 1) * block]
 
 
 def nccl_group(rank: int, size: int) -> NativeGroup:

@@ -13,8 +13,8 @@ from wingbeat.integrations.ddp.state import SketchState, TopKState
 def sketch_hook(state: SketchState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients over all workers, each value sent as a code of a few bits.
 
-    Every worker owns a block of the bucket: it gets the others' sketches of it, adds them in order
-    of rank in float32, and sends everyone a sketch of the average (Canary, section 4.3.1).
+    Every worker owns a block of the bucket: it adds the others' sketches to its own in order of
+    rank, in float32, and sends everyone a sketch of the average (Canary, section 4.3.1).
 
     Raises:
         UsageError: ``state`` is not a `SketchState`, or is of another model.

@@ -13,18 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat import kernels
 from wingbeat.codecs.feedback import Part, Residuals
-from wingbeat.codecs.topk import warmed_up
+from wingbeat.codecs.sketch import SketchCodec
+from wingbeat.codecs.topk import TopKCodec, warmed_up
 from wingbeat.errors import UsageError
-from wingbeat.integrations.ddp.exchange import (
-    Bucket,
-    Exchange,
-    Group,
-    SketchExchange,
-    TopKExchange,
-)
+from wingbeat.integrations.ddp.exchange import Bucket, Exchange
 from wingbeat.integrations.ddp.executor import Executor, Job
+from wingbeat.transport.native import NativeGroup
 
 
 class _State:
@@ -211,8 +206,8 @@ class SketchState(_State):
         super().__init__(model, velocity=False, process_group=process_group, timeout=timeout)
 
     def _exchange(self, bucket: Bucket) -> Exchange:
-        found = kernels.of(bucket.buffer.device)
-        return SketchExchange(bucket, self._group, self._residuals, found, self.bits)
+        codec = SketchCodec(self.bits)
+        return Exchange(bucket, self._group, self._residuals, codec, gathered=False)
 
 
 class TopKState(_State):
@@ -270,9 +265,14 @@ class TopKState(_State):
         return warmed_up(self.density, self.warmup, self._steps)
 
     def _exchange(self, bucket: Bucket) -> Exchange:
-        found = kernels.of(bucket.buffer.device)
-        return TopKExchange(
-            bucket, self._group, self._residuals, found, self.density_now, self.momentum
+        codec = TopKCodec(self.density_now, self.momentum)
+        return Exchange(
+            bucket,
+            self._group,
+            self._residuals,
+            codec,
+            gathered=True,
+            momentum=self.momentum > 0,
         )
 
 
@@ -300,7 +300,7 @@ def _trained(model: nn.Module, kind: str) -> dict[nn.Parameter, str]:
 
 def _own_group(
     model: nn.Module, given: Any, device: torch.device, timeout: float | None, kind: str
-) -> Group:
+) -> NativeGroup:
     """Make a group with the ranks of ``given``, so that nobody else's collectives come between."""
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
@@ -319,7 +319,7 @@ def _own_group(
         # the group after its ranks and a count of groups, which must stay the same on all ranks.
         use_local_synchronization=not everyone,
     )
-    return Group(handle, dist.get_rank(handle), len(ranks))
+    return NativeGroup(handle, dist.get_rank(handle), len(ranks))
 
 
 def _steps_of(states: Any, where: str) -> int:

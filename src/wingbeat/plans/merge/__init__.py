@@ -10,7 +10,7 @@ from __future__ import annotations
 from wingbeat.plans.merge.exact import Bounded, bounded, exact
 from wingbeat.plans.merge.exhaustive import exhaustive
 from wingbeat.plans.merge.paper import greedy, wfbp
-from wingbeat.plans.merge.simple import by_size, none, one
+from wingbeat.plans.merge.simple import by_size, one
 from wingbeat.plans.merge.timeline import Row, Timeline, predict
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "exact",
     "exhaustive",
     "greedy",
-    "none",
     "one",
     "predict",
     "wfbp",

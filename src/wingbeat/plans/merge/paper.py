@@ -38,7 +38,7 @@ def greedy(workload: Workload, costs: Costs) -> Plan:
     time with the others as they are, and looks at the end of layer l - 1 alone. Its quirks are
     kept as they are:
 
-    - the rule sees one layer ahead: it does not merge three layers where merging two does not pay;
+    - the rule sees one layer ahead: it does not merge three layers where merging two saves nothing;
     - a later end of layer l - 1 counts as a loss even where the layers after it hide it, and time
       by which encoding delays the layers after l - 1 does not count at all;
     - Q3 and Q5 take ``t_s`` to grow faster than its amount and ``t_c`` to be a line; with other

@@ -1,4 +1,4 @@
-"""Plans that need no costs: every tensor alone, all in one, and up to a number of elements."""
+"""Plans that need no costs: all tensors in one bucket, and up to a number of elements."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from wingbeat.costs.workload import Workload
 from wingbeat.errors import UsageError
 from wingbeat.plans.merge.runs import plan_of
 from wingbeat.types import Plan
-
-
-def none(workload: Workload) -> Plan:
-    """Send every tensor alone (LAGS-SGD; OMGS-SGD, section II-D)."""
-    return plan_of(workload, range(1, len(workload) + 1))
 
 
 def one(workload: Workload) -> Plan:

@@ -1,4 +1,4 @@
-"""Casts: values travel in two bytes, as bfloat16 or as float16 with one scale for all of them."""
+"""Half precision: values travel as float16, with one scale for all of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wingbeat.errors import unknown
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""What values may be cast to."""
+from wingbeat.codecs.codec import check_size
 
 CHUNK = 1 << 19
 """Elements that are worked on at a time on a CPU: what is between two steps stays in its cache."""
@@ -22,33 +19,21 @@ TOP_EXPONENT = 14
 BIAS = 127
 """Of float32's exponent field, which is bits 23 to 30."""
 
+HEAD = 4
+"""Bytes of the scale, float32; an empty payload has none."""
+
 
 @dataclass(frozen=True)
-class Cast:
-    """Values are rounded to the nearest of a narrower dtype. Infinities and NaN stay what they are.
+class HalfCodec:
+    """Values are rounded to the nearest float16. Infinities and NaN stay what they are.
 
-    ``"fp16"``: ``[scale: float32][values: float16]``. The scale is a power of two that brings the
+    Payload: ``[scale: float32][values: float16]``. The scale is a power of two that brings the
     largest finite magnitude into ``[2**14, 2**15]``: nothing finite overflows, whatever its size,
     and values keep 11 bits down to ``2**-29`` of the largest. The smallest scale is ``2**-126``,
     with which even denormals have a place. If all is zero the scale is 1.
 
-    ``"bf16"``: ``[values: bfloat16]``. The exponent is float32's, so no scale is needed. Finite
-    values above bfloat16's largest, 3.39e38, become infinite.
-
     No bytes of the right size are malformed.
-
-    Args:
-        dtype: ``"fp16"`` or ``"bf16"``.
-
-    Raises:
-        UsageError: another name.
     """
-
-    dtype: str = "fp16"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise unknown("cast", self.dtype, DTYPES)
 
     @property
     def feedback(self) -> bool:
@@ -62,24 +47,22 @@ class Cast:
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """Return the payload's size in bytes; an empty one has no scale."""
-        return self._head(numel) + 2 * numel
+        return HEAD + 2 * numel if numel else 0
 
     def encode(
         self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
     ) -> None:
-        """Write the scale, if there is one, and the rounded values.
+        """Write the scale and the rounded values.
 
         Raises:
             ValueError: the payload's size is wrong.
         """
-        scale, values = self._fields(payload, x.numel())
-        total = x if residual is None else residual.add_(x)
+        check_size(payload, self.nbytes(x.numel()))
         if x.numel() == 0:
             return
-        if scale is None:
-            values.copy_(total)
-        else:
-            _write_scaled(total, scale, values)
+        total = x if residual is None else residual.add_(x)
+        scale, values = _fields(payload)
+        _write_scaled(total, scale, values)
         if residual is not None:
             for chunk, wide in _chunks(total):
                 residual[chunk].sub_(_widen(values[chunk], scale, wide)).nan_to_num_(0.0, 0.0, 0.0)
@@ -90,28 +73,20 @@ class Cast:
         Raises:
             ValueError: the payload's size is wrong.
         """
-        scale, values = self._fields(payload, out.numel())
-        if scale is None and not add:
-            out.copy_(values)
-        elif not add:
-            for chunk, _ in _chunks(out):
-                _widen(values[chunk], scale, out[chunk])
-        else:
-            for chunk, wide in _chunks(out):
+        check_size(payload, self.nbytes(out.numel()))
+        if out.numel() == 0:
+            return
+        scale, values = _fields(payload)
+        for chunk, wide in _chunks(out):
+            if add:
                 out[chunk].add_(_widen(values[chunk], scale, wide))
+            else:
+                _widen(values[chunk], scale, out[chunk])
 
-    def _head(self, numel: int) -> int:
-        return 4 if self.dtype == "fp16" and numel else 0
 
-    def _fields(self, payload: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
-        """Return views of the scale, a scalar, and of the values."""
-        if payload.numel() != self.nbytes(numel):
-            raise ValueError(
-                f"payload has {payload.numel()} bytes; it must have {self.nbytes(numel)}"
-            )
-        head = self._head(numel)
-        scale = payload[:head].view(torch.float32)[0] if head else None
-        return scale, payload[head:].view(DTYPES[self.dtype])
+def _fields(payload: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the scale, a scalar, and of the values."""
+    return payload[:HEAD].view(torch.float32)[0], payload[HEAD:].view(torch.float16)
 
 
 def _write_scaled(x: Tensor, scale: Tensor, values: Tensor) -> None:
@@ -167,10 +142,9 @@ def _limit(field: Tensor) -> Tensor | None:
     return torch.where(top, 2.0**15 - 2.0**4, torch.inf)
 
 
-def _widen(values: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
+def _widen(values: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """Write float32 of ``values`` times ``scale`` into ``out``, and return it."""
-    out.copy_(values)
-    return out if scale is None else out.mul_(scale)
+    return out.copy_(values).mul_(scale)
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:

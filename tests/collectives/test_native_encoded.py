@@ -33,10 +33,11 @@ class Group:
     """One rank's part of a library that moves bytes; ``rows`` has what each rank has given."""
 
     def __init__(self, rank: int, rows: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        self._rank, self._rows, self._barrier = rank, rows, barrier
+        self.rank, self.size = rank, SIZE
+        self._rows, self._barrier = rows, barrier
 
     def _exchange(self, given: torch.Tensor) -> list[torch.Tensor]:
-        self._rows[self._rank] = given.clone()
+        self._rows[self.rank] = given.clone()
         self._barrier.wait(20)
         found = list(self._rows)
         self._barrier.wait(20)
@@ -44,11 +45,11 @@ class Group:
 
     def all_to_all(self, into: torch.Tensor, buffer: torch.Tensor) -> Copied:
         all_rows = self._exchange(buffer)
-        into.copy_(torch.cat([row.chunk(SIZE)[self._rank] for row in all_rows]))
+        into.copy_(torch.cat([row.chunk(SIZE)[self.rank] for row in all_rows]))
         return Copied()
 
     def all_gather(self, buffer: torch.Tensor) -> Copied:
-        mine = buffer.chunk(SIZE)[self._rank]
+        mine = buffer.chunk(SIZE)[self.rank]
         buffer.copy_(torch.cat(self._exchange(mine)))
         return Copied()
 
@@ -90,7 +91,7 @@ def exchange(collectives: Collectives, how: str, buffer: torch.Tensor, wire: Enc
 
 @pytest.mark.parametrize("how", ["whole", "halves", "gathered"])
 @pytest.mark.parametrize("wire", ["sketch@3", "topk@0.02"])
-def test_all_get_the_same_bits_and_what_is_missing_is_owed(wire: str, how: str) -> None:
+def test_all_get_the_same_bits_and_residuals_have_what_is_missing(wire: str, how: str) -> None:
     rounds = [values(seed) for seed in range(3)]
     residuals = [torch.zeros(NUMEL) for _ in range(SIZE)]
 
@@ -129,5 +130,6 @@ def test_a_malformed_payload_names_who_sent_it(what: str) -> None:
 
     with native_worlds() as members:
         said = loopback.run(members, body)
-    assert said[0].startswith("rank 0: rank 1 sent a malformed payload: ")
-    assert said[2].startswith("rank 2: rank 1 sent a malformed payload: ")
+    where = what.replace("_", "-")
+    assert said[0].startswith(f"rank 0: {where}: rank 1 sent a malformed payload: ")
+    assert said[2].startswith(f"rank 2: {where}: rank 1 sent a malformed payload: ")

@@ -1,4 +1,4 @@
-"""Keeps books: what DDP delivered and what is still owed must be what the workers put in.
+"""Adds up: what DDP delivered and what is still missing must be what the workers put in.
 
 The gradients are chosen, not computed: the loss is the sum of each parameter times a given tensor.
 So after any number of iterations
@@ -62,8 +62,8 @@ def make_state(kind: str, model: nn.Module, **options: Any) -> tuple[Any, Any]:
     return ddp.TopKState(model, **{"density": 0.02, **options}), ddp.topk_hook
 
 
-class Ledger:
-    """Trains a `Chosen` model and keeps the books of this worker."""
+class Totals:
+    """Trains a `Chosen` model and adds up what this worker puts in and gets."""
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         state_options = options.pop("state", {})
@@ -100,8 +100,8 @@ class Ledger:
         mine = {n: gradient(step, self.rank, n) for n in SHAPES if used(step, self.rank, n)}
         self.model({name: value.to(self.dtype) for name, value in mine.items()}).backward()
 
-    def owed(self) -> dict[str, Tensor]:
-        """What all workers together still owe."""
+    def missing(self) -> dict[str, Tensor]:
+        """What all workers together have not sent."""
         found = {}
         for name, value in self.state.state_dict()["residuals"].items():
             total = value.double()
@@ -109,11 +109,11 @@ class Ledger:
             found[name] = total
         return found
 
-    def balance(self, tolerance: float = 2e-5) -> dict[str, Tensor]:
-        """Check the books of every parameter; return what is owed."""
-        owed = self.owed()
+    def check(self, tolerance: float = 2e-5) -> dict[str, Tensor]:
+        """Check the sums of every parameter; return what is missing."""
+        missing = self.missing()
         for name in SHAPES:
-            got = self.delivered[name] + owed[name]
+            got = self.delivered[name] + missing[name]
             torch.testing.assert_close(
                 got,
                 torch.as_tensor(self.put_in[name]).expand(got.shape),
@@ -121,7 +121,7 @@ class Ledger:
                 atol=tolerance,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
-        return owed
+        return missing
 
     def same_everywhere(self) -> None:
         """Check that every worker was given the same bits."""

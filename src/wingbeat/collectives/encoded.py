@@ -1,0 +1,234 @@
+"""What an encoded sum is: who encodes what, in which order it is added, and what is refused.
+
+Payloads cannot be summed, so each goes to whoever decodes and adds it. There are two ways.
+
+By blocks: each worker encodes the others' blocks, each for its owner, who decodes and adds them to
+its own, by rank, encodes the sum once, and sends that to everyone. All take the result from the
+same payload, its owner too. Bytes do not grow with the workers; everything is rounded twice.
+
+Gathered: each worker encodes its whole buffer once, for everyone, and adds all payloads by rank. It
+suits payloads so small that everybody may have everybody's, such as those of top-k (OMGS-SGD,
+section II-C): nothing is rounded twice, but the bytes grow with the number of workers.
+
+Here payloads are the rows of a tensor, for libraries that move rows. An executor does the first way
+chunk by chunk, with the same `CodecPacking`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wingbeat.collectives.handle import Handle
+from wingbeat.collectives.packing import CodecPacking, Encoded, malformed
+from wingbeat.errors import PeerError
+from wingbeat.transport.gloo import first_line
+from wingbeat.types import Span
+
+if TYPE_CHECKING:
+    from wingbeat.transport.native import NativeGroup
+
+_ALIGNMENTS = {"cuda": 16}
+"""Bytes, by device. Every row begins at a multiple; with this one kernels use wide loads."""
+
+_ALIGNMENT = 8
+"""Bytes, on any other device."""
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """Moves rows of a uint8 tensor, of which there is one for each worker, by a library.
+
+    Attributes:
+        group: whose collectives it uses.
+        where: what is exchanged, for messages.
+        between: called while each collective is on its way.
+    """
+
+    group: NativeGroup
+    where: str
+    between: Callable[[], None] = lambda: None
+
+    def all_to_all(self, into: torch.Tensor, rows: torch.Tensor) -> None:
+        """Send row r of ``rows`` to rank r, whose own arrives in row r of ``into``.
+
+        Raises:
+            PeerError: the library reported a failure.
+        """
+        start = self.group.all_to_all
+        self._do("all-to-all", lambda: start(into.view(-1), rows.view(-1)))
+
+    def all_gather(self, rows: torch.Tensor) -> None:
+        """Send this worker's row to everyone; row r becomes that of rank r.
+
+        Raises:
+            PeerError: the library reported a failure.
+        """
+        self._do("all-gather", lambda: self.group.all_gather(rows.view(-1)))
+
+    def _do(self, what: str, start: Callable[[], Any]) -> None:
+        try:
+            work = start()
+            self.between()
+            work.wait()
+        except RuntimeError as err:
+            raise PeerError(
+                f"rank {self.group.rank}: the {what} of {self.where} among {self.group.size} "
+                f"workers failed: {first_line(err)}; look for the worker that died or stopped first"
+            ) from err
+
+
+@dataclass(eq=False)
+class BlockSum:
+    """One encoded sum by blocks, in place on a float buffer.
+
+    Attributes:
+        buffer: flat; each worker's own numbers before, the sum after.
+        packing: how the blocks travel; its own block is this worker's.
+        blocks: one for each rank; they cover the buffer.
+        rank: this worker's number.
+        where: what is exchanged, for messages.
+    """
+
+    buffer: torch.Tensor
+    packing: CodecPacking
+    blocks: Sequence[Span]
+    rank: int
+    where: str
+
+    def __post_init__(self) -> None:
+        self._sizes = [self.packing.room(block) for block in self.blocks]
+        self._rows = _rows(len(self.blocks), max(self._sizes), self.buffer.device)
+
+    def encode(self) -> None:
+        """Encode the others' blocks. Needs no other worker."""
+        for rank in self._others():
+            self.packing.pack(self.buffer, self.blocks[rank], self._payload(rank))
+
+    def exchange(self, rows: GroupRows) -> None:
+        """Do the rest, both halves; raises a `PeerError` as they do."""
+        self.reduce(rows)
+        self.spread(rows)
+
+    def reduce(self, rows: GroupRows) -> None:
+        """Send the others their blocks, and add what arrives for the own one, by rank.
+
+        Raises:
+            PeerError: a peer failed, was silent for too long, or sent a malformed payload.
+        """
+        into = torch.empty_like(self._rows)
+        rows.all_to_all(into, self._rows)
+        for rank in self._others():
+            payload = into[rank, : self._sizes[self.rank]]
+            with _named_malformed(self.rank, rank, self.where):
+                self.packing.coding.decode(payload, self.buffer, self.packing.own, add=True)
+
+    def spread(self, rows: GroupRows) -> None:
+        """Send the own block to everyone; all, this worker too, take it from the same payload.
+
+        Raises:
+            PeerError: as for `reduce`.
+        """
+        self.packing.pack(self.buffer, self.packing.own, self._payload(self.rank))
+        rows.all_gather(self._rows)
+        for rank in self._others():
+            with _named_malformed(self.rank, rank, self.where):
+                self.packing.coding.decode(self._payload(rank), self.buffer, self.blocks[rank])
+
+    def _others(self) -> Iterator[int]:
+        return (rank for rank in range(len(self.blocks)) if rank != self.rank)
+
+    def _payload(self, rank: int) -> torch.Tensor:
+        return self._rows[rank, : self._sizes[rank]]
+
+
+@dataclass(eq=False)
+class GatheredSum:
+    """One gathered sum, in place on a float buffer.
+
+    Attributes:
+        buffer: flat; each worker's own numbers before, the sum after.
+        wire: how it travels.
+        rank: this worker's number.
+        size: number of workers.
+        where: what is exchanged, for messages.
+        velocity: as long as the buffer; where momentum correction gathers momentum.
+        rows: what everyone has sent, once they are gathered.
+    """
+
+    buffer: torch.Tensor
+    wire: Encoded
+    rank: int
+    size: int
+    where: str
+    velocity: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._span = Span(0, self.buffer.numel())
+        self._nbytes = self.wire.coding.room(self._span)
+        self.rows = _rows(self.size, self._nbytes, self.buffer.device)
+
+    def encode(self) -> None:
+        """Encode the buffer into this worker's row. Needs no other worker."""
+        wire, payload = self.wire, self.rows[self.rank, : self._nbytes]
+        wire.coding.encode(self.buffer, self._span, payload, wire.residual, self.velocity)
+
+    def exchange(self, rows: GroupRows) -> None:
+        """Do the rest; raises a `PeerError` as `BlockSum.reduce` does."""
+        rows.all_gather(self.rows)
+        self.add()
+
+    def add(self) -> None:
+        """Replace the buffer by the sum of all rows, by rank: the same bits on every worker.
+
+        Raises:
+            PeerError: a peer sent a malformed payload.
+        """
+        for rank, row in enumerate(self.rows):
+            with _named_malformed(self.rank, rank, self.where):
+                self.wire.coding.decode(row[: self._nbytes], self.buffer, self._span, add=rank > 0)
+
+
+class Gathered(Handle):
+    """The rows of a gathered sum under way; waiting adds them into the buffer, once."""
+
+    __slots__ = ("_added", "_sum")
+
+    def __init__(self, handle: Handle, gathered: GatheredSum) -> None:
+        super().__init__(handle.jobs)
+        self._sum = gathered
+        self._added = False
+
+    def wait(self) -> None:
+        """Block until the buffer holds the sum.
+
+        Raises:
+            PeerError: a peer failed, was silent for too long, or sent a malformed payload.
+        """
+        if not self._added:
+            super().wait()
+            self._sum.add()
+            self._added = True
+
+    def wait_received(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+
+@contextlib.contextmanager
+def _named_malformed(rank: int, sender: int, where: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as err:
+        raise PeerError(f"rank {rank}: {where}: rank {sender} {malformed(err)}") from None
+
+
+def _rows(size: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory for a payload of at most ``nbytes`` from or for each of ``size`` workers."""
+    alignment = _ALIGNMENTS.get(device.type, _ALIGNMENT)
+    width = -(-nbytes // alignment) * alignment
+    return torch.empty(size, width, dtype=torch.uint8, device=device)

@@ -1,0 +1,1 @@
+"""What every codec must do."""

@@ -1,0 +1,1 @@
+"""What everything that carries bytes must do."""
