@@ -40,10 +40,10 @@ demo: $(READY) ## Train on four emulated hosts: DDP, AllReduce, DeAR (under 5 mi
 	$(BIN)/wingbeat demo
 
 test: $(READY) ## Run the tests, those marked slow or gpu excepted
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS)
+	$(BIN)/python tools/test.py "not slow and not gpu" $(TESTS)
 
 test-slow: $(READY) ## Run the tests that take long or belong to a figure
-	$(BIN)/python -m pytest -m "slow and not gpu" $(TESTS)
+	$(BIN)/python tools/test.py "slow and not gpu" $(TESTS)
 
 test-gpu: $(READY) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)

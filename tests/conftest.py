@@ -46,6 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LastResort())
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep an emulated cluster to itself: other tests beside it would be in its figures."""
+    if item.get_closest_marker("lab"):
+        item.add_marker("alone")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, with the reason."""
     for marker, why in (("lab", _why_no_lab), ("gpu", _why_no_gpu)):

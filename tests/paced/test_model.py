@@ -12,6 +12,8 @@ from wingbeat.bench.machine import stolen_seconds
 from wingbeat.paced import PacedModel, Parameter, Profile, ProfiledLayer, clock, load_profile
 from wingbeat.paced.clock import SLACK
 
+pytestmark = pytest.mark.alone
+
 
 def profile_of(*layers: ProfiledLayer) -> Profile:
     total = sum(layer.forward_ms + layer.backward_ms for layer in layers)
