@@ -28,7 +28,7 @@ from torch import nn
 
 import wingbeat
 from wingbeat import lab, strategies
-from wingbeat.bench import attach, digits, machine, peers
+from wingbeat.bench import attach, contenders, digits, machine
 
 LIMIT = 1e-5
 OPTIMIZERS = ("sgd", "adamw")
@@ -61,7 +61,7 @@ def train(row: str, optimizer_name: str, steps: int) -> list[torch.Tensor]:
     )
     network = smooth_network()
     make = attach.optimizer_maker(optimizer_name, paced=False)
-    with attach.attached(peers.parse(row), network, make) as made:
+    with attach.attached(contenders.parse(row), network, make) as made:
         for _ in range(steps):
             batch, names = next(batches)
             made.optimizer.zero_grad()

@@ -8,13 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.bench.bound import FORMULAS, Layer, floor, low_rank_bytes, seconds_per_byte, simple
+from wingbeat.bench.bound import (
+    FORMULAS,
+    LayerCosts,
+    floor,
+    low_rank_bytes,
+    seconds_per_byte,
+    simple,
+)
 from wingbeat.bench.links import reduce_seconds_per_byte, scaled
 from wingbeat.errors import UsageError
 from wingbeat.lab.spec import LabSpec
 
 # Two layers: the first 1 s forward, 2 s backward, 10 bytes; the second 3 s, 4 s, 30 bytes.
-TWO = [Layer(1.0, 2.0, 10.0), Layer(3.0, 4.0, 30.0)]
+TWO = [LayerCosts(1.0, 2.0, 10.0), LayerCosts(3.0, 4.0, 30.0)]
 
 
 def test_without_communication_the_floor_is_the_computation() -> None:
@@ -67,12 +74,14 @@ def test_no_floor_is_claimed_for_an_unknown_schedule() -> None:
 
 
 layer_lists = st.lists(
-    st.builds(Layer, *[st.floats(0.0, 10.0)] * 2, st.floats(0.0, 100.0)), min_size=1, max_size=8
+    st.builds(LayerCosts, *[st.floats(0.0, 10.0)] * 2, st.floats(0.0, 100.0)),
+    min_size=1,
+    max_size=8,
 )
 
 
 @given(layers=layer_lists, per_byte=st.floats(0.0, 1.0))
-def test_floors_are_ordered(layers: list[Layer], per_byte: float) -> None:
+def test_floors_are_ordered(layers: list[LayerCosts], per_byte: float) -> None:
     for kind in ("allreduce", "dear"):
         exact, rough = floor(kind, layers, per_byte), simple(kind, layers, per_byte)
         assert exact is not None
@@ -82,7 +91,9 @@ def test_floors_are_ordered(layers: list[Layer], per_byte: float) -> None:
 
 
 @given(layers=layer_lists, per_byte=st.floats(0.001, 1.0))
-def test_a_simulated_schedule_reaches_the_dear_floor(layers: list[Layer], per_byte: float) -> None:
+def test_a_simulated_schedule_reaches_the_dear_floor(
+    layers: list[LayerCosts], per_byte: float
+) -> None:
     """Gathering in the order of execution is optimal; forward starts as parameters arrive."""
     reduced = 0.0
     ready = itertools.accumulate(layer.backward_s for layer in reversed(layers))
@@ -97,7 +108,7 @@ def test_a_simulated_schedule_reaches_the_dear_floor(layers: list[Layer], per_by
 
 @given(layers=layer_lists, per_byte=st.floats(0.001, 1.0))
 def test_a_simulated_schedule_reaches_the_allreduce_floor(
-    layers: list[Layer], per_byte: float
+    layers: list[LayerCosts], per_byte: float
 ) -> None:
     """Sending each layer's gradients in the order in which they are ready is optimal."""
     backward = list(reversed(layers))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from wingbeat import strategies
-from wingbeat.bench import peers, workloads
+from wingbeat.bench import contenders, models
 from wingbeat.bench.config import BenchConfig
 from wingbeat.errors import UsageError
 
@@ -109,25 +109,23 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "mgs:density=0.01": ("allreduce", 606),
     }
     for text, (kind, nbytes) in expected.items():
-        row = peers.parse(text)
+        row = contenders.parse(text)
         assert (row.kind, row.wire_bytes(shapes)) == (kind, nbytes), text
-    assert set(peers.names()) == {peers.parse(text).name for text in expected}
+    assert set(contenders.names()) == {contenders.parse(text).name for text in expected}
 
 
 def test_a_strategy_is_the_dataclass_that_python_users_write() -> None:
-    assert peers.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0)
+    assert contenders.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0)
 
 
 def test_layers_of_a_paced_model_add_up_to_the_profile() -> None:
-    workload = workloads.parse("paced:resnet50")
-    layers = workload.layers(peers.parse("ddp"))
-    assert workload.profile is not None
+    model = models.parse("paced:resnet50")
+    layers = model.layers(contenders.parse("ddp"))
+    assert model.profile is not None
     assert layers is not None
-    assert sum(layer.nbytes for layer in layers) == workload.profile.nbytes
+    assert sum(layer.nbytes for layer in layers) == model.profile.nbytes
     seconds = sum(layer.forward_s + layer.backward_s for layer in layers)
-    assert seconds == pytest.approx(
-        (workload.profile.forward_ms + workload.profile.backward_ms) / 1e3
-    )
+    assert seconds == pytest.approx((model.profile.forward_ms + model.profile.backward_ms) / 1e3)
 
 
 def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:

@@ -89,7 +89,7 @@ def test_no_iteration_is_shorter_than_the_bound(layers, kind, workers, gbit) -> 
     )
     links = Links(bytes_per_s=gbit * 125e6, latency_s=0.0)
     made = run(KINDS[kind], model, workers, links=links, work=FREE, iterations=3)
-    rows = [bound.Layer(f, b, 4.0 * n) for f, b, n in layers]
+    rows = [bound.LayerCosts(f, b, 4.0 * n) for f, b, n in layers]
     per_byte = bound.seconds_per_byte([links.bytes_per_s] * workers)
     floor = bound.floor(kind, rows, per_byte)
     assert floor is not None

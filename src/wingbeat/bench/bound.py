@@ -18,7 +18,7 @@ from wingbeat.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCosts:
     """One layer's compute time in seconds and the bytes that its gradients take on the wire."""
 
     forward_s: float
@@ -74,7 +74,7 @@ def seconds_per_byte(
     return max([slowest, *crossing])
 
 
-def floor(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
+def floor(kind: str, layers: Sequence[LayerCosts], per_byte: float) -> float | None:
     """Shortest iteration in seconds of a schedule of this kind; None where no floor is known.
 
     Args:
@@ -94,7 +94,7 @@ def floor(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
     return None
 
 
-def simple(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
+def simple(kind: str, layers: Sequence[LayerCosts], per_byte: float) -> float | None:
     """The floor when only sums count: DeAR's Eq. 6, and its WFBP form for ``allreduce``."""
     forward = sum(layer.forward_s for layer in layers)
     backward = sum(layer.backward_s for layer in layers)
@@ -108,7 +108,7 @@ def simple(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
     return None
 
 
-def _backward_floor(layers: Sequence[Layer], per_byte: float) -> float:
+def _backward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
     """Time from the start of backward until the last gradient has arrived.
 
     One link, jobs with release times: the last busy stretch begins at some layer's release and
@@ -124,13 +124,13 @@ def _backward_floor(layers: Sequence[Layer], per_byte: float) -> float:
     return worst
 
 
-def _forward_floor(layers: Sequence[Layer], per_byte: float) -> float:
+def _forward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
     """Time from the first gather until forward ends.
 
     Seen backwards in time a layer's parameters leave when it has run, the last layer first, which
     is ``_backward_floor`` with forward's times.
     """
-    mirrored = [Layer(0.0, layer.forward_s, layer.nbytes) for layer in layers]
+    mirrored = [LayerCosts(0.0, layer.forward_s, layer.nbytes) for layer in layers]
     return _backward_floor(mirrored, per_byte)
 
 

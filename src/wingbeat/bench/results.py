@@ -10,8 +10,8 @@ from typing import Any
 
 from wingbeat.bench import bound
 from wingbeat.bench.config import Checked
+from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
-from wingbeat.bench.peers import Peer
 from wingbeat.bench.speedup import Measured
 from wingbeat.observe.breakdown import Parts
 
@@ -225,7 +225,7 @@ def _compute_s(checked: Checked, quantiles: Sequence[Quantiles]) -> float | None
 
 
 def _bounds(
-    checked: Checked, row: Peer, per_byte: float | None
+    checked: Checked, row: Contender, per_byte: float | None
 ) -> tuple[float | None, float | None, str]:
     """The floor, its simple form, and the formula or why there is none."""
     layers = checked.model.layers(row)

@@ -16,21 +16,23 @@ from wingbeat.errors import UsageError, unknown
 
 
 @dataclass(frozen=True, slots=True)
-class _Builtin:
+class Baseline:
+    """What PyTorch offers, to be compared with; the attributes are a `Contender`'s."""
+
     kind: str
     exact: bool
     note: str
     defaults: dict[str, Any] = field(default_factory=dict)
 
 
-BUILTIN: dict[str, _Builtin] = {
-    "single": _Builtin("single", False, "no communication: every worker trains alone"),
-    "ddp": _Builtin("allreduce", True, "DistributedDataParallel as it is", {"mb": 25.0}),
-    "ddp+fp16": _Builtin("allreduce", False, "DDP with PyTorch's fp16_compress_hook", {"mb": 25.0}),
-    "ddp+powersgd": _Builtin(
+BASELINES: dict[str, Baseline] = {
+    "single": Baseline("single", False, "no communication: every worker trains alone"),
+    "ddp": Baseline("allreduce", True, "DistributedDataParallel as it is", {"mb": 25.0}),
+    "ddp+fp16": Baseline("allreduce", False, "DDP with PyTorch's fp16_compress_hook", {"mb": 25.0}),
+    "ddp+powersgd": Baseline(
         "allreduce", False, "DDP with PyTorch's PowerSGD hook, in one bucket", {"rank": 1}
     ),
-    "fsdp": _Builtin("fsdp", True, "fully_shard over the children of the model"),
+    "fsdp": Baseline("fsdp", True, "fully_shard over the children of the model"),
 }
 """Rows that are not wingbeat's own: kind of bound, whether gradients stay exact, what it is."""
 
@@ -41,16 +43,16 @@ _SCHEDULES = {"wfbp": "allreduce", "dear": "dear"}
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class Contender:
     """One row of the table.
 
     Attributes:
         text: as the user wrote it.
-        name: a key of ``BUILTIN`` or a strategy's name.
+        name: a key of ``BASELINES`` or a strategy's name.
         kind: which floor of ``bound.FORMULAS`` holds; ``"other"`` where none is known.
         exact: whether its gradients are the mean over all workers, up to rounding.
-        options: a built-in's options, defaults filled in; empty for strategies.
-        strategy: wingbeat's dataclass, or None for a built-in.
+        options: a baseline's options, defaults filled in; empty for strategies.
+        strategy: wingbeat's dataclass, or None for a baseline.
         scale: factor on every bucket size, the model's scale.
     """
 
@@ -62,7 +64,7 @@ class Peer:
     strategy: strategies.Strategy | None = None
     scale: float = 1.0
 
-    def at_scale(self, scale: float) -> Peer:
+    def at_scale(self, scale: float) -> Contender:
         """The same row for a model of ``scale`` of its size: buckets shrink with the model.
 
         Otherwise a model of eight buckets would become one of two, and lose its overlap.
@@ -74,7 +76,7 @@ class Peer:
             strategy = replace(strategy, **changes)
         return replace(self, strategy=strategy, scale=scale)
 
-    def settled(self) -> Peer:
+    def settled(self) -> Contender:
         """The same row without the warm-up of top-k that it has by default.
 
         For a model that does not learn: what is timed is to be what training settles to.
@@ -88,7 +90,7 @@ class Peer:
         return replace(self, strategy=replace(self.strategy, **own))
 
     def wire_bytes(self, shapes: Sequence[Sequence[int]], itemsize: int = 4) -> int:
-        """Bytes of the gradients of tensors of these shapes, as this peer puts them on the wire."""
+        """Bytes of the gradients of tensors of these shapes, as they travel here."""
         if self.name == "ddp+powersgd":
             return sum(low_rank_bytes(shape, self.options["rank"], itemsize) for shape in shapes)
         if self.name == "single":
@@ -100,10 +102,10 @@ class Peer:
 
 def names() -> list[str]:
     """Every name that a row may have."""
-    return [*BUILTIN, *strategies.names()]
+    return [*BASELINES, *strategies.names()]
 
 
-def parse(text: str) -> Peer:
+def parse(text: str) -> Contender:
     """Read one row.
 
     >>> parse("ddp+powersgd:rank=4").options
@@ -117,16 +119,16 @@ def parse(text: str) -> Peer:
     if name in strategies.names():
         strategy = strategies.parse(text)
         kind = _SCHEDULES.get(strategy.choices().schedule, "other")
-        return Peer(text, name, kind, not _wire(strategy), {}, strategy)
-    if name not in BUILTIN:
+        return Contender(text, name, kind, not _wire(strategy), {}, strategy)
+    if name not in BASELINES:
         raise unknown("strategy", name, names())
-    known = BUILTIN[name]
+    known = BASELINES[name]
     kinds = {key: type(value) for key, value in known.defaults.items()}
     given = strategies.options(rest, kinds, where=text)
     for key, value in given.items():
         if not 0 < value <= 4096:
             raise UsageError(f"option {key}={value} in {text!r}: allowed are values from 0 to 4096")
-    return Peer(text, name, known.kind, known.exact, {**known.defaults, **given})
+    return Contender(text, name, known.kind, known.exact, {**known.defaults, **given})
 
 
 def _wire(strategy: strategies.Strategy | None) -> str | wires.Coded:
