@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wingbeat.schedules import Dear, Wfbp
+from wingbeat.schedules import BY_NAME
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,
@@ -31,7 +31,6 @@ from wingbeat.schedules.events import (
     Wait,
 )
 
-SCHEDULES: dict[str, Callable[[], Schedule]] = {"wfbp": Wfbp, "dear": Dear}
 RS, AG, AR = Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_REDUCE
 
 
@@ -104,13 +103,13 @@ class Driven:
 seeds = st.integers(0, 10**9)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_NAME)
 @settings(max_examples=5000)
 @given(seed=seeds)
 def test_no_history_makes_a_command_that_makes_no_sense(name: str, seed: int) -> None:
     chooser = random.Random(seed)
     buckets = chooser.randint(1, 4)
-    driven = Driven(SCHEDULES[name](), buckets)
+    driven = Driven(BY_NAME[name](), buckets)
     driven.tell(planned(buckets, chooser))
     for _ in range(chooser.randint(1, 4)):
         for event in iteration(buckets, chooser):
@@ -121,13 +120,13 @@ def test_no_history_makes_a_command_that_makes_no_sense(name: str, seed: int) ->
                 assert not driven.due
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_NAME)
 @settings(max_examples=5000)
 @given(seed=seeds)
 def test_what_one_worker_does_with_gradients_changes_no_collective(name: str, seed: int) -> None:
     """Ranks start the same operations in the same order, whoever looks, clips or drops."""
     buckets = 3
-    ranks = [Driven(SCHEDULES[name](), buckets) for _ in range(2)]
+    ranks = [Driven(BY_NAME[name](), buckets) for _ in range(2)]
     order = planned(buckets, random.Random(seed))
     for number in range(3):
         for rank, driven in enumerate(ranks):
@@ -155,7 +154,7 @@ def iteration_of_all(buckets: int, common: random.Random, rank: int) -> Iterator
 
 def lines(name: str, *events: Event) -> list[str]:
     """The schedule's answers to the last event, as text."""
-    schedule = SCHEDULES[name]()
+    schedule = BY_NAME[name]()
     told: list[Command] = []
     for event in (Planned((1, 0)), *events):
         told = list(schedule.react(event))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from wingbeat.schedules.dear import Dear
+from wingbeat.schedules.events import Schedule
 from wingbeat.schedules.wfbp import Wfbp
 
-__all__ = ["Dear", "Wfbp"]
+__all__ = ["BY_NAME", "Dear", "Wfbp"]
+
+BY_NAME: dict[str, type[Schedule]] = {"wfbp": Wfbp, "dear": Dear}
+"""Each is made once for a run."""
