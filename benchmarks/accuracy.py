@@ -172,8 +172,6 @@ def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strat
     if isinstance(wire, str):
         return strategy
     warmed = {"warmup": warmup} if isinstance(wire, TopK) and warmup is not None else {}
-    if isinstance(strategy, strategies.OMGS) and strategy.wire == "topk":
-        return dataclasses.replace(strategy, **warmed)  # its codec is used in any case
     return dataclasses.replace(
         strategy, wire=dataclasses.replace(wire, auto_disable=False, **warmed)
     )
@@ -277,7 +275,7 @@ def judged(contender: Contender) -> bool:
         return wire.bits == 8
     if isinstance(wire, TopK):
         return wire.density >= 0.01 or wire.warmup not in (0, TopK.warmup)
-    return contender.exact
+    return contender.traits.exact
 
 
 def summary(runs: Sequence[dict[str, Any]], warmup: int | None = None) -> list[dict[str, Any]]:
@@ -384,10 +382,10 @@ def check(options: argparse.Namespace) -> None:
     parsed = [parse(text, options.warmup) for text in options.strategies]
     for name in options.tasks:
         TASKS[name]()
-    if not parsed[0].exact:
+    if not parsed[0].traits.exact:
         raise UsageError(f"--strategies: {parsed[0].text!r} is not exact; put allreduce first")
     for contender in parsed:
-        if contender.kind == "fsdp":
+        if contender.traits.bound == "fsdp":
             raise UsageError(f"--strategies: {contender.text!r} keeps no whole weights to compare")
     for path in filter(None, (options.json, options.png)):
         with writing(path):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.bench.bound import (
-    FORMULAS,
+    BOUNDS,
     LayerCosts,
     floor,
     low_rank_bytes,
@@ -39,7 +39,7 @@ def test_without_communication_the_floor_is_the_computation() -> None:
     ],
 )
 def test_allreduce_waits_for_the_gradients(per_byte: float, expected: float) -> None:
-    assert floor("allreduce", TWO, per_byte) == pytest.approx(expected)
+    assert floor("whole", TWO, per_byte) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_allreduce_waits_for_the_gradients(per_byte: float, expected: float) -> 
     ],
 )
 def test_dear_reduces_in_backward_and_gathers_in_forward(per_byte: float, expected: float) -> None:
-    assert floor("dear", TWO, per_byte) == pytest.approx(expected)
+    assert floor("halves", TWO, per_byte) == pytest.approx(expected)
 
 
 def test_simple_dear_is_the_denominator_of_equation_6() -> None:
     forward, backward, half = 4.0, 6.0, 0.125 * 40
     paper = forward + backward + 2 * half - min(half, backward) - min(half, forward)
-    assert simple("dear", TWO, 0.125) == pytest.approx(paper) == pytest.approx(11.0)
+    assert simple("halves", TWO, 0.125) == pytest.approx(paper) == pytest.approx(11.0)
 
 
 def test_simple_allreduce_hides_what_fits_under_backward() -> None:
-    assert simple("allreduce", TWO, 0.125) == pytest.approx(4.0 + 10.0)
-    assert simple("allreduce", TWO, 0.01) == pytest.approx(10.0)
+    assert simple("whole", TWO, 0.125) == pytest.approx(4.0 + 10.0)
+    assert simple("whole", TWO, 0.01) == pytest.approx(10.0)
 
 
 def test_no_floor_is_claimed_for_an_unknown_schedule() -> None:
@@ -82,7 +82,7 @@ layer_lists = st.lists(
 
 @given(layers=layer_lists, per_byte=st.floats(0.0, 1.0))
 def test_floors_are_ordered(layers: list[LayerCosts], per_byte: float) -> None:
-    for kind in ("allreduce", "dear"):
+    for kind in ("whole", "halves"):
         exact, rough = floor(kind, layers, per_byte), simple(kind, layers, per_byte)
         assert exact is not None
         assert rough is not None
@@ -103,7 +103,7 @@ def test_a_simulated_schedule_reaches_the_dear_floor(
     for layer in layers:
         gathered += per_byte * layer.nbytes
         done = max(done, gathered) + layer.forward_s
-    assert floor("dear", layers, per_byte) == pytest.approx(reduced + done)
+    assert floor("halves", layers, per_byte) == pytest.approx(reduced + done)
 
 
 @given(layers=layer_lists, per_byte=st.floats(0.001, 1.0))
@@ -117,11 +117,11 @@ def test_a_simulated_schedule_reaches_the_allreduce_floor(
     for at, layer in zip(ready, backward, strict=True):
         link_free = max(link_free, at) + 2 * per_byte * layer.nbytes
     forward = sum(layer.forward_s for layer in layers)
-    assert floor("allreduce", layers, per_byte) == pytest.approx(forward + link_free)
+    assert floor("whole", layers, per_byte) == pytest.approx(forward + link_free)
 
 
 def test_every_kind_has_a_formula_to_print() -> None:
-    assert set(FORMULAS) == {"single", "allreduce", "dear", "fsdp"}
+    assert set(BOUNDS) == {"single", "whole", "halves", "fsdp"}
 
 
 def test_the_slowest_host_decides() -> None:

@@ -69,7 +69,7 @@ def test_buckets_follow_the_models_scale() -> None:
     checked = config(model="paced:resnet50@0.5", strategies=("ddp", "allreduce:mb=8")).check()
     ddp, allreduce = checked.rows
     assert ddp.scale == 0.5
-    assert allreduce.strategy == strategies.AllReduce(mb=4.0, first_mb=0.5)
+    assert allreduce.strategy == strategies.AllReduce(mb=4.0, first_mb=0.5).compose()
 
 
 def test_the_usual_bucket_follows_the_models_scale() -> None:
@@ -94,28 +94,29 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
     shapes = [(100, 100), (100,)]
     expected = {
         "single": ("single", 0),
-        "ddp": ("allreduce", 40_400),
-        "ddp+fp16": ("allreduce", 20_200),
-        "ddp+powersgd:rank=3": ("allreduce", 2_400 + 400),
+        "ddp": ("whole", 40_400),
+        "ddp+fp16": ("whole", 20_200),
+        "ddp+powersgd:rank=3": ("whole", 2_400 + 400),
         "fsdp": ("fsdp", 40_400),
-        "allreduce": ("allreduce", 40_400),
-        "dear:mb=5": ("dear", 40_400),
-        "omgs": ("allreduce", 606),
-        "omgs:density=0.001": ("allreduce", 60),
-        "psgd": ("allreduce", 40_400),
-        "mgwfbp": ("allreduce", 40_400),
-        "topksgd:density=0.01": ("allreduce", 606),
-        "lags:density=0.01": ("allreduce", 606),
-        "mgs:density=0.01": ("allreduce", 606),
+        "allreduce": ("whole", 40_400),
+        "dear:mb=5": ("halves", 40_400),
+        "omgs": ("whole", 606),
+        "omgs:density=0.001": ("whole", 60),
+        "psgd": ("whole", 40_400),
+        "mgwfbp": ("whole", 40_400),
+        "topksgd:density=0.01": ("whole", 606),
+        "lags:density=0.01": ("whole", 606),
+        "mgs:density=0.01": ("whole", 606),
+        "strategy:wire=sketch@4,schedule=dear": ("halves", 5_050),
     }
     for text, (kind, nbytes) in expected.items():
         row = contenders.parse(text)
-        assert (row.kind, row.wire_bytes(shapes)) == (kind, nbytes), text
+        assert (row.traits.bound, row.wire_bytes(shapes)) == (kind, nbytes), text
     assert set(contenders.names()) == {contenders.parse(text).name for text in expected}
 
 
 def test_a_strategy_is_the_dataclass_that_python_users_write() -> None:
-    assert contenders.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0)
+    assert contenders.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0).compose()
 
 
 def test_layers_of_a_paced_model_add_up_to_the_profile() -> None:
@@ -148,5 +149,5 @@ def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
         False,
     ]
     real = config(strategies=("omgs",), model="digits").check().rows[0].strategy
-    assert real == strategies.OMGS()
+    assert real == strategies.OMGS().compose()
     assert real.choices().wire.warmup > 0

@@ -13,12 +13,12 @@ SHAPES = [(100, 100), (100,)]
 def test_half_precision_on_the_wire_is_half_the_bytes_and_not_exact(strategy: str) -> None:
     for wire in ("bf16", "fp16"):
         row = contenders.parse(f"{strategy}:wire={wire}")
-        assert not row.exact
+        assert not row.traits.exact
         assert row.wire_bytes(SHAPES) == 20_200
         assert row.wire_bytes(SHAPES, 8) == 20_200
         assert row.at_scale(0.25).wire_bytes(SHAPES) == 20_200
     whole = contenders.parse(f"{strategy}:wire=fp32")
-    assert whole.exact
+    assert whole.traits.exact
     assert whole.wire_bytes(SHAPES) == 40_400
 
 

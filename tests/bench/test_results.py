@@ -62,10 +62,10 @@ def test_figures_of_a_run() -> None:
     assert dear.exposed_s == pytest.approx(1.5 - compute)
     layers = asked.model.layers(asked.rows[1])
     assert layers is not None
-    floor = bound.floor("dear", layers, 0.5 / 125e6)
+    floor = bound.floor("halves", layers, 0.5 / 125e6)
     assert dear.bound_s == floor
     assert dear.fraction_of_bound == pytest.approx((floor or 0) / 1.5)
-    assert dear.bound_formula == bound.FORMULAS["dear"]
+    assert dear.bound_formula == bound.BOUNDS["halves"].formula
     assert dear.final_loss == 0.5
 
 

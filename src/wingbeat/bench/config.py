@@ -149,7 +149,7 @@ class Checked:
         out = []
         if self.config.trace or self.config.breakdown:
             for number, row in enumerate(self.rows):
-                split = self.config.breakdown and row.kind == "dear" and self.workers > 1
+                split = self.config.breakdown and row.traits.halves and self.workers > 1
                 out += [(number, each) for each in (WHOLE, *(ONLY if split else ()))]
         return out
 

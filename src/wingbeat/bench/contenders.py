@@ -7,39 +7,53 @@ checked before any worker starts. ``attach`` makes it real inside a worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wingbeat import strategies, wires
 from wingbeat.bench.bound import low_rank_bytes
 from wingbeat.errors import UsageError, unknown
+from wingbeat.traits import Traits
+
+
+def _traits(bound: str, *, exact: bool, synchronous: bool = True) -> Traits:
+    return Traits(
+        exact=exact,
+        synchronous=synchronous,
+        bound=bound,
+        halves=False,
+        in_parts=False,
+        gathered=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What PyTorch offers, to be compared with; the attributes are a `Contender`'s."""
+    """What PyTorch offers, to be compared with: its traits, what it is, its options' defaults."""
 
-    kind: str
-    exact: bool
+    traits: Traits
     note: str
     defaults: dict[str, Any] = field(default_factory=dict)
 
 
+_EXACT, _INEXACT = _traits("whole", exact=True), _traits("whole", exact=False)
+
 BASELINES: dict[str, Baseline] = {
-    "single": Baseline("single", False, "no communication: every worker trains alone"),
-    "ddp": Baseline("allreduce", True, "DistributedDataParallel as it is", {"mb": 25.0}),
-    "ddp+fp16": Baseline("allreduce", False, "DDP with PyTorch's fp16_compress_hook", {"mb": 25.0}),
-    "ddp+powersgd": Baseline(
-        "allreduce", False, "DDP with PyTorch's PowerSGD hook, in one bucket", {"rank": 1}
+    "single": Baseline(
+        _traits("single", exact=False, synchronous=False),
+        "No communication: every worker trains alone.",
     ),
-    "fsdp": Baseline("fsdp", True, "fully_shard over the children of the model"),
+    "ddp": Baseline(_EXACT, "PyTorch's DistributedDataParallel as it is.", {"mb": 25.0}),
+    "ddp+fp16": Baseline(_INEXACT, "DDP with PyTorch's fp16_compress_hook.", {"mb": 25.0}),
+    "ddp+powersgd": Baseline(
+        _INEXACT, "DDP with PyTorch's PowerSGD hook, in one bucket.", {"rank": 1}
+    ),
+    "fsdp": Baseline(_traits("fsdp", exact=True), "fully_shard over the children of the model."),
 }
-"""Rows that are not wingbeat's own: kind of bound, whether gradients stay exact, what it is."""
+"""Rows that are not wingbeat's own."""
 
 _HALF_BYTES = 2
 """Bytes of an element in fp16 and bf16."""
-
-_SCHEDULES = {"wfbp": "allreduce", "dear": "dear"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +63,15 @@ class Contender:
     Attributes:
         text: as the user wrote it.
         name: a key of ``BASELINES`` or a strategy's name.
-        kind: which floor of ``bound.FORMULAS`` holds; ``"other"`` where none is known.
-        exact: whether its gradients are the mean over all workers, up to rounding.
+        traits: what may be relied on, and which bound holds.
         options: a baseline's options, defaults filled in; empty for strategies.
-        strategy: wingbeat's dataclass, or None for a baseline.
+        strategy: wingbeat's composition, or None for a baseline.
         scale: factor on every bucket size, the model's scale.
     """
 
     text: str
     name: str
-    kind: str
-    exact: bool
+    traits: Traits
     options: dict[str, Any]
     strategy: strategies.Strategy | None = None
     scale: float = 1.0
@@ -69,11 +81,7 @@ class Contender:
 
         Otherwise a model of eight buckets would become one of two, and lose its overlap.
         """
-        strategy = self.strategy
-        if strategy is not None:
-            sizes = [f.name for f in fields(strategy) if f.name.endswith("mb")]
-            changes = {name: getattr(strategy, name) * scale for name in sizes}
-            strategy = replace(strategy, **changes)
+        strategy = None if self.strategy is None else self.strategy.scaled(scale)
         return replace(self, strategy=strategy, scale=scale)
 
     def settled(self) -> Contender:
@@ -81,23 +89,30 @@ class Contender:
 
         For a model that does not learn: what is timed is to be what training settles to.
         """
-        wire = _wire(self.strategy)
-        if self.strategy is None or not isinstance(wire, wires.TopK) or "warmup=" in self.text:
+        strategy = self.strategy
+        if strategy is None or not isinstance(strategy.wire, wires.TopK) or "warmup=" in self.text:
             return self
-        own: dict[str, Any] = {"warmup": 0}
-        if not isinstance(self.strategy, strategies.OMGS) or self.strategy.wire != "topk":
-            own = {"wire": replace(wire, warmup=0)}
-        return replace(self, strategy=replace(self.strategy, **own))
+        settled = replace(strategy, wire=replace(strategy.wire, warmup=0))
+        return replace(self, strategy=settled)
+
+    @property
+    def wire(self) -> str | wires.Coded:
+        """What gradients travel as; empty for their own dtype."""
+        return "" if self.strategy is None else self.strategy.choices().wire
 
     def wire_bytes(self, shapes: Sequence[Sequence[int]], itemsize: int = 4) -> int:
         """Bytes of the gradients of tensors of these shapes, as they travel here."""
         if self.name == "ddp+powersgd":
             return sum(low_rank_bytes(shape, self.options["rank"], itemsize) for shape in shapes)
-        if self.name == "single":
+        if self.alone:
             return 0
         width = min(itemsize, _HALF_BYTES) if self.name == "ddp+fp16" else itemsize
-        wire = _wire(self.strategy)
-        return sum(wires.least_bytes(wire, shape, width) for shape in shapes)
+        return sum(wires.least_bytes(self.wire, shape, width) for shape in shapes)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is exchanged."""
+        return self.traits.bound == "single"
 
 
 def names() -> list[str]:
@@ -117,9 +132,8 @@ def parse(text: str) -> Contender:
     name, _, rest = text.partition(":")
     name = name.lower()
     if name in strategies.names():
-        strategy = strategies.parse(text)
-        kind = _SCHEDULES.get(strategy.choices().schedule, "other")
-        return Contender(text, name, kind, not _wire(strategy), {}, strategy)
+        strategy = strategies.parse(text).compose()
+        return Contender(text, name, strategy.traits, {}, strategy)
     if name not in BASELINES:
         raise unknown("strategy", name, names())
     known = BASELINES[name]
@@ -128,9 +142,4 @@ def parse(text: str) -> Contender:
     for key, value in given.items():
         if not 0 < value <= 4096:
             raise UsageError(f"option {key}={value} in {text!r}: allowed are values from 0 to 4096")
-    return Contender(text, name, known.kind, known.exact, {**known.defaults, **given})
-
-
-def _wire(strategy: strategies.Strategy | None) -> str | wires.Coded:
-    """Return what gradients travel as; empty for their own dtype."""
-    return strategy.choices().wire if strategy is not None else ""
+    return Contender(text, name, known.traits, {**known.defaults, **given})

@@ -17,7 +17,6 @@ from wingbeat.bench.bound import floor
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
-from wingbeat.wires import Coded, TopK
 
 OF_LINE_RATE = 0.93
 """Share of the line rate that collectives reach, headers and the starts of messages included."""
@@ -141,25 +140,21 @@ def of(checked: Checked, cores: int | None = None) -> Estimate:
 def _row(checked: Checked, contender: Contender, share: float) -> RowTimes:
     layers = checked.model.layers(contender)
     per_byte, nbytes = _per_byte(checked), gradient_bytes(checked)
-    if isinstance(wire := _wire(contender), TopK) and contender.kind == "allreduce":
+    if contender.traits.gathered:
         # Everyone's choice goes to everyone: no sum on the way makes it one.
         per_byte *= checked.workers / 2
     if layers is None:
-        moved = 0.0 if contender.name == "single" else 2 * per_byte * nbytes
+        moved = 0.0 if contender.alone else 2 * per_byte * nbytes
         seconds = max(1.0, share) * DIGITS_S + moved
     else:
-        least = (
-            floor(contender.kind, layers, per_byte) or floor("allreduce", layers, per_byte) or 0.0
-        )
-        seconds = least + share * (CORE_S + CORE_S_PER_BYTE * nbytes * (contender.name != "single"))
+        kinds = (contender.traits.bound, "whole")
+        least = next(filter(None, (floor(kind, layers, per_byte) for kind in kinds)), 0.0)
+        seconds = least + share * (CORE_S + CORE_S_PER_BYTE * nbytes * (not contender.alone))
     strategy = None if contender.strategy is None else contender.strategy.choices()
+    wire = contender.wire
     tried = not isinstance(wire, str) and wire.auto_disable
     merging = None if strategy is None else strategy.merging
     return RowTimes(seconds, TRIAL if tried else 0, 2 * (merging.steps + 2) if merging else 0)
-
-
-def _wire(contender: Contender) -> str | Coded:
-    return "" if contender.strategy is None else contender.strategy.choices().wire
 
 
 def gradient_bytes(checked: Checked) -> int:
