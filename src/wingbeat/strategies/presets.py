@@ -5,6 +5,7 @@ What a preset stands for, ``compose()`` returns as a `Strategy`.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,8 +22,14 @@ from wingbeat.types import Choices
 from wingbeat.wires import TopK, Wire
 
 TOPOLOGIES = tuple(topologies.BY_NAME)
-_OF_PLANS = ("mb", "edge_mb", "min_mb", "max_mb", "layers", "trials", "steps", "plan_file")
-"""The options of DeAR that belong to plans by name."""
+_TUNED = ("mb", "edge_mb", "min_mb", "max_mb", "trials", "steps", "plan_file")
+_OF_PLANS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(plans.SEARCHES, _TUNED),
+    "fixed": ("mb", "edge_mb"),
+    "layers": ("layers",),
+    "merged": ("steps", "plan_file"),
+}
+"""Which options of DeAR belong to which plans by name."""
 
 _UNMEASURED = ("size", "none", "one")
 _TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name != "auto_disable"}
@@ -158,38 +165,37 @@ class DeAR(Preset):
         )
 
     def _plan(self) -> PlanPart:
-        sizes: dict[str, Any] = {
-            "mb": self.mb,
-            "first_mb": self.edge_mb,
-            "last_mb": self.edge_mb,
-        }
-        if self.plan in plans.SEARCHES:
-            tried: dict[str, Any] = {
-                key: getattr(self, key) for key in ("min_mb", "max_mb", "trials", "steps")
-            }
-            return parts.TunedBuckets(search=str(self.plan), **sizes, **tried, file=self.plan_file)
-        if self.plan == "merged":
-            self._check_unused(but=("steps", "plan_file"))
-            return parts.Merged(steps=self.steps, file=self.plan_file)
-        with_one = (*plans.SEARCHES, "merged")
-        _check_file(self, f"plan={self.plan!r}", with_one)
-        if self.plan == "fixed":
-            return parts.FixedBuckets(**sizes)
-        if self.plan == "layers":
+        plan = self.plan
+        if isinstance(plan, PlanPart) or plan not in _OF_PLANS:
+            self._check_unused(())
+            return plan if isinstance(plan, PlanPart) else named("plan", str(plan), plans.BY_NAME)
+        self._check_unused(_OF_PLANS[plan])
+        if plan == "layers":
             return parts.Layers(count=self.layers)
-        self._check_unused()
-        if isinstance(self.plan, PlanPart):
-            return self.plan
-        return named("DeAR plan", str(self.plan), plans.BY_NAME)
+        if plan == "merged":
+            return parts.Merged(steps=self.steps, file=self.plan_file)
+        edges: dict[str, Any] = {"first_mb": self.edge_mb, "last_mb": self.edge_mb}
+        if plan == "fixed":
+            return parts.FixedBuckets(mb=self.mb, **edges)
+        return parts.TunedBuckets(
+            search=plan,
+            mb=self.mb,
+            **edges,
+            min_mb=self.min_mb,
+            max_mb=self.max_mb,
+            trials=self.trials,
+            steps=self.steps,
+            file=self.plan_file,
+        )
 
-    def _check_unused(self, but: Sequence[str] = ()) -> None:
+    def _check_unused(self, own: Sequence[str]) -> None:
         """Raise a `UsageError` where an option of another plan would change nothing."""
-        for f in fields(self):
-            own = f.name in _OF_PLANS and f.name not in but
-            if own and getattr(self, f.name) != f.default:
+        for key in sorted({*itertools.chain(*_OF_PLANS.values())}.difference(own)):
+            if getattr(self, key) != getattr(type(self), key):
+                having = [plan for plan, options in _OF_PLANS.items() if key in options]
                 raise UsageError(
-                    f"DeAR(plan={self.plan!r}, {f.name}={getattr(self, f.name)!r}): this plan has "
-                    f"no option {f.name}; leave it out, or write it into the plan"
+                    f"DeAR(plan={self.plan!r}, {key}={getattr(self, key)!r}): {key} is an option "
+                    f"of other plans; leave it out, or choose one of {', '.join(having)}"
                 )
 
 
@@ -263,7 +269,11 @@ class OMGS(Preset):
             return parts.Merged(
                 rule=self.merge, steps=self.steps, drift=self.drift, file=self.plan_file
             )
-        _check_file(self, f"merge={self.merge!r}", plans.RULES)
+        if self.plan_file:
+            raise UsageError(
+                f"{type(self).__name__}(merge={self.merge!r}, plan_file={self.plan_file!r}): only "
+                f"a measured plan has a file; allowed are {', '.join(plans.RULES)}"
+            )
         if self.merge == "size":
             return parts.Elements(count=self.elements)
         return parts.OneBucket() if self.merge == "one" else parts.PerTensor()
@@ -327,12 +337,3 @@ PRESETS: dict[str, type[Preset]] = {
     cls.__name__.lower(): cls for cls in (AllReduce, DeAR, OMGS, PSGD, MGWFBP, TopKSGD, LAGS, MGS)
 }
 """All of them, by their names on the command line."""
-
-
-def _check_file(preset: Any, plan: str, with_one: Sequence[str]) -> None:
-    """Raise a `UsageError` where a plan that is not measured is given a ``plan_file``."""
-    if preset.plan_file:
-        raise UsageError(
-            f"{type(preset).__name__}({plan}, plan_file={preset.plan_file!r}): only a measured "
-            f"plan has a file; allowed are {', '.join(with_one)}"
-        )
