@@ -52,6 +52,9 @@ BASELINES: dict[str, Baseline] = {
 }
 """Rows that are not wingbeat's own."""
 
+COMPOSED = "strategy:plan=merged,wire=sketch,schedule=dear"
+"""How a row is written that is no preset."""
+
 _HALF_BYTES = 2
 """Bytes of an element in fp16 and bf16."""
 
@@ -118,6 +121,15 @@ class Contender:
 def names() -> list[str]:
     """Every name that a row may have."""
     return [*BASELINES, *strategies.names()]
+
+
+def about() -> dict[str, str]:
+    """Say of every name what it is, in one line, and what may be relied on without options."""
+    said = {name: f"{known.note} ({known.traits.words()})" for name, known in BASELINES.items()}
+    for name, preset in strategies.PRESETS.items():
+        what = (preset.__doc__ or "").partition("\n")[0]
+        said[name] = f"{what} ({preset().traits.words()})"
+    return said | {"strategy": f"A composition of your own, as in {COMPOSED}."}
 
 
 def parse(text: str) -> Contender:

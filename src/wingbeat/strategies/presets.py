@@ -298,7 +298,10 @@ class OMGS(Preset):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PSGD(OMGS):
-    """P-SGD: dense gradients, each tensor all-reduced alone (OMGS-SGD, section II-B). Exact."""
+    """P-SGD: dense gradients, each tensor all-reduced alone (OMGS-SGD, section II-B).
+
+    Exact: the weights equal DDP's.
+    """
 
     merge: str = "none"
     wire: Wire = "fp32"
@@ -306,7 +309,10 @@ class PSGD(OMGS):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MGWFBP(OMGS):
-    """MG-WFBP: dense gradients, merged by what links cost (Shi et al., INFOCOM 2019). Exact."""
+    """MG-WFBP: dense gradients, merged by what links cost (Shi et al., INFOCOM 2019).
+
+    Exact: the weights equal DDP's.
+    """
 
     merge: str = "wfbp"
     wire: Wire = "fp32"
