@@ -81,6 +81,14 @@ layer_lists = st.lists(
 
 
 @given(layers=layer_lists, per_byte=st.floats(0.0, 1.0))
+def test_parameters_that_are_gathered_once_have_the_simple_floor(
+    layers: list[LayerCosts], per_byte: float
+) -> None:
+    assert floor("fsdp", layers, per_byte) == simple("halves", layers, per_byte)
+    assert simple("fsdp", layers, per_byte) == simple("halves", layers, per_byte)
+
+
+@given(layers=layer_lists, per_byte=st.floats(0.0, 1.0))
 def test_floors_are_ordered(layers: list[LayerCosts], per_byte: float) -> None:
     for kind in ("whole", "halves"):
         exact, rough = floor(kind, layers, per_byte), simple(kind, layers, per_byte)

@@ -115,6 +115,17 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
     assert set(contenders.names()) == {contenders.parse(text).name for text in expected}
 
 
+def test_rows_whose_exchange_has_halves_are_recorded_by_them_too() -> None:
+    rows = ("ddp", "dear:wire=bf16", "allreduce", "strategy:plan=one,schedule=dear")
+    whole = [(number, "whole") for number in range(4)]
+    halves = [(number, half) for number in (1, 3) for half in ("RS-only", "AG-only")]
+    assert sorted(config(strategies=rows, breakdown=True).check().recorded) == sorted(
+        [*whole, *halves]
+    )
+    assert config(strategies=rows, trace=True).check().recorded == whole
+    assert config(strategies=rows).check().recorded == []
+
+
 def test_a_strategy_is_the_dataclass_that_python_users_write() -> None:
     assert contenders.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0).compose()
 
