@@ -41,7 +41,7 @@ def test_a_composition_is_spelled_with_its_parts_names(text: str, meant: object)
         ("strategy:plans=bo", "(did you mean 'plan'?)"),
         ("strategy:plan=bos", "unknown plan 'bos'"),
         ("strategy:update=sharded", "Sharded() needs all-reduces in two halves"),
-        ("dear:plan=merged,mb=3", "mb is an option of other plans"),
+        ("dear:plan=merged@paper,mb=3", "mb is an option for a plan by its name alone"),
     ],
 )
 def test_what_cannot_be_composed_is_refused_in_one_line(text: str, words: str) -> None:

@@ -187,17 +187,33 @@ def test_dear_takes_any_plan() -> None:
     assert wingbeat.DeAR(plan="merged@paper").choices().merging == Merging(rule="paper")
 
 
+def test_a_plan_by_name_alone_takes_those_options_that_it_has() -> None:
+    options = {"mb": 8.0, "trials": 3, "layers": 2, "steps": 5}
+    found = {
+        plan: wingbeat.DeAR(plan=plan, **options).compose().plan
+        for plan in ("fixed", "layers", "merged", "one")
+    }
+    assert found == {
+        "fixed": parts.FixedBuckets(mb=8.0, last_mb=1.0),
+        "layers": parts.Layers(count=2),
+        "merged": parts.Merged(steps=5),
+        "one": parts.OneBucket(),
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"plan": "merged", "mb": 3}, "DeAR(plan='merged', mb=3): mb is an option of other plans"),
         ({"plan": parts.Merged(), "steps": 3}, "DeAR(plan=Merged(), steps=3): steps is an option"),
-        ({"plan": "fixed", "trials": 3}, "choose one of bo, random, grid"),
-        ({"plan": "none", "layers": 3}, "choose one of layers"),
-        ({"plan": "fixed@3", "mb": 4}, "mb=4"),
+        ({"plan": parts.Layers(), "plan_file": "f"}, "plan_file='f'): plan_file is an option"),
+        ({"plan": "fixed@3", "mb": 4}, "DeAR(plan='fixed@3', mb=4): mb is an option"),
+        ({"plan": "one", "plan_file": "f"}, "only a measured plan has a file; allowed are bo, "),
+        ({"plan": "ones"}, "unknown plan 'ones' (did you mean 'one'?)"),
     ],
 )
-def test_an_option_of_another_plan_is_refused(options: dict[str, Any], words: str) -> None:
+def test_an_option_that_would_change_nothing_is_refused(
+    options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         wingbeat.DeAR(**options)
     assert words in str(caught.value)

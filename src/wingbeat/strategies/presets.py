@@ -5,9 +5,8 @@ What a preset stands for, ``compose()`` returns as a `Strategy`.
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,15 +21,10 @@ from wingbeat.types import Choices
 from wingbeat.wires import TopK, Wire
 
 TOPOLOGIES = tuple(topologies.BY_NAME)
-_TUNED = ("mb", "edge_mb", "min_mb", "max_mb", "trials", "steps", "plan_file")
-_OF_PLANS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(plans.SEARCHES, _TUNED),
-    "fixed": ("mb", "edge_mb"),
-    "layers": ("layers",),
-    "merged": ("steps", "plan_file"),
-}
-"""Which options of DeAR belong to which plans by name."""
+_OF_PLANS = ("mb", "edge_mb", "min_mb", "max_mb", "layers", "trials", "steps", "plan_file")
+"""Those options of DeAR that a plan by name may have."""
 
+_WITH_FILE = (*plans.SEARCHES, "merged")
 _UNMEASURED = ("size", "none", "one")
 _TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name != "auto_disable"}
 
@@ -166,10 +160,9 @@ class DeAR(Preset):
 
     def _plan(self) -> PlanPart:
         plan = self.plan
-        if isinstance(plan, PlanPart) or plan not in _OF_PLANS:
-            self._check_unused(())
-            return plan if isinstance(plan, PlanPart) else named("plan", str(plan), plans.BY_NAME)
-        self._check_unused(_OF_PLANS[plan])
+        self._check_unused()
+        if isinstance(plan, PlanPart):
+            return plan
         if plan == "layers":
             return parts.Layers(count=self.layers)
         if plan == "merged":
@@ -177,25 +170,35 @@ class DeAR(Preset):
         edges: dict[str, Any] = {"first_mb": self.edge_mb, "last_mb": self.edge_mb}
         if plan == "fixed":
             return parts.FixedBuckets(mb=self.mb, **edges)
-        return parts.TunedBuckets(
-            search=plan,
-            mb=self.mb,
-            **edges,
-            min_mb=self.min_mb,
-            max_mb=self.max_mb,
-            trials=self.trials,
-            steps=self.steps,
-            file=self.plan_file,
-        )
+        if plan in plans.SEARCHES:
+            return parts.TunedBuckets(
+                search=plan,
+                mb=self.mb,
+                **edges,
+                min_mb=self.min_mb,
+                max_mb=self.max_mb,
+                trials=self.trials,
+                steps=self.steps,
+                file=self.plan_file,
+            )
+        return named("plan", str(plan), plans.BY_NAME)
 
-    def _check_unused(self, own: Sequence[str]) -> None:
-        """Raise a `UsageError` where an option of another plan would change nothing."""
-        for key in sorted({*itertools.chain(*_OF_PLANS.values())}.difference(own)):
+    def _check_unused(self) -> None:
+        """Raise a `UsageError` where an option stands beside a plan that has options of its own.
+
+        Those that a plan by name has no use for are let be: one may change the name alone.
+        """
+        by_name = not isinstance(self.plan, PlanPart) and "@" not in str(self.plan)
+        if by_name and self.plan_file and self.plan not in _WITH_FILE:
+            raise UsageError(
+                f"DeAR(plan={self.plan!r}, plan_file={self.plan_file!r}): only a measured plan has "
+                f"a file; allowed are {', '.join(_WITH_FILE)}"
+            )
+        for key in () if by_name else _OF_PLANS:
             if getattr(self, key) != getattr(type(self), key):
-                having = [plan for plan, options in _OF_PLANS.items() if key in options]
                 raise UsageError(
                     f"DeAR(plan={self.plan!r}, {key}={getattr(self, key)!r}): {key} is an option "
-                    f"of other plans; leave it out, or choose one of {', '.join(having)}"
+                    "for a plan by its name alone; leave it out, or write it into the plan"
                 )
 
 
