@@ -91,7 +91,8 @@ class Strategy(Settings):
         codec = self.wire if isinstance(self.wire, CodecPart) else None
         return Traits(
             # Another dtype is no part of its own.
-            exact=all(part.exact for part in parts) and (codec is not None or self.wire == "fp32"),
+            exact=all(part.exact for part in parts)
+            and (codec is not None or not wires.of(self.wire)),
             synchronous=all(part.synchronous for part in parts),
             bound=schedule.bound,
             halves=HALVES in schedule.has,
