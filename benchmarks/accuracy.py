@@ -43,9 +43,9 @@ from torch import Tensor, nn
 
 import wingbeat
 from wingbeat import strategies
-from wingbeat.bench import digits, estimate, machine, peers
+from wingbeat.bench import contenders, digits, estimate, machine
 from wingbeat.bench.attach import Attached, attached
-from wingbeat.bench.peers import Peer
+from wingbeat.bench.contenders import Contender
 from wingbeat.errors import UsageError
 from wingbeat.observe.figure import blank, writing
 from wingbeat.wires import Sketch, TopK
@@ -157,13 +157,13 @@ def text_task() -> Task:
 TASKS = {"digits": digits_task, "text": text_task}
 
 
-def parse(text: str, warmup: int | None) -> Peer:
+def parse(text: str, warmup: int | None) -> Contender:
     """The row, with a codec that is used whatever it pays; UsageError if there is none."""
-    peer = peers.parse(text)
-    if peer.strategy is None:
-        return peer
+    contender = contenders.parse(text)
+    if contender.strategy is None:
+        return contender
     own = None if "warmup=" in text else warmup
-    return dataclasses.replace(peer, strategy=coded(peer.strategy, own))
+    return dataclasses.replace(contender, strategy=coded(contender.strategy, own))
 
 
 def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strategy:
@@ -172,8 +172,6 @@ def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strat
     if isinstance(wire, str):
         return strategy
     warmed = {"warmup": warmup} if isinstance(wire, TopK) and warmup is not None else {}
-    if isinstance(strategy, strategies.OMGS) and strategy.wire == "topk":
-        return dataclasses.replace(strategy, **warmed)  # its codec is used in any case
     return dataclasses.replace(
         strategy, wire=dataclasses.replace(wire, auto_disable=False, **warmed)
     )
@@ -209,14 +207,14 @@ def evaluate(model: nn.Module, task: Task) -> dict[str, float | None]:
     return {"accuracy": 100 * right / count, "bits": bits if math.isfinite(bits) else None}
 
 
-def train(task: Task, peer: Peer, seed: int, iterations: int) -> dict[str, Any]:
+def train(task: Task, contender: Contender, seed: int, iterations: int) -> dict[str, Any]:
     """Train once; the curve, and whether all workers end with the same weights."""
     begin = time.monotonic()
     batches = task.batches(dist.get_rank(), dist.get_world_size(), seed)
     marks = {round(iterations * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
     curve = []
     optimizer = functools.partial(torch.optim.SGD, momentum=task.momentum, weight_decay=5e-4)
-    with attached(peer, task.network(seed), optimizer) as made:
+    with attached(contender, task.network(seed), optimizer) as made:
         for step in range(iterations):
             for group in made.optimizer.param_groups:
                 group["lr"] = task.rate * rate_at(step, iterations)
@@ -270,14 +268,14 @@ def left(runs: Sequence[tuple[str, ...]], lengths: Sequence[int], seconds: dict[
     return f", about {estimate.about(sum(known))} left{others}"
 
 
-def judged(peer: Peer) -> bool:
+def judged(contender: Contender) -> bool:
     """Whether the rule is about this row, with the warm-up that it trained with."""
-    wire = "" if peer.strategy is None else peer.strategy.choices().wire
+    wire = "" if contender.strategy is None else contender.strategy.choices().wire
     if isinstance(wire, Sketch):
         return wire.bits == 8
     if isinstance(wire, TopK):
         return wire.density >= 0.01 or wire.warmup not in (0, TopK.warmup)
-    return peer.exact
+    return contender.traits.exact
 
 
 def summary(runs: Sequence[dict[str, Any]], warmup: int | None = None) -> list[dict[str, Any]]:
@@ -384,11 +382,11 @@ def check(options: argparse.Namespace) -> None:
     parsed = [parse(text, options.warmup) for text in options.strategies]
     for name in options.tasks:
         TASKS[name]()
-    if not parsed[0].exact:
+    if not parsed[0].traits.exact:
         raise UsageError(f"--strategies: {parsed[0].text!r} is not exact; put allreduce first")
-    for peer in parsed:
-        if peer.kind == "fsdp":
-            raise UsageError(f"--strategies: {peer.text!r} keeps no whole weights to compare")
+    for contender in parsed:
+        if contender.traits.bound == "fsdp":
+            raise UsageError(f"--strategies: {contender.text!r} keeps no whole weights to compare")
     for path in filter(None, (options.json, options.png)):
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)

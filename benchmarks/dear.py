@@ -201,7 +201,7 @@ def configs(rate: str, args: argparse.Namespace, sizes: dict[str, float]) -> dic
             warmup=args.warmup,
             stretch=args.stretch or network.stretch,
         )
-        if not any(row.kind == "dear" for row in out[name].check().rows):
+        if not any(row.traits.halves for row in out[name].check().rows):
             raise UsageError(f"--rows {' '.join(args.rows)}: needs a row of dear, which is judged")
     return out
 
@@ -223,7 +223,7 @@ def figures(config: BenchConfig, report: Report) -> dict[str, Any]:
     }
     return {
         "lab": report.lab,
-        "judged": next(row.text for row in checked.rows if row.kind == "dear"),
+        "judged": next(row.text for row in checked.rows if row.traits.halves),
         "s_max": measured.s_max,
         "s_max_64": 64 * measured.s_max / measured.workers,
         "ceiling": ceiling(checked, measured),
@@ -236,11 +236,11 @@ def figures(config: BenchConfig, report: Report) -> dict[str, Any]:
 
 def ceiling(checked: Checked, measured: Measured) -> float | None:
     """Largest S / S_max of any schedule: Eq. 6 over the floor that knows layers, at one rate."""
-    layers = checked.model.layers(next(row for row in checked.rows if row.kind == "dear"))
+    layers = checked.model.layers(next(row for row in checked.rows if row.traits.halves))
     if layers is None:
         return None
     per_byte = (measured.t_rs_s + measured.t_ag_s) / 2 / measured.nbytes
-    simple, floor = (f("dear", layers, per_byte) for f in (bound.simple, bound.floor))
+    simple, floor = (f("halves", layers, per_byte) for f in (bound.simple, bound.floor))
     return simple / floor if simple and floor else None
 
 

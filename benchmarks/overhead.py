@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument(
         "--pairs", type=int, help=f"pairs of iterations ({', '.join(map(str, PAIRS.values()))})"
     )
-    parser.add_argument("--strategies", nargs="+", default=list(strategies.names()))
+    parser.add_argument("--strategies", nargs="+", default=list(strategies.PRESETS))
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     if options.pairs is not None and options.pairs < 2:

@@ -38,7 +38,7 @@ from exactness import (
 from torch import nn
 
 import wingbeat
-from wingbeat.bench import attach, digits, peers
+from wingbeat.bench import attach, contenders, digits
 from wingbeat.sync.upgrade import engine_of
 
 ROWS = ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true", "allreduce")
@@ -76,7 +76,7 @@ def train(row: str, dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor],
     )
     network = smooth_network().to(dtype)
     make = attach.optimizer_maker("adamw", paced=False)
-    with attach.attached(peers.parse(row), network, make) as made:
+    with attach.attached(contenders.parse(row), network, make) as made:
         shuffle = Shuffle(network)
         for step in range(steps):
             made.optimizer.zero_grad()

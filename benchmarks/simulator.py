@@ -24,7 +24,7 @@ from typing import Any
 from wingbeat import simulator
 from wingbeat.bench import machine, runner
 from wingbeat.bench.config import BenchConfig, Checked
-from wingbeat.bench.peers import Peer
+from wingbeat.bench.contenders import Contender
 from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError
 
@@ -87,7 +87,7 @@ def compared(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
     )
     checked = config.check()
     # Before anything is measured: what cannot be simulated is refused here.
-    predicted = [simulate(checked, peer) for peer in checked.rows]
+    predicted = [simulate(checked, contender) for contender in checked.rows]
     raw = runner.run(config, command=sys.argv).report.to_json()
     rows = []
     for row, simulated in zip(raw["runs"], predicted, strict=True):
@@ -103,7 +103,7 @@ def compared(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
     return {"model": model, "rate": rate, "rows": rows, "missed": list(missed(model, rate, rows))}
 
 
-def simulate(checked: Checked, row: Peer) -> float:
+def simulate(checked: Checked, row: Contender) -> float:
     """Seconds of the row's median iteration in virtual time, on the lab's links."""
     if checked.model.profile is None or row.strategy is None:
         raise UsageError(

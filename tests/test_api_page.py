@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import wingbeat
-from wingbeat import errors, testing
+from wingbeat import errors, parts, testing
 from wingbeat.integrations import ddp
 from wingbeat.sync.upgrade import DistributedModel, DistributedOptimizer
 
@@ -30,7 +30,7 @@ def test_every_public_name_stands_there_once() -> None:
     names = [name for _, name, _ in DIRECTIVE.findall(PAGE)]
     assert len(names) == len(set(names))
     of_wingbeat = {name.removeprefix("wingbeat.") for name in names if name.count(".") == 1}
-    assert of_wingbeat - {"errors", "testing"} == set(wingbeat.__all__)
+    assert of_wingbeat - {"errors", "parts", "testing"} == set(wingbeat.__all__)
 
 
 @pytest.mark.parametrize("name", wingbeat.__all__)
@@ -48,6 +48,11 @@ def test_every_method_that_distribute_adds_stands_there(cls: type, base: type) -
     # An optimizer has its groups since it was made, not by its class.
     public -= {"param_groups", "state"}
     assert members(f"wingbeat.sync.upgrade.{cls.__name__}") == public
+
+
+def test_every_part_stands_there() -> None:
+    assert members("wingbeat.parts") | set(wingbeat.__all__) >= set(parts.__all__)
+    assert members("wingbeat.parts") <= set(parts.__all__)
 
 
 def test_every_error_hook_and_fake_stands_there() -> None:

@@ -11,7 +11,7 @@ import wingbeat
 
 PUBLIC = [
     *("AllReduce", "DeAR", "LAGS", "LowRank", "MGS", "MGWFBP", "OMGS", "PSGD", "Sketch"),
-    *("TopK", "TopKSGD"),
+    *("Strategy", "TopK", "TopKSGD"),
     *("distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
 ]
 
@@ -65,8 +65,12 @@ def test_integrations_are_found_without_an_import_of_their_own() -> None:
     assert _fresh(code) == "sketch_hook"
 
 
+def test_parts_are_found_without_an_import_of_their_own() -> None:
+    assert _fresh("import wingbeat; print(wingbeat.parts.Merged())") == "Merged()"
+
+
 def test_strategies_do_not_need_torch() -> None:
-    code = "import sys, wingbeat; wingbeat.DeAR(mb=5); print('torch' in sys.modules)"
+    code = "import sys, wingbeat; wingbeat.DeAR(mb=5).choices(); print('torch' in sys.modules)"
     assert _fresh(code) == "False"
 
 

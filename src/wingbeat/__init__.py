@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from wingbeat.strategies import PSGD as PSGD
     from wingbeat.strategies import AllReduce as AllReduce
     from wingbeat.strategies import DeAR as DeAR
+    from wingbeat.strategies import Strategy as Strategy
     from wingbeat.strategies import TopKSGD as TopKSGD
     from wingbeat.sync import distribute as distribute
     from wingbeat.sync import flush as flush
@@ -42,6 +43,7 @@ _HOME = {
     "OMGS": "wingbeat.strategies",
     "PSGD": "wingbeat.strategies",
     "Sketch": "wingbeat.wires",
+    "Strategy": "wingbeat.strategies",
     "TopK": "wingbeat.wires",
     "TopKSGD": "wingbeat.strategies",
     "distribute": "wingbeat.sync",
@@ -64,6 +66,7 @@ __all__ = [
     "DeAR",
     "LowRank",
     "Sketch",
+    "Strategy",
     "TopK",
     "TopKSGD",
     "distribute",
@@ -78,8 +81,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "integrations":
-        return importlib.import_module("wingbeat.integrations")
+    if name in ("integrations", "parts"):
+        return importlib.import_module(f"wingbeat.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'wingbeat' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

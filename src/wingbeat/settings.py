@@ -1,17 +1,23 @@
-"""What strategies and wires have in common: a short repr, and checks that name what is allowed."""
+"""What strategies, their parts and wires share: a short repr, checks, and names with a value."""
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 from wingbeat.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # `typing` has it from Python 3.11 on
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+MAX_MB = 4096
+"""The largest size of a bucket."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -77,9 +83,72 @@ class Settings:
         if not is_number(value) or not good(value):
             raise self._refuse(key, allowed)
 
+    def check_size(self, key: str, *, zero: bool = False) -> None:
+        """Raise a `UsageError` unless the option is a size in MB; 0 is one with ``zero``."""
+        least = "from 0" if zero else "above 0"
+        self.check_number(
+            key,
+            f"sizes {least} up to {MAX_MB} MB",
+            lambda mb: 0 < mb <= MAX_MB or (zero and mb == 0),
+        )
+
+    def check_file(self, key: str) -> None:
+        """Raise a `UsageError` unless the option is the name of a file, or empty for none."""
+        value = getattr(self, key)
+        if not isinstance(value, str) or "\0" in value:
+            raise self._refuse(key, "names of files")
+
+
+@dataclass(frozen=True, slots=True)
+class Named(Generic[T_co]):
+    """What a name stands for, and the option that ``name@value`` sets.
+
+    Attributes:
+        make: makes it, from options.
+        option: the one that matters most; empty where there is none.
+        convert: makes that option's value from text.
+    """
+
+    make: Callable[..., T_co]
+    option: str = ""
+    convert: Callable[[str], Any] = float
+
+
+def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterable[str] = ()) -> T:
+    """Return what ``name`` or ``name@value`` stands for.
+
+    Args:
+        kind: what it is, for an error.
+        text: as the user wrote it.
+        by_name: all there are.
+        also: names that are allowed too, and mean something else.
+
+    Raises:
+        UsageError: no such name, a value where there is no option, or one that cannot work.
+    """
+    name, at, value = text.partition("@")
+    if name not in by_name:
+        raise unknown(kind, text, [*also, *by_name])
+    entry = by_name[name]
+    if not at:
+        return entry.make()
+    if not entry.option:
+        raise UsageError(f"{kind}={text!r}: {name} has no option; write {name}")
+    try:
+        converted = entry.convert(value)
+    except ValueError:
+        example = getattr(entry.make(), entry.option)
+        raise UsageError(
+            f"{kind}={text!r}: {value!r} is no valid {entry.option}; write for example "
+            f"{name}@{example}"
+        ) from None
+    return entry.make(**{entry.option: converted})
+
 
 def _unnamed(name: str, value: Any, known: dict[str, Any]) -> UsageError:
     """Build the error for a value without its name; the example is an option of that kind."""
+    if not known:
+        return UsageError(f"{name}({_short(value)}): there are no options; write {name}()")
     kinds = {int, float} if is_number(value) else {type(value)}
     fits = [key for key, default in known.items() if type(default) in kinds]
     key = next(iter(fits or known))

@@ -9,20 +9,32 @@ TopK(density=0.05)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
-from wingbeat.errors import UsageError, unknown
-from wingbeat.settings import Settings, is_number
+from wingbeat.errors import UsageError
+from wingbeat.settings import Named, Settings, is_number, named
+from wingbeat.traits import WHOLE, Part
 
 SPLITS = ("error", "count")
 LEVELS = ("mean", "ends")
 
 
+class CodecPart(Part, Settings):
+    """What gradients travel as, where that is no mere dtype.
+
+    Attributes:
+        gathers: whether under whole all-reduces each worker's payload goes to all the others.
+    """
+
+    exact: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Sketch(Settings):
+class Sketch(CodecPart):
     """Each value travels as the number of the bucket of values that it is in (Canary, 4.3.1).
 
     Args:
@@ -54,7 +66,7 @@ class Sketch(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class TopK(Settings):
+class TopK(CodecPart):
     """Only the largest gradients travel; the others wait until they have grown (OMGS-SGD, II-C).
 
     The defaults are for a first try that learns: a gradient waits a hundred steps on average, and
@@ -81,12 +93,19 @@ class TopK(Settings):
     groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     auto_disable: bool = True
 
+    gathers: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         self.check_number("density", "numbers above 0 up to 1", lambda v: 0 < v <= 1)
         object.__setattr__(self, "groups", pairs(self.groups))
         self.check_count("warmup", 0, 10_000_000)
         self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
         self.check_flag("auto_disable")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """With momentum correction, whole buckets on each worker."""
+        return frozenset({WHOLE} if self.momentum else ())
 
     def density_of(self, name: str) -> float:
         """Return the density of the parameter ``name``.
@@ -101,7 +120,7 @@ class TopK(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LowRank(Settings):
+class LowRank(CodecPart):
     """Large matrices travel as two thin factors, sketched; the rest is sketched (Canary, 4.3.1).
 
     Args:
@@ -128,7 +147,7 @@ class LowRank(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Half(Settings):
+class Half(CodecPart):
     """Half precision, each chunk scaled so that no value is too large or too small for it."""
 
     auto_disable: bool = False
@@ -152,11 +171,11 @@ HALF_BYTES = 2
 TOPK_BYTES = 6
 """Bytes of a value that top-k sends: float32 and two bytes of index."""
 
-_CODECS: dict[str, tuple[type[Coded], str, Callable[[str], float]]] = {
-    "fp16": (Half, "", float),
-    "sketch": (Sketch, "bits", int),
-    "topk": (TopK, "density", float),
-    "lowrank": (LowRank, "rank", int),
+_CODECS: Mapping[str, Named[Coded]] = {
+    "fp16": Named(Half),
+    "sketch": Named(Sketch, "bits", int),
+    "topk": Named(TopK, "density"),
+    "lowrank": Named(LowRank, "rank", int),
 }
 
 
@@ -168,24 +187,8 @@ def of(wire: Wire) -> str | Coded:
     """
     if isinstance(wire, Coded):
         return wire
-    name, at, value = str(wire).partition("@")
-    if name in DTYPES and not at:
-        return DTYPES[name]
-    if name not in _CODECS:
-        raise unknown("wire", str(wire), [*DTYPES, *_CODECS])
-    cls, option, convert = _CODECS[name]
-    if not at:
-        return cls()
-    if not option:
-        raise UsageError(f"wire={wire!r}: {name} has no option; write {name}")
-    try:
-        number = convert(value)
-    except ValueError:
-        raise UsageError(
-            f"wire={wire!r}: {value!r} is no valid {option}; write for example "
-            f"{name}@{getattr(cls(), option)}"
-        ) from None
-    return cls(**{option: number})  # type: ignore[arg-type]
+    text = str(wire)
+    return DTYPES[text] if text in DTYPES else named("wire", text, _CODECS, also=DTYPES)
 
 
 def pairs(groups: Any) -> tuple[tuple[str, float], ...]:

@@ -65,10 +65,10 @@ def test_coarser_rows_are_shown_and_not_judged(accuracy: ModuleType, name: str) 
 
 
 def test_a_warm_up_for_all_rows_leaves_those_that_have_one(accuracy: ModuleType) -> None:
-    assert accuracy.parse("omgs:warmup=1000", 200).strategy.warmup == 1000
-    assert accuracy.parse("omgs", 200).strategy.warmup == 200
-    assert accuracy.parse("omgs", None).strategy.warmup == wingbeat.OMGS().warmup == 400
-    assert accuracy.parse("lags:warmup=0", 200).strategy.warmup == 0
+    assert accuracy.parse("omgs:warmup=1000", 200).strategy.wire.warmup == 1000
+    assert accuracy.parse("omgs", 200).strategy.wire.warmup == 200
+    assert accuracy.parse("omgs", None).strategy.wire.warmup == wingbeat.OMGS().warmup == 400
+    assert accuracy.parse("lags:warmup=0", 200).strategy.wire.warmup == 0
     runs = made("text", "allreduce", 60.0) + made("text", "allreduce:wire=topk@0.001", 20.0)
     assert accuracy.missed(accuracy.summary(runs)) == []
     assert len(accuracy.missed(accuracy.summary(runs, warmup=200))) == 1
@@ -94,7 +94,7 @@ def test_codecs_are_used_whatever_they_add_residual(accuracy: ModuleType) -> Non
             is False
         )
     assert accuracy.parse("dear:wire=topk@0.001", 70).strategy.choices().wire.warmup == 70
-    assert accuracy.parse("dear:mb=3", 70).strategy.mb == 3
+    assert accuracy.parse("dear:mb=3", 70).strategy.plan.mb == 3
 
 
 def test_what_is_left_is_what_the_same_task_took(accuracy: ModuleType) -> None:

@@ -8,13 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.bench.bound import FORMULAS, Layer, floor, low_rank_bytes, seconds_per_byte, simple
+from wingbeat.bench.bound import (
+    BOUNDS,
+    LayerCosts,
+    floor,
+    low_rank_bytes,
+    seconds_per_byte,
+    simple,
+)
 from wingbeat.bench.links import reduce_seconds_per_byte, scaled
 from wingbeat.errors import UsageError
 from wingbeat.lab.spec import LabSpec
 
 # Two layers: the first 1 s forward, 2 s backward, 10 bytes; the second 3 s, 4 s, 30 bytes.
-TWO = [Layer(1.0, 2.0, 10.0), Layer(3.0, 4.0, 30.0)]
+TWO = [LayerCosts(1.0, 2.0, 10.0), LayerCosts(3.0, 4.0, 30.0)]
 
 
 def test_without_communication_the_floor_is_the_computation() -> None:
@@ -32,7 +39,7 @@ def test_without_communication_the_floor_is_the_computation() -> None:
     ],
 )
 def test_allreduce_waits_for_the_gradients(per_byte: float, expected: float) -> None:
-    assert floor("allreduce", TWO, per_byte) == pytest.approx(expected)
+    assert floor("whole", TWO, per_byte) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -47,18 +54,18 @@ def test_allreduce_waits_for_the_gradients(per_byte: float, expected: float) -> 
     ],
 )
 def test_dear_reduces_in_backward_and_gathers_in_forward(per_byte: float, expected: float) -> None:
-    assert floor("dear", TWO, per_byte) == pytest.approx(expected)
+    assert floor("halves", TWO, per_byte) == pytest.approx(expected)
 
 
 def test_simple_dear_is_the_denominator_of_equation_6() -> None:
     forward, backward, half = 4.0, 6.0, 0.125 * 40
     paper = forward + backward + 2 * half - min(half, backward) - min(half, forward)
-    assert simple("dear", TWO, 0.125) == pytest.approx(paper) == pytest.approx(11.0)
+    assert simple("halves", TWO, 0.125) == pytest.approx(paper) == pytest.approx(11.0)
 
 
 def test_simple_allreduce_hides_what_fits_under_backward() -> None:
-    assert simple("allreduce", TWO, 0.125) == pytest.approx(4.0 + 10.0)
-    assert simple("allreduce", TWO, 0.01) == pytest.approx(10.0)
+    assert simple("whole", TWO, 0.125) == pytest.approx(4.0 + 10.0)
+    assert simple("whole", TWO, 0.01) == pytest.approx(10.0)
 
 
 def test_no_floor_is_claimed_for_an_unknown_schedule() -> None:
@@ -67,13 +74,23 @@ def test_no_floor_is_claimed_for_an_unknown_schedule() -> None:
 
 
 layer_lists = st.lists(
-    st.builds(Layer, *[st.floats(0.0, 10.0)] * 2, st.floats(0.0, 100.0)), min_size=1, max_size=8
+    st.builds(LayerCosts, *[st.floats(0.0, 10.0)] * 2, st.floats(0.0, 100.0)),
+    min_size=1,
+    max_size=8,
 )
 
 
 @given(layers=layer_lists, per_byte=st.floats(0.0, 1.0))
-def test_floors_are_ordered(layers: list[Layer], per_byte: float) -> None:
-    for kind in ("allreduce", "dear"):
+def test_parameters_that_are_gathered_once_have_the_simple_floor(
+    layers: list[LayerCosts], per_byte: float
+) -> None:
+    assert floor("fsdp", layers, per_byte) == simple("halves", layers, per_byte)
+    assert simple("fsdp", layers, per_byte) == simple("halves", layers, per_byte)
+
+
+@given(layers=layer_lists, per_byte=st.floats(0.0, 1.0))
+def test_floors_are_ordered(layers: list[LayerCosts], per_byte: float) -> None:
+    for kind in ("whole", "halves"):
         exact, rough = floor(kind, layers, per_byte), simple(kind, layers, per_byte)
         assert exact is not None
         assert rough is not None
@@ -82,7 +99,9 @@ def test_floors_are_ordered(layers: list[Layer], per_byte: float) -> None:
 
 
 @given(layers=layer_lists, per_byte=st.floats(0.001, 1.0))
-def test_a_simulated_schedule_reaches_the_dear_floor(layers: list[Layer], per_byte: float) -> None:
+def test_a_simulated_schedule_reaches_the_dear_floor(
+    layers: list[LayerCosts], per_byte: float
+) -> None:
     """Gathering in the order of execution is optimal; forward starts as parameters arrive."""
     reduced = 0.0
     ready = itertools.accumulate(layer.backward_s for layer in reversed(layers))
@@ -92,12 +111,12 @@ def test_a_simulated_schedule_reaches_the_dear_floor(layers: list[Layer], per_by
     for layer in layers:
         gathered += per_byte * layer.nbytes
         done = max(done, gathered) + layer.forward_s
-    assert floor("dear", layers, per_byte) == pytest.approx(reduced + done)
+    assert floor("halves", layers, per_byte) == pytest.approx(reduced + done)
 
 
 @given(layers=layer_lists, per_byte=st.floats(0.001, 1.0))
 def test_a_simulated_schedule_reaches_the_allreduce_floor(
-    layers: list[Layer], per_byte: float
+    layers: list[LayerCosts], per_byte: float
 ) -> None:
     """Sending each layer's gradients in the order in which they are ready is optimal."""
     backward = list(reversed(layers))
@@ -106,11 +125,11 @@ def test_a_simulated_schedule_reaches_the_allreduce_floor(
     for at, layer in zip(ready, backward, strict=True):
         link_free = max(link_free, at) + 2 * per_byte * layer.nbytes
     forward = sum(layer.forward_s for layer in layers)
-    assert floor("allreduce", layers, per_byte) == pytest.approx(forward + link_free)
+    assert floor("whole", layers, per_byte) == pytest.approx(forward + link_free)
 
 
 def test_every_kind_has_a_formula_to_print() -> None:
-    assert set(FORMULAS) == {"single", "allreduce", "dear", "fsdp"}
+    assert set(BOUNDS) == {"single", "whole", "halves", "fsdp"}
 
 
 def test_the_slowest_host_decides() -> None:

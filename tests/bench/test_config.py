@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from wingbeat import strategies
-from wingbeat.bench import peers, workloads
+from wingbeat.bench import contenders, models
 from wingbeat.bench.config import BenchConfig
 from wingbeat.errors import UsageError
 
@@ -69,7 +69,7 @@ def test_buckets_follow_the_models_scale() -> None:
     checked = config(model="paced:resnet50@0.5", strategies=("ddp", "allreduce:mb=8")).check()
     ddp, allreduce = checked.rows
     assert ddp.scale == 0.5
-    assert allreduce.strategy == strategies.AllReduce(mb=4.0, first_mb=0.5)
+    assert allreduce.strategy == strategies.AllReduce(mb=4.0, first_mb=0.5).compose()
 
 
 def test_the_usual_bucket_follows_the_models_scale() -> None:
@@ -94,40 +94,50 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
     shapes = [(100, 100), (100,)]
     expected = {
         "single": ("single", 0),
-        "ddp": ("allreduce", 40_400),
-        "ddp+fp16": ("allreduce", 20_200),
-        "ddp+powersgd:rank=3": ("allreduce", 2_400 + 400),
+        "ddp": ("whole", 40_400),
+        "ddp+fp16": ("whole", 20_200),
+        "ddp+powersgd:rank=3": ("whole", 2_400 + 400),
         "fsdp": ("fsdp", 40_400),
-        "allreduce": ("allreduce", 40_400),
-        "dear:mb=5": ("dear", 40_400),
-        "omgs": ("allreduce", 606),
-        "omgs:density=0.001": ("allreduce", 60),
-        "psgd": ("allreduce", 40_400),
-        "mgwfbp": ("allreduce", 40_400),
-        "topksgd:density=0.01": ("allreduce", 606),
-        "lags:density=0.01": ("allreduce", 606),
-        "mgs:density=0.01": ("allreduce", 606),
+        "allreduce": ("whole", 40_400),
+        "dear:mb=5": ("halves", 40_400),
+        "omgs": ("whole", 606),
+        "omgs:density=0.001": ("whole", 60),
+        "psgd": ("whole", 40_400),
+        "mgwfbp": ("whole", 40_400),
+        "topksgd:density=0.01": ("whole", 606),
+        "lags:density=0.01": ("whole", 606),
+        "mgs:density=0.01": ("whole", 606),
+        "strategy:wire=sketch@4,schedule=dear": ("halves", 5_050),
     }
     for text, (kind, nbytes) in expected.items():
-        row = peers.parse(text)
-        assert (row.kind, row.wire_bytes(shapes)) == (kind, nbytes), text
-    assert set(peers.names()) == {peers.parse(text).name for text in expected}
+        row = contenders.parse(text)
+        assert (row.traits.bound, row.wire_bytes(shapes)) == (kind, nbytes), text
+    assert set(contenders.names()) == {contenders.parse(text).name for text in expected}
+
+
+def test_rows_whose_exchange_has_halves_are_recorded_by_them_too() -> None:
+    rows = ("ddp", "dear:wire=bf16", "allreduce", "strategy:plan=one,schedule=dear")
+    whole = [(number, "whole") for number in range(4)]
+    halves = [(number, half) for number in (1, 3) for half in ("RS-only", "AG-only")]
+    assert sorted(config(strategies=rows, breakdown=True).check().recorded) == sorted(
+        [*whole, *halves]
+    )
+    assert config(strategies=rows, trace=True).check().recorded == whole
+    assert config(strategies=rows).check().recorded == []
 
 
 def test_a_strategy_is_the_dataclass_that_python_users_write() -> None:
-    assert peers.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0)
+    assert contenders.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0).compose()
 
 
 def test_layers_of_a_paced_model_add_up_to_the_profile() -> None:
-    workload = workloads.parse("paced:resnet50")
-    layers = workload.layers(peers.parse("ddp"))
-    assert workload.profile is not None
+    model = models.parse("paced:resnet50")
+    layers = model.layers(contenders.parse("ddp"))
+    assert model.profile is not None
     assert layers is not None
-    assert sum(layer.nbytes for layer in layers) == workload.profile.nbytes
+    assert sum(layer.nbytes for layer in layers) == model.profile.nbytes
     seconds = sum(layer.forward_s + layer.backward_s for layer in layers)
-    assert seconds == pytest.approx(
-        (workload.profile.forward_ms + workload.profile.backward_ms) / 1e3
-    )
+    assert seconds == pytest.approx((model.profile.forward_ms + model.profile.backward_ms) / 1e3)
 
 
 def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
@@ -150,5 +160,5 @@ def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
         False,
     ]
     real = config(strategies=("omgs",), model="digits").check().rows[0].strategy
-    assert real == strategies.OMGS()
+    assert real == strategies.OMGS().compose()
     assert real.choices().wire.warmup > 0

@@ -44,6 +44,19 @@ def test_an_iteration_is_the_bound_at_what_links_carry_and_the_processors_share(
     assert two.rows[0].iteration_s == pytest.approx(ddp + busy)
 
 
+def test_what_is_gathered_grows_with_the_workers() -> None:
+    """Under whole all-reduces top-k's payloads go to everyone; in two halves they are summed."""
+    rows = ("allreduce:wire=topk@0.5", "dear:plan=fixed,wire=topk@0.5")
+
+    def spent(hosts: int, row: int) -> float:
+        made = checked(lab=f"star:{hosts}@10mbit", strategies=rows)
+        seconds = estimate.of(made, cores=64).rows[row].iteration_s
+        return seconds - sum(made.model.compute_s() or ())
+
+    assert spent(8, 0) > 3 * spent(2, 0)
+    assert spent(8, 1) < 2 * spent(2, 1)
+
+
 def test_the_whole_is_the_sum_of_its_parts() -> None:
     made = estimate.of(checked(), cores=2)
     times = sum(row.iteration_s for row in made.rows)

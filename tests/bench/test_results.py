@@ -52,6 +52,12 @@ def test_quantiles_lie_between_neighbours() -> None:
     assert Quantiles.of([7.0]) == Quantiles(7.0, 7.0, 7.0)
 
 
+def test_a_run_says_whether_it_is_exact() -> None:
+    rows = ("ddp", "dear", "ddp+fp16", "dear:wire=bf16", "strategy:wire=sketch")
+    made = results.runs(checked(strategies=rows), [block(i, 2.0) for i in range(5)])
+    assert [run.exact for run in made] == [True, True, False, False, False]
+
+
 def test_figures_of_a_run() -> None:
     asked = checked()
     ddp, dear = results.runs(asked, [block(0, 2.0), block(1, 1.5)])
@@ -62,10 +68,10 @@ def test_figures_of_a_run() -> None:
     assert dear.exposed_s == pytest.approx(1.5 - compute)
     layers = asked.model.layers(asked.rows[1])
     assert layers is not None
-    floor = bound.floor("dear", layers, 0.5 / 125e6)
+    floor = bound.floor("halves", layers, 0.5 / 125e6)
     assert dear.bound_s == floor
     assert dear.fraction_of_bound == pytest.approx((floor or 0) / 1.5)
-    assert dear.bound_formula == bound.FORMULAS["dear"]
+    assert dear.bound_formula == bound.BOUNDS["halves"].formula
     assert dear.final_loss == 0.5
 
 

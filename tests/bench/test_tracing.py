@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wingbeat.bench import peers, tracing
+from wingbeat.bench import contenders, tracing
 from wingbeat.bench.attach import Attached
 from wingbeat.observe.events import stream
 
@@ -29,7 +29,7 @@ def _recorded(last_bucket_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> lis
             tracing, "_last_bucket_ns", (last_bucket_ns or [time.monotonic_ns()])[0]
         )
 
-    tracing.record(0, peers.parse("single"), made, loss, iterations=1)
+    tracing.record(0, contenders.parse("single"), made, loss, iterations=1)
     return [event.what for event in stream.stop()]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from wingbeat.bench import contenders
 from wingbeat.cli.bench import spread
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -66,6 +67,23 @@ def test_bad_input_is_one_line_and_exit_2(args: list[str], words: list[str]) -> 
     [line] = done.stderr.splitlines()
     for word in words:
         assert word in line
+
+
+def test_help_says_of_each_row_what_it_is() -> None:
+    done = wingbeat("bench", "--help")
+    assert done.returncode == 0
+    shown = " ".join(done.stdout.split())
+    for name in contenders.names():
+        assert f" {name}: " in shown
+    assert "dear: All-reduce split in two" in shown
+    assert (
+        "topksgd: TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section "
+        in (shown)
+    )
+    assert shown.count("(exact, synchronous)") == 6
+    assert shown.count("(not exact, synchronous)") == 6
+    assert contenders.parse(contenders.COMPOSED).traits.halves
+    assert f"as in {contenders.COMPOSED}" in shown
 
 
 def run_bench(tmp_path: Path, *args: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wingbeat.schedules import BY_NAME as SCHEDULES
+from wingbeat.schedules import BY_NAME
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,
@@ -24,7 +24,7 @@ from wingbeat.schedules.events import (
 
 def lines(name: str, *events: Event) -> list[str]:
     """The schedule's answers to the last event, as text."""
-    schedule = SCHEDULES[name]()
+    schedule = BY_NAME[name]()
     told: list[Command] = []
     for event in (Planned((1, 0)), *events):
         told = list(schedule.react(event))

@@ -89,9 +89,9 @@ def test_no_iteration_is_shorter_than_the_bound(layers, kind, workers, gbit) -> 
     )
     links = Links(bytes_per_s=gbit * 125e6, latency_s=0.0)
     made = run(KINDS[kind], model, workers, links=links, work=FREE, iterations=3)
-    rows = [bound.Layer(f, b, 4.0 * n) for f, b, n in layers]
+    rows = [bound.LayerCosts(f, b, 4.0 * n) for f, b, n in layers]
     per_byte = bound.seconds_per_byte([links.bytes_per_s] * workers)
-    floor = bound.floor(kind, rows, per_byte)
+    floor = bound.floor(strategies.parse(KINDS[kind]).traits.bound, rows, per_byte)
     assert floor is not None
     # A padded element or two is in the buckets and not in the bound.
     assert made.median_s >= floor * (1 - 1e-3) - 1e-9

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat import sync
 from wingbeat.bench import ddp, tracing
-from wingbeat.bench.peers import Peer
+from wingbeat.bench.contenders import Contender
 from wingbeat.bench.tracing import CommHook
 from wingbeat.control.control import Control
 from wingbeat.gradients.compression import Compression
@@ -57,12 +57,12 @@ class Attached:
 
 
 def attach(
-    peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer, *, recorded: bool = False
+    contender: Contender, model: nn.Module, make_optimizer: MakeOptimizer, *, recorded: bool = False
 ) -> Attached:
-    """Wrap ``model`` for ``peer``; the default process group must exist.
+    """Wrap ``model`` for ``contender``; the default process group must exist.
 
     Args:
-        peer: the row.
+        contender: the row.
         model: on the CPU.
         make_optimizer: called with the parameters, after they have their final form.
         recorded: put DDP's collectives on the event stream too, which takes a hook in Python.
@@ -70,17 +70,17 @@ def attach(
     Raises:
         UsageError: wingbeat refuses the model (``distribute``).
     """
-    if peer.strategy is not None:
-        return _attach_strategy(peer, model, make_optimizer)
-    if peer.name == "single":
+    if contender.strategy is not None:
+        return _attach_strategy(contender, model, make_optimizer)
+    if contender.name == "single":
         return Attached(model, make_optimizer(model.parameters()), _nothing, _nothing)
-    if peer.name == "fsdp":
+    if contender.name == "fsdp":
         return _attach_fsdp(model, make_optimizer)
     # PowerSGD's hook waits inside gloo's two worker threads, so that two buckets at once would wait
     # for each other for ever: everything goes into one.
-    mb = peer.options.get("mb", ddp.ONE_BUCKET_MB)
-    wrapped = ddp.wrap(model, mb=mb, scale=peer.scale)
-    _register_hook(peer, wrapped, recorded=recorded)
+    mb = contender.options.get("mb", ddp.ONE_BUCKET_MB)
+    wrapped = ddp.wrap(model, mb=mb, scale=contender.scale)
+    _register_hook(contender, wrapped, recorded=recorded)
     return Attached(wrapped, make_optimizer(wrapped.parameters()), _nothing, _nothing)
 
 
@@ -88,10 +88,12 @@ def _nothing() -> None:
     """DDP and plain models put nothing off, and end with their last reference."""
 
 
-def _attach_strategy(peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:
-    assert peer.strategy is not None
+def _attach_strategy(
+    contender: Contender, model: nn.Module, make_optimizer: MakeOptimizer
+) -> Attached:
+    assert contender.strategy is not None
     optimizer = make_optimizer(model.parameters())
-    model, optimizer = sync.distribute(model, optimizer, peer.strategy)
+    model, optimizer = sync.distribute(model, optimizer, contender.strategy)
 
     def detach() -> None:
         sync.release(model, optimizer)
@@ -115,19 +117,19 @@ def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:
     return Attached(model, make_optimizer(model.parameters()), _nothing, _nothing)
 
 
-def _register_hook(peer: Peer, model: DistributedDataParallel, *, recorded: bool) -> None:
-    """Give DDP the peer's hook; DDP as it is has none, unless its collectives are recorded."""
+def _register_hook(contender: Contender, model: DistributedDataParallel, *, recorded: bool) -> None:
+    """Give DDP the contender's hook; DDP as it is has none, unless its collectives are recorded."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
     hook: CommHook | None = None
-    if peer.name == "ddp+fp16":
+    if contender.name == "ddp+fp16":
         hook = default_hooks.fp16_compress_hook
-    elif peer.name == "ddp+powersgd":
+    elif contender.name == "ddp+powersgd":
         hook = powerSGD_hook.powerSGD_hook
         state = powerSGD_hook.PowerSGDState(
             process_group=None,
-            matrix_approximation_rank=peer.options["rank"],
+            matrix_approximation_rank=contender.options["rank"],
             start_powerSGD_iter=2,
         )
     if recorded:
@@ -147,10 +149,10 @@ def step(made: Attached, next_loss: Callable[[nn.Module], torch.Tensor]) -> floa
 
 @contextlib.contextmanager
 def attached(
-    peer: Peer, model: nn.Module, make_optimizer: MakeOptimizer, *, recorded: bool = False
+    contender: Contender, model: nn.Module, make_optimizer: MakeOptimizer, *, recorded: bool = False
 ) -> Iterator[Attached]:
     """``attach`` for the length of a ``with`` block."""
-    made = attach(peer, model, make_optimizer, recorded=recorded)
+    made = attach(contender, model, make_optimizer, recorded=recorded)
     try:
         yield made
     finally:

@@ -11,14 +11,14 @@ gives the formula of DeAR (Zhang et al., 2023), the denominator of Eq. 6, in ``s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wingbeat.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCosts:
     """One layer's compute time in seconds and the bytes that its gradients take on the wire."""
 
     forward_s: float
@@ -26,26 +26,26 @@ class Layer:
     nbytes: float
 
 
-FORMULAS = {
-    "single": "t_ff + t_bp (no communication)",
-    "allreduce": (
-        "t_ff + max over layers l of (time backward needs to reach the end of l"
-        " + t_ar of the gradients that are not ready before), at least t_ff + t_bp"
-    ),
-    "dear": (
-        "max over l of (time backward needs to reach the end of l + t_rs of the gradients that are"
-        " not ready before), at least t_bp; plus max over l of (t_ag of layers 1..l + forward of"
-        " layers l..L), at least t_ff; never less than Eq. 6's max(t_bp, t_rs) + max(t_ff, t_ag)"
-    ),
-    "fsdp": "max(t_ff, t_ag) + max(t_bp, t_rs): parameters gathered once in forward",
-}
-"""The floor of each kind in words, as the report prints it."""
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The floor of one kind of exchange.
+
+    Attributes:
+        formula: in words, as the report prints it.
+        floor: seconds of the shortest iteration, layer by layer.
+        simple: the same when only sums count.
+    """
+
+    formula: str
+    floor: Callable[[Sequence[LayerCosts], float], float]
+    simple: Callable[[Sequence[LayerCosts], float], float]
+
 
 TERMS = (
     "t_ff, t_bp: forward and backward time; t_rs = t_ag = t_ar/2 = (H-1)/H * bytes / rate of the"
     " slowest of the H hosts (all its rails together), or of a trunk where that takes longer"
 )
-"""What the letters in ``FORMULAS`` mean."""
+"""What the letters in a formula mean."""
 
 
 def seconds_per_byte(
@@ -74,41 +74,51 @@ def seconds_per_byte(
     return max([slowest, *crossing])
 
 
-def floor(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
-    """Shortest iteration in seconds of a schedule of this kind; None where no floor is known.
+def floor(kind: str, layers: Sequence[LayerCosts], per_byte: float) -> float | None:
+    """Shortest iteration in seconds with a bound of this kind; None where none is known.
 
     Args:
-        kind: a key of ``FORMULAS``, or anything else for None.
+        kind: a key of ``BOUNDS``, or anything else for None.
         layers: in the order in which forward runs them.
         per_byte: from ``seconds_per_byte``.
     """
-    forward = sum(layer.forward_s for layer in layers)
-    if kind == "single":
-        return forward + sum(layer.backward_s for layer in layers)
-    if kind == "allreduce":
-        return forward + _backward_floor(layers, 2 * per_byte)
-    if kind == "dear":
-        return _backward_floor(layers, per_byte) + _forward_floor(layers, per_byte)
-    if kind == "fsdp":
-        return simple("dear", layers, per_byte)
-    return None
+    return BOUNDS[kind].floor(layers, per_byte) if kind in BOUNDS else None
 
 
-def simple(kind: str, layers: Sequence[Layer], per_byte: float) -> float | None:
-    """The floor when only sums count: DeAR's Eq. 6, and its WFBP form for ``allreduce``."""
+def simple(kind: str, layers: Sequence[LayerCosts], per_byte: float) -> float | None:
+    """The floor when only sums count: DeAR's Eq. 6, and its form for whole all-reduces."""
+    return BOUNDS[kind].simple(layers, per_byte) if kind in BOUNDS else None
+
+
+def _compute(layers: Sequence[LayerCosts], _per_byte: float) -> float:
+    return sum(layer.forward_s + layer.backward_s for layer in layers)
+
+
+def _whole(layers: Sequence[LayerCosts], per_byte: float) -> float:
+    return sum(layer.forward_s for layer in layers) + _backward_floor(layers, 2 * per_byte)
+
+
+def _halves(layers: Sequence[LayerCosts], per_byte: float) -> float:
+    return _backward_floor(layers, per_byte) + _forward_floor(layers, per_byte)
+
+
+def _simple_whole(layers: Sequence[LayerCosts], per_byte: float) -> float:
+    forward, backward, half = _sums(layers, per_byte)
+    return forward + max(backward, 2 * half)
+
+
+def _simple_halves(layers: Sequence[LayerCosts], per_byte: float) -> float:
+    forward, backward, half = _sums(layers, per_byte)
+    return max(forward, half) + max(backward, half)
+
+
+def _sums(layers: Sequence[LayerCosts], per_byte: float) -> tuple[float, float, float]:
     forward = sum(layer.forward_s for layer in layers)
     backward = sum(layer.backward_s for layer in layers)
-    half = per_byte * sum(layer.nbytes for layer in layers)
-    if kind == "single":
-        return forward + backward
-    if kind == "allreduce":
-        return forward + max(backward, 2 * half)
-    if kind in ("dear", "fsdp"):
-        return max(forward, half) + max(backward, half)
-    return None
+    return forward, backward, per_byte * sum(layer.nbytes for layer in layers)
 
 
-def _backward_floor(layers: Sequence[Layer], per_byte: float) -> float:
+def _backward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
     """Time from the start of backward until the last gradient has arrived.
 
     One link, jobs with release times: the last busy stretch begins at some layer's release and
@@ -124,14 +134,38 @@ def _backward_floor(layers: Sequence[Layer], per_byte: float) -> float:
     return worst
 
 
-def _forward_floor(layers: Sequence[Layer], per_byte: float) -> float:
+def _forward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
     """Time from the first gather until forward ends.
 
     Seen backwards in time a layer's parameters leave when it has run, the last layer first, which
     is ``_backward_floor`` with forward's times.
     """
-    mirrored = [Layer(0.0, layer.forward_s, layer.nbytes) for layer in layers]
+    mirrored = [LayerCosts(0.0, layer.forward_s, layer.nbytes) for layer in layers]
     return _backward_floor(mirrored, per_byte)
+
+
+BOUNDS = {
+    "single": Bound("t_ff + t_bp (no communication)", _compute, _compute),
+    "whole": Bound(
+        "t_ff + max over layers l of (time backward needs to reach the end of l"
+        " + t_ar of the gradients that are not ready before), at least t_ff + t_bp",
+        _whole,
+        _simple_whole,
+    ),
+    "halves": Bound(
+        "max over l of (time backward needs to reach the end of l + t_rs of the gradients that are"
+        " not ready before), at least t_bp; plus max over l of (t_ag of layers 1..l + forward of"
+        " layers l..L), at least t_ff; never less than Eq. 6's max(t_bp, t_rs) + max(t_ff, t_ag)",
+        _halves,
+        _simple_halves,
+    ),
+    "fsdp": Bound(
+        "max(t_ff, t_ag) + max(t_bp, t_rs): parameters gathered once in forward",
+        _simple_halves,
+        _simple_halves,
+    ),
+}
+"""What `wingbeat.traits.Traits.bound` may be: each kind's floor."""
 
 
 def low_rank_bytes(shape: Sequence[int], rank: int, itemsize: int = 4) -> int:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wingbeat.bench import links, peers, workloads
-from wingbeat.bench.peers import Peer
+from wingbeat.bench import contenders, links, models
+from wingbeat.bench.contenders import Contender
+from wingbeat.bench.models import BenchModel
 from wingbeat.bench.protocol import ONLY, WHOLE
-from wingbeat.bench.workloads import Workload
 from wingbeat.errors import UsageError, unknown
 from wingbeat.lab.spec import LabSpec
 
@@ -65,7 +65,7 @@ class BenchConfig:
                 "many rounds as iterations"
             )
         if not self.strategies:
-            raise UsageError(f"no strategies; allowed: {', '.join(peers.names())}")
+            raise UsageError(f"no strategies; allowed: {', '.join(contenders.names())}")
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
 
@@ -76,31 +76,31 @@ class BenchConfig:
             UsageError: the first that cannot work, in one line.
         """
         spec = LabSpec.parse(self.lab)
-        workload = workloads.parse(self.model, stretch=self.stretch)
-        rows = tuple(peers.parse(text) for text in self.strategies)
+        model = models.parse(self.model, stretch=self.stretch)
+        rows = tuple(contenders.parse(text) for text in self.strategies)
         for row in rows:
-            self._check_row(row, workload)
+            self._check_row(row, model)
         if spec.hosts * self.per_host > 64:
             raise UsageError(
                 f"{spec.hosts} hosts x {self.per_host} workers is too many for one machine; "
                 "allowed: up to 64 workers"
             )
-        scale = 1.0 if workload.profile is None else workload.profile.scale
+        scale = 1.0 if model.profile is None else model.profile.scale
         rows = tuple(row.at_scale(scale) for row in rows)
-        if workload.profile is not None:
+        if model.profile is not None:
             rows = tuple(row.settled() for row in rows)
-        return Checked(self, spec, links.scaled(spec, workload.link_scale), workload, rows)
+        return Checked(self, spec, links.scaled(spec, model.link_scale), model, rows)
 
-    def _check_row(self, row: Peer, workload: Workload) -> None:
+    def _check_row(self, row: Contender, model: BenchModel) -> None:
         """Refuse what would run and measure something else than it says."""
         if row.name == "ddp+powersgd" and self.warmup < 3:
             raise UsageError(
                 f"warmup = {self.warmup}; {row.name} compresses from its third iteration on: "
                 "allowed are 3 or more"
             )
-        if row.name == "fsdp" and workload.profile is not None:
+        if row.name == "fsdp" and model.profile is not None:
             raise UsageError(
-                f"fsdp with model {workload.name!r}: FSDP replaces the parameters that a paced "
+                f"fsdp with model {model.name!r}: FSDP replaces the parameters that a paced "
                 "model keeps its time by; allowed: digits"
             )
 
@@ -128,15 +128,15 @@ class Checked:
         config: the plain values.
         asked: the lab as the user wrote it.
         lab: the lab as it is built: its rates follow the model's scale and the stretch.
-        model: the workload.
+        model: what is trained.
         rows: what is compared, in the user's order.
     """
 
     config: BenchConfig
     asked: LabSpec
     lab: LabSpec
-    model: Workload
-    rows: tuple[Peer, ...]
+    model: BenchModel
+    rows: tuple[Contender, ...]
 
     @property
     def workers(self) -> int:
@@ -149,7 +149,7 @@ class Checked:
         out = []
         if self.config.trace or self.config.breakdown:
             for number, row in enumerate(self.rows):
-                split = self.config.breakdown and row.kind == "dear" and self.workers > 1
+                split = self.config.breakdown and row.traits.halves and self.workers > 1
                 out += [(number, each) for each in (WHOLE, *(ONLY if split else ()))]
         return out
 

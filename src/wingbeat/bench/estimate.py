@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from wingbeat.bench.bound import floor
 from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
-from wingbeat.bench.peers import Peer
-from wingbeat.wires import Coded, TopK
 
 OF_LINE_RATE = 0.93
 """Share of the line rate that collectives reach, headers and the starts of messages included."""
@@ -52,7 +51,7 @@ RECORDED, RECORDED_BROKEN_DOWN = 3, 7
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RowTimes:
     """What one row takes: seconds of an iteration, and iterations before a turn's first."""
 
     iteration_s: float
@@ -74,7 +73,7 @@ class Estimate:
     """
 
     checked: Checked
-    rows: tuple[Row, ...]
+    rows: tuple[RowTimes, ...]
     start_s: float
     turn_s: float
     round_s: float
@@ -120,7 +119,7 @@ def of(checked: Checked, cores: int | None = None) -> Estimate:
     times = checked.model.compute_s()
     compute = sum(times) if times else DIGITS_S * max(1.0, share)
     busy = max(1.0, share) * CORE_S_PER_BYTE * nbytes
-    rows = tuple(_row(checked, peer, share) for peer in checked.rows)
+    rows = tuple(_row(checked, contender, share) for contender in checked.rows)
     count = RECORDED_BROKEN_DOWN if config.breakdown else RECORDED
     count += max(2, config.warmup)
     hosts = checked.lab.hosts
@@ -138,26 +137,24 @@ def of(checked: Checked, cores: int | None = None) -> Estimate:
     )
 
 
-def _row(checked: Checked, peer: Peer, share: float) -> Row:
-    layers = checked.model.layers(peer)
+def _row(checked: Checked, contender: Contender, share: float) -> RowTimes:
+    layers = checked.model.layers(contender)
     per_byte, nbytes = _per_byte(checked), gradient_bytes(checked)
-    if isinstance(wire := _wire(peer), TopK) and peer.kind == "allreduce":
+    if contender.traits.gathered:
         # Everyone's choice goes to everyone: no sum on the way makes it one.
         per_byte *= checked.workers / 2
     if layers is None:
-        moved = 0.0 if peer.name == "single" else 2 * per_byte * nbytes
+        moved = 0.0 if contender.alone else 2 * per_byte * nbytes
         seconds = max(1.0, share) * DIGITS_S + moved
     else:
-        least = floor(peer.kind, layers, per_byte) or floor("allreduce", layers, per_byte) or 0.0
-        seconds = least + share * (CORE_S + CORE_S_PER_BYTE * nbytes * (peer.name != "single"))
-    strategy = None if peer.strategy is None else peer.strategy.choices()
+        kinds = (contender.traits.bound, "whole")
+        least = next(filter(None, (floor(kind, layers, per_byte) for kind in kinds)), 0.0)
+        seconds = least + share * (CORE_S + CORE_S_PER_BYTE * nbytes * (not contender.alone))
+    strategy = None if contender.strategy is None else contender.strategy.choices()
+    wire = contender.wire
     tried = not isinstance(wire, str) and wire.auto_disable
     merging = None if strategy is None else strategy.merging
-    return Row(seconds, TRIAL if tried else 0, 2 * (merging.steps + 2) if merging else 0)
-
-
-def _wire(peer: Peer) -> str | Coded:
-    return "" if peer.strategy is None else peer.strategy.choices().wire
+    return RowTimes(seconds, TRIAL if tried else 0, 2 * (merging.steps + 2) if merging else 0)
 
 
 def gradient_bytes(checked: Checked) -> int:

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from wingbeat.bench import workloads
+from wingbeat.bench import models
 from wingbeat.bench.config import Checked
 from wingbeat.bench.speedup import HALVES, WAYS, Span, Timings
 from wingbeat.collectives import Collectives
@@ -37,7 +37,7 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 def _compute(checked: Checked, world: World) -> tuple[list[float], list[float], int]:
     """Seconds of each forward and backward without communication or optimizer."""
     seed = checked.config.seed
-    built = workloads.build(checked.model, rank=world.rank, workers=world.size, seed=seed)
+    built = models.build(checked.model, rank=world.rank, workers=world.size, seed=seed)
     forward, backward = [], []
     dist.barrier()
     for _ in range(1 + PASSES):

@@ -10,8 +10,8 @@ from typing import Any
 
 from wingbeat.bench import bound
 from wingbeat.bench.config import Checked
+from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
-from wingbeat.bench.peers import Peer
 from wingbeat.bench.speedup import Measured
 from wingbeat.observe.breakdown import Parts
 
@@ -180,7 +180,7 @@ def runs(checked: Checked, blocks: Sequence[Block], measured: Measured | None = 
     out = []
     for row, own, values, times in zip(checked.rows, by_row, samples, quantiles, strict=True):
         floor, eq6, formula = _bounds(checked, row, per_byte)
-        alone = None if measured is None or row.kind == "single" else measured.bound_s
+        alone = None if measured is None or row.alone else measured.bound_s
         out.append(
             Run(
                 strategy=row.text,
@@ -194,7 +194,7 @@ def runs(checked: Checked, blocks: Sequence[Block], measured: Measured | None = 
                 fraction_of_bound=None if floor is None else floor / times.median,
                 final_loss=own[-1].loss,
                 accuracy=own[-1].accuracy,
-                exact=row.exact,
+                exact=row.traits.exact,
                 samples_s=values,
                 speedup=None if measured is None else measured.speedup(times.median),
                 bound_measured_s=alone,
@@ -219,25 +219,22 @@ def _compute_s(checked: Checked, quantiles: Sequence[Quantiles]) -> float | None
     if times is not None:
         return sum(times)
     for row, own in zip(checked.rows, quantiles, strict=True):
-        if row.name == "single":
+        if row.alone:
             return own.median
     return None
 
 
 def _bounds(
-    checked: Checked, row: Peer, per_byte: float | None
+    checked: Checked, row: Contender, per_byte: float | None
 ) -> tuple[float | None, float | None, str]:
     """The floor, its simple form, and the formula or why there is none."""
     layers = checked.model.layers(row)
     if layers is None:
         return None, None, f"none: {checked.model.name} has no stated compute time"
-    if row.kind not in bound.FORMULAS:
+    if row.traits.bound not in bound.BOUNDS:
         return None, None, f"none: no floor is known for {row.name}"
-    if per_byte is None and row.kind != "single":
+    if per_byte is None and not row.alone:
         return None, None, "none: the lab's links have no stated rate"
     rate = per_byte or 0.0
-    return (
-        bound.floor(row.kind, layers, rate),
-        bound.simple(row.kind, layers, rate),
-        bound.FORMULAS[row.kind],
-    )
+    own = bound.BOUNDS[row.traits.bound]
+    return own.floor(layers, rate), own.simple(layers, rate), own.formula

@@ -148,7 +148,7 @@ def _broken_down(checked: Checked, runs: Sequence[Run], events: Events) -> list[
     out = []
     for row, run in enumerate(runs):
         own = {variant: breakdown(e) for (number, variant), e in events.items() if number == row}
-        seen = checked.rows[row].kind != "fsdp"
+        seen = checked.rows[row].traits.bound != "fsdp"
         out.append(replace(run, breakdown=own) if seen else run)
     return out
 

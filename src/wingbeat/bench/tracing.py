@@ -16,7 +16,7 @@ from wingbeat.observe.events import stream
 
 if TYPE_CHECKING:
     from wingbeat.bench.attach import Attached
-    from wingbeat.bench.peers import Peer
+    from wingbeat.bench.contenders import Contender
 
 CommHook = Callable[[Any, Any], Any]
 """A DDP communication hook: state and bucket in, future of the bucket's mean out."""
@@ -51,7 +51,7 @@ def recording(hook: CommHook) -> CommHook:
 
 def record(
     worker: int,
-    peer: Peer,
+    contender: Contender,
     made: Attached,
     next_loss: Callable[[nn.Module], torch.Tensor],
     *,
@@ -59,8 +59,8 @@ def record(
 ) -> None:
     """Run ``iterations`` with the stream on. ``save`` writes what came of it.
 
-    wingbeat records its collectives and waits itself, and DeAR its updates, which are not in
-    ``step``; where the rest begins and ends is seen from the loop.
+    wingbeat records its collectives and waits itself, and updates that are made in parts; where
+    the rest begins and ends is seen from the loop.
     """
     stream.start(worker)
     for _ in range(iterations):
@@ -75,7 +75,7 @@ def record(
         made.optimizer.step()
         stepped = time.monotonic_ns()
         stream.record("step", end, stepped)
-        if peer.kind != "dear":
+        if not contender.traits.in_parts:
             stream.record("update", end, stepped)
         if middle < _last_bucket_ns < end:
             # Once DDP has its last bucket, backward has nothing to do but wait.

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.bench import attach, halves, measure, tracing, workloads
+from wingbeat.bench import attach, halves, measure, models, tracing
 from wingbeat.bench.config import BenchConfig, Checked
-from wingbeat.bench.peers import Peer
+from wingbeat.bench.contenders import Contender
 from wingbeat.bench.protocol import ONLY, say
 from wingbeat.bench.results import Block
 from wingbeat.bench.speedup import Timings
@@ -63,13 +63,13 @@ class Worker:
 def run_block(worker: Worker, row: int, round_: int) -> Block | None:
     """One row's turn; rank 0 gets the result, the others None."""
     config = worker.checked.config
-    peer = worker.checked.rows[row]
+    contender = worker.checked.rows[row]
     built = _build(worker)
     maker = attach.optimizer_maker(config.optimizer, paced=worker.checked.model.profile is not None)
     count = config.share(round_)
     # Workers wait for each other before the last warm-up iteration, never right before a timed
     # one: work put off into the next forward would find time to finish unseen.
-    with attach.attached(peer, built.model, maker) as made:
+    with attach.attached(contender, built.model, maker) as made:
         lead = min(1, config.warmup)
         for i in range(config.warmup - lead):
             attach.step(made, built.loss)
@@ -124,8 +124,8 @@ def measure_round(worker: Worker, round_: int) -> list[Timings]:
     return [Timings(**each) for each in worker.world.exchange("timings", asdict(own))]
 
 
-def _build(worker: Worker) -> workloads.Built:
-    return workloads.build(
+def _build(worker: Worker) -> models.Built:
+    return models.build(
         worker.checked.model,
         rank=worker.rank,
         workers=worker.world.size,
@@ -176,25 +176,25 @@ def _trace(worker: Worker, folder: Path) -> None:
     paced = worker.checked.model.profile is not None
     maker = attach.optimizer_maker(config.optimizer, paced=paced)
     for row, variant in worker.checked.recorded:
-        peer = worker.checked.rows[row]
+        contender = worker.checked.rows[row]
         built = _build(worker)
         dist.barrier()
-        with attach.attached(peer, built.model, maker, recorded=True) as made:
+        with attach.attached(contender, built.model, maker, recorded=True) as made:
             if variant in ONLY:
-                halves.use_only(variant, made.model, worker.world, _topology(peer))
+                halves.use_only(variant, made.model, worker.world, _topology(contender))
             _decide(worker, row, made, built.loss)
             for _ in range(max(2, config.warmup)):
                 attach.step(made, built.loss)
             count = BROKEN_DOWN if config.breakdown else TRACED
-            tracing.record(worker.rank, peer, made, built.loss, iterations=count)
+            tracing.record(worker.rank, contender, made, built.loss, iterations=count)
             tracing.save(folder, row, worker.rank, variant)
         del built, made
         gc.collect()
 
 
-def _topology(peer: Peer) -> str:
-    assert peer.strategy is not None
-    return peer.strategy.choices().topology
+def _topology(contender: Contender) -> str:
+    assert contender.strategy is not None
+    return contender.strategy.choices().topology
 
 
 def main(argv: list[str]) -> int:

@@ -32,6 +32,14 @@ class ManyValues(TyperCommand):
         """Rewrite, then parse as usual."""
         return super().parse_args(ctx, spread(args))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Say below the options what may stand in a row."""
+        from wingbeat.bench.contenders import about
+
+        rows = [f"[bold]{name}[/]: {note}" for name, note in about().items()]
+        self.epilog = "\n\n".join(["Rows, and what may be relied on:", *rows])
+        super().format_help(ctx, formatter)
+
 
 def spread(args: list[str]) -> list[str]:
     """Repeat the flag before each of its words.

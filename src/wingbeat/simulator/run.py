@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from wingbeat import topologies
+from wingbeat import schedules, topologies
 from wingbeat.errors import UsageError
-from wingbeat.schedules import Dear, Wfbp
 from wingbeat.schedules.events import Schedule
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
@@ -17,8 +16,6 @@ from wingbeat.simulator.model import Model, buckets_of
 from wingbeat.simulator.network import Network
 from wingbeat.simulator.worker import Worker
 from wingbeat.types import Choices
-
-SCHEDULES: dict[str, Callable[[], Schedule]] = {"wfbp": Wfbp, "dear": Dear}
 
 Moment = tuple[float, int, str, int]
 """When, at which rank, what, and to which bucket (-1: to none)."""
@@ -78,7 +75,7 @@ def simulate(
             "simulate(): strategies with a wire, shard_optimizer or measured merging are not "
             "simulated yet; use AllReduce or DeAR without"
         )
-    make = schedule or SCHEDULES[choices.schedule]
+    make = schedule or schedules.BY_NAME[choices.schedule]
     agenda = Agenda()
     network = Network(agenda, links)
     trace: list[Moment] = []

@@ -6,13 +6,13 @@ here does I/O.
 
 from __future__ import annotations
 
-from wingbeat.errors import unknown
+from wingbeat.errors import UsageError, unknown
 from wingbeat.topologies.doubling import Doubling
 from wingbeat.topologies.mesh import Mesh
 from wingbeat.topologies.ring import Ring
 from wingbeat.topologies.topology import Topology
 
-__all__ = ["BY_NAME", "Doubling", "Mesh", "Ring", "Topology", "get"]
+__all__ = ["BY_NAME", "Doubling", "Mesh", "Ring", "Topology", "get", "name_of"]
 
 BY_NAME: dict[str, Topology] = {"ring": Ring(), "mesh": Mesh(), "doubling": Doubling()}
 
@@ -26,3 +26,18 @@ def get(name: str) -> Topology:
     if name not in BY_NAME:
         raise unknown("topology", name, BY_NAME)
     return BY_NAME[name]
+
+
+def name_of(topology: Topology) -> str:
+    """Return the topology's name.
+
+    Raises:
+        UsageError: it has none, so that no worker could be told of it.
+    """
+    for name, known in BY_NAME.items():
+        if topology == known:
+            return name
+    raise UsageError(
+        f"topology {topology!r} has no name in wingbeat.topologies.BY_NAME; allowed are "
+        f"{', '.join(map(repr, BY_NAME.values()))}"
+    )

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from wingbeat.traits import Part
 from wingbeat.types import Recv, Round, Send, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Topology(ABC):
+class Topology(Part, ABC):
     """Along which connections the blocks of a buffer go.
 
     Implementations are frozen dataclasses, so that they can be compared and be keys. Their methods

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wingbeat import paced
-from wingbeat.bench.bound import Layer
-from wingbeat.bench.peers import Peer
+from wingbeat.bench.bound import LayerCosts
+from wingbeat.bench.contenders import Contender
 from wingbeat.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class BenchModel:
     """A model by name.
 
     Attributes:
@@ -43,16 +43,16 @@ class Workload:
         factor = self.stretch / 1e3
         return self.profile.forward_ms * factor, self.profile.backward_ms * factor
 
-    def layers(self, peer: Peer) -> list[Layer] | None:
-        """Each layer's seconds and wire bytes under ``peer``; None for a real model."""
+    def layers(self, contender: Contender) -> list[LayerCosts] | None:
+        """Each layer's seconds and wire bytes under ``contender``; None for a real model."""
         if self.profile is None:
             return None
         factor = self.stretch / 1e3
         return [
-            Layer(
+            LayerCosts(
                 layer.forward_ms * factor,
                 layer.backward_ms * factor,
-                peer.wire_bytes([p.shape for p in layer.parameters]),
+                contender.wire_bytes([p.shape for p in layer.parameters]),
             )
             for layer in self.profile.layers
         ]
@@ -63,7 +63,7 @@ def names() -> list[str]:
     return ["digits", *(paced.profile.PREFIX + name for name in paced.names())]
 
 
-def parse(text: str, *, stretch: float = 1.0) -> Workload:
+def parse(text: str, *, stretch: float = 1.0) -> BenchModel:
     """Read ``digits``, ``paced:NAME`` or ``paced:NAME@SCALE``.
 
     Raises:
@@ -72,7 +72,7 @@ def parse(text: str, *, stretch: float = 1.0) -> Workload:
     if not (math.isfinite(stretch) and 1.0 <= stretch <= 100.0):
         raise UsageError(f"stretch = {stretch:g}; allowed: 1 to 100")
     if text.startswith(paced.profile.PREFIX):
-        return Workload(text, paced.parse(text), stretch)
+        return BenchModel(text, paced.parse(text), stretch)
     if text != "digits":
         raise unknown("model", text, names())
     if stretch != 1.0:
@@ -81,12 +81,12 @@ def parse(text: str, *, stretch: float = 1.0) -> Workload:
         raise UsageError(
             "model 'digits' needs scikit-learn; install it with: pip install 'wingbeat[bench]'"
         )
-    return Workload(text, None)
+    return BenchModel(text, None)
 
 
 @dataclass
 class Built:
-    """A workload inside a worker.
+    """A model and its data inside a worker.
 
     Attributes:
         model: on the CPU, the same weights on every worker.
@@ -99,10 +99,10 @@ class Built:
     accuracy: Callable[[nn.Module], float | None]
 
 
-def build(workload: Workload, *, rank: int, workers: int, seed: int) -> Built:
+def build(spec: BenchModel, *, rank: int, workers: int, seed: int) -> Built:
     """Make the model and its data; the same for every row, so that rows can be compared."""
-    if workload.profile is not None:
-        model = paced.PacedModel(workload.profile, rank=rank, time_scale=workload.stretch)
+    if spec.profile is not None:
+        model = paced.PacedModel(spec.profile, rank=rank, time_scale=spec.stretch)
         return Built(model, lambda wrapped: _tensor(wrapped(None)), lambda _: None)
     return _build_digits(rank=rank, workers=workers, seed=seed)
 

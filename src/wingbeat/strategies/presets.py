@@ -1,35 +1,53 @@
-"""The presets: each strategy is a frozen, keyword-only dataclass that names its choices.
+"""The presets: the papers' systems, each a frozen, keyword-only dataclass of its own options.
 
-On the command line a strategy is ``name`` or ``name:key=value,key=value``; the name is the
-class's in lower case and the keys are its fields, so that there is one list of both:
-
->>> parse("dear:mb=10")
-DeAR(mb=10.0)
+What a preset stands for, ``compose()`` returns as a `Strategy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from wingbeat import wires
-from wingbeat.errors import UsageError, unknown
-from wingbeat.settings import Settings, is_number
-from wingbeat.types import Choices, Fusion, Merging, Tuning
-from wingbeat.wires import Coded, TopK, Wire
+from wingbeat import parts, topologies, wires
+from wingbeat.errors import UsageError
+from wingbeat.parts import plan as plans
+from wingbeat.parts.plan import PlanPart
+from wingbeat.settings import Settings, named
+from wingbeat.strategies.strategy import Strategy
+from wingbeat.traits import Traits
+from wingbeat.types import Choices
+from wingbeat.wires import TopK, Wire
 
-TOPOLOGIES = ("ring", "mesh", "doubling")
-PLANS = ("bo", "fixed", "layers", "none", "random", "grid")
-SEARCHES = ("bo", "random", "grid")
-MERGES = ("exact", "paper", "wfbp")
-_UNMEASURED = {"size": "elements", "none": "none", "one": "one"}
+TOPOLOGIES = tuple(topologies.BY_NAME)
+_OF_PLANS = ("mb", "edge_mb", "min_mb", "max_mb", "layers", "trials", "steps", "plan_file")
+"""Those options of DeAR that a plan by name may have."""
+
+_WITH_FILE = (*plans.SEARCHES, "merged")
+_UNMEASURED = ("size", "none", "one")
 _TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name != "auto_disable"}
-MAX_MB = 4096
+
+
+class Preset(Settings, ABC):
+    """A strategy under a name of its own, with the options that belong to it."""
+
+    @abstractmethod
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+
+    @property
+    def traits(self) -> Traits:
+        """What may be relied on, with these options."""
+        return self.compose().traits
+
+    def choices(self) -> Choices:
+        """Return the answers to the five questions of the design, for the engine."""
+        return self.compose().choices()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class AllReduce(Settings):
+class AllReduce(Preset):
     """Wait-free backpropagation: buckets are all-reduced while backward goes on, as DDP does.
 
     Gradients are whole when ``backward()`` returns. Exact: the weights equal DDP's.
@@ -53,23 +71,23 @@ class AllReduce(Settings):
     topology: str = "ring"
 
     def __post_init__(self) -> None:
-        _check_size(self, "mb")
-        _check_size(self, "first_mb")
-        wires.of(self.wire)
+        self.check_size("mb")
+        self.check_size("first_mb")
         self.check_name("topology", TOPOLOGIES)
+        self.compose()
 
-    def choices(self) -> Choices:
-        """Return the answers to the five questions of the design, for the engine."""
-        return Choices(
-            schedule="wfbp",
-            topology=self.topology,
-            fusion=Fusion(bucket_bytes=_bytes(self.mb), first_bytes=_bytes(self.first_mb)),
-            wire=wires.of(self.wire),
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        return Strategy(
+            plan=parts.FixedBuckets(mb=self.mb, first_mb=self.first_mb),
+            wire=self.wire,
+            exchange=self.topology,
+            schedule=parts.WaitFree(),
         )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DeAR(Settings):
+class DeAR(Preset):
     """All-reduce split in two: reduce-scatter under backward, all-gather under the next forward.
 
     DeAR (Zhang et al., 2023), section III: BackPipe starts a bucket's reduce-scatter as soon as
@@ -80,7 +98,8 @@ class DeAR(Settings):
         plan: how buckets are chosen. ``"bo"`` tunes their size while training goes on, by
             Bayesian optimisation (DeAR-BO, section IV-B), ``"random"`` and ``"grid"`` by those
             searches; ``"fixed"`` is a fixed buffer (DeAR-FB); ``"layers"`` puts ``layers`` nearby
-            layers together (DeAR-NL); ``"none"`` sends every tensor alone.
+            layers together (DeAR-NL); ``"none"`` sends every tensor alone; ``"merged"`` merges
+            layers by what is measured. Or a plan of `wingbeat.parts`.
         mb: bucket size in MB (1 MB = 2**20 bytes); where tuning starts, as in the paper.
         edge_mb: size of the buckets that are ready first and last; towards the middle sizes
             double until ``mb``. Nothing hides the last one's exchange. 0: ``mb``, as in the paper.
@@ -88,8 +107,8 @@ class DeAR(Settings):
         max_mb: largest size that tuning tries.
         layers: nearby layers in a bucket, with ``plan="layers"``.
         trials: sizes that tuning tries before it decides.
-        steps: iterations in a trial.
-        plan_file: where rank 0 keeps what tuning found; a run that finds it there does not tune.
+        steps: iterations in a trial, or in which backward is measured.
+        plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
             such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
@@ -103,7 +122,7 @@ class DeAR(Settings):
         UsageError: a value out of range.
     """
 
-    plan: str = "bo"
+    plan: str | PlanPart = "bo"
     mb: float = 25.0
     edge_mb: float = 1.0
     min_mb: float = 1.0
@@ -117,52 +136,74 @@ class DeAR(Settings):
     topology: str = "ring"
 
     def __post_init__(self) -> None:
-        self.check_name("plan", PLANS)
         for key in ("mb", "min_mb", "max_mb"):
-            _check_size(self, key)
-        _check_size(self, "edge_mb", zero=True)
+            self.check_size(key)
+        self.check_size("edge_mb", zero=True)
         for key in ("layers", "trials", "steps"):
             self.check_count(key, 1, 10_000)
-        if self.plan in SEARCHES and not self.min_mb < self.max_mb:
-            raise UsageError(
-                f"DeAR(min_mb={self.min_mb!r}, max_mb={self.max_mb!r}): min_mb must be the smaller"
-            )
-        _check_file(self, self.plan in SEARCHES, f"plan={self.plan!r}", SEARCHES)
+        self.check_file("plan_file")
         self.check_flag("shard_optimizer")
-        wires.of(self.wire)
         self.check_name("topology", TOPOLOGIES)
+        if self.plan in plans.SEARCHES:
+            plans.check_range(self)
+        self.compose()
 
-    def choices(self) -> Choices:
-        """Return the answers to the five questions of the design, for the engine."""
-        tuned = self.plan in SEARCHES
-        return Choices(
-            schedule="dear",
-            topology=self.topology,
-            fusion=Fusion(
-                kind="buffer" if tuned or self.plan == "fixed" else self.plan,
-                bucket_bytes=_bytes(self.mb),
-                first_bytes=_bytes(self.edge_mb),
-                last_bytes=_bytes(self.edge_mb),
-                layers=self.layers,
-            ),
-            tuning=self._tuning() if tuned else None,
-            wire=wires.of(self.wire),
-            shard_optimizer=self.shard_optimizer,
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        return Strategy(
+            plan=self._plan(),
+            wire=self.wire,
+            exchange=self.topology,
+            schedule=parts.Decoupled(),
+            update=parts.Sharded() if self.shard_optimizer else "",
         )
 
-    def _tuning(self) -> Tuning:
-        return Tuning(
-            search=self.plan,
-            low_bytes=_bytes(self.min_mb),
-            high_bytes=_bytes(self.max_mb),
-            trials=self.trials,
-            steps=self.steps,
-            file=self.plan_file,
-        )
+    def _plan(self) -> PlanPart:
+        plan = self.plan
+        self._check_unused()
+        if isinstance(plan, PlanPart):
+            return plan
+        if plan == "layers":
+            return parts.Layers(count=self.layers)
+        if plan == "merged":
+            return parts.Merged(steps=self.steps, file=self.plan_file)
+        edges: dict[str, Any] = {"first_mb": self.edge_mb, "last_mb": self.edge_mb}
+        if plan == "fixed":
+            return parts.FixedBuckets(mb=self.mb, **edges)
+        if plan in plans.SEARCHES:
+            return parts.TunedBuckets(
+                search=plan,
+                mb=self.mb,
+                **edges,
+                min_mb=self.min_mb,
+                max_mb=self.max_mb,
+                trials=self.trials,
+                steps=self.steps,
+                file=self.plan_file,
+            )
+        return named("plan", str(plan), plans.BY_NAME)
+
+    def _check_unused(self) -> None:
+        """Raise a `UsageError` where an option stands beside a plan that has options of its own.
+
+        Those that a plan by name has no use for are let be: one may change the name alone.
+        """
+        by_name = not isinstance(self.plan, PlanPart) and "@" not in str(self.plan)
+        if by_name and self.plan_file and self.plan not in _WITH_FILE:
+            raise UsageError(
+                f"DeAR(plan={self.plan!r}, plan_file={self.plan_file!r}): only a measured plan has "
+                f"a file; allowed are {', '.join(_WITH_FILE)}"
+            )
+        for key in () if by_name else _OF_PLANS:
+            if getattr(self, key) != getattr(type(self), key):
+                raise UsageError(
+                    f"DeAR(plan={self.plan!r}, {key}={getattr(self, key)!r}): {key} is an option "
+                    "for a plan by its name alone; leave it out, or write it into the plan"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class OMGS(Settings):
+class OMGS(Preset):
     """Top-k gradients of layers that are merged by what they are measured to cost.
 
     OMGS-SGD (Shi et al., INFOCOM 2020): each merged layer is sparsified as its last gradient
@@ -205,7 +246,7 @@ class OMGS(Settings):
     topology: str = "ring"
 
     def __post_init__(self) -> None:
-        self.check_name("merge", (*MERGES, *_UNMEASURED))
+        self.check_name("merge", (*plans.RULES, *_UNMEASURED))
         name, usual = type(self).__name__, type(self).merge
         if type(self) is not OMGS and self.merge != usual:
             raise UsageError(f"{name}(merge={self.merge!r}): {name} has {usual!r}; OMGS has others")
@@ -213,25 +254,34 @@ class OMGS(Settings):
         self.check_count("steps", 1, 10_000)
         self.check_number("drift", "numbers above 1", lambda v: v > 1)
         self.check_name("topology", TOPOLOGIES)
-        _check_file(self, self.merge in MERGES, f"merge={self.merge!r}", MERGES)
+        self.check_file("plan_file")
         object.__setattr__(self, "groups", wires.pairs(self.groups))
-        self._coded()
+        self.compose()
 
-    def choices(self) -> Choices:
-        """Return the answers to the five questions of the design, for the engine."""
-        return Choices(
-            schedule="wfbp",
-            topology=self.topology,
-            # Until all is measured, layers are one: so nothing disturbs the measuring.
-            fusion=Fusion(kind=_UNMEASURED.get(self.merge, "one"), elements=self.elements),
-            merging=self._merging() if self.merge in MERGES else None,
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        return Strategy(
+            plan=self._plan(),
             wire=self._coded(),
+            exchange=self.topology,
+            schedule=parts.WaitFree(),
         )
 
-    def _merging(self) -> Merging:
-        return Merging(rule=self.merge, steps=self.steps, drift=self.drift, file=self.plan_file)
+    def _plan(self) -> PlanPart:
+        if self.merge in plans.RULES:
+            return parts.Merged(
+                rule=self.merge, steps=self.steps, drift=self.drift, file=self.plan_file
+            )
+        if self.plan_file:
+            raise UsageError(
+                f"{type(self).__name__}(merge={self.merge!r}, plan_file={self.plan_file!r}): only "
+                f"a measured plan has a file; allowed are {', '.join(plans.RULES)}"
+            )
+        if self.merge == "size":
+            return parts.Elements(count=self.elements)
+        return parts.OneBucket() if self.merge == "one" else parts.PerTensor()
 
-    def _coded(self) -> str | Coded:
+    def _coded(self) -> Wire:
         """Return the wire with the options of top-k in it."""
         given = {key: getattr(self, key) for key in _TOPK_OPTIONS}
         if self.wire == "topk":
@@ -243,14 +293,18 @@ class OMGS(Settings):
                     'option of wire="topk"; leave it out, or write it into the wire'
                 )
         coded = wires.of(self.wire)
+        if isinstance(coded, str) or not isinstance(self.wire, str):
+            return self.wire
         # Whoever merges encoded layers by a codec's name has chosen to encode them.
-        named = isinstance(self.wire, str) and not isinstance(coded, str)
-        return replace(coded, auto_disable=False) if named else coded  # type: ignore[type-var]
+        return replace(coded, auto_disable=False)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PSGD(OMGS):
-    """P-SGD: dense gradients, each tensor all-reduced alone (OMGS-SGD, section II-B). Exact."""
+    """P-SGD: dense gradients, each tensor all-reduced alone (OMGS-SGD, section II-B).
+
+    Exact: the weights equal DDP's.
+    """
 
     merge: str = "none"
     wire: Wire = "fp32"
@@ -258,7 +312,10 @@ class PSGD(OMGS):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MGWFBP(OMGS):
-    """MG-WFBP: dense gradients, merged by what links cost (Shi et al., INFOCOM 2019). Exact."""
+    """MG-WFBP: dense gradients, merged by what links cost (Shi et al., INFOCOM 2019).
+
+    Exact: the weights equal DDP's.
+    """
 
     merge: str = "wfbp"
     wire: Wire = "fp32"
@@ -285,99 +342,7 @@ class MGS(OMGS):
     merge: str = "size"
 
 
-Strategy = AllReduce | DeAR | OMGS
-_CLASSES: dict[str, type[Strategy]] = {
-    c.__name__.lower(): c for c in (AllReduce, DeAR, OMGS, PSGD, MGWFBP, TopKSGD, LAGS, MGS)
+PRESETS: dict[str, type[Preset]] = {
+    cls.__name__.lower(): cls for cls in (AllReduce, DeAR, OMGS, PSGD, MGWFBP, TopKSGD, LAGS, MGS)
 }
-
-
-def names() -> list[str]:
-    """Return the strategies' names as the command line spells them."""
-    return list(_CLASSES)
-
-
-def parse(text: str) -> Strategy:
-    """Turn ``name`` or ``name:key=value,key=value`` into the dataclass that Python users write.
-
-    Raises:
-        UsageError: an unknown name or key, or a value of the wrong kind; names the nearest match.
-    """
-    name, _, rest = text.partition(":")
-    if name.lower() not in _CLASSES:
-        raise unknown("strategy", name, _CLASSES)
-    cls = _CLASSES[name.lower()]
-    return cls(**options(rest, {f.name: type(f.default) for f in fields(cls)}, where=text))
-
-
-def options(text: str, kinds: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Parse ``key=value,key=value`` with each value converted to its field's type.
-
-    Raises:
-        UsageError: an unknown key, a missing value, or one that does not convert.
-    """
-    out: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        key, eq, value = item.partition("=")
-        if key not in kinds:
-            raise unknown("option", key, kinds, where=repr(where))
-        if not eq or not value:
-            raise UsageError(f"option {key!r} in {where!r} has no value; write {key}=VALUE")
-        out[key] = _convert(kinds[key], key, value, where)
-    return out
-
-
-def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> Any:
-    if kind is bool:
-        if value.lower() not in ("true", "false"):
-            raise UsageError(f"option {key}={value!r} in {where!r}: allowed are true and false")
-        return value.lower() == "true"
-    if kind is tuple:
-        return _groups(key, value, where)
-    try:
-        return kind(value)
-    except ValueError:
-        kind_name = getattr(kind, "__name__", "value")
-        raise UsageError(f"option {key}={value!r} in {where!r} is no valid {kind_name}") from None
-
-
-def _groups(key: str, text: str, where: str) -> tuple[tuple[str, float], ...]:
-    """Read ``PATTERN@DENSITY+PATTERN@DENSITY``; commas would end the option."""
-    found = []
-    for item in text.split("+"):
-        pattern, _, density = item.rpartition("@")
-        try:
-            found.append((pattern, float(density)))
-        except ValueError:
-            pattern = ""
-        if not pattern:
-            raise UsageError(
-                f"option {key}={text!r} in {where!r}: {item!r} is no group; write "
-                "PATTERN@DENSITY, several with + between, such as embedding.*@0.01+*.bias@1"
-            )
-    return tuple(found)
-
-
-def _check_file(strategy: Any, has_one: bool, plan: str, with_one: Sequence[str]) -> None:
-    """Raise a `UsageError` unless ``plan_file`` is a file's name, and its plan one for a file."""
-    name, file = type(strategy).__name__, strategy.plan_file
-    if not isinstance(file, str) or "\0" in file:
-        raise UsageError(f"{name}(plan_file={file!r}): allowed is the name of a file")
-    if file and not has_one:
-        raise UsageError(
-            f"{name}({plan}, plan_file={file!r}): only a measured plan has a file; allowed are "
-            f"{', '.join(with_one)}"
-        )
-
-
-def _bytes(mb: float) -> int:
-    return max(1, int(mb * 2**20)) if mb else 0
-
-
-def _check_size(strategy: Strategy, key: str, *, zero: bool = False) -> None:
-    value = getattr(strategy, key)
-    ok = is_number(value) and (0 < value <= MAX_MB or (zero and value == 0))
-    if not ok:
-        least = "sizes from 0" if zero else "sizes above 0"
-        raise UsageError(
-            f"{type(strategy).__name__}({key}={value!r}): allowed are {least} up to {MAX_MB} MB"
-        )
+"""All of them, by their names on the command line."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wingbeat.bench import peers
+from wingbeat.bench import contenders
 
 SHAPES = [(100, 100), (100,)]
 
@@ -12,17 +12,17 @@ SHAPES = [(100, 100), (100,)]
 @pytest.mark.parametrize("strategy", ["dear", "allreduce"])
 def test_half_precision_on_the_wire_is_half_the_bytes_and_not_exact(strategy: str) -> None:
     for wire in ("bf16", "fp16"):
-        row = peers.parse(f"{strategy}:wire={wire}")
-        assert not row.exact
+        row = contenders.parse(f"{strategy}:wire={wire}")
+        assert not row.traits.exact
         assert row.wire_bytes(SHAPES) == 20_200
         assert row.wire_bytes(SHAPES, 8) == 20_200
         assert row.at_scale(0.25).wire_bytes(SHAPES) == 20_200
-    whole = peers.parse(f"{strategy}:wire=fp32")
-    assert whole.exact
+    whole = contenders.parse(f"{strategy}:wire=fp32")
+    assert whole.traits.exact
     assert whole.wire_bytes(SHAPES) == 40_400
 
 
 def test_gradients_that_are_as_narrow_already_stay_as_they_are() -> None:
     for text in ("dear:wire=bf16", "ddp+fp16"):
-        assert peers.parse(text).wire_bytes(SHAPES, 2) == 20_200
-    assert peers.parse("dear:wire=bf16").wire_bytes(SHAPES, 1) == 10_100
+        assert contenders.parse(text).wire_bytes(SHAPES, 2) == 20_200
+    assert contenders.parse("dear:wire=bf16").wire_bytes(SHAPES, 1) == 10_100

@@ -1,0 +1,51 @@
+"""What a strategy is composed of: typed, frozen parts, each with its traits.
+
+>>> from wingbeat import Strategy, parts
+>>> Strategy(plan=parts.Merged(), wire=parts.Sketch(bits=4), schedule=parts.Decoupled())
+Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())
+"""
+
+from __future__ import annotations
+
+from wingbeat.parts.plan import (
+    Elements,
+    FixedBuckets,
+    Layers,
+    Merged,
+    OneBucket,
+    PerTensor,
+    PlanPart,
+    TunedBuckets,
+)
+from wingbeat.parts.schedule import Decoupled, SchedulePart, WaitFree
+from wingbeat.parts.update import Deferred, Sharded, UpdatePart, Whole
+from wingbeat.topologies import Doubling, Mesh, Ring
+from wingbeat.traits import Part, Traits
+from wingbeat.wires import Half, LowRank, Sketch, TopK
+
+__all__ = [
+    "Decoupled",
+    "Deferred",
+    "Doubling",
+    "Elements",
+    "FixedBuckets",
+    "Half",
+    "Layers",
+    "LowRank",
+    "Merged",
+    "Mesh",
+    "OneBucket",
+    "Part",
+    "PerTensor",
+    "PlanPart",
+    "Ring",
+    "SchedulePart",
+    "Sharded",
+    "Sketch",
+    "TopK",
+    "Traits",
+    "TunedBuckets",
+    "UpdatePart",
+    "WaitFree",
+    "Whole",
+]

@@ -1,0 +1,257 @@
+"""Which tensors travel together: a rule for buckets, and how its numbers are found while training.
+
+Sizes are in MB of 2**20 bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from wingbeat.errors import UsageError
+from wingbeat.settings import Named, Settings
+from wingbeat.traits import Part
+from wingbeat.types import Fusion, Merging, Tuning
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SEARCHES = ("bo", "random", "grid")
+RULES = ("exact", "paper", "wfbp")
+
+
+class PlanPart(Part, Settings, ABC):
+    """Which tensors travel together; a subclass is a frozen dataclass that has `fusion`."""
+
+    @abstractmethod
+    def fusion(self) -> Fusion:
+        """Return the rule that the first buckets are made by."""
+
+    def tuning(self) -> Tuning | None:
+        """Return how bucket sizes are tried out; None where they are not."""
+        return None
+
+    def merging(self) -> Merging | None:
+        """Return how layers are merged by what is measured; None where they are not."""
+        return None
+
+    def scaled(self, factor: float) -> Self:
+        """Return the same for a model of ``factor`` times the bytes: sizes in MB follow it."""
+        sizes = [f.name for f in fields(self) if f.name.endswith("mb")]  # type: ignore[arg-type]
+        scaled = {key: factor * getattr(self, key) for key in sizes}
+        return replace(self, **scaled)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FixedBuckets(PlanPart):
+    """Nearby tensors up to a size, as DDP has it (DeAR-FB).
+
+    Args:
+        mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
+        first_mb: size of the bucket that is ready first; towards the middle sizes double until
+            ``mb``. 0: ``mb``.
+        last_mb: the same for the bucket that is ready last, whose exchange nothing hides.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    mb: float = 25.0
+    first_mb: float = 1.0
+    last_mb: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.check_size("mb")
+        for key in ("first_mb", "last_mb"):
+            self.check_size(key, zero=True)
+
+    def fusion(self) -> Fusion:
+        """Return the rule that the first buckets are made by."""
+        return Fusion(
+            bucket_bytes=in_bytes(self.mb),
+            first_bytes=in_bytes(self.first_mb),
+            last_bytes=in_bytes(self.last_mb),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TunedBuckets(PlanPart):
+    """Buckets whose size is tuned while training goes on (DeAR, section IV-B).
+
+    Args:
+        search: ``"bo"`` (Bayesian optimisation), ``"random"`` or ``"grid"``.
+        mb: the size that tuning starts with.
+        first_mb: size of the bucket that is ready first, whatever is tried; 0: the one tried.
+        last_mb: size of the bucket that is ready last.
+        min_mb: smallest size that is tried.
+        max_mb: largest size that is tried.
+        trials: sizes that are tried before it is decided.
+        steps: iterations in a trial.
+        file: where rank 0 keeps what was found; a run that finds it there does not tune.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    search: str = "bo"
+    mb: float = 25.0
+    first_mb: float = 1.0
+    last_mb: float = 1.0
+    min_mb: float = 1.0
+    max_mb: float = 100.0
+    trials: int = 10
+    steps: int = 10
+    file: str = ""
+
+    def __post_init__(self) -> None:
+        self.check_name("search", SEARCHES)
+        for key in ("mb", "min_mb", "max_mb"):
+            self.check_size(key)
+        for key in ("first_mb", "last_mb"):
+            self.check_size(key, zero=True)
+        for key in ("trials", "steps"):
+            self.check_count(key, 1, 10_000)
+        self.check_file("file")
+        check_range(self)
+
+    def fusion(self) -> Fusion:
+        """Return the rule that the first buckets are made by."""
+        return Fusion(
+            bucket_bytes=in_bytes(self.mb),
+            first_bytes=in_bytes(self.first_mb),
+            last_bytes=in_bytes(self.last_mb),
+        )
+
+    def tuning(self) -> Tuning:
+        """Return how bucket sizes are tried out."""
+        return Tuning(
+            search=self.search,
+            low_bytes=in_bytes(self.min_mb),
+            high_bytes=in_bytes(self.max_mb),
+            trials=self.trials,
+            steps=self.steps,
+            file=self.file,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Layers(PlanPart):
+    """A number of nearby layers in each bucket (DeAR-NL).
+
+    Raises:
+        UsageError: a ``count`` out of range.
+    """
+
+    count: int = 4
+
+    def __post_init__(self) -> None:
+        self.check_count("count", 1, 10_000)
+
+    def fusion(self) -> Fusion:
+        """Return the rule that the first buckets are made by."""
+        return Fusion(kind="layers", layers=self.count)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Elements(PlanPart):
+    """Nearby tensors until there are so many elements (MGS-SGD).
+
+    Raises:
+        UsageError: a ``count`` out of range.
+    """
+
+    count: int = 8192
+
+    def __post_init__(self) -> None:
+        self.check_count("count", 1, 2**40)
+
+    def fusion(self) -> Fusion:
+        """Return the rule that the first buckets are made by."""
+        return Fusion(kind="elements", elements=self.count)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PerTensor(PlanPart):
+    """Each tensor alone: no tensor fusion."""
+
+    def fusion(self) -> Fusion:
+        """Return the rule that the first buckets are made by."""
+        return Fusion(kind="none")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OneBucket(PlanPart):
+    """All tensors together, when backward is over."""
+
+    def fusion(self) -> Fusion:
+        """Return the rule that the first buckets are made by."""
+        return Fusion(kind="one")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Merged(PlanPart):
+    """Layers merged by what backward, codec and links are measured to cost (OMGS-SGD, section IV).
+
+    Args:
+        rule: ``"exact"``, the shortest iteration of all plans; ``"paper"``, Algorithm 1; or
+            ``"wfbp"``, MG-WFBP, which knows no codec.
+        steps: iterations in which backward is measured.
+        drift: measure and merge anew when iterations take this many times as long, or as short,
+            as right after planning.
+        file: where rank 0 keeps what was measured; a run that finds it there measures nothing.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    rule: str = "exact"
+    steps: int = 10
+    drift: float = 1.5
+    file: str = ""
+
+    def __post_init__(self) -> None:
+        self.check_name("rule", RULES)
+        self.check_count("steps", 1, 10_000)
+        self.check_number("drift", "numbers above 1", lambda v: v > 1)
+        self.check_file("file")
+
+    def fusion(self) -> Fusion:
+        """Return one bucket: until all is measured, nothing is to disturb the measuring."""
+        return Fusion(kind="one")
+
+    def merging(self) -> Merging:
+        """Return how layers are merged by what is measured."""
+        return Merging(rule=self.rule, steps=self.steps, drift=self.drift, file=self.file)
+
+
+def in_bytes(mb: float) -> int:
+    """Return a size in MB in bytes: at least 1 for any above 0.
+
+    >>> in_bytes(0), in_bytes(1e-9), in_bytes(1)
+    (0, 1, 1048576)
+    """
+    return max(1, int(mb * 2**20)) if mb else 0
+
+
+def check_range(tuned: Settings) -> None:
+    """Raise a `UsageError` unless ``min_mb`` is below ``max_mb``."""
+    low, high = getattr(tuned, "min_mb"), getattr(tuned, "max_mb")  # noqa: B009 - two classes
+    if not low < high:
+        raise UsageError(
+            f"{type(tuned).__name__}(min_mb={low!r}, max_mb={high!r}): min_mb must be the smaller"
+        )
+
+
+BY_NAME: Mapping[str, Named[PlanPart]] = {
+    "fixed": Named(FixedBuckets, "mb"),
+    **{search: Named(partial(TunedBuckets, search=search)) for search in SEARCHES},
+    "layers": Named(Layers, "count", int),
+    "elements": Named(Elements, "count", int),
+    "none": Named(PerTensor),
+    "one": Named(OneBucket),
+    "merged": Named(Merged, "rule", str),
+}
+"""Names of plans, which may be followed by ``@`` and a value of the option that is named here."""

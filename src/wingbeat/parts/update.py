@@ -1,0 +1,66 @@
+"""Who applies the optimizer, to what, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from wingbeat.settings import Named, Settings
+from wingbeat.traits import HALVES, WHOLE, Part
+
+
+class UpdatePart(Part, Settings):
+    """Who applies the optimizer; a subclass is a frozen dataclass.
+
+    Attributes:
+        in_parts: whether the optimizer is run on some parameters at a time, and not in one call.
+        shards: whether each worker updates its own blocks only, and parameters are gathered.
+    """
+
+    in_parts: ClassVar[bool] = True
+    shards: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Whole(UpdatePart):
+    """``optimizer.step()`` updates everything on every worker, as under DDP."""
+
+    in_parts: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Gradients that are whole when ``step()`` is called."""
+        return frozenset({WHOLE})
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Deferred(UpdatePart):
+    """Every worker updates a bucket just before the layer that needs its parameters."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """An all-gather that goes on while the next forward has begun."""
+        return frozenset({HALVES})
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Sharded(UpdatePart):
+    """Each worker updates the blocks that it has reduced, and parameters are gathered.
+
+    The optimizer's state and arithmetic are divided among the workers.
+    """
+
+    shards: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Blocks of the sum that each worker owns."""
+        return frozenset({HALVES})
+
+
+BY_NAME: Mapping[str, Named[UpdatePart]] = {
+    "whole": Named(Whole),
+    "deferred": Named(Deferred),
+    "sharded": Named(Sharded),
+}

@@ -1,0 +1,154 @@
+"""A strategy: five parts, one for each question of the design, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
+
+from wingbeat import topologies, wires
+from wingbeat.errors import UsageError
+from wingbeat.parts import plan as plans
+from wingbeat.parts import schedule as schedules
+from wingbeat.parts import update as updates
+from wingbeat.parts.plan import PlanPart
+from wingbeat.parts.schedule import SchedulePart
+from wingbeat.parts.update import UpdatePart
+from wingbeat.settings import Named, Settings, named
+from wingbeat.topologies import Topology
+from wingbeat.traits import HALVES, WHOLE, Part, Traits
+from wingbeat.types import Choices
+from wingbeat.wires import CodecPart, Wire
+
+P = TypeVar("P", bound=Part)
+
+_TOPOLOGIES: Mapping[str, Named[Topology]] = {
+    name: Named(type(topology)) for name, topology in topologies.BY_NAME.items()
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Strategy(Settings):
+    """A composition of parts, for ``distribute``; the presets return one by ``compose()``.
+
+    Every part may be given as a value of `wingbeat.parts` or by its name, with ``@`` and its main
+    option: ``plan="merged@paper"``, ``wire="sketch@4"``.
+
+    Args:
+        plan: which tensors travel together.
+        wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
+        exchange: along which links.
+        schedule: when, relative to forward and backward.
+        update: who applies the optimizer; empty: as the schedule has it.
+
+    Raises:
+        UsageError: a part that does not exist, or parts that do not fit together.
+    """
+
+    plan: PlanPart | str = "fixed"
+    wire: Wire = "fp32"
+    exchange: Topology | str = "ring"
+    schedule: SchedulePart | str = "wfbp"
+    update: UpdatePart | str = ""
+
+    def __post_init__(self) -> None:
+        schedule = _part("schedule", self.schedule, SchedulePart, schedules.BY_NAME)
+        found: dict[str, Any] = {
+            "plan": _part("plan", self.plan, PlanPart, plans.BY_NAME),
+            "wire": self.wire if self.wire in wires.DTYPES else wires.of(self.wire),
+            "exchange": _part("exchange", self.exchange, Topology, _TOPOLOGIES),
+            "schedule": schedule,
+        }
+        if self.update != "":
+            update = _part("update", self.update, UpdatePart, updates.BY_NAME)
+            # One spelling: what the schedule does anyway is equal to what is left out, and another
+            # schedule put in its place brings its own.
+            found["update"] = "" if update == schedule.update else update
+        for key, part in found.items():
+            object.__setattr__(self, key, part)
+        topologies.name_of(found["exchange"])
+        _check_needs(self._parts(), schedule)
+
+    def __repr__(self) -> str:
+        usual = Strategy()
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = [f"{key}={part!r}" for key, part in given.items() if part != getattr(usual, key)]
+        return f"Strategy({', '.join(shown)})"
+
+    @property
+    def _update(self) -> UpdatePart:
+        schedule = cast(SchedulePart, self.schedule)
+        return cast(UpdatePart, self.update) if self.update else schedule.update
+
+    def _parts(self) -> list[Part]:
+        parts = [self.plan, self.wire, self.exchange, self.schedule, self._update]
+        return [part for part in parts if isinstance(part, Part)]
+
+    @property
+    def traits(self) -> Traits:
+        """What follows from all parts together."""
+        parts, schedule = self._parts(), cast(SchedulePart, self.schedule)
+        codec = self.wire if isinstance(self.wire, CodecPart) else None
+        return Traits(
+            # Another dtype is no part of its own.
+            exact=all(part.exact for part in parts)
+            and (codec is not None or not wires.of(self.wire)),
+            synchronous=all(part.synchronous for part in parts),
+            bound=schedule.bound,
+            halves=HALVES in schedule.has,
+            in_parts=self._update.in_parts,
+            gathered=codec is not None and codec.gathers and WHOLE in schedule.has,
+        )
+
+    def choices(self) -> Choices:
+        """Return the answers to the five questions of the design, for the engine."""
+        plan, schedule = cast(PlanPart, self.plan), cast(SchedulePart, self.schedule)
+        return Choices(
+            schedule=schedule.name,
+            topology=topologies.name_of(cast(Topology, self.exchange)),
+            fusion=plan.fusion(),
+            tuning=plan.tuning(),
+            merging=plan.merging(),
+            wire=wires.of(self.wire),
+            shard_optimizer=self._update.shards,
+        )
+
+    def compose(self) -> Strategy:
+        """Return itself, as a preset returns what it stands for."""
+        return self
+
+    def scaled(self, factor: float) -> Strategy:
+        """Return the same for a model of ``factor`` times the bytes: sizes in MB follow it."""
+        return replace(self, plan=cast(PlanPart, self.plan).scaled(factor))
+
+
+def _part(question: str, value: Any, kind: Any, by_name: Mapping[str, Named[P]]) -> P:
+    """Return the part that is meant, given itself or by name.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(value, kind):
+        part: P = value
+        return part
+    if isinstance(value, str):
+        return named(question, value, by_name)
+    shown = value.__name__ if isinstance(value, type) else repr(value)
+    instead = f"{shown}()" if isinstance(value, type) and issubclass(value, kind) else "a value"
+    raise UsageError(
+        f"Strategy({question}={shown}): pass {instead} of wingbeat.parts, or a name; allowed: "
+        f"{', '.join(by_name)}"
+    )
+
+
+def _check_needs(parts: list[Part], schedule: SchedulePart) -> None:
+    """Raise a `UsageError` unless every part has in another what it needs."""
+    offered = frozenset().union(*(part.has for part in parts))
+    for part in parts:
+        for need in sorted(part.needs - offered):
+            fit = [entry.make() for entry in schedules.BY_NAME.values()]
+            having = [f"{one!r}, which {one.of} has" for one in fit if need in one.has]
+            raise UsageError(
+                f"{part!r} needs {need}, and schedule {schedule!r} has "
+                f"{', '.join(sorted(schedule.has)) or 'none'}; allowed: {'; '.join(having)}"
+            )

@@ -1,0 +1,70 @@
+"""What may be relied on: each part of a strategy declares it, and who measures or tests reads it.
+
+No names of strategies are compared: a bench asks for `Traits.bound`, a test for `Traits.exact`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+WHOLE = "whole all-reduces"
+"""Each bucket's sum reaches every worker in one operation."""
+
+HALVES = "all-reduces in two halves"
+"""Reduce-scatter and all-gather are apart, and between them each worker owns blocks of the sum."""
+
+
+class Part:
+    """One of a strategy's answers to the design's questions: a frozen value.
+
+    Attributes:
+        exact: whether weights stay DDP's, up to the rounding of sums.
+        synchronous: whether an update has all workers' gradients of its own iteration, and no
+            others.
+        has: what the part offers to the others; a schedule, how it exchanges.
+    """
+
+    __slots__ = ()
+
+    exact: ClassVar[bool] = True
+    synchronous: ClassVar[bool] = True
+    has: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What one of the other parts must have."""
+        return frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What follows from all parts of a strategy together.
+
+    Attributes:
+        exact: whether weights stay DDP's, up to the rounding of sums.
+        synchronous: whether an update has all workers' gradients of its own iteration, and no
+            others.
+        bound: which of `wingbeat.bench.bound.BOUNDS` says how short an iteration can be.
+        halves: whether each bucket travels in a reduce-scatter and an all-gather.
+        in_parts: whether the optimizer is run on some parameters at a time, and not in one call.
+        gathered: whether each worker's payload goes to all the others, so that bytes grow with
+            the workers.
+    """
+
+    exact: bool
+    synchronous: bool
+    bound: str
+    halves: bool
+    in_parts: bool
+    gathered: bool
+
+    def words(self) -> str:
+        """Say what decides whether one may use it.
+
+        >>> from wingbeat import DeAR
+        >>> DeAR().traits.words()
+        'exact, synchronous'
+        """
+        exact = "exact" if self.exact else "not exact"
+        return f"{exact}, {'synchronous' if self.synchronous else 'not synchronous'}"

@@ -1,0 +1,220 @@
+"""Compositions: how parts are given, what follows from them, and which do not fit together."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import wingbeat
+from wingbeat import Strategy, parts, strategies
+from wingbeat.errors import UsageError
+from wingbeat.types import Choices, Fusion, Merging
+from wingbeat.wires import Half, Sketch, TopK
+
+OWN = Strategy(plan=parts.Merged(), wire=Sketch(bits=4), schedule=parts.Decoupled())
+
+
+def refused(**options: Any) -> str:
+    """The one line with which this composition is refused."""
+    with pytest.raises(UsageError) as caught:
+        Strategy(**options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_composition_answers_the_engine() -> None:
+    assert OWN.choices() == Choices(
+        schedule="dear",
+        topology="ring",
+        fusion=Fusion(kind="one"),
+        merging=Merging(rule="exact"),
+        wire=Sketch(bits=4),
+    )
+    sharded = Strategy(exchange="mesh", schedule="dear", update="sharded", wire="bf16").choices()
+    assert (sharded.topology, sharded.wire, sharded.shard_optimizer) == ("mesh", "bfloat16", True)
+
+
+def test_a_part_may_be_given_by_its_name() -> None:
+    assert Strategy(plan="merged", wire="sketch@4", schedule="dear", exchange="ring") == OWN
+    assert Strategy(plan="one", update="whole", wire="fp16") == Strategy(
+        plan=parts.OneBucket(), update=parts.Whole(), wire=Half()
+    )
+
+
+def test_what_the_schedule_does_anyway_is_equal_to_what_is_left_out() -> None:
+    assert Strategy(schedule="dear", update="deferred") == Strategy(schedule="dear")
+    assert Strategy(update=parts.Whole()) == Strategy()
+    other = dataclasses.replace(wingbeat.AllReduce(mb=8).compose(), schedule=parts.Decoupled())
+    assert other.traits.in_parts
+
+
+def test_a_composition_says_what_is_not_at_its_default() -> None:
+    assert repr(Strategy()) == "Strategy()"
+    assert repr(Strategy(plan="fixed", update="whole", wire="fp32")) == "Strategy()"
+    assert repr(OWN) == "Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())"
+    shown = repr(Strategy(exchange="mesh", schedule="dear", update="sharded", plan="layers@2"))
+    assert shown == (
+        "Strategy(plan=Layers(count=2), exchange=Mesh(), schedule=Decoupled(), update=Sharded())"
+    )
+    assert eval(shown, {"Strategy": Strategy, **vars(parts)}) == Strategy(
+        exchange="mesh", schedule="dear", update="sharded", plan="layers@2"
+    )
+
+
+def test_a_composition_is_a_value() -> None:
+    assert pickle.loads(pickle.dumps(OWN)) == copy.deepcopy(OWN) == OWN
+    assert hash(OWN) == hash(copy.deepcopy(OWN))
+    assert dataclasses.replace(OWN, wire="fp32").traits.exact
+    assert OWN.compose() is OWN
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"plan": "mergd"}, "unknown plan 'mergd' (did you mean 'merged'?)"),
+        ({"plan": 3}, "Strategy(plan=3): pass a value of wingbeat.parts, or a name; allowed: "),
+        ({"plan": parts.Merged}, "Strategy(plan=Merged): pass Merged() of wingbeat.parts"),
+        ({"plan": parts.WaitFree()}, "Strategy(plan=WaitFree()): pass a value"),
+        ({"wire": "scetch"}, "unknown wire 'scetch' (did you mean 'sketch'?)"),
+        ({"exchange": "star"}, "unknown exchange 'star'"),
+        ({"exchange": "ring@2"}, "exchange='ring@2': ring has no option"),
+        ({"schedule": "deer"}, "unknown schedule 'deer' (did you mean 'dear'?)"),
+        ({"schedule": None}, "Strategy(schedule=None): pass a value"),
+        ({"update": "shard"}, "unknown update 'shard' (did you mean 'sharded'?)"),
+        ({"update": None}, "Strategy(update=None)"),
+        ({"scedule": "dear"}, "(did you mean 'schedule'?)"),
+    ],
+)
+def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: str) -> None:
+    assert words in refused(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"update": "sharded"},
+            "Sharded() needs all-reduces in two halves, and schedule WaitFree() has whole "
+            "all-reduces; allowed: Decoupled(), which DeAR has",
+        ),
+        ({"update": "deferred"}, "Deferred() needs all-reduces in two halves"),
+        ({"schedule": "dear", "update": "whole"}, "Whole() needs whole all-reduces"),
+        (
+            {"schedule": "dear", "wire": TopK(momentum=0.9)},
+            "TopK(momentum=0.9) needs whole all-reduces, and schedule Decoupled() has all-reduces "
+            "in two halves; allowed: WaitFree(), which AllReduce has",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_in_one_line(options: Any, words: str) -> None:
+    assert words in refused(**options)
+
+
+def test_a_preset_refuses_what_its_parts_do() -> None:
+    with pytest.raises(UsageError, match="needs whole all-reduces"):
+        wingbeat.DeAR(wire=TopK(momentum=0.9))
+    assert wingbeat.AllReduce(wire=TopK(momentum=0.9)).choices().wire == TopK(momentum=0.9)
+
+
+@pytest.mark.parametrize("name", strategies.PRESETS)
+def test_a_preset_is_what_it_is_composed_of(name: str) -> None:
+    preset = strategies.PRESETS[name]()
+    composed = preset.compose()
+    assert isinstance(composed, Strategy)
+    assert preset.choices() == composed.choices()
+    assert preset.traits == composed.traits
+    assert eval(repr(composed), {"Strategy": Strategy, **vars(parts)}) == composed
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (wingbeat.AllReduce(), (True, "whole", False, False, False)),
+        (wingbeat.AllReduce(wire="bf16"), (False, "whole", False, False, False)),
+        (wingbeat.AllReduce(wire="sketch"), (False, "whole", False, False, False)),
+        (wingbeat.AllReduce(wire="topk"), (False, "whole", False, False, True)),
+        (wingbeat.DeAR(), (True, "halves", True, True, False)),
+        (wingbeat.DeAR(shard_optimizer=True), (True, "halves", True, True, False)),
+        (wingbeat.DeAR(wire="topk"), (False, "halves", True, True, False)),
+        (wingbeat.OMGS(), (False, "whole", False, False, True)),
+        (wingbeat.OMGS(wire="fp32"), (True, "whole", False, False, False)),
+        (OWN, (False, "halves", True, True, False)),
+    ],
+)
+def test_traits_follow_from_the_parts(strategy: Any, expected: tuple[object, ...]) -> None:
+    traits = strategy.traits
+    found = (traits.exact, traits.bound, traits.halves, traits.in_parts, traits.gathered)
+    assert found == expected
+    assert traits.synchronous
+
+
+def test_one_part_that_is_late_or_rounds_makes_the_whole_so() -> None:
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class Late(parts.WaitFree):
+        """A schedule of somebody's own."""
+
+        synchronous = False
+        exact = False
+
+    traits = Strategy(schedule=Late()).traits
+    assert (traits.exact, traits.synchronous) == (False, False)
+    assert traits.words() == "not exact, not synchronous"
+
+
+def test_a_plan_of_ones_own_is_a_part_like_any_other() -> None:
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class Pairs(parts.PlanPart):
+        """Two layers in each bucket."""
+
+        def fusion(self) -> Fusion:
+            return Fusion(kind="layers", layers=2)
+
+    assert Strategy(plan=Pairs()).choices().fusion == Fusion(kind="layers", layers=2)
+    assert wingbeat.DeAR(plan=Pairs()).choices().fusion == Fusion(kind="layers", layers=2)
+    assert repr(wingbeat.DeAR(plan=Pairs())) == "DeAR(plan=Pairs())"
+
+
+def test_dear_takes_any_plan() -> None:
+    assert wingbeat.DeAR(plan="merged", wire="sketch@4").compose() == OWN
+    assert wingbeat.DeAR(plan=parts.Merged(), wire=Sketch(bits=4)).compose() == OWN
+    with_file = wingbeat.DeAR(plan="merged", plan_file="plan.json", steps=5).choices().merging
+    assert with_file == Merging(rule="exact", steps=5, file="plan.json")
+    assert wingbeat.DeAR(plan="merged@paper").choices().merging == Merging(rule="paper")
+
+
+def test_a_plan_by_name_alone_takes_those_options_that_it_has() -> None:
+    options = {"mb": 8.0, "trials": 3, "layers": 2, "steps": 5}
+    found = {
+        plan: wingbeat.DeAR(plan=plan, **options).compose().plan
+        for plan in ("fixed", "layers", "merged", "one")
+    }
+    assert found == {
+        "fixed": parts.FixedBuckets(mb=8.0, last_mb=1.0),
+        "layers": parts.Layers(count=2),
+        "merged": parts.Merged(steps=5),
+        "one": parts.OneBucket(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"plan": parts.Merged(), "steps": 3}, "DeAR(plan=Merged(), steps=3): steps is an option"),
+        ({"plan": parts.Layers(), "plan_file": "f"}, "plan_file='f'): plan_file is an option"),
+        ({"plan": "fixed@3", "mb": 4}, "DeAR(plan='fixed@3', mb=4): mb is an option"),
+        ({"plan": "one", "plan_file": "f"}, "only a measured plan has a file; allowed are bo, "),
+        ({"plan": "ones"}, "unknown plan 'ones' (did you mean 'one'?)"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        wingbeat.DeAR(**options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
