@@ -116,7 +116,8 @@ def test_every_plan_has_a_name_and_a_rule() -> None:
 
 
 def test_every_schedule_names_its_machine_and_its_bound() -> None:
-    assert list(schedule.BY_NAME) == list(schedules.BY_NAME)
+    # Sharded updates bring a machine of their own.
+    assert {*schedule.BY_NAME, "sharded"} == {*schedules.BY_NAME}
     for name, entry in schedule.BY_NAME.items():
         made = entry.make()
         assert made.name == name

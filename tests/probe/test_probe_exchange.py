@@ -191,10 +191,10 @@ def test_amounts_grow_and_end_with_the_last(first) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "way", "bytes_of"),
+    ("wire", "way", "bytes_each"),
     [
-        ("", "reduce", lambda n: 4 * n),
-        ("bfloat16", "reduce", lambda n: 2 * n),
+        ("", "reduce", 4),
+        ("bfloat16", "reduce", 2),
         (wires.TopK(density=0.01), "gather", None),
         (wires.TopK(density=0.01, momentum=0.9, warmup=100), "gather", None),
         (wires.Sketch(bits=8), "reduce", None),
@@ -202,7 +202,7 @@ def test_amounts_grow_and_end_with_the_last(first) -> None:
     ],
     ids=str,
 )
-def test_wires_are_measured_as_training_uses_them(wire, way, bytes_of) -> None:
+def test_wires_are_measured_as_training_uses_them(wire, way, bytes_each) -> None:
     size, largest = 3, 5000
 
     def body(world: World):
@@ -218,8 +218,8 @@ def test_wires_are_measured_as_training_uses_them(wire, way, bytes_of) -> None:
     assert numels == [1026, 2049, 4098, 5001]
     assert all(seconds > 0 for _, seconds in found[0].encode + found[0].exchange)
     sizes = [nbytes for nbytes, _ in found[0].exchange]
-    if bytes_of is not None:
-        assert sizes == [bytes_of(n) for n in numels]
+    if bytes_each is not None:
+        assert sizes == [bytes_each * n for n in numels]
     if isinstance(wire, wires.TopK):
         # After the warm-up: one in a hundred, 6 bytes each, 4 for the one block of 65,536; aligned.
         assert sizes == [-(-(6 * round(n / 100) + 4) // 4) * 4 for n in numels]
