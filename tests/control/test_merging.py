@@ -15,7 +15,7 @@ import torch
 import wingbeat
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
-from wingbeat.control import control, drift, merging
+from wingbeat.control import control, drift, merging, rules
 from wingbeat.control.merging import LayerMerging
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.exchange import Samples
@@ -94,6 +94,77 @@ def test_workers_plan_together_and_weights_stay(rule: str, accumulate: int) -> N
     for found, _, _ in results:
         assert_same(found, results[0][0], tolerance=0.0)
         assert_same(found, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    ["fp32", wingbeat.Sketch(auto_disable=False), wingbeat.TopK(auto_disable=False)],
+    ids=str,
+)
+@pytest.mark.parametrize("update", ["", "sharded"])
+def test_under_dear_reduce_scatters_are_measured(wire: Any, update: str) -> None:
+    strategy = wingbeat.Strategy(
+        plan=wingbeat.parts.Merged(steps=STEPS), schedule="dear", wire=wire, update=update
+    )
+    results = _on(3, strategy)
+    assert all(report is not None for *_, report in results)
+    assert all(sizes == results[0][1] for _, sizes, _ in results)
+    for found, _, _ in results:
+        assert_same(found, results[0][0], tolerance=0.0)
+    if wire == "fp32":
+        expected = _on(3, wingbeat.AllReduce(mb=0.0004))[0][0]
+        assert_same(results[0][0], expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [
+        (wingbeat.DeAR(plan="merged", steps=STEPS), "scatter"),
+        (wingbeat.DeAR(plan="merged", steps=STEPS, wire=wingbeat.TopK(density=0.1)), "scatter"),
+        (wingbeat.OMGS(steps=STEPS), "gather"),
+        (wingbeat.MGWFBP(steps=STEPS), "reduce"),
+    ],
+    ids=str,
+)
+def test_what_is_measured_is_what_competes_with_backward(strategy: Any, way: str) -> None:
+    def body(world: Any) -> tuple[str, str]:
+        model = net()
+        model, _ = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        planner = engine(model).control.merging
+        return planner._way(), planner._key()["way"]
+
+    assert loopback.run(loopback.worlds(2), body) == [(way, way)] * 2
+
+
+def test_under_dear_exchanges_are_over_when_the_last_reduce_scatter_is() -> None:
+    """Nobody waits for it in backward."""
+
+    class Late:
+        def __init__(self) -> None:
+            self.callbacks: list[Any] = []
+
+        def add_done_callback(self, callback: Any) -> None:
+            self.callbacks.append(callback)
+
+    def ends(strategy: Any) -> list[int]:
+        def body(world: Any) -> list[int]:
+            model = net()
+            model, _ = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+            planner, late, found = engine(model).control.merging, Late(), []
+            planner.begin()
+            planner.launched(late)
+            planner.waited()
+            found.append(len(planner._ends))
+            for callback in late.callbacks:
+                callback(late)
+            return [*found, len(planner._ends)]
+
+        first, second = loopback.run(loopback.worlds(2), body)
+        assert first == second
+        return first
+
+    assert ends(wingbeat.DeAR(plan="merged", steps=STEPS)) == [0, 1]
+    assert ends(wingbeat.MGWFBP(steps=STEPS)) == [1, 1]
 
 
 def test_the_dtype_of_most_elements_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +414,7 @@ def test_a_planner_that_fails_says_so_on_every_rank(monkeypatch: pytest.MonkeyPa
     def fails(*_: Any) -> Plan:
         raise MemoryError("no room")
 
-    monkeypatch.setitem(merging._RULES, "exact", fails)
+    monkeypatch.setitem(merging.RULES, "exact", fails)
 
     def body(world: Any) -> str:
         with pytest.raises(PeerError, match="rank 0 could not merge layers: MemoryError: no room"):
@@ -356,7 +427,7 @@ def test_a_planner_that_fails_says_so_on_every_rank(monkeypatch: pytest.MonkeyPa
 def test_a_search_that_takes_too_long_is_ended_and_says_how_good_its_plan_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(merging, "_WORK", 0)
+    monkeypatch.setattr(rules, "_WORK", 0)
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         results = _on(2, wingbeat.OMGS(steps=STEPS), FIRST + 1)
     assert "the search for the best plan was ended" in caplog.text

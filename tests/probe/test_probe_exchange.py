@@ -195,6 +195,8 @@ def test_amounts_grow_and_end_with_the_last(first) -> None:
     [
         ("", "reduce", 4),
         ("bfloat16", "reduce", 2),
+        ("", "scatter", 4),
+        (wires.TopK(density=0.01), "scatter", None),
         (wires.TopK(density=0.01), "gather", None),
         (wires.TopK(density=0.01, momentum=0.9, warmup=100), "gather", None),
         (wires.Sketch(bits=8), "reduce", None),
@@ -273,7 +275,7 @@ def test_with_gather_encoding_is_over_when_the_call_returns(monkeypatch) -> None
 
 def test_ways_that_cannot_be_are_refused() -> None:
     collectives = Collectives(loopback.worlds(1)[0])
-    with pytest.raises(UsageError, match="unknown way 'scatter'"):
-        measure_wire(collectives, "", "scatter", 10)
+    with pytest.raises(UsageError, match="unknown way 'broadcast'"):
+        measure_wire(collectives, "", "broadcast", 10)
     with pytest.raises(UsageError, match="way='gather' with wire='bfloat16'"):
         measure_wire(collectives, "bfloat16", "gather", 10)

@@ -70,7 +70,7 @@ def test_each_interface_is_measured_by_itself_then_all() -> None:
             Collectives(world)
         threads = executors()
         results = loopback.run(members, body)
-        assert executors() == threads
+        assert executors() <= threads  # those of earlier tests may end meanwhile
     found = results[0][0]
     assert [each for each, _ in results] == [found] * 3
     assert [link.name for link in found] == ["lo0", "lo1", "lo0 + lo1"]

@@ -83,25 +83,25 @@ def test_fits_recover_what_was_put_in() -> None:
 
 
 def test_keys_tell_models_clusters_and_wires_apart() -> None:
-    key = key_of(SPECS, 4, ["eth0"], WIRE)
-    assert key == key_of(list(SPECS), 4, ("eth0",), wires.of("topk@0.001"))
-    assert key == key_of(SPECS, 4, ["eth0"], wires.TopK(density=0.001, warmup=7))
+    key = key_of(SPECS, 4, ["eth0"], WIRE, "gather")
+    assert key == key_of(list(SPECS), 4, ("eth0",), wires.of("topk@0.001"), "gather")
+    assert key == key_of(SPECS, 4, ["eth0"], wires.TopK(density=0.001, warmup=7), "gather")
     assert key["workers"] == 4
     on_gpu = [dataclasses.replace(spec, device="cuda:1") for spec in SPECS]
     other_gpu = [dataclasses.replace(spec, device="cuda:0") for spec in SPECS]
     wider = [dataclasses.replace(SPECS[0], shape=(64, 3, 7, 8)), *SPECS[1:]]
     others = [
-        key_of(SPECS[:3], 4, ["eth0"], WIRE),
-        key_of(wider, 4, ["eth0"], WIRE),
-        key_of(on_gpu, 4, ["eth0"], WIRE),
-        key_of(SPECS, 5, ["eth0"], WIRE),
-        key_of(SPECS, 4, ["eth1"], WIRE),
-        key_of(SPECS, 4, ["eth0", "eth1"], WIRE),
-        key_of(SPECS, 4, ["eth0"], wires.TopK(density=0.01)),
-        key_of(SPECS, 4, ["eth0"], ""),
+        key_of(SPECS[:3], 4, ["eth0"], WIRE, "gather"),
+        key_of(wider, 4, ["eth0"], WIRE, "gather"),
+        key_of(on_gpu, 4, ["eth0"], WIRE, "gather"),
+        key_of(SPECS, 5, ["eth0"], WIRE, "gather"),
+        key_of(SPECS, 4, ["eth1"], WIRE, "gather"),
+        key_of(SPECS, 4, ["eth0", "eth1"], WIRE, "gather"),
+        key_of(SPECS, 4, ["eth0"], wires.TopK(density=0.01), "gather"),
+        key_of(SPECS, 4, ["eth0"], WIRE, "scatter"),
     ]
     assert all(other != key for other in others)
-    assert key_of(on_gpu, 4, ["eth0"], "") == key_of(other_gpu, 4, ["eth0"], "")
+    assert key_of(on_gpu, 4, ["eth0"], "", "reduce") == key_of(other_gpu, 4, ["eth0"], "", "reduce")
 
 
 def test_wires_have_the_names_that_users_write() -> None:

@@ -17,7 +17,7 @@ from wingbeat.plans import planfile
 from wingbeat.probe import saved
 from wingbeat.probe.model import key_of
 
-KEY = key_of(SPECS, 16, ["eth0", "eth1"], WIRE)
+KEY = key_of(SPECS, 16, ["eth0", "eth1"], WIRE, "gather")
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from wingbeat.collectives import Collectives
+from wingbeat import schedules
+from wingbeat.collectives import Collectives, Handle
 from wingbeat.control.drift import Drift
-from wingbeat.costs import Costs, Workload
+from wingbeat.control.rules import RULES
+from wingbeat.costs import Workload
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.bucketing import Bucketing
@@ -39,25 +41,6 @@ from wingbeat.probe.model import (
 )
 from wingbeat.types import Bucket, Choices, Merging, Plan
 from wingbeat.wires import Coded, TopK
-
-_WORK = 200_000_000
-"""Of the search for the best plan: a second or two, which the other workers wait."""
-
-
-def _exact(workload: Workload, costs: Costs) -> Plan:
-    found = merge.bounded(workload, costs, _WORK)
-    if not found.proven:
-        finish_s = merge.predict(found.plan, workload, costs).finish_s
-        log.warning(
-            "the search for the best plan was ended: all is exchanged %.4g ms after backward "
-            "began, and with no plan before %.4g ms",
-            1e3 * finish_s,
-            1e3 * found.least_s,
-        )
-    return found.plan
-
-
-_RULES = {"exact": _exact, "paper": merge.greedy, "wfbp": merge.wfbp}
 
 
 class LayerMerging:
@@ -81,6 +64,10 @@ class LayerMerging:
         self._bucketing = bucketing
         self._collectives = collectives
         self._device = bucketing.device
+        self._halves = not schedules.BY_NAME[choices.schedule].whole_after_backward
+        # Collectives of a library for GPUs tell nobody when they are done.
+        native = self._device.type in collectives.world.native_on
+        self._goes_on = self._halves and not native
         self._drift = Drift(rule.steps, rule.drift)
         self._began = 0.0
         self._ends: list[float] = []
@@ -100,7 +87,7 @@ class LayerMerging:
     def _key(self) -> dict[str, Any]:
         world = self._collectives.world
         links = [link.name for link in world.links]
-        return key_of(self._bucketing.specs, world.size, links, self._wire)
+        return key_of(self._bucketing.specs, world.size, links, self._wire, self._way())
 
     def active(self) -> bool:
         """Always: iterations are counted, and watched for drift, to the end of training."""
@@ -151,8 +138,17 @@ class LayerMerging:
         if self._drift.watching:
             self._times.end()
 
-    def finish(self) -> None:
-        """All exchanges of a backward are over."""
+    def launched(self, last: Handle | None) -> None:
+        """All exchanges of a backward have been started; ``last`` is that of the last bucket."""
+        if self._goes_on and last is not None:
+            last.add_done_callback(self._finish)
+
+    def waited(self) -> None:
+        """Gradients are as the schedule leaves them when backward returns."""
+        if not self._goes_on:
+            self._finish()
+
+    def _finish(self, _last: Handle | None = None) -> None:
         if self._drift.watching and self._began:
             self._ends.append(time.perf_counter() - self._began)
             self._began = 0.0
@@ -266,7 +262,7 @@ class LayerMerging:
         mine: Any = None
         if world.rank == 0:
             try:
-                made = _RULES[self._rule.rule](workload, found.costs())
+                made = RULES[self._rule.rule](workload, found.costs())
                 mine = [list(bucket.tensors) for bucket in made.buckets]
             except Exception as err:
                 mine = f"rank 0 could not merge layers: {type(err).__name__}: {err}"
@@ -352,6 +348,9 @@ class LayerMerging:
         return found.workload(specs, payload_bytes(specs, self._wire))
 
     def _way(self) -> str:
+        """Return what of an exchange competes with backward: under DeAR its first half."""
+        if self._halves:
+            return "scatter"
         return "gather" if isinstance(self._wire, TopK) else "reduce"
 
 

@@ -160,6 +160,7 @@ def _key_of(bucketing: Bucketing, collectives: Collectives, choices: Choices) ->
         "parameters": planfile.digest(shapes),
         "workers": collectives.world.size,
         "links": len(collectives.world.links),
+        "schedule": choices.schedule,
         "topology": choices.topology,
         "wire": str(choices.wire) if choices.wire else "as computed",
         "shard_optimizer": choices.shard_optimizer,

@@ -30,7 +30,7 @@ LARGEST = 1 << 24
 
 REPEATS = 5
 BUDGET_S = 0.5
-WAYS = ("gather", "reduce")
+WAYS = ("gather", "reduce", "scatter")
 
 _MORE, _SHARE = 4, 0.2
 _LEAST = 2
@@ -188,7 +188,8 @@ def measure_wire(
         wire: a dtype's name as in `Choices.wire`, empty for the buffer's own, or a codec's
             settings. Residuals and momentum are kept as in training, after any warm-up.
         way: ``"gather"`` for `Collectives.all_gather_sum`, which needs a codec, ``"reduce"`` for
-            `Collectives.all_reduce`, which encodes while it is under way.
+            `Collectives.all_reduce`, which encodes while it is under way, ``"scatter"`` for its
+            first half, `Collectives.reduce_scatter`, if the other is hidden somewhere else.
         largest: elements of the largest bucket that can come; the last amount, if it is no more
             than ``LARGEST``.
         device: where the gradients are; default: the CPU.
@@ -259,13 +260,13 @@ def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _R
         itemsize = buffer.element_size()
         if narrow is not None:
             itemsize = min(itemsize, narrow.itemsize)
-        return Action(_reducing(collectives, buffer, narrow), numel * itemsize, prepare)
+        return Action(_reducing(collectives, way, buffer, narrow), numel * itemsize, prepare)
     codec = make(wire, _SETTLED)
     coding = Coding([Region(Span(0, numel), codec)])
     encoded = Encoded(coding, room.float32("residual") if codec.feedback else None)
     nbytes = coding.room(Span(0, numel))
-    if way == "reduce":
-        return Action(_reducing(collectives, buffer, encoded), nbytes, prepare)
+    if way != "gather":
+        return Action(_reducing(collectives, way, buffer, encoded), nbytes, prepare)
     velocity = None
     if isinstance(wire, TopK) and wire.momentum:
         velocity = room.float32("velocity")
@@ -277,9 +278,10 @@ def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _R
 
 
 def _reducing(
-    collectives: Collectives, buffer: torch.Tensor, wire: Wire | None
+    collectives: Collectives, way: str, buffer: torch.Tensor, wire: Wire | None
 ) -> Callable[[], Handle]:
-    return lambda: collectives.all_reduce(buffer, wire=wire)
+    start = collectives.all_reduce if way == "reduce" else collectives.reduce_scatter
+    return lambda: start(buffer, wire=wire)
 
 
 def _settler(device: torch.device | None) -> Callable[[], object]:

@@ -44,7 +44,8 @@ class Probe:
         workers: how many took part.
         links: rank 0's names of the network interfaces in use.
         wire: what gradients travel as, in words.
-        way: ``"gather"`` or ``"reduce"``, as in `wingbeat.probe.exchange.measure_wire`.
+        way: ``"gather"``, ``"reduce"`` or ``"scatter"``, as in
+            `wingbeat.probe.exchange.measure_wire`.
         tensors: index of each tensor in the model's list, first ready first.
         names: their names.
         ready_s: when each gradient is ready on the slowest worker, in seconds from the first,
@@ -165,12 +166,12 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
 
 
 def key_of(
-    specs: Sequence[TensorSpec], workers: int, links: Sequence[str], wire: str | Coded
+    specs: Sequence[TensorSpec], workers: int, links: Sequence[str], wire: str | Coded, way: str
 ) -> dict[str, Any]:
     """Return what tells this model on this cluster from others, as JSON knows it.
 
     A digest of the parameters (names, shapes, dtypes, kind of device), the number of workers,
-    the names of the network interfaces, and the wire.
+    the names of the network interfaces, the wire, and the way in which that is exchanged.
     """
     shapes = [
         [spec.name, list(spec.shape), spec.dtype, spec.device.partition(":")[0]] for spec in specs
@@ -180,4 +181,5 @@ def key_of(
         "workers": workers,
         "links": list(links),
         "wire": wire_text(wire),
+        "way": way,
     }

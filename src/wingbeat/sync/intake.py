@@ -217,9 +217,12 @@ class Intake:
     def close_backward(self) -> None:
         """Bring the gradients where they are to be; all that is launched has been launched."""
         with self.lock:
+            if self.merging is None:
+                self.finish_backward()
+                return
+            self.merging.launched(self.buckets[-1].handle)
             self.finish_backward()
-            if self.merging is not None:
-                self.merging.finish()
+            self.merging.waited()
 
     def _launch_all(self) -> None:
         """Launch whatever every worker launches once in a backward, however it ended."""
