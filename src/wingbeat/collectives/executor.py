@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from wingbeat.collectives import machine
 from wingbeat.collectives.handle import run_callback
+from wingbeat.collectives.lost import LostPeer, explain
 from wingbeat.collectives.machine import Machine, Task
 from wingbeat.collectives.scratch import Scratch
 from wingbeat.collectives.tags import CHUNKS, base_tag
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
-from wingbeat.transport.blame import Blame, finished_text
+from wingbeat.transport.blame import Blame
 from wingbeat.transport.gloo import first_line
 from wingbeat.transport.world import World
 
@@ -237,7 +238,7 @@ class Executor:
         try:
             packing.unpack(chunk, job.buffer, transfer.span, transfer.reduce, self._scratch)
         except ValueError as err:
-            raise _LostPeer(job, transfer, 0.0, f"sent a malformed chunk: {err}") from None
+            raise LostPeer(job, transfer, 0.0, f"sent a malformed chunk: {err}") from None
 
     def _complete(self, job: Job) -> None:
         if stream.on:
@@ -277,7 +278,7 @@ class Executor:
         try:
             pending = self._links[transfer.link].recv(into, transfer.peer, tag)
         except RuntimeError as err:  # the connection is known to be closed already
-            raise _LostPeer(job, transfer, 0.0, first_line(err)) from None
+            raise LostPeer(job, transfer, 0.0, first_line(err)) from None
         job.coming.append((pending, into))
 
     def _hand(self, job: Job, transfer: Transfer) -> None:
@@ -289,7 +290,7 @@ class Executor:
         try:
             pending = self._links[transfer.link].send(chunk, transfer.peer, tag)
         except RuntimeError as err:
-            raise _LostPeer(job, transfer, 0.0, first_line(err)) from None
+            raise LostPeer(job, transfer, 0.0, first_line(err)) from None
         job.sends.append((pending, transfer, chunk))
 
     def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
@@ -312,11 +313,11 @@ class Executor:
         try:
             pending.wait(self._timeout)
         except RuntimeError as err:
-            raise _LostPeer(job, transfer, time.monotonic() - begin, first_line(err)) from None
+            raise LostPeer(job, transfer, time.monotonic() - begin, first_line(err)) from None
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
         """Fail everything that is begun or queued: after this the workers are out of step."""
-        if isinstance(err, _LostPeer):
+        if isinstance(err, LostPeer):
             error = self._explain(begun, err)
         else:
             where = begun[0] if begun else "a collective"
@@ -327,9 +328,8 @@ class Executor:
         for job in waiting:
             job.finish(error)
 
-    def _explain(self, begun: list[Job], lost: _LostPeer) -> PeerError:
-        peer = lost.transfer.peer
-        self._blame.publish(peer, str(lost.job))
+    def _explain(self, begun: list[Job], lost: LostPeer) -> PeerError:
+        self._blame.publish(lost.transfer.peer, str(lost.job))
         # Break the connections now, so that the others notice and ask while this process can
         # still answer; gloo does so when nothing refers to its group any more.
         for job in begun:
@@ -338,26 +338,5 @@ class Executor:
         lost.__traceback__ = lost.__context__ = None
         for link in {transfer.link for job in begun for transfer in job.program.transfers()}:
             self._links[link].close()
-        culprit = self._blame.culprit(peer)
-        through = "" if culprit == peer else f" (noticed through rank {peer})"
         where = f"{lost.job} on interface {self._links[lost.transfer.link].name}"
-        if self._blame.finished(culprit):
-            return PeerError(finished_text(self._rank, culprit, where + through))
-        theirs = self._blame.doing(culprit)
-        if theirs and theirs != str(lost.job):
-            return PeerError(
-                f"rank {self._rank}: rank {culprit} was in {theirs} while this rank waited for it "
-                f"in {where} for {lost.seconds:.1f} s{through}: all ranks must make the same "
-                f"calls, in the same order ({lost.reason})"
-            )
-        return PeerError(
-            f"rank {self._rank}: rank {culprit} failed during {where} "
-            f"after {lost.seconds:.1f} s{through}: {lost.reason}"
-        )
-
-
-class _LostPeer(Exception):
-    """A transfer failed."""
-
-    def __init__(self, job: Job, transfer: Transfer, seconds: float, reason: str) -> None:
-        self.job, self.transfer, self.seconds, self.reason = job, transfer, seconds, reason
+        return explain(self._blame, self._rank, lost, where)
