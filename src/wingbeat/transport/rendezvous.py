@@ -22,8 +22,10 @@ from wingbeat.transport import interfaces as nic
 from wingbeat.transport import leaving
 from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink, first_line
+from wingbeat.transport.gloo_groups import GlooGroups
 from wingbeat.transport.native import nccl_group
 from wingbeat.transport.speed import measure_weights
+from wingbeat.transport.store import TorchStore
 from wingbeat.transport.world import World
 
 DEFAULT_TIMEOUT = 300.0
@@ -33,37 +35,6 @@ _generation = itertools.count()
 _met: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
 """The store of this process, kept for the next `init`. Were it closed, a worker that is ahead
 could meet the old one, which rank 0 serves, shortly before it ends."""
-
-
-class TorchStore:
-    """`Store` on top of torch's own, whose values are bytes."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    def set(self, key: str, value: str) -> None:
-        """Publish ``value`` under ``key``."""
-        self._store.set(key, value)
-
-    def get(self, key: str, seconds: float) -> str:
-        """Wait for ``key``.
-
-        Raises:
-            TimeoutError: nobody published it within ``seconds``.
-        """
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-            value: bytes = self._store.get(key)
-            return value.decode()
-        except (RuntimeError, UnicodeDecodeError) as err:
-            raise TimeoutError(f"{key}: {first_line(err)}") from None
-
-    def has(self, key: str) -> bool:
-        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
 
 
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
@@ -104,6 +75,9 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         )
         world.weights = measure_weights(world)
         world.make_native = functools.partial(nccl_group, rank, size)
+        groups = GlooGroups(store, rank, size, chosen)
+        world.make_links = groups.links
+        world.on_close(groups.close)
     elif not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         world._close = functools.partial(_end_default_group, dist.group.WORLD)
