@@ -22,7 +22,7 @@ from wingbeat.collectives.threads import Threads
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.transport.blame import Blame
-from wingbeat.transport.meeting import room_of
+from wingbeat.transport.meeting import room_of, waits_for
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
@@ -375,7 +375,10 @@ class Executor:
             self._links[link].close()
 
     def _explain(self, begun: list[Job], lost: LostPeer) -> PeerError:
-        lost.late = self._group is not None and self._blame.given_up() is not None
+        if self._group is not None and lost.seconds < self._timeout / 2:
+            # Who has waited that long was kept waiting itself. Asked before this rank breaks its
+            # own connections, on which others may be waiting.
+            lost.missed_by = waits_for(self._rank, self._group, self._blame)
         self._blame.publish(lost.peer, str(lost.job))
         # Now, so that the others notice and ask while this process can still answer.
         self._break(begun, lost)

@@ -20,7 +20,7 @@ class LostPeer(Exception):
 
     Attributes:
         met: whether the members of the group had come together before.
-        late: whether another member of the group had given it up before.
+        missed_by: a member of the group that had given up before, as it waited for this rank.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class LostPeer(Exception):
         self.job, self.transfer, self.seconds = job, transfer, seconds
         self.met = not isinstance(err, NotMet)
         self.peer = err.peer if isinstance(err, NotMet) else peer
-        self.late = False
+        self.missed_by: int | None = None
         self.reason = err if isinstance(err, str) else first_line(err)
         super().__init__(self.reason)  # not with err, whose frames hold the transfer
 
@@ -44,9 +44,9 @@ def explain(blame: Blame, rank: int, lost: LostPeer, where: str, group: Group | 
         where = f"{where} in {group}"
     if not lost.met:
         return PeerError(f"rank {rank}: {lost.reason} (noticed in {where})")
-    culprit = blame.culprit(lost.peer)
+    culprit = blame.culprit(lost.peer) if lost.missed_by is None else lost.missed_by
     through = "" if culprit == lost.peer else f" (noticed through rank {lost.peer})"
-    if blame.finished(culprit):
+    if lost.missed_by is None and blame.finished(culprit):
         return PeerError(_finished(rank, culprit, where + through, group))
     theirs = blame.doing(culprit)
     if theirs and theirs != str(lost.job):
@@ -55,7 +55,7 @@ def explain(blame: Blame, rank: int, lost: LostPeer, where: str, group: Group | 
             f"in {where} for {lost.seconds:.1f} s{through}: all {_MEMBERS[group is None]} must "
             f"make the same calls, in the same order ({lost.reason})"
         )
-    if group is not None and lost.late and _waited_for(blame, rank, group):
+    if group is not None and lost.missed_by is not None:
         return PeerError(f"rank {rank}: {given_up_text(group, rank, culprit, blame)}")
     return PeerError(
         f"rank {rank}: rank {culprit} failed during {where} "
@@ -64,10 +64,6 @@ def explain(blame: Blame, rank: int, lost: LostPeer, where: str, group: Group | 
 
 
 _MEMBERS = {True: "ranks", False: "members"}
-
-
-def _waited_for(blame: Blame, rank: int, group: Group) -> bool:
-    return any(blame.whom(member) == rank for member in group.ranks)
 
 
 def _finished(rank: int, finished: int, waiting_in: str, group: Group | None) -> str:

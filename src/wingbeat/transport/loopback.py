@@ -13,9 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from wingbeat.transport.blame import Blame
 from wingbeat.transport.link import Link
-from wingbeat.transport.meeting import MeetingLink, refuse_given_up, room_of
+from wingbeat.transport.meeting import MeetingLink, room_of
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 
@@ -83,8 +82,6 @@ class Switchboard:
                     raise RuntimeError(f"timed out after {seconds:g} s")
                 self.changed.wait(left)
             out.copy_(self._mail[key].popleft())
-            if not self._mail[key]:
-                del self._mail[key]
 
     def set(self, key: str, value: str) -> None:
         """Store interface: publish ``value`` under ``key``."""
@@ -188,19 +185,16 @@ def worlds_on(
             weights=(1.0,) * interfaces,
             timeout=timeout,
             store=board,
-            make_links=functools.partial(_group_links, board, rank, size, names),
+            make_links=functools.partial(_group_links, board, rank, names),
         )
         for rank in range(size)
     ]
 
 
 def _group_links(
-    board: Switchboard, rank: int, size: int, names: Sequence[str], group: Group, timeout: float
+    board: Switchboard, rank: int, names: Sequence[str], group: Group, _: float
 ) -> tuple[Link, ...]:
-    blame = Blame(board, rank, size, timeout, room_of(group))
-
     def meet(name: str) -> Link:
-        refuse_given_up(group, rank, blame)
         return _GroupLink(board, f"{room_of(group)}{name}", group, rank, name)
 
     return tuple(MeetingLink(name, functools.partial(meet, name)) for name in names)

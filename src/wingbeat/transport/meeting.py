@@ -31,12 +31,13 @@ def room_of(group: Group) -> str:
     return f"group/{group.epoch}/{'-'.join(map(str, group.ranks))}/"
 
 
-def given_up_text(group: Group, rank: int, who: int, blame: Blame) -> str:
-    """Return what ``rank`` says of a group that ``who`` has given up.
+def waits_for(rank: int, group: Group, blame: Blame) -> int | None:
+    """Return a member that has failed while it waited for ``rank``; None if none says so."""
+    return next((member for member in group.ranks if blame.whom(member) == rank), None)
 
-    Whoever has waited for ``rank`` itself is named before ``who``.
-    """
-    who = next((member for member in group.ranks if blame.whom(member) == rank), who)
+
+def given_up_text(group: Group, rank: int, who: int, blame: Blame) -> str:
+    """Return what ``rank`` says of a group that ``who`` has given up."""
     whom, doing = blame.whom(who), blame.doing(who)
     why = ""
     if whom is not None:
@@ -56,6 +57,8 @@ def refuse_given_up(group: Group, rank: int, blame: Blame) -> None:
     """
     who = blame.given_up()
     if who is not None and who != rank:
+        missed_by = waits_for(rank, group, blame)
+        who = who if missed_by is None else missed_by
         raise NotMet(who, given_up_text(group, rank, who, blame))
 
 

@@ -14,6 +14,7 @@ from wingbeat.transport.world import World
 from wingbeat.types import Group
 
 from .cases import SIZE, error_of, right, started, summed
+from .crowd import Held
 
 VICTIM = 0
 Die = Callable[[], None]
@@ -118,6 +119,25 @@ def fails_in_its_own_code(world: World, _: int) -> str:
     with world.open_group(Group(ranks, 2)) as members:
         right(summed(members), ranks)
     return text
+
+
+def fails_often(world: World, times: int) -> str:
+    """What was under way in groups that failed is let go: connections, threads, memory."""
+    ranks, held = (0, 1, 3), []
+    for epoch in range(times if world.rank in ranks else 0):
+        with world.open_group(Group(ranks, epoch)) as members:
+            right(summed(members), ranks)
+            buffer = torch.ones(100_000)
+            # Its peers have announced receives by then, and sent what is never taken.
+            mine = _Poisoned(buffer) if world.rank == 3 else buffer
+            error_of(Collectives(members).all_reduce(mine).wait)
+        del members
+        held.append(Held.now())
+    if held:
+        early, late = held[2], held[-1]
+        assert late.files <= early.files + 3, held
+        assert late.threads <= early.threads + 3, held
+    return ""
 
 
 class _Poisoned(torch.Tensor):
