@@ -60,6 +60,12 @@ def test_only_a_group_can_be_opened(what: object) -> None:
         loopback.worlds(2)[0].open_group(what)  # type: ignore[arg-type]
 
 
+def test_a_group_opens_no_channels() -> None:
+    members = loopback.worlds(2)[0].open_group(Group((0, 1), 2))
+    with pytest.raises(UsageError, match=r"group \(0, 1\) of epoch 2 has no channels"):
+        members.open_channel()
+
+
 def test_a_channel_opens_no_groups() -> None:
     members = loopback.worlds(2, timeout=5)
     channel, _ = loopback.run(members, lambda world: world.open_channel())

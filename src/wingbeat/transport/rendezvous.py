@@ -67,17 +67,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     store = dist.PrefixStore(f"wingbeat/{next(_generation)}", store)
     world = World(rank, size, (), (), timeout, TorchStore(store))
     if size > 1:
-        chosen = _choose_interfaces(world, interfaces)
-        _start_default_group(store, world, chosen)
-        world.links = tuple(
-            GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, timeout)
-            for i, interface in enumerate(chosen)
-        )
-        world.weights = measure_weights(world)
-        world.make_native = functools.partial(nccl_group, rank, size)
-        groups = GlooGroups(store, rank, size, chosen)
-        world.make_links = groups.links
-        world.on_close(groups.close)
+        _connect(world, store, interfaces)
     elif not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         world._close = functools.partial(_end_default_group, dist.group.WORLD)
@@ -140,6 +130,21 @@ def _meet(timeout: float) -> tuple[int, int, dist.Store]:
             f"{time.monotonic() - begin:.1f} s: {first_line(err)}"
         ) from None
     return rank, size, store
+
+
+def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
+    rank, size = world.rank, world.size
+    chosen = _choose_interfaces(world, named)
+    _start_default_group(store, world, chosen)
+    world.links = tuple(
+        GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, world.timeout)
+        for i, interface in enumerate(chosen)
+    )
+    world.weights = measure_weights(world)
+    world.make_native = functools.partial(nccl_group, rank, size)
+    groups = GlooGroups(store, rank, size, chosen)
+    world.make_links = groups.links
+    world.on_close(groups.close)
 
 
 def _choose_interfaces(world: World, named: Sequence[str] | None) -> list[nic.Interface]:

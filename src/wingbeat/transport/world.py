@@ -103,8 +103,10 @@ class World:
                 "wingbeat.init() has returned"
             )
         self._register.admit(group, self.rank, self.size)
-        alone = len(group.ranks) == 1
-        links = () if alone or self.make_links is None else self.make_links(group, self.timeout)
+        links: tuple[Link, ...] = ()
+        if len(group.ranks) > 1:
+            assert self.make_links is not None, "a world of several workers makes links"
+            links = self.make_links(group, self.timeout)
         inner = World(
             group.ranks.index(self.rank),
             len(group.ranks),
@@ -132,9 +134,11 @@ class World:
         its other channels. Close it when it is not needed any more; this world closes it too.
 
         Raises:
-            UsageError: all channels are in use.
+            UsageError: all channels are in use, or this is the world of a group.
             PeerError: a worker sent something that is no list of channels.
         """
+        if self.group is not None:
+            raise UsageError(f"{self.group} has no channels: open another group in place of one")
         if len(self._channels) > MAX_CHANNELS // 2:
             gc.collect()  # dropped models keep theirs until they are collected
         number = lowest_free(self._taken_channels())
