@@ -10,7 +10,7 @@ import pytest
 import wingbeat
 
 PUBLIC = [
-    *("AllReduce", "DeAR", "LAGS", "LowRank", "MGS", "MGWFBP", "OMGS", "PSGD", "Sketch"),
+    *("AllReduce", "DeAR", "Group", "LAGS", "LowRank", "MGS", "MGWFBP", "OMGS", "PSGD", "Sketch"),
     *("Strategy", "TopK", "TopKSGD"),
     *("distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
 ]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from wingbeat.sync import release as release
     from wingbeat.transport import init as init
     from wingbeat.transport import shutdown as shutdown
+    from wingbeat.types import Group as Group
     from wingbeat.wires import LowRank as LowRank
     from wingbeat.wires import Sketch as Sketch
     from wingbeat.wires import TopK as TopK
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AllReduce": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
+    "Group": "wingbeat.types",
     "LAGS": "wingbeat.strategies",
     "LowRank": "wingbeat.wires",
     "MGS": "wingbeat.strategies",
@@ -64,6 +66,7 @@ __all__ = [
     "PSGD",
     "AllReduce",
     "DeAR",
+    "Group",
     "LowRank",
     "Sketch",
     "Strategy",

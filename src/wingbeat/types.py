@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from wingbeat.errors import UsageError
 from wingbeat.wires import Coded
 
 
@@ -72,11 +73,53 @@ class Recv:
     interface: int = 0
 
 
+_SHOWN_RANKS = 9
+"""Of a longer list messages show the first ranks and the last one."""
+
 Hop = Send | Recv
 """One worker's part in the passage of one span between two workers."""
 
 Round = tuple[Hop, ...]
 """Hops that may run at once; a Send depends on every earlier round's Recv of its elements."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Group:
+    """Some of the workers, and which of their meetings this is.
+
+    A value: two groups of the same ranks and epoch are equal. The order of ``ranks`` does not
+    matter. ``epoch`` tells apart groups of the same ranks that come after one another.
+
+    Raises:
+        UsageError: there is no rank, a rank twice, or something that is no number from 0 on.
+
+    >>> Group([2, 0], epoch=7)
+    Group(ranks=(0, 2), epoch=7)
+    """
+
+    ranks: tuple[int, ...]
+    epoch: int
+
+    def __init__(self, ranks: Iterable[int], epoch: int = 0) -> None:
+        listed = list(ranks)
+        wrong = [rank for rank in listed if type(rank) is not int or rank < 0]
+        if wrong:
+            raise UsageError(f"Group: ranks has {wrong[0]!r}: allowed are whole numbers from 0 on")
+        if not listed:
+            raise UsageError("Group: ranks is empty: a group has at least one member")
+        twice = sorted({rank for rank in listed if listed.count(rank) > 1})
+        if twice:
+            raise UsageError(f"Group: rank {twice[0]} stands twice in ranks: list each once")
+        if type(epoch) is not int or epoch < 0:
+            raise UsageError(f"Group: epoch={epoch!r}: allowed are whole numbers from 0 on")
+        object.__setattr__(self, "ranks", tuple(sorted(listed)))
+        object.__setattr__(self, "epoch", epoch)
+
+    def __str__(self) -> str:
+        shown = [str(rank) for rank in self.ranks]
+        if len(shown) > _SHOWN_RANKS:
+            shown[_SHOWN_RANKS - 1 :] = ["...", shown[-1]]
+        return f"group ({', '.join(shown)}) of epoch {self.epoch}"
 
 
 @dataclass(frozen=True, slots=True)

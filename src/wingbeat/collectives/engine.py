@@ -15,6 +15,7 @@ from wingbeat.collectives.handle import Handle
 from wingbeat.collectives.native_encoded import start_encoded
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, Wire
 from wingbeat.collectives.program import compile_collective
+from wingbeat.collectives.threads import Threads
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
@@ -194,13 +195,19 @@ def _native_of(handle: Handle | None) -> native.NativeJob | None:
     return job if isinstance(job, native.NativeJob) else None
 
 
+_threads = Threads("wingbeat-group")
+
 _executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
 
 
 def _executors_of(world: World) -> list[Executor]:
-    """One thread per link, shared by everything in this world: collectives keep their order."""
+    """One thread per link, shared by everything in this world: collectives keep their order.
+
+    Groups come and go; theirs have a thread only while something is under way.
+    """
     if world not in _executors:
-        executors = [Executor(world, index) for index in range(len(world.links))]
+        threads = None if world.group is None else _threads
+        executors = [Executor(world, index, threads) for index in range(len(world.links))]
         _executors[world] = executors
         for executor in executors:
             world.on_close(executor.close)

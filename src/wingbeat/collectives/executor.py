@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 
 from wingbeat.collectives import machine
 from wingbeat.collectives.handle import run_callback
+from wingbeat.collectives.lost import LostPeer, explain
 from wingbeat.collectives.machine import Machine, Task
 from wingbeat.collectives.packing import Packing, malformed
 from wingbeat.collectives.scratch import Scratch
 from wingbeat.collectives.tags import CHUNKS, base_tag
+from wingbeat.collectives.threads import Threads
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
-from wingbeat.transport.blame import Blame, finished_text
-from wingbeat.transport.gloo import first_line
+from wingbeat.transport.blame import Blame
+from wingbeat.transport.meeting import room_of, waits_for
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
@@ -128,25 +130,34 @@ class Executor:
         world: whose links to use.
         lane: its number. Lane i runs programs that use link i alone; the first one also those
             that use several.
+        threads: where to get a thread from while there is something to do; None for a thread of
+            its own.
     """
 
-    def __init__(self, world: World, lane: int) -> None:
+    def __init__(self, world: World, lane: int, threads: Threads | None = None) -> None:
         # The thread must not keep the world alive: take from it what it needs.
         self._links: tuple[Link, ...] = world.links
         self._name = world.links[lane].name
-        self._rank = world.rank
+        self._ranks = world.ranks
+        self._rank = self._ranks[world.rank]
+        self._group = world.group
         self._timeout = world.timeout
-        self._blame = Blame(world.store, world.rank, world.size, world.timeout)
+        room = "" if world.group is None else room_of(world.group)
+        self._blame = Blame(world.store, self._rank, self._ranks[-1] + 1, world.timeout, room)
         self._machine: Machine[Job] = Machine()
         self._wake = threading.Condition()
         self._closing = False
         self._failure: Exception | None = None
         self._submitted = 0
         self._scratch = Scratch()
-        self._thread = threading.Thread(
-            target=self._run, name=f"wingbeat-{self._name}-{next(_counter)}", daemon=True
-        )
-        self._thread.start()
+        self._threads = threads
+        self._running = False
+        self._thread: threading.Thread | None = None
+        if threads is None:
+            self._thread = threading.Thread(
+                target=self._run, name=f"wingbeat-{self._name}-{next(_counter)}", daemon=True
+            )
+            self._thread.start()
 
     def submit(
         self,
@@ -171,23 +182,31 @@ class Executor:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
-                raise PeerError(f"{job} was started after wingbeat.shutdown()")
+                over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
+                raise PeerError(f"{job} was started after {over}")
             job.base_tag = base_tag(what, bucket, buffer.nbytes, label, self._submitted)
             self._submitted += 1
             self._machine.submit(job)
-            self._wake.notify()
+            self._wake.notify_all()
+            if self._threads is not None and not self._running:
+                self._running = True
+                self._threads.start(self._run)
         return job
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty."""
         with self._wake:
             self._closing = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def close(self) -> None:
         """End the thread once the queue is empty; wait for it."""
         self.stop()
-        self._thread.join(self._timeout)
+        if self._thread is not None:
+            self._thread.join(self._timeout)
+            return
+        with self._wake:
+            self._wake.wait_for(lambda: not self._running, self._timeout)
 
     def _run(self) -> None:
         try:
@@ -216,11 +235,18 @@ class Executor:
                 self._drain(job)
 
     def _wait_for_work(self) -> bool:
-        """Block until there is something to do; False when there never will be."""
+        """Block until there is something to do; False when this thread is not needed any more."""
         with self._wake:
-            while not self._machine.waiting and not self._closing:
+            while not self._machine.waiting:
+                if self._closing or self._threads is not None:
+                    self._end()
+                    return False
                 self._wake.wait()
-            return self._machine.waiting
+            return True
+
+    def _end(self) -> None:
+        self._running = False
+        self._wake.notify_all()
 
     def _take(self, job: Job, transfer: Transfer) -> None:
         """Wait for a chunk, and add or keep it."""
@@ -237,7 +263,7 @@ class Executor:
         try:
             packing.unpack(chunk, job.buffer, transfer.span, transfer.reduce, self._scratch)
         except ValueError as err:
-            raise _LostPeer(job, transfer, 0.0, malformed(err)) from None
+            raise self._lost(job, transfer, 0.0, malformed(err)) from None
 
     def _complete(self, job: Job) -> None:
         if stream.on:
@@ -277,7 +303,7 @@ class Executor:
         try:
             pending = self._links[transfer.link].recv(into, transfer.peer, tag)
         except RuntimeError as err:  # the connection is known to be closed already
-            raise _LostPeer(job, transfer, 0.0, first_line(err)) from None
+            raise self._lost(job, transfer, 0.0, err) from None
         job.coming.append((pending, into))
 
     def _hand(self, job: Job, transfer: Transfer) -> None:
@@ -289,7 +315,7 @@ class Executor:
         try:
             pending = self._links[transfer.link].send(chunk, transfer.peer, tag)
         except RuntimeError as err:
-            raise _LostPeer(job, transfer, 0.0, first_line(err)) from None
+            raise self._lost(job, transfer, 0.0, err) from None
         job.sends.append((pending, transfer, chunk))
 
     def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
@@ -312,52 +338,49 @@ class Executor:
         try:
             pending.wait(self._timeout)
         except RuntimeError as err:
-            raise _LostPeer(job, transfer, time.monotonic() - begin, first_line(err)) from None
+            raise self._lost(job, transfer, time.monotonic() - begin, err) from None
+
+    def _lost(self, job: Job, transfer: Transfer, seconds: float, err: Exception | str) -> LostPeer:
+        return LostPeer(job, transfer, self._ranks[transfer.peer], seconds, err)
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
         """Fail everything that is begun or queued: after this the workers are out of step."""
-        if isinstance(err, _LostPeer):
+        if isinstance(err, LostPeer):
             error = self._explain(begun, err)
         else:
             where = begun[0] if begun else "a collective"
             error = PeerError(f"rank {self._rank}: {where} failed: {err!r}")
+            self._leave_group(begun, err)
         with self._wake:
             self._failure = error
             waiting = [*begun, *self._machine.drop_waiting()]
         for job in waiting:
             job.finish(error)
+        with self._wake:
+            self._end()
 
-    def _explain(self, begun: list[Job], lost: _LostPeer) -> PeerError:
-        peer = lost.transfer.peer
-        self._blame.publish(peer, str(lost.job))
-        # Break the connections now, so that the others notice and ask while this process can
-        # still answer; gloo does so when nothing refers to its group any more.
+    def _leave_group(self, begun: list[Job], err: Exception) -> None:
+        """Let the other members of a group know, who would wait for this one."""
+        if self._group is not None:
+            self._blame.publish(self._rank, str(begun[0]) if begun else "")
+            self._break(begun, err)
+
+    def _break(self, begun: list[Job], err: Exception) -> None:
+        """Break the connections; gloo does so when nothing refers to its group any more."""
         for job in begun:
             job.drop()
         # So do the frames in which the transfer failed.
-        lost.__traceback__ = lost.__context__ = None
+        err.__traceback__ = err.__context__ = None
         for link in {transfer.link for job in begun for transfer in job.program.transfers()}:
             self._links[link].close()
-        culprit = self._blame.culprit(peer)
-        through = "" if culprit == peer else f" (noticed through rank {peer})"
+
+    def _explain(self, begun: list[Job], lost: LostPeer) -> PeerError:
+        if self._group is not None and lost.seconds < self._timeout / 2:
+            # Who has waited that long was kept waiting itself. Asked before this rank breaks its
+            # own connections, on which others may be waiting.
+            lost.missed_by = waits_for(self._rank, self._group, self._blame)
+        self._blame.publish(lost.peer, str(lost.job))
+        # Now, so that the others notice and ask while this process can still answer.
+        self._break(begun, lost)
         where = f"{lost.job} on interface {self._links[lost.transfer.link].name}"
-        if self._blame.finished(culprit):
-            return PeerError(finished_text(self._rank, culprit, where + through))
-        theirs = self._blame.doing(culprit)
-        if theirs and theirs != str(lost.job):
-            return PeerError(
-                f"rank {self._rank}: rank {culprit} was in {theirs} while this rank waited for it "
-                f"in {where} for {lost.seconds:.1f} s{through}: all ranks must make the same "
-                f"calls, in the same order ({lost.reason})"
-            )
-        return PeerError(
-            f"rank {self._rank}: rank {culprit} failed during {where} "
-            f"after {lost.seconds:.1f} s{through}: {lost.reason}"
-        )
-
-
-class _LostPeer(Exception):
-    """A transfer failed."""
-
-    def __init__(self, job: Job, transfer: Transfer, seconds: float, reason: str) -> None:
-        self.job, self.transfer, self.seconds, self.reason = job, transfer, seconds, reason
+        return explain(self._blame, self._rank, lost, where, self._group)

@@ -23,6 +23,7 @@ _LONGEST = 80
 """Characters of what a peer says that it was doing."""
 
 _FINISHED, _FAILED = "finished", "failed"
+_GIVEN_UP = "given up"
 
 
 def say_left(store: Store, rank: int, finished: bool) -> None:
@@ -61,25 +62,54 @@ class Blame:
 
     Each worker that fails publishes whom it was waiting for. A worker that was waiting itself is
     not the culprit; the first that published nothing is.
+
+    Args:
+        store: where the workers publish it.
+        rank: this worker, counted among all of the world, as are all ranks here.
+        size: how many workers the world has.
+        timeout: seconds that no wait here may exceed.
+        room: what the keys begin with, where only the members of a group have failed each other.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: float, room: str = "") -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._patience = min(PATIENCE, timeout)
+        self._room = room
 
     def publish(self, peer: int, doing: str = "") -> None:
         """Tell the others that this rank failed while it waited for ``peer`` in ``doing``."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with who served it
-            self._store.set(f"waited/{self._rank}", f"{peer} {doing}")
+            self._store.set(f"{self._room}waited/{self._rank}", f"{peer} {doing}")
+            if self._room and not self._store.has(f"{self._room}{_GIVEN_UP}"):
+                self._store.set(f"{self._room}{_GIVEN_UP}", str(self._rank))
+
+    def given_up(self) -> int | None:
+        """Return who has failed first in this room; None if nobody says so."""
+        if not self._store.has(f"{self._room}{_GIVEN_UP}"):
+            return None
+        try:
+            rank = int(self._store.get(f"{self._room}{_GIVEN_UP}", self._patience))
+        except (TimeoutError, ValueError):
+            return None
+        return rank if 0 <= rank < self._size else None
+
+    def whom(self, rank: int) -> int | None:
+        """Return for whom ``rank`` waited when it failed, as it has said; None if nothing yet."""
+        return self._read(rank) if self._store.has(f"{self._room}waited/{rank}") else None
+
+    def left(self, rank: int) -> bool:
+        """Whether ``rank`` has said that it leaves, in whatever way."""
+        return has_left(self._store, rank)
 
     def doing(self, rank: int) -> str:
         """Return in what ``rank`` was waiting when it failed, as it has said; empty if nothing."""
-        if not self._store.has(f"waited/{rank}"):
+        if not self._store.has(f"{self._room}waited/{rank}"):
             return ""
         try:
-            return self._store.get(f"waited/{rank}", self._patience).partition(" ")[2][:_LONGEST]
+            said = self._store.get(f"{self._room}waited/{rank}", self._patience)
+            return said.partition(" ")[2][:_LONGEST]
         except TimeoutError:
             return ""
 
@@ -108,13 +138,17 @@ class Blame:
         while True:
             # Asked in this order: who has waited says so before it leaves.
             nothing_follows = has_left(self._store, peer) or time.monotonic() >= deadline
-            if self._store.has(f"waited/{peer}"):
-                break
+            if self._store.has(f"{self._room}waited/{peer}"):
+                return self._read(peer)
             if nothing_follows:
                 return None
             time.sleep(_POLL)
+
+    def _read(self, peer: int) -> int | None:
+        """Return whom ``peer`` says that it waited for; None if that is no rank."""
         try:
-            further = int(self._store.get(f"waited/{peer}", self._patience).partition(" ")[0])
+            said = self._store.get(f"{self._room}waited/{peer}", self._patience)
+            further = int(said.partition(" ")[0])
         except (TimeoutError, ValueError):
             return None
         return further if 0 <= further < self._size else None

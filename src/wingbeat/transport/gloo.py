@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError
 from wingbeat.transport.interfaces import Interface
+from wingbeat.transport.meeting import NotMet
 
 if TYPE_CHECKING:
     import torch
@@ -18,21 +19,34 @@ if TYPE_CHECKING:
 class GlooLink:
     """All peers over one interface, each by a TCP connection of its own.
 
+    ``device`` is what gloo listens with, where it is shared with other links of the interface.
+
     Raises:
         RendezvousError: a peer could not be reached; names rank, address, interface and wait.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, interface: Interface, timeout: float
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        interface: Interface,
+        timeout: float,
+        device: dist.ProcessGroupGloo.Device | None = None,
     ) -> None:
         self._name = interface.name
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         begin = time.monotonic()
         try:
-            device = dist.ProcessGroupGloo.create_device(hostname=interface.address)
+            if device is None:
+                device = dist.ProcessGroupGloo.create_device(hostname=interface.address)
+            else:
+                options._threads = 0  # those are for gloo's own collectives
             options._devices = [device]
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        except NotMet:  # raised by the store of a group's members
+            raise
         except RuntimeError as err:
             raise RendezvousError(
                 f"rank {rank} at {interface.address} on interface {interface.name} did not reach "

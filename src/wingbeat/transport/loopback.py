@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
+from wingbeat.transport.link import Link
+from wingbeat.transport.meeting import MeetingLink, room_of
 from wingbeat.transport.world import World
+from wingbeat.types import Group
 
 T = TypeVar("T")
 
@@ -24,12 +29,38 @@ class Switchboard:
         self._mail: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
         self._dead: set[int] = set()
         self._values: dict[str, str] = {}
+        self._rooms: dict[str, _Room] = {}
 
     def fail(self, rank: int) -> None:
         """Make every transfer with ``rank`` fail from now on, as a closed socket would."""
         with self.changed:
             self._dead.add(rank)
             self.changed.notify_all()
+            rooms = [key for key, room in self._rooms.items() if rank in room.ranks]
+        for key in rooms:
+            self.leave(key, rank)
+
+    def enter(self, key: str, ranks: tuple[int, ...]) -> Switchboard:
+        """Return the switchboard of a group's members, numbered from 0 on; it ends with them."""
+        with self.changed:
+            room = self._rooms.get(key)
+            if room is None:
+                room = self._rooms[key] = _Room(Switchboard(), ranks)
+            dead = self._dead.intersection(ranks)
+        for rank in dead:
+            self.leave(key, rank)
+        return room.board
+
+    def leave(self, key: str, rank: int) -> None:
+        """Make every transfer with ``rank`` fail in the group of that ``key``."""
+        with self.changed:
+            room = self._rooms.get(key)
+            if room is None:
+                return
+            room.gone.add(rank)
+            if len(room.gone) == len(room.ranks):
+                del self._rooms[key]
+        room.board.fail(room.ranks.index(rank))
 
     def post(self, key: tuple[str, int, int, int], tensor: torch.Tensor) -> None:
         """Leave a copy of the tensor under (link, source, destination, tag)."""
@@ -75,6 +106,15 @@ class Switchboard:
             return key in self._values
 
 
+@dataclass
+class _Room:
+    """Where the members of a group are, and who of them is there no more."""
+
+    board: Switchboard
+    ranks: tuple[int, ...]
+    gone: set[int] = field(default_factory=set)
+
+
 class LoopbackLink:
     """One rank's end of the switchboard, under one interface's name."""
 
@@ -98,6 +138,18 @@ class LoopbackLink:
     def close(self) -> None:
         """Vanish for the others."""
         self._board.fail(self._rank)
+
+
+class _GroupLink(LoopbackLink):
+    """One member's end of its group's switchboard."""
+
+    def __init__(self, board: Switchboard, key: str, group: Group, rank: int, name: str) -> None:
+        super().__init__(board.enter(key, group.ranks), group.ranks.index(rank), name)
+        self._all, self._key, self._member = board, key, rank
+
+    def close(self) -> None:
+        """Vanish for the other members."""
+        self._all.leave(self._key, self._member)
 
 
 class _Done:
@@ -124,17 +176,28 @@ def worlds_on(
     board: Switchboard, size: int, *, interfaces: int = 1, timeout: float = 20.0
 ) -> list[World]:
     """As `worlds`, on a switchboard that the caller keeps, for example to fail a rank."""
+    names = [f"lo{i}" for i in range(interfaces)]
     return [
         World(
             rank=rank,
             size=size,
-            links=tuple(LoopbackLink(board, rank, f"lo{i}") for i in range(interfaces)),
+            links=tuple(LoopbackLink(board, rank, name) for name in names),
             weights=(1.0,) * interfaces,
             timeout=timeout,
             store=board,
+            make_links=functools.partial(_group_links, board, rank, names),
         )
         for rank in range(size)
     ]
+
+
+def _group_links(
+    board: Switchboard, rank: int, names: Sequence[str], group: Group, _: float
+) -> tuple[Link, ...]:
+    def meet(name: str) -> Link:
+        return _GroupLink(board, f"{room_of(group)}{name}", group, rank, name)
+
+    return tuple(MeetingLink(name, functools.partial(meet, name)) for name in names)
 
 
 def run(members: list[World], body: Callable[[World], T]) -> list[T]:

@@ -22,8 +22,10 @@ from wingbeat.transport import interfaces as nic
 from wingbeat.transport import leaving
 from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink, first_line
+from wingbeat.transport.gloo_groups import GlooGroups
 from wingbeat.transport.native import nccl_group
 from wingbeat.transport.speed import measure_weights
+from wingbeat.transport.store import TorchStore
 from wingbeat.transport.world import World
 
 DEFAULT_TIMEOUT = 300.0
@@ -33,37 +35,6 @@ _generation = itertools.count()
 _met: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
 """The store of this process, kept for the next `init`. Were it closed, a worker that is ahead
 could meet the old one, which rank 0 serves, shortly before it ends."""
-
-
-class TorchStore:
-    """`Store` on top of torch's own, whose values are bytes."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    def set(self, key: str, value: str) -> None:
-        """Publish ``value`` under ``key``."""
-        self._store.set(key, value)
-
-    def get(self, key: str, seconds: float) -> str:
-        """Wait for ``key``.
-
-        Raises:
-            TimeoutError: nobody published it within ``seconds``.
-        """
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-            value: bytes = self._store.get(key)
-            return value.decode()
-        except (RuntimeError, UnicodeDecodeError) as err:
-            raise TimeoutError(f"{key}: {first_line(err)}") from None
-
-    def has(self, key: str) -> bool:
-        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
 
 
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
@@ -96,14 +67,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     store = dist.PrefixStore(f"wingbeat/{next(_generation)}", store)
     world = World(rank, size, (), (), timeout, TorchStore(store))
     if size > 1:
-        chosen = _choose_interfaces(world, interfaces)
-        _start_default_group(store, world, chosen)
-        world.links = tuple(
-            GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, timeout)
-            for i, interface in enumerate(chosen)
-        )
-        world.weights = measure_weights(world)
-        world.make_native = functools.partial(nccl_group, rank, size)
+        _connect(world, store, interfaces)
     elif not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         world._close = functools.partial(_end_default_group, dist.group.WORLD)
@@ -166,6 +130,21 @@ def _meet(timeout: float) -> tuple[int, int, dist.Store]:
             f"{time.monotonic() - begin:.1f} s: {first_line(err)}"
         ) from None
     return rank, size, store
+
+
+def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
+    rank, size = world.rank, world.size
+    chosen = _choose_interfaces(world, named)
+    _start_default_group(store, world, chosen)
+    world.links = tuple(
+        GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, world.timeout)
+        for i, interface in enumerate(chosen)
+    )
+    world.weights = measure_weights(world)
+    world.make_native = functools.partial(nccl_group, rank, size)
+    groups = GlooGroups(store, rank, size, chosen)
+    world.make_links = groups.links
+    world.on_close(groups.close)
 
 
 def _choose_interfaces(world: World, named: Sequence[str] | None) -> list[nic.Interface]:

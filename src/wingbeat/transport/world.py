@@ -13,6 +13,9 @@ from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport.blame import finished_text, has_finished
 from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
 from wingbeat.transport.link import Link
+from wingbeat.transport.meeting import room_of
+from wingbeat.transport.register import Register
+from wingbeat.types import Group
 
 if TYPE_CHECKING:
     from wingbeat.transport.native import NativeGroup
@@ -49,6 +52,10 @@ class World:
         make_native: makes the group that runs whole collectives itself; None where there is none.
         native_on: the device types whose tensors go to that group.
         channel: which channel of the links this world's messages go through.
+        make_links: makes the links of a group, whose members wait for each other for so many
+            seconds; None where there is nobody to link to.
+        group: which of all workers these are; None if they are all. In a group ``rank`` and
+            ``size`` count its members alone, and `ranks` has their numbers among all.
     """
 
     rank: int
@@ -60,6 +67,8 @@ class World:
     make_native: Callable[[], NativeGroup] | None = None
     native_on: frozenset[str] = frozenset({"cuda"})
     channel: int = 0
+    make_links: Callable[[Group, float], tuple[Link, ...]] | None = None
+    group: Group | None = None
     _native: NativeGroup | None = None
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
@@ -67,6 +76,56 @@ class World:
     _channels: set[int] = field(default_factory=set)
     _inner: weakref.WeakSet[World] = field(default_factory=weakref.WeakSet)
     _name: str = ""
+    _register: Register = field(default_factory=Register)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of each of these workers among all: what messages call them."""
+        return tuple(range(self.size)) if self.group is None else self.group.ranks
+
+    def open_group(self, group: Group) -> World:
+        """Make a world of the group's members alone; only they call it, and it waits for nobody.
+
+        Its collectives sum over the members. They go over connections of their own, made by the
+        first collective, so they can be in any order relative to this world's and other groups',
+        and each group goes on by itself. If a member fails, its group fails on all members, and
+        whoever goes on opens another: of the same ranks in a later epoch, or of other ranks.
+
+        Close it, or use it in ``with``, when the group is done; this world closes it too.
+
+        Raises:
+            UsageError: the group has ranks that do not exist, or not this one; this epoch of
+                it is over; too many groups are open; or this is not the world of all workers.
+        """
+        if self.group is not None or self.channel:
+            raise UsageError(
+                f"{group} was opened in a part of the world: call open_group on what "
+                "wingbeat.init() has returned"
+            )
+        self._register.admit(group, self.rank, self.size)
+        links: tuple[Link, ...] = ()
+        if len(group.ranks) > 1:
+            assert self.make_links is not None, "a world of several workers makes links"
+            links = self.make_links(group, self.timeout)
+        inner = World(
+            group.ranks.index(self.rank),
+            len(group.ranks),
+            links,
+            self.weights[: len(links)],
+            self.timeout,
+            self.store,
+            group=group,
+            _name=room_of(group),
+        )
+        self._inner.add(inner)
+        inner._close = weakref.finalize(inner, self._register.leave, group)
+        return inner
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def open_channel(self) -> World:
         """Make a world of the same workers, apart from this one; every worker must call it.
@@ -75,9 +134,11 @@ class World:
         its other channels. Close it when it is not needed any more; this world closes it too.
 
         Raises:
-            UsageError: all channels are in use.
+            UsageError: all channels are in use, or this is the world of a group.
             PeerError: a worker sent something that is no list of channels.
         """
+        if self.group is not None:
+            raise UsageError(f"{self.group} has no channels: open another group in place of one")
         if len(self._channels) > MAX_CHANNELS // 2:
             gc.collect()  # dropped models keep theirs until they are collected
         number = lowest_free(self._taken_channels())
@@ -107,7 +168,8 @@ class World:
             )
             if not fine:
                 raise PeerError(
-                    f"rank {self.rank}: rank {rank} sent malformed channels: {str(answer)[:80]}"
+                    f"rank {self.ranks[self.rank]}: rank {self.ranks[rank]} sent malformed "
+                    f"channels: {str(answer)[:80]}"
                 )
             taken.update(answer)
         return taken
@@ -142,11 +204,12 @@ class World:
         try:
             return json.loads(self.store.get(f"{prefix}/{peer}", self.timeout))
         except (TimeoutError, ValueError, RecursionError) as err:
-            if isinstance(err, TimeoutError) and has_finished(self.store, peer):
-                raise RendezvousError(finished_text(self.rank, peer, repr(what))) from None
+            mine, theirs = self.ranks[self.rank], self.ranks[peer]
+            if isinstance(err, TimeoutError) and has_finished(self.store, theirs):
+                raise RendezvousError(finished_text(mine, theirs, repr(what))) from None
             kind = "sent no answer" if isinstance(err, TimeoutError) else "sent no valid JSON"
             raise RendezvousError(
-                f"rank {self.rank}: rank {peer} {kind} for {what!r} within {self.timeout:g} s; "
+                f"rank {mine}: rank {theirs} {kind} for {what!r} within {self.timeout:g} s; "
                 "check that it is running the same script"
             ) from None
 
@@ -158,6 +221,8 @@ class World:
             UsageError: this world has none.
         """
         if self._native is None:
+            if self.group is not None:
+                raise UsageError(f"{self.group} carries CPU tensors only: copy them to the CPU")
             if self.make_native is None:
                 raise UsageError("this world carries CPU tensors only; move the model to the CPU")
             self._native = self.make_native()

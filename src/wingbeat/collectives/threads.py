@@ -1,0 +1,46 @@
+"""Threads that are used again, for work that comes and goes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+
+KEPT_S = 2.0
+"""Seconds for which a thread without work waits for more before it ends."""
+
+
+class Threads:
+    """Runs each piece of work at once, in a thread that is free or else in a new one."""
+
+    def __init__(self, name: str, kept_s: float = KEPT_S) -> None:
+        self._name = name
+        self._kept_s = kept_s
+        self._counter = itertools.count()
+        self._changed = threading.Condition()
+        self._free = 0
+        self._work: deque[Callable[[], None]] = deque()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Run ``work`` in a thread of its own; it must not raise."""
+        with self._changed:
+            self._work.append(work)
+            if self._free >= len(self._work):
+                self._changed.notify()
+                return
+        name = f"{self._name}-{next(self._counter)}"
+        # Daemons: a thread that waits for more work must not keep the process from ending.
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._free += 1
+                self._changed.wait_for(lambda: self._work, self._kept_s)
+                self._free -= 1
+                if not self._work:
+                    return
+                work = self._work.popleft()
+            work()
+            del work  # it must not be kept alive by a thread that waits

@@ -1,0 +1,230 @@
+"""Links for groups over gloo: their members meet in the store, nobody else is asked.
+
+A gloo group fails as a whole, and single transfers in it cannot be called off. So each group of
+workers has one of its own, which is closed when the group fails or ends: what was under way in it
+is over, and reaches no other group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from wingbeat.errors import RendezvousError
+from wingbeat.transport.blame import Blame
+from wingbeat.transport.gloo import GlooLink, first_line
+from wingbeat.transport.interfaces import Interface
+from wingbeat.transport.link import Link, Pending
+from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
+from wingbeat.transport.store import TorchStore
+from wingbeat.types import Group
+
+_SOONEST_S, _LATEST_S = 0.0001, 0.01
+"""Seconds between two looks into the store: at first, and after some waiting."""
+
+_ASK_S = 0.1
+"""Seconds after which whoever waits for a member looks whether it will still come."""
+
+_GREETING_TAG = (1 << 31) - 1
+"""Of the message by which each member knows that the others are connected."""
+
+
+class GlooGroups:
+    """Makes links for the groups of one worker.
+
+    Args:
+        store: where the members meet. All look into it by turns, as a wait in it would lock it for
+            all other groups of this process.
+        rank: this worker, of ``size``.
+        size: number of workers in the world.
+        interfaces: those that the world uses here.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        interfaces: Sequence[Interface],
+    ) -> None:
+        self._worlds_store = store
+        self._rank, self._size = rank, size
+        self._interfaces = interfaces
+        self._starting = threading.Lock()
+        self._store: dist.Store | None = None
+        self._devices: list[dist.ProcessGroupGloo.Device] = []
+        self._closed = False
+
+    def links(self, group: Group, timeout: float) -> tuple[Link, ...]:
+        """Return the group's links, one per interface, which are made on first use.
+
+        ``timeout`` is for how many seconds the members wait for each other.
+        """
+        return tuple(
+            MeetingLink(interface.name, functools.partial(self._meet, group, index, timeout))
+            for index, interface in enumerate(self._interfaces)
+        )
+
+    def close(self) -> None:
+        """Stop listening and close the connection to the store."""
+        with self._starting:
+            self._closed = True
+            self._store = None
+            self._devices.clear()
+
+    def _start(self) -> dist.Store:
+        """Listen, once for all groups, and return a store that nobody else waits in."""
+        with self._starting:
+            if self._closed:
+                raise RuntimeError("wingbeat.shutdown() was called")
+            if self._store is None:
+                self._devices.extend(
+                    dist.ProcessGroupGloo.create_device(hostname=interface.address)
+                    for interface in self._interfaces
+                )
+                self._store = self._worlds_store.clone()
+            return self._store
+
+    def _meet(self, group: Group, index: int, timeout: float) -> Link:
+        """Connect to all members over one interface.
+
+        Raises:
+            NotMet: somebody did not come, or has given the group up.
+        """
+        try:
+            store = self._start()
+            interface, device = self._interfaces[index], self._devices[index]
+        except (RuntimeError, IndexError) as err:
+            raise NotMet(self._rank, f"{group}: this rank is not connected: {err}") from None
+        meeting = _Meeting(group, self._rank, self._size, TorchStore(store), timeout)
+        room = f"{room_of(group)}link{index}/"
+        board = _Board(store, room, group.ranks, meeting.wait_until)
+        mine, size = group.ranks.index(self._rank), len(group.ranks)
+        try:
+            # What gloo waits for once all are here takes moments.
+            board.set(f"here/{mine}", "")
+            board.wait([f"here/{member}" for member in range(size)])
+            link = GlooLink(board, mine, size, interface, timeout, device)
+            _greet(link, mine, group, timeout)
+        except RendezvousError as err:
+            raise NotMet(self._rank, f"{group}: {err}") from None
+        finally:
+            board.clear()
+        return link
+
+
+class _Meeting:
+    """How long a member waits for the others, and what it says if they do not come."""
+
+    def __init__(
+        self, group: Group, rank: int, size: int, store: TorchStore, timeout: float
+    ) -> None:
+        self._group, self._rank, self._timeout = group, rank, timeout
+        self._blame = Blame(store, rank, size, timeout, room_of(group))
+        self._deadline = time.monotonic() + timeout
+        refuse_given_up(group, rank, self._blame)
+
+    def wait_until(self, done: Callable[[], bool], peer: int) -> None:
+        """Wait for what ``peer`` is to do.
+
+        Raises:
+            NotMet: it did not within the timeout, it has left, or somebody has given up.
+        """
+        pause, ask = _SOONEST_S, time.monotonic() + _ASK_S
+        while not done():
+            now = time.monotonic()
+            if now >= ask:
+                refuse_given_up(self._group, self._rank, self._blame)
+                ask = now + _ASK_S
+                if self._blame.left(peer):
+                    raise NotMet(peer, f"rank {peer} has left before it came to {self._group}")
+            if now >= self._deadline:
+                raise NotMet(
+                    peer,
+                    f"rank {peer} did not come to {self._group} within {self._timeout:g} s: every "
+                    "member opens the group and makes the same calls in it",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LATEST_S)
+
+
+class _Board(dist.Store):  # type: ignore[misc]
+    """The store as gloo sees it while it connects a group; remembers what to clear away."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        room: str,
+        ranks: Sequence[int],
+        wait_until: Callable[[Callable[[], bool], int], None],
+    ) -> None:
+        super().__init__()
+        self._store, self._room, self._ranks, self._wait_until = store, room, ranks, wait_until
+        self._written: list[str] = []
+
+    def clear(self) -> None:
+        """Delete what this member has written. The others have read it, or will never come."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            for key in self._written:
+                self._store.delete_key(self._room + key)
+        self._written.clear()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """As `dist.Store.set`."""
+        self._written.append(key)
+        self._store.set(self._room + key, value)
+
+    def get(self, key: str) -> bytes:
+        """As `dist.Store.get`, without a lock on the store."""
+        self.wait([key])
+        value: bytes = self._store.get(self._room + key)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        """As `dist.Store.check`."""
+        return bool(self._store.check([self._room + key for key in keys]))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
+        """As `dist.Store.wait`, until the meeting's own deadline."""
+        for key in keys:
+            member = key.rpartition("/")[2]  # gloo's keys end with a member's number
+            known = member.isdigit() and int(member) < len(self._ranks)
+            peer = self._ranks[int(member) if known else 0]
+            self._wait_until(functools.partial(self.check, [key]), peer)
+
+    def has_extended_api(self) -> bool:
+        """Return False: gloo then uses the methods above alone."""
+        return False
+
+
+def _greet(link: GlooLink, mine: int, group: Group, timeout: float) -> None:
+    """Hear from all members that they are connected, so that none leaves while another connects.
+
+    Raises:
+        NotMet: one was lost meanwhile.
+    """
+    others = [k for k in range(len(group.ranks)) if k != mine]
+    pending: list[tuple[int, Pending]] = []
+    peer = mine
+    try:
+        for peer in others:
+            out, into = torch.zeros(2, 1, dtype=torch.uint8)
+            pending.append((peer, link.recv(into, peer, _GREETING_TAG)))
+            pending.append((peer, link.send(out, peer, _GREETING_TAG)))
+        while pending:
+            peer = pending[0][0]
+            pending[0][1].wait(timeout)
+            del pending[0]
+    except RuntimeError as err:
+        pending.clear()  # gloo closes nothing while a transfer is held
+        link.close()
+        lost = group.ranks[peer]
+        text = f"rank {lost} was lost while the members of {group} met: {first_line(err)}"
+        raise NotMet(lost, text) from None

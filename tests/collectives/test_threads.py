@@ -1,0 +1,61 @@
+"""Threads that are used again: as many as there is work at once, and none for long after."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+from wingbeat.collectives.threads import Threads
+
+PATIENCE = 20.0
+
+
+def test_a_thread_is_used_again() -> None:
+    threads, seen = Threads("test-again", kept_s=PATIENCE), set()
+    for _ in range(50):
+        done = threading.Event()
+
+        def work(done: threading.Event = done) -> None:
+            seen.add(threading.get_ident())
+            done.set()
+
+        threads.start(work)
+        assert done.wait(PATIENCE)
+        until(lambda: threads._free == 1)
+    assert len(seen) == 1
+    assert threading.active_count() < 50
+
+
+def test_work_never_waits_for_other_work() -> None:
+    threads, together = Threads("test-together", kept_s=0.1), threading.Barrier(9)
+    for _ in range(2):
+        for _ in range(8):
+            threads.start(lambda: (together.wait(PATIENCE), None)[1])
+        together.wait(PATIENCE)  # breaks unless all eight run at once
+
+
+def test_a_thread_without_work_ends() -> None:
+    threads, done = Threads("test-ends", kept_s=0.01), threading.Event()
+    threads.start(done.set)
+    assert done.wait(PATIENCE)
+    until(lambda: not any(t.name.startswith("test-ends") for t in threading.enumerate()))
+
+
+def test_a_waiting_thread_keeps_no_work_alive() -> None:
+    class Work:
+        def __call__(self) -> None:
+            pass
+
+    threads, work = Threads("test-alive", kept_s=PATIENCE), Work()
+    threads.start(work)
+    kept = weakref.ref(work)
+    del work
+    until(lambda: kept() is None)
+
+
+def until(true: object) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

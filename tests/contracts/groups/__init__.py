@@ -1,0 +1,1 @@
+"""What groups promise, whatever carries the bytes."""

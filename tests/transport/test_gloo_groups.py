@@ -1,0 +1,150 @@
+"""Members of a group meet over gloo; ranks as threads of this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wingbeat.transport.blame import Blame, say_left
+from wingbeat.transport.gloo_groups import GlooGroups
+from wingbeat.transport.interfaces import Interface
+from wingbeat.transport.link import Link
+from wingbeat.transport.meeting import NotMet, room_of
+from wingbeat.transport.store import TorchStore
+from wingbeat.types import Group
+
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+PATIENT = 60.0
+SIZE = 3
+
+
+class Rank:
+    """One worker: a client of the store, and its groups."""
+
+    def __init__(self, port: int, rank: int) -> None:
+        self.rank = rank
+        self.store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=PATIENT))
+        self.groups = GlooGroups(self.store, rank, SIZE, [LO])
+
+    def meet(self, group: Group, timeout: float = PATIENT) -> Link:
+        [link] = self.groups.links(group, timeout)
+        mine = group.ranks.index(self.rank)
+        sent = link.send(torch.full((1,), float(self.rank)), (mine + 1) % len(group.ranks), 1)
+        got, before = torch.zeros(1), (mine - 1) % len(group.ranks)
+        link.recv(got, before, 1).wait(PATIENT)
+        sent.wait(PATIENT)
+        assert got.item() == group.ranks[before]
+        return link
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = [Rank(server.port, rank) for rank in range(SIZE)]
+    yield made
+    for rank in made:
+        rank.groups.close()
+
+
+def together(group: Group, act: Callable[[int], object]) -> list[object]:
+    with ThreadPoolExecutor(len(group.ranks)) as pool:
+        return list(pool.map(act, group.ranks))
+
+
+def test_a_meeting_leaves_nothing_in_the_store_and_a_closed_link_no_socket(
+    ranks: list[Rank],
+) -> None:
+    keys = fds = -1
+    for epoch in range(12):
+        group = Group(((0, 1), (0, 2), (0, 1, 2))[epoch % 3], epoch)
+        links = together(group, lambda rank, group=group: ranks[rank].meet(group))
+        for link in links:
+            link.close()  # type: ignore[attr-defined]
+        if epoch == 5:
+            keys, fds = ranks[0].store.num_keys(), open_files(-1)
+    assert ranks[0].store.num_keys() == keys
+    assert open_files(fds) <= fds
+
+
+def open_files(wanted: int) -> int:
+    """How many there are; gloo's thread closes them in its own time."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        count = len(os.listdir("/proc/self/fd"))
+        if 0 <= count <= wanted or time.monotonic() > deadline or wanted < 0:
+            return count
+        time.sleep(0.01)
+
+
+def test_meetings_in_crossing_orders_do_not_wait_for_each_other(ranks: list[Rank]) -> None:
+    """A wait inside the store would lock it for the process's other meetings."""
+    order = {
+        0: (Group((0, 1)), Group((0, 2))),
+        1: (Group((1, 2)), Group((0, 1))),
+        2: (Group((0, 2)), Group((1, 2))),
+    }
+    waiting = threading.Barrier(SIZE)
+
+    def act(rank: int) -> bool:
+        first, second = order[rank]
+        thread = threading.Thread(target=ranks[rank].meet, args=(first, 5.0), daemon=True)
+        thread.start()
+        here = f"{room_of(first)}link0/here/{first.ranks.index(rank)}"
+        while not ranks[rank].store.check([here]):
+            time.sleep(0.001)
+        waiting.wait(PATIENT)
+        ranks[rank].meet(second, 5.0)
+        thread.join(PATIENT)
+        return thread.is_alive()
+
+    assert together(Group(range(SIZE)), act) == [False] * SIZE
+
+
+def test_who_does_not_come_is_named_in_time(ranks: list[Rank]) -> None:
+    group = Group((0, 1, 2), 1)
+
+    def act(rank: int) -> str:
+        if rank == 1:
+            return ""
+        with pytest.raises(NotMet) as caught:
+            ranks[rank].meet(group, 0.3)
+        assert caught.value.peer == 1
+        return str(caught.value)
+
+    for text in (text for text in together(group, act) if text):
+        assert str(text).startswith("rank 1 did not come to group (0, 1, 2) of epoch 1 within 0.3")
+
+
+@pytest.mark.parametrize("way", ["left", "given up"])
+def test_who_will_not_come_is_not_waited_for(way: str, ranks: list[Rank]) -> None:
+    group, store = Group((0, 2), 1), TorchStore(ranks[2].store)
+    timer = threading.Timer(
+        0.2,
+        lambda: (
+            say_left(store, 2, finished=True)
+            if way == "left"
+            else Blame(store, 2, SIZE, 1.0, room_of(group)).publish(0, "broadcast")
+        ),
+    )
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(NotMet) as caught:
+        ranks[0].meet(group)
+    assert time.monotonic() - begin < PATIENT / 2
+    words = {"left": "has left before it came to group", "given up": "has given up group"}
+    assert f"rank 2 {words[way]} (0, 2) of epoch 1" in str(caught.value)
+    assert caught.value.peer == 2
+
+
+def test_nobody_is_met_after_the_end(ranks: list[Rank]) -> None:
+    ranks[0].groups.close()
+    with pytest.raises(NotMet, match=r"this rank is not connected: wingbeat\.shutdown\(\) was"):
+        ranks[0].meet(Group((0, 1)))
