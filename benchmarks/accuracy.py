@@ -11,7 +11,7 @@ no momentum: gradients that top-k holds back would lose it (Deep Gradient Compre
 
 Rule: with an 8-bit sketch, top-k from 0.01 on or with a warm-up that is not the default, or full
 gradients, the mean over seeds is at most 0.5 points below the first row's (exit code 1 otherwise);
-other rows are shown, not judged. Codecs are used whether they pay or not.
+other rows are shown, not judged. Codecs are used whether they are faster or not.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ TASKS = {"digits": digits_task, "text": text_task}
 
 
 def parse(text: str, warmup: int | None) -> Contender:
-    """The row, with a codec that is used whatever it pays; UsageError if there is none."""
+    """The row, with a codec that stays on; UsageError if there is none."""
     contender = contenders.parse(text)
     if contender.strategy is None:
         return contender

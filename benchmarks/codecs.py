@@ -137,7 +137,7 @@ def timed(case: Case, device: str) -> float:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = cases(args)
     samples: list[list[float]] = [[] for _ in found]
-    # The first round pays for pages, caches and compilation, and does not count.
+    # The first round fills pages and caches and compiles, and does not count.
     for turn in range(args.rounds + 1):
         for case, values in zip(found, samples, strict=True):
             seconds = timed(case, args.device)

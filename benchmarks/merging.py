@@ -230,7 +230,7 @@ def plan_large(args: argparse.Namespace) -> list[dict[str, Any]]:
             for alpha in ALPHAS_S
             for gamma in GAMMAS_S
         ]
-    # The first call pays for imports and does not count.
+    # The first call imports, and does not count.
     merge.exact(*instance("paper", 0, args.seed))
     done = track(jobs, description="large       ", console=console, transient=True)
     return [timed(*job) for job in done]

@@ -156,7 +156,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class PlannedBucket:
     """Parameters whose gradients travel together, as indices into the plan's tensor list."""
 
     tensors: tuple[int, ...]
@@ -170,7 +170,7 @@ class Plan:
     needed (DeAR, section III-B).
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PlannedBucket, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

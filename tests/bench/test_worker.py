@@ -14,22 +14,35 @@ from wingbeat.bench.worker import Worker
 from wingbeat.transport import loopback
 
 
-class Deciding:
-    """A codec's trial and a merging's planning at once: over after so many iterations."""
+class Trial:
+    """A codec's trial: over after so many iterations."""
 
     def __init__(self, left: int) -> None:
         self.left = left
-        self.on = True
-        self.coded = None
 
-    def deciding(self) -> bool:
+    def active(self) -> bool:
         return self.left > 0
 
     def decide(self, coded: bool) -> None:
-        self.on, self.left = coded, 0
+        self.left = 0
 
-    def report(self) -> dict[str, Any] | None:
-        return None
+
+class Control:
+    """A codec's trial and a merging's planning at once, each if there is one."""
+
+    merging = None
+
+    def __init__(self, codec: int | None, plan: int | None) -> None:
+        self.trial = None if codec is None else Trial(codec)
+        self.plan = plan or 0
+
+    def deciding(self) -> bool:
+        return self.plan > 0 or (self.trial is not None and self.trial.active())
+
+
+class Compression:
+    on = True
+    coded = "sketch"
 
 
 def decided_after(
@@ -37,18 +50,24 @@ def decided_after(
 ) -> int:
     """Iterations until row 0 is timed, where its codec's trial and its plan take so many."""
     module = torch.nn.Linear(1, 1)
-    parts: list[Any] = [None if left is None else Deciding(left) for left in (codec, plan)]
+    control: Any = Control(codec, plan)
+    compression: Any = Compression()
     made = Attached(
-        module, torch.optim.SGD(module.parameters()), lambda: None, lambda: None, *parts
+        module,
+        torch.optim.SGD(module.parameters()),
+        lambda: None,
+        lambda: None,
+        compression,
+        control,
     )
     steps = 0
 
     def step(*_: Any) -> float:
         nonlocal steps
         steps += 1
-        for part in parts:
-            if part is not None:
-                part.left -= 1
+        control.plan -= 1
+        if control.trial is not None:
+            control.trial.left -= 1
         return 0.0
 
     monkeypatch.setattr(attach, "step", step)

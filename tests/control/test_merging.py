@@ -21,7 +21,7 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.exchange import Samples
 from wingbeat.probe.model import payload_bytes
 from wingbeat.transport import loopback
-from wingbeat.types import Bucket, Plan, Span
+from wingbeat.types import Plan, PlannedBucket, Span
 from wingbeat.wires import Sketch, TopK
 
 STEPS = 2
@@ -241,9 +241,9 @@ def test_what_is_owed_stays_with_its_parameter_when_layers_merge() -> None:
 
     steps = PLANNED + 3
 
-    def owed(world: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
+    def kept(world: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
         model = net()
-        # Nothing moves: what was pulled and has not travelled is owed.
+        # Nothing moves: what was pulled and has not travelled is in the residuals.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         strategy = wingbeat.OMGS(density=0.02, warmup=0, steps=STEPS)
         model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
@@ -257,7 +257,7 @@ def test_what_is_owed_stays_with_its_parameter_when_layers_merge() -> None:
                 sent[name] += 0 if p.grad is None else p.grad
         return sent, optimizer.residual_state_dict()["residuals"], buckets
 
-    results = loopback.run(loopback.worlds(2), owed)
+    results = loopback.run(loopback.worlds(2), kept)
     assert results[0][2][-1] > results[0][2][0] == 1
     pulled = _pulled(steps, 2)
     for name, sent in results[0][0].items():
@@ -374,7 +374,9 @@ def test_a_malformed_plan_names_rank_0(answer: Any) -> None:
 
 
 def test_a_plan_is_taken_as_it_came() -> None:
-    assert merging._checked([[2, 0], [1]], [2, 0, 1], 1) == Plan((Bucket((2, 0)), Bucket((1,))))
+    assert merging._checked([[2, 0], [1]], [2, 0, 1], 1) == Plan(
+        (PlannedBucket((2, 0)), PlannedBucket((1,)))
+    )
 
 
 def test_densities_by_group_travel_in_one_bucket() -> None:

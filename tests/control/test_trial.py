@@ -1,4 +1,4 @@
-"""Whether a codec pays, decided in virtual time."""
+"""Whether a codec is faster, decided in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training whose gradients a codec writes: nothing owed is lost, all workers hold the same bits."""
+"""Training whose gradients a codec writes: nothing is lost, all workers hold the same bits."""
 
 from __future__ import annotations
 
@@ -75,38 +75,38 @@ def pull(model: Any, optimizer: Any, steps: Any, rank: int) -> None:
         optimizer.step()
 
 
-def owed(model: Any) -> dict[str, torch.Tensor]:
+def residuals_of(model: Any) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = engine(model).compression.state_dict()["residuals"]
     return state
 
 
 def assert_nothing_lost(results: list[Any], steps: int, size: int) -> None:
-    """What the parameters have moved by and what all still owe make up the gradients."""
-    moved, debts = results[0][0], [debt for _, debt in results]
+    """What the parameters have moved by and all residuals make up the gradients."""
+    moved, residuals = results[0][0], [residual for _, residual in results]
     for other, _ in results[1:]:
         assert_same(other, moved)
     for (name, value), wanted in zip(moved.items(), mean_pulled(steps, size), strict=True):
-        total = -value.double() + sum(debt[name].double() for debt in debts)
+        total = -value.double() + sum(residual[name].double() for residual in residuals)
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "dear"])
 @pytest.mark.parametrize("wire", LOSSY, ids=repr)
-def test_what_has_not_arrived_is_owed(kind, wire) -> None:
+def test_what_has_not_arrived_is_in_a_residual(kind, wire) -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy(kind, wire))
         pull(model, optimizer, range(6), world.rank)
-        return weights(model), owed(model)
+        return weights(model), residuals_of(model)
 
     results = on(SIZE, body)
     assert_nothing_lost(results, 6, SIZE)
-    assert any(bool(debt.any()) for debt in results[0][1].values())
+    assert any(bool(residual.any()) for residual in results[0][1].values())
 
 
 @pytest.mark.parametrize("new_buckets", [False, True])
 @pytest.mark.parametrize("kind", ["allreduce", "dear"])
 @pytest.mark.parametrize("wire", LOSSY, ids=repr)
-def test_what_is_owed_to_a_parameter_waits_until_it_is_used_again(kind, wire, new_buckets) -> None:
+def test_what_is_left_of_a_parameter_waits_until_it_is_used_again(kind, wire, new_buckets) -> None:
     """Nobody uses what workers send for a parameter that has no gradient anywhere."""
     idle = {1: {1, 2, 3}, 4: {2}}  # parameters and the steps in which nobody uses them
 
@@ -122,7 +122,7 @@ def test_what_is_owed_to_a_parameter_waits_until_it_is_used_again(kind, wire, ne
             optimizer.zero_grad()
             model(given(step, world.rank)).backward()
             optimizer.step()
-        return weights(model), owed(model)
+        return weights(model), residuals_of(model)
 
     results = on(SIZE, body)
     wanted = [torch.zeros(shape, dtype=torch.float64) for shape in Pull.SHAPES]
@@ -132,7 +132,7 @@ def test_what_is_owed_to_a_parameter_waits_until_it_is_used_again(kind, wire, ne
                 if pull_ is not None:
                     total += pull_.double() / SIZE
     for (name, value), want in zip(results[0][0].items(), wanted, strict=True):
-        total = -value.double() + sum(debt[name].double() for _, debt in results)
+        total = -value.double() + sum(residual[name].double() for _, residual in results)
         torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4, msg=name)
 
 
@@ -150,7 +150,7 @@ def test_rebucketing_loses_nothing(kind, wire) -> None:
             )
             pull(model, optimizer, [step], world.rank)
         model.flush()
-        return weights(model), owed(model)
+        return weights(model), residuals_of(model)
 
     assert_nothing_lost(on(SIZE, body), len(sizes), SIZE)
 
@@ -176,7 +176,7 @@ def test_another_number_of_workers_takes_over_what_is_owed(kind, after) -> None:
         optimizer.load_residuals(parts)
         assert engine(model).compression._step == 3
         pull(model, optimizer, [4], world.rank)
-        return weights(model), owed(model)
+        return weights(model), residuals_of(model)
 
     results = on(after, resumed)
     moved = results[0][0]
@@ -186,7 +186,7 @@ def test_another_number_of_workers_takes_over_what_is_owed(kind, after) -> None:
     ):
         wanted[i] += each
     for (name, value), want in zip(moved.items(), wanted, strict=True):
-        total = -value.double() + sum(debt[name].double() for _, debt in results)
+        total = -value.double() + sum(residual[name].double() for _, residual in results)
         torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4)
 
 
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_each_worker_goes_on_bit_for_bit() -> None:
     def straight(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy("dear", wire))
         pull(model, optimizer, range(7), world.rank)
-        return weights(model), owed(model)
+        return weights(model), residuals_of(model)
 
     def with_a_break(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy("dear", wire))
@@ -207,10 +207,10 @@ def test_a_checkpoint_of_each_worker_goes_on_bit_for_bit() -> None:
         model, optimizer = distributed_pull(world, strategy("dear", wire, mb=1.0))
         model.load_state_dict(values)
         optimizer.load_state_dict(state)
-        for each in owed(model).values():
+        for each in residuals_of(model).values():
             assert bool(each.isfinite().all())
         pull(model, optimizer, range(3, 7), world.rank)
-        return weights(model), owed(model)
+        return weights(model), residuals_of(model)
 
     # Other buckets after the break, so that other values are chosen; the sums are the same.
     assert_nothing_lost(on(SIZE, straight), 7, SIZE)
@@ -227,11 +227,11 @@ def test_rank_0s_state_loads_on_all_and_into_a_plain_optimizer() -> None:
         zero = next(v for v in _gathered(world, answers["mine"]) if v["wingbeat"]["rank"] == 0)
         optimizer.load_state_dict(zero)
         torch.optim.SGD(model.parameters(), lr=1.0).load_state_dict(zero)
-        return owed(model)
+        return residuals_of(model)
 
-    debts = on(SIZE, body)
-    assert any(bool(v.any()) for v in debts[0].values())
-    assert not any(bool(v.any()) for v in debts[1].values())
+    residuals = on(SIZE, body)
+    assert any(bool(v.any()) for v in residuals[0].values())
+    assert not any(bool(v.any()) for v in residuals[1].values())
 
 
 _board: dict[Any, Any] = {}
@@ -394,7 +394,7 @@ def test_shards_take_sketched_gradients_and_whole_parameters() -> None:
         assert (value.double() + wanted).norm() < 0.05 * wanted.norm() + 1e-3
 
 
-def test_a_codec_that_does_not_pay_is_switched_off_on_all_workers(monkeypatch, caplog) -> None:
+def test_a_codec_that_is_not_faster_is_switched_off_on_all_workers(monkeypatch, caplog) -> None:
     """Virtual time: an iteration with the codec takes twice as long on one of the workers."""
     caplog.set_level("INFO", "wingbeat")
 
@@ -416,13 +416,13 @@ def test_a_codec_that_does_not_pay_is_switched_off_on_all_workers(monkeypatch, c
             steps += 1
             assert steps < 40
         pull(model, optimizer, [steps, steps + 1], world.rank)
-        return weights(model), owed(model), compression.on, steps
+        return weights(model), residuals_of(model), compression.on, steps
 
     results = on(SIZE, body)
     assert [on for *_, on, _ in results] == [False] * SIZE
     assert len({steps for *_, steps in results}) == 1
     assert_nothing_lost([(w, d) for w, d, *_ in results], results[0][3] + 2, SIZE)
-    assert not any(bool(v.any()) for v in results[0][1].values()), "nothing is owed in the end"
+    assert not any(bool(v.any()) for v in results[0][1].values()), "no residual is left in the end"
     assert "is not faster here and is switched off" in caplog.text
 
 
@@ -467,14 +467,14 @@ def test_shards_pay_what_is_owed_to_their_own_block() -> None:
             optimizer.zero_grad()
             model([torch.zeros(shape) for shape in Pull.SHAPES]).backward()
             optimizer.step()
-        return weights(model), owed(model)
+        return weights(model), residuals_of(model)
 
     results = on(SIZE, body)
     for name, value in results[0][0].items():
-        debts = [debt[name] for _, debt in results]
-        total = -value + sum(debts)
+        residuals = [residual[name] for _, residual in results]
+        total = -value + sum(residuals)
         torch.testing.assert_close(total, torch.full_like(value, float(SIZE)), msg=name)
-        assert all(bool((debt.abs() < 0.02).all()) for debt in debts), "1 was owed"
+        assert all(bool((residual.abs() < 0.02).all()) for residual in residuals), "1 was missing"
 
 
 def test_loading_shards_leaves_loaded_residuals_alone() -> None:
@@ -484,16 +484,16 @@ def test_loading_shards_leaves_loaded_residuals_alone() -> None:
         )
         model, optimizer = distributed_pull(world, how)
         pull(model, optimizer, range(2), world.rank)
-        before, shards = owed(model), _gathered(world, optimizer.shard_state_dict())
+        before, shards = residuals_of(model), _gathered(world, optimizer.shard_state_dict())
         optimizer.load_shards(shards)
-        assert_same(owed(model), before)
+        assert_same(residuals_of(model), before)
         return any(bool(v.any()) for v in before.values())
 
     assert any(on(SIZE, body))
 
 
-def test_half_precision_goes_on_owing_what_it_has_no_room_for() -> None:
-    """With the codec off, a debt too small for the gradients' dtype is not rounded away."""
+def test_a_residual_keeps_what_half_precision_has_no_room_for() -> None:
+    """With the codec off, a residual too small for the gradients' dtype is not rounded away."""
 
     def body(world: Any) -> Any:
         model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
@@ -505,10 +505,10 @@ def test_half_precision_goes_on_owing_what_it_has_no_room_for() -> None:
         optimizer.load_residuals([{**part, "rank": rank} for rank in range(2)])
         control.trial.decide(False)
         model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
-        return model.weight.grad.float().clone(), owed(model)["weight"]
+        return model.weight.grad.float().clone(), residuals_of(model)["weight"]
 
     (grad, _), *_ = results = on(2, body)
-    total = grad + sum(debt for _, debt in results)
+    total = grad + sum(residual for _, residual in results)
     torch.testing.assert_close(total, torch.full((64, 64), 1.002), rtol=0, atol=1e-5)
 
 
@@ -547,7 +547,7 @@ def test_a_damaged_state_changes_nothing(state, why) -> None:
             world, strategy("allreduce", Sketch(auto_disable=False))
         )
         pull(model, optimizer, range(2), world.rank)
-        good, before = optimizer.state_dict(), owed(model)
+        good, before = optimizer.state_dict(), residuals_of(model)
         broken = (
             {**good["wingbeat"], **state} if isinstance(state, dict) and "step" in state else state
         )
@@ -557,7 +557,7 @@ def test_a_damaged_state_changes_nothing(state, why) -> None:
             optimizer.load_state_dict({**good, "param_groups": []})
         with pytest.raises(UsageError, match=r"load_residuals\(int\): pass a list"):
             optimizer.load_residuals(5)
-        assert_same(owed(model), before)
+        assert_same(residuals_of(model), before)
 
     on(2, body)
 
@@ -598,9 +598,9 @@ def test_a_state_without_residuals_begins_with_nothing_owed() -> None:
             world, strategy("allreduce", Sketch(auto_disable=False))
         )
         pull(model, optimizer, range(2), world.rank)
-        assert any(bool(each.any()) for each in owed(model).values())
+        assert any(bool(each.any()) for each in residuals_of(model).values())
         optimizer.load_state_dict(torch.optim.SGD(Pull().parameters(), lr=1.0).state_dict())
-        return owed(model)
+        return residuals_of(model)
 
-    for debts in on(2, body):
-        assert not any(bool(each.any()) for each in debts.values())
+    for residuals in on(2, body):
+        assert not any(bool(each.any()) for each in residuals.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.costs import Workload
-from wingbeat.types import Bucket, Plan
+from wingbeat.types import Plan, PlannedBucket
 
 F32 = "float32 cpu"
 
@@ -26,4 +26,4 @@ def groups(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def plan_of(*buckets: tuple[int, ...]) -> Plan:
-    return Plan(tuple(Bucket(bucket) for bucket in buckets))
+    return Plan(tuple(PlannedBucket(bucket) for bucket in buckets))

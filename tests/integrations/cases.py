@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from integrations.totals import SHAPES, Chosen, Totals, gradient, make_state
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.integrations import ddp
-from wingbeat.integrations.ddp.exchange import Exchange
+from wingbeat.integrations.ddp.exchange import HookExchange
 
 STEPS = range(6)
 
@@ -282,18 +282,18 @@ def malformed() -> tuple[str, str]:
     """Rank 1 sends nonsense."""
     totals = Totals("topk")
     totals.train(range(2))
-    usual = Exchange.prepare
+    usual = HookExchange.prepare
 
-    def nonsense(self: Exchange) -> None:
+    def nonsense(self: HookExchange) -> None:
         usual(self)
         self._sum.rows.fill_(255)
 
     if dist.get_rank() == 1:
-        Exchange.prepare = nonsense  # type: ignore[method-assign]
+        HookExchange.prepare = nonsense  # type: ignore[method-assign]
     try:
         return _failing(totals)
     finally:
-        Exchange.prepare = usual  # type: ignore[method-assign]
+        HookExchange.prepare = usual  # type: ignore[method-assign]
         totals.close()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from wingbeat.errors import WingbeatError
 from wingbeat.integrations.ddp.exchange import Between
-from wingbeat.integrations.ddp.executor import Executor, Job
+from wingbeat.integrations.ddp.executor import Executor, HookJob
 
 
 class Noted:
@@ -38,7 +38,8 @@ def jobs(kinds: list[type[Noted]], said: list[str]) -> list[torch.futures.Future
     """Submit an exchange of each kind before the first can go on; return what is promised."""
     executor, gate = Executor(3), threading.Event()
     made = [
-        Job(kind(str(n), said, gate), f"bucket {n}", torch.empty(1)) for n, kind in enumerate(kinds)
+        HookJob(kind(str(n), said, gate), f"bucket {n}", torch.empty(1))
+        for n, kind in enumerate(kinds)
     ]
     for job in made:
         executor.submit(job)

@@ -17,7 +17,7 @@ from wingbeat.costs import NOTHING, Costs, Curve, Line, Pieces, Sorting, Workloa
 from wingbeat.errors import UsageError
 from wingbeat.paced.profile import load_profile
 from wingbeat.plans import merge
-from wingbeat.types import Bucket, Plan
+from wingbeat.types import Plan, PlannedBucket
 
 
 @st.composite
@@ -78,9 +78,9 @@ def test_predict_by_hand() -> None:
     costs = Costs(Line(0.5, 0.0), Line(1.0, 1.0))
     timeline = merge.predict(plan_of((0,), (1, 2)), workload, costs)
     first, second = timeline.rows
-    assert first == merge.Row(Bucket((0,)), 1.0, 1.0, 1.5, 1.5, 3.5)
+    assert first == merge.Row(PlannedBucket((0,)), 1.0, 1.0, 1.5, 1.5, 3.5)
     # Encoding the first delays the others' gradients by as much.
-    assert second == merge.Row(Bucket((1, 2)), 4.0, 4.5, 5.0, 5.0, 11.0)
+    assert second == merge.Row(PlannedBucket((1, 2)), 4.0, 4.5, 5.0, 5.0, 11.0)
     assert timeline.backward_s == 4.0
     assert timeline.encode_s == 1.0
     assert timeline.exposed_s == 6.0

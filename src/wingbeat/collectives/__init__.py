@@ -3,7 +3,7 @@
 from wingbeat.collectives.cast import wire_dtype
 from wingbeat.collectives.engine import Collectives
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.packing import Encoded, Wire
+from wingbeat.collectives.packing import Encoded, WireFormat
 from wingbeat.collectives.rows import Rows
 
-__all__ = ["Collectives", "Encoded", "Handle", "Rows", "Wire", "wire_dtype"]
+__all__ = ["Collectives", "Encoded", "Handle", "Rows", "WireFormat", "wire_dtype"]

@@ -13,7 +13,7 @@ from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor, Job
 from wingbeat.collectives.handle import Handle
 from wingbeat.collectives.native_encoded import start_encoded
-from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, Wire
+from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
 from wingbeat.collectives.program import compile_collective
 from wingbeat.collectives.threads import Threads
 from wingbeat.observe.events import stream
@@ -59,7 +59,7 @@ class Collectives:
         return blocks_of(numel, self.world.size)[self.world.rank]
 
     def reduce_scatter(
-        self, buffer: torch.Tensor, *, bucket: int = -1, wire: Wire | None = None
+        self, buffer: torch.Tensor, *, bucket: int = -1, wire: WireFormat | None = None
     ) -> Handle:
         """Sum all workers' buffers into each owner's block; the rest becomes scratch.
 
@@ -74,7 +74,7 @@ class Collectives:
         *,
         bucket: int = -1,
         after: Handle | None = None,
-        wire: Wire | None = None,
+        wire: WireFormat | None = None,
         label: str = "",
     ) -> Handle:
         """Spread each owner's block to everyone; a chunk starts when ``after`` is done with it.
@@ -88,7 +88,7 @@ class Collectives:
         return self._submit("all_gather", buffer, bucket, after, wire, label=label)
 
     def all_reduce(
-        self, buffer: torch.Tensor, *, bucket: int = -1, wire: Wire | None = None
+        self, buffer: torch.Tensor, *, bucket: int = -1, wire: WireFormat | None = None
     ) -> Handle:
         """Sum all workers' buffers on every worker, with the same bits on each.
 
@@ -135,7 +135,7 @@ class Collectives:
         buffer: torch.Tensor,
         bucket: int,
         after: Handle | None = None,
-        wire: Wire | None = None,
+        wire: WireFormat | None = None,
         topology: Topology | None = None,
         label: str = "",
     ) -> Handle:
@@ -173,7 +173,7 @@ class Collectives:
             after.wait()  # on the host nothing waits; streams are ordered
         return start_encoded(self.world, what, buffer, packing)
 
-    def _packing(self, buffer: torch.Tensor, wire: Wire | None) -> Packing | None:
+    def _packing(self, buffer: torch.Tensor, wire: WireFormat | None) -> Packing | None:
         own = self.owned(buffer.numel())
         packing: Packing | None
         if isinstance(wire, Encoded):

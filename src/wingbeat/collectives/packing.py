@@ -103,7 +103,7 @@ class Encoded:
     residual: torch.Tensor | None = None
 
 
-Wire = torch.dtype | Encoded
+WireFormat = torch.dtype | Encoded
 """What a buffer's elements travel as, where that is not their own dtype."""
 
 

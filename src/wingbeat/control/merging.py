@@ -39,7 +39,7 @@ from wingbeat.probe.model import (
     payload_bytes,
     wire_text,
 )
-from wingbeat.types import Bucket, Choices, Merging, Plan
+from wingbeat.types import Choices, Merging, Plan, PlannedBucket
 from wingbeat.wires import Coded, TopK
 
 
@@ -383,7 +383,7 @@ def _checked(answer: Any, tensors: Sequence[int], rank: int) -> Plan:
     if isinstance(answer, list) and all(isinstance(b, list) and b for b in answer):
         flat = [index for bucket in answer for index in bucket]
         if flat == list(tensors) and all(type(index) is int for index in flat):
-            return Plan(tuple(Bucket(tuple(bucket)) for bucket in answer))
+            return Plan(tuple(PlannedBucket(tuple(bucket)) for bucket in answer))
     raise PeerError(
         f"rank {rank}: rank 0 sent a malformed plan of merged layers: {str(answer)[:60]}"
     )

@@ -11,7 +11,7 @@ import torch
 from wingbeat.gradients.convert import check_kind
 
 if TYPE_CHECKING:
-    from wingbeat.collectives import Handle, Wire
+    from wingbeat.collectives import Handle, WireFormat
 
 TURNS = 4
 """Steps are counted modulo this in the buckets: workers that disagree are found at once."""
@@ -137,7 +137,7 @@ class Bucket:
             if turn < TURNS:
                 tail[len(slots) + turn] = 1
         self.handle: Handle | None = None
-        self.wire: Wire | None = None
+        self.wire: WireFormat | None = None
         self.due = False
         self.missing = len(slots)
 

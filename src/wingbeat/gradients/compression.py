@@ -12,7 +12,7 @@ from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.feedback import Residuals
-from wingbeat.collectives import Collectives, Encoded, Wire, wire_dtype
+from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.observe.log import log
@@ -65,7 +65,7 @@ class Compression:
     # -- buckets --------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launching(self, bucket: Bucket) -> Wire | None:
+    def launching(self, bucket: Bucket) -> WireFormat | None:
         """Return what the bucket, whose gradients are complete, travels as this time.
 
         While the codec is off, residuals go along with the gradients.

@@ -2,8 +2,8 @@
 
 Between DeAR's reduce-scatter and its all-gather no worker has a whole gradient. What stands in
 ``p.grad`` meanwhile is a tensor without memory that has the gradient's shape, dtype and device.
-Any operation on it, by whoever holds it, first makes the gradients whole. Nobody pays who does
-not look.
+Any operation on it, by whoever holds it, first makes the gradients whole. While nobody looks
+it costs nothing.
 """
 
 from __future__ import annotations

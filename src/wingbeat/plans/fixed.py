@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from wingbeat.types import Bucket, Plan, TensorSpec
+from wingbeat.types import Plan, PlannedBucket, TensorSpec
 
 
 def fixed(
@@ -54,7 +54,7 @@ def in_ready_order(buckets: Sequence[tuple[int, ...]], order: Sequence[int]) -> 
     """Sort buckets by when each becomes complete."""
     ready = {index: position for position, index in enumerate(order)}
     complete = sorted(buckets, key=lambda tensors: max(ready[t] for t in tensors))
-    return Plan(tuple(Bucket(tensors) for tensors in complete))
+    return Plan(tuple(PlannedBucket(tensors) for tensors in complete))
 
 
 def _fuse(

@@ -16,7 +16,7 @@ import torch
 
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
-from wingbeat.collectives import Collectives, Encoded, Handle, Wire, wire_dtype
+from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
 from wingbeat.errors import PeerError, UsageError, unknown
 from wingbeat.transport.world import World
 from wingbeat.types import Span
@@ -278,7 +278,7 @@ def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _R
 
 
 def _reducing(
-    collectives: Collectives, way: str, buffer: torch.Tensor, wire: Wire | None
+    collectives: Collectives, way: str, buffer: torch.Tensor, wire: WireFormat | None
 ) -> Callable[[], Handle]:
     start = collectives.all_reduce if way == "reduce" else collectives.reduce_scatter
     return lambda: start(buffer, wire=wire)

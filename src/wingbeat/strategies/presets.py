@@ -207,7 +207,7 @@ class OMGS(Preset):
     """Top-k gradients of layers that are merged by what they are measured to cost.
 
     OMGS-SGD (Shi et al., INFOCOM 2020): each merged layer is sparsified as its last gradient
-    arrives, and its largest values are gathered while backward goes on. Few merged layers pay few
+    arrives, and its largest values are gathered while backward goes on. Few merged layers have few
     startup times; many hide more of the exchange. The first iterations measure backward, the codec
     and the links; then layers are merged so that the iteration is shortest. Not exact: what does
     not travel waits in a residual, by parameter, and comes later.

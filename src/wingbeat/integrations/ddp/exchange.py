@@ -25,7 +25,7 @@ Between = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Bucket:
+class HookBucket:
     """One of DDP's buckets in one iteration.
 
     Attributes:
@@ -64,7 +64,7 @@ class Bucket:
 
 
 @dataclass(eq=False)
-class Exchange:
+class HookExchange:
     """An encoded sum of one bucket; both methods are called once, in this order.
 
     One residual serves both roundings of a sum by blocks: of the others' blocks it is what this
@@ -79,7 +79,7 @@ class Exchange:
         momentum: whether the codec corrects for it.
     """
 
-    bucket: Bucket
+    bucket: HookBucket
     group: NativeGroup
     residuals: Residuals
     codec: Codec
@@ -128,7 +128,7 @@ class _KeepingUnused(Coding):
     sent for it would be lost, so it waits for the next gradient.
     """
 
-    def __init__(self, regions: Sequence[Region], bucket: Bucket) -> None:
+    def __init__(self, regions: Sequence[Region], bucket: HookBucket) -> None:
         super().__init__(regions)
         self._bucket = bucket
 

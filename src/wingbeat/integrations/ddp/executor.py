@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from wingbeat.errors import WingbeatError
-from wingbeat.integrations.ddp.exchange import Exchange
+from wingbeat.integrations.ddp.exchange import HookExchange
 
 PATIENCE = 2.0
 """Seconds that closing waits for a collective under way."""
 
 
 @dataclass(eq=False)
-class Job:
+class HookJob:
     """A bucket to exchange.
 
     Attributes:
@@ -39,7 +39,7 @@ class Job:
         error: what went wrong in that part.
     """
 
-    exchange: Exchange
+    exchange: HookExchange
     where: str
     buffer: Tensor
     ready: Any = None
@@ -82,15 +82,15 @@ class Executor:
     def __init__(self, rank: int) -> None:
         self.error: Exception | None = None
         self._rank = rank
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._ahead: list[Job | None] = []
+        self._jobs: queue.SimpleQueue[HookJob | None] = queue.SimpleQueue()
+        self._ahead: list[HookJob | None] = []
         self._streams: dict[torch.device, Any] = {}
         self._closed = False
         # A daemon: a collective that nobody answers must not keep a program from ending.
         self._thread = threading.Thread(target=self._loop, name="wingbeat-ddp-hook", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: HookJob) -> None:
         """Have ``job`` done after all that were submitted before it."""
         assert not self._closed, "closed"
         self._jobs.put(job)
@@ -138,7 +138,7 @@ class Executor:
             job.done.set_result(result)
         return True
 
-    def _prepare(self, job: Job) -> None:
+    def _prepare(self, job: HookJob) -> None:
         if job.prepared:
             return
         job.prepared = True
@@ -165,7 +165,7 @@ class Executor:
                 self._prepare(job)
 
     @contextlib.contextmanager
-    def _stream(self, job: Job) -> Iterator[None]:
+    def _stream(self, job: HookJob) -> Iterator[None]:
         if job.device.type != "cuda":
             yield
             return
@@ -174,7 +174,7 @@ class Executor:
         with torch.cuda.stream(self._streams[job.device]):
             yield
 
-    def _named(self, err: Exception, job: Job) -> Exception:
+    def _named(self, err: Exception, job: HookJob) -> Exception:
         if isinstance(err, WingbeatError):
             return err
         return WingbeatError(f"rank {self._rank}: {job.where}: {type(err).__name__}: {err}")

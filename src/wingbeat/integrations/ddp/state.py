@@ -17,8 +17,8 @@ from wingbeat.codecs.feedback import Part, Residuals
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec, warmed_up
 from wingbeat.errors import UsageError
-from wingbeat.integrations.ddp.exchange import Bucket, Exchange
-from wingbeat.integrations.ddp.executor import Executor, Job
+from wingbeat.integrations.ddp.exchange import HookBucket, HookExchange
+from wingbeat.integrations.ddp.executor import Executor, HookJob
 from wingbeat.transport.native import NativeGroup
 
 
@@ -54,7 +54,7 @@ class _State:
     # -- for the hooks ------------------------------------------------------------------------
 
     def submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Exchange one of DDP's buckets; the future holds its buffer with the average.
+        """HookExchange one of DDP's buckets; the future holds its buffer with the average.
 
         With one worker nothing is encoded and the gradients stay as they are.
 
@@ -65,7 +65,7 @@ class _State:
         buffer = bucket.buffer()
         work = self._bucket(bucket, buffer)
         last = bucket.is_last()
-        job = Job(self._exchange(work), work.where, buffer)
+        job = HookJob(self._exchange(work), work.where, buffer)
         if self._group.size == 1:
             job.done.set_result(buffer)
         else:
@@ -74,10 +74,10 @@ class _State:
             self._steps += 1
         return job.future()
 
-    def _exchange(self, bucket: Bucket) -> Exchange:
+    def _exchange(self, bucket: HookBucket) -> HookExchange:
         raise NotImplementedError
 
-    def _bucket(self, bucket: Any, buffer: Tensor) -> Bucket:
+    def _bucket(self, bucket: Any, buffer: Tensor) -> HookBucket:
         self._refuse_misuse()
         index = bucket.index()
         names, numels = [], []
@@ -101,7 +101,7 @@ class _State:
                 "dtype, so use nn.Embedding(sparse=False)"
             )
         assert sum(numels) == buffer.numel(), f"{where} has {buffer.numel()} elements"
-        return Bucket(where, buffer, names, numels, self._keep_unused)
+        return HookBucket(where, buffer, names, numels, self._keep_unused)
 
     def _refuse_misuse(self) -> None:
         kind = type(self).__name__
@@ -205,9 +205,9 @@ class SketchState(_State):
         self.bits = bits
         super().__init__(model, velocity=False, process_group=process_group, timeout=timeout)
 
-    def _exchange(self, bucket: Bucket) -> Exchange:
+    def _exchange(self, bucket: HookBucket) -> HookExchange:
         codec = SketchCodec(self.bits)
-        return Exchange(bucket, self._group, self._residuals, codec, gathered=False)
+        return HookExchange(bucket, self._group, self._residuals, codec, gathered=False)
 
 
 class TopKState(_State):
@@ -264,9 +264,9 @@ class TopKState(_State):
         """The density of the coming iteration, which a warm-up changes."""
         return warmed_up(self.density, self.warmup, self._steps)
 
-    def _exchange(self, bucket: Bucket) -> Exchange:
+    def _exchange(self, bucket: HookBucket) -> HookExchange:
         codec = TopKCodec(self.density_now, self.momentum)
-        return Exchange(
+        return HookExchange(
             bucket,
             self._group,
             self._residuals,

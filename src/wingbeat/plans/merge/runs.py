@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from wingbeat.costs.curve import Floats
 from wingbeat.costs.workload import Costs, Workload
 from wingbeat.errors import UsageError
-from wingbeat.types import Bucket, Plan
+from wingbeat.types import Plan, PlannedBucket
 
 Positions = NDArray[np.int64]
 
@@ -68,7 +68,9 @@ def _sums(values: Iterable[float]) -> Floats:
 def plan_of(workload: Workload, stops: Iterable[int]) -> Plan:
     """Make the plan whose buckets end before these positions, rising, the last one L."""
     ends = [0, *stops]
-    return Plan(tuple(Bucket(workload.tensors[start:stop]) for start, stop in pairwise(ends)))
+    return Plan(
+        tuple(PlannedBucket(workload.tensors[start:stop]) for start, stop in pairwise(ends))
+    )
 
 
 def stops_of(plan: Plan, workload: Workload) -> list[int]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from wingbeat.costs.workload import Costs, Workload
 from wingbeat.plans.merge.runs import Runs, stops_of
-from wingbeat.types import Bucket, Plan
+from wingbeat.types import Plan, PlannedBucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Row:
         exchange_end_s: when its sum is there.
     """
 
-    bucket: Bucket
+    bucket: PlannedBucket
     ready_s: float
     encode_begin_s: float
     encode_end_s: float
