@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,19 +102,11 @@ class Engine(Intake):
         if self.compression.coded is not None and not choices.shard_optimizer:
             refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
-        self.runtime = kinds.runtime_of(
-            choices,
-            Training(
-                optimizer,
-                self.stepper,
-                self.steps_made,
-                self.bucketing,
-                collectives,
-                ModuleHook(weakref.ref(self), "refresh"),
-            ),
-            self.compression,
-            self,
+        refresh = ModuleHook(weakref.ref(self), "refresh")
+        training = Training(
+            optimizer, self.stepper, self.steps_made, self.bucketing, collectives, refresh
         )
+        self.runtime = kinds.runtime_of(choices, training, self.compression, self)
         self.views = self.runtime.views
         self.update = self.runtime.update
         if world.size > 1:
@@ -163,11 +155,6 @@ class Engine(Intake):
         Where the workers agree before each exchange, it is not blind.
         """
         return self.before_synced_forward is not None and not self.update.agrees
-
-    @property
-    def forward_buckets(self) -> list[Bucket]:
-        """The buckets of the plan in force, first needed first."""
-        return self.bucketing.forward_buckets
 
     def tell(self, event: Event, closure: Closure = None) -> Any:
         """Do what the schedule has to say to ``event``; return what a step has returned, if any."""
@@ -400,12 +387,3 @@ class Engine(Intake):
         """Before a module loads its part of a state dict."""
         refuse_assignment(prefix, metadata)
         self.settle()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this worker only, until a backward outside of this context."""
-        before, self.sync = self.sync, False
-        try:
-            yield
-        finally:
-            self.sync = before

@@ -6,8 +6,10 @@ Buckets are launched strictly in the plan's order, on every worker, so no negoti
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +60,11 @@ class Intake:
     def buckets(self) -> list[Bucket]:
         """The buckets of the plan in force, first ready first."""
         return self.bucketing.buckets
+
+    @property
+    def forward_buckets(self) -> list[Bucket]:
+        """The buckets of the plan in force, first needed first."""
+        return self.bucketing.forward_buckets
 
     @property
     def amid_backward(self) -> bool:
@@ -273,3 +280,12 @@ class Intake:
                 if grad is not None and grad is slot.pending:
                     zeros = not set_to_none and slot.used
                     slot.param.grad = torch.zeros_like(slot.param) if zeros else None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this worker only, until a backward outside of this context."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
