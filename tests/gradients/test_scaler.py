@@ -11,6 +11,7 @@ from torch import nn
 
 import wingbeat
 from wingbeat import sync
+from wingbeat.errors import UsageError
 from wingbeat.schedules import Dear
 from wingbeat.transport import loopback
 
@@ -213,3 +214,119 @@ def test_workers_without_a_block_of_their_own_take_part(bad: bool) -> None:
 
     wanted = (4.0, pytest.approx(0.45)) if bad else (8.0, pytest.approx(0.4))
     assert loopback.run(loopback.worlds(3), body) == [wanted] * 3
+
+
+class Unscales(torch.optim.SGD):
+    """Says for all of its class that it unscales by itself."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> Any:
+        scale = getattr(self, "grad_scale", None)
+        scales.append(None if scale is None else float(scale))
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and scale is not None:
+                    param.grad.div_(scale)
+        if scale is not None:
+            self.grad_scale = self.found_inf = None  # SGD's own step refuses them
+        return super().step(closure)
+
+
+scales: list[float | None] = []
+"""What optimizers that unscale by themselves were told."""
+
+
+def _run(size: int, body: Any) -> list[Any]:
+    return loopback.run(loopback.worlds(size, timeout=5.0), body)
+
+
+def _made(world: Any, make: Any = torch.optim.SGD) -> tuple[Any, Any]:
+    model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            param.fill_(0.1 * (number + 1))
+    optimizer = make(model.parameters(), lr=0.1)
+    return sync.distribute(model, optimizer, wingbeat.DeAR(plan="fixed", mb=1e-5), world=world)
+
+
+def test_an_optimizer_whose_class_unscales_is_left_to_do_so() -> None:
+    def body(world: Any) -> torch.Tensor:
+        model, optimizer = _made(world, Unscales)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found: torch.Tensor = model[0].weight.detach().clone()
+        return found
+
+    scales.clear()
+    first, second = _run(2, body)
+    assert torch.equal(first, second)
+    assert scales[-4:] == [64.0] * 4, "the scaler has unscaled in its place"
+
+
+def test_when_no_scaler_asks_any_more_groups_have_whole_gradients_again() -> None:
+    def body(world: Any) -> list[str]:
+        model, optimizer = _made(world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        seen = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).sum()
+            (scaler.scale(loss) if step < 2 else loss).backward()
+            seen.append(type(optimizer.param_groups[0]["params"][0].grad).__name__)
+            if step < 2:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        return seen
+
+    whole, pending = "Tensor", "PendingGradient"
+    assert _run(2, body) == [[whole, pending, pending, whole, whole]] * 2
+
+
+def test_a_rank_that_has_put_a_gradient_away_unscales_along() -> None:
+    def body(world: Any) -> list[float]:
+        model, optimizer = _made(world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            if step and world.rank:
+                model[0].bias.grad = None
+            scaler.step(optimizer)
+            scaler.update()
+        found: list[float] = model[1].weight.detach().flatten().tolist()
+        return found
+
+    first, second = _run(2, body)
+    assert len(first) == len(second), "nobody has waited in vain"
+
+
+def test_gradients_of_a_backward_that_failed_are_not_unscaled() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError
+
+    def body(world: Any) -> None:
+        model, optimizer = _made(world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        loss = scaler.scale(model[1](Fails.apply(model[0](torch.ones(2, 4)))).sum())
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        with pytest.raises((UsageError, AssertionError)):
+            scaler.step(optimizer)
+
+    _run(2, body)

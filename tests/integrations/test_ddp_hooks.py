@@ -89,7 +89,7 @@ def test_a_network_learns_as_it_does_without_a_hook(pool_of: PoolOf) -> None:
     """Accuracy is the mean over three starts: DDP's own differs by 0.02 from start to start."""
 
     def accuracy(kind: str, options: dict[str, Any]) -> float:
-        runs = [pool_of(2).run(cases.digits, kind, options, 200, seed)[0] for seed in (5, 6, 7)]
+        runs = [pool_of(2).run(cases.digits, kind, options, 300, seed)[0] for seed in (5, 6, 7)]
         return sum(right for _, right in runs) / len(runs)
 
     dense = accuracy("dense", {})

@@ -61,10 +61,10 @@ def test_what_is_certain_is_updated_before_the_others_are_heard() -> None:
     together([worker], [[StepCalled(used=frozenset({0, 1}))]])
     assert worker.told == [
         Say(Intent.STEP, frozenset({0, 1})),
-        Wait(0, whole=False),
+        Wait(0, whole=False, read_only=True),
         UpdateOwn(0, frozenset({0, 1})),
         Hear(),
-        Wait(1, whole=False),
+        Wait(1, whole=False, read_only=True),
         UpdateOwn(1, frozenset({0, 1})),
         Place(0),
         Start(AP, 0),
@@ -83,7 +83,7 @@ def test_gradients_that_somebody_has_seen_are_stepped_on_when_all_are_heard() ->
 def test_what_is_due_is_taken_over_once() -> None:
     worker = after(StepCalled(used=frozenset({2})))
     together([worker], [[ParametersNeeded((0, 1)), ParametersNeeded((1,))]])
-    assert worker.told == [Wait(1, whole=False), Update(1)]
+    assert worker.told == [Wait(1, whole=False, read_only=True), Update(1)]
 
 
 def test_a_worker_without_batches_takes_part_and_is_given_what_it_lacks() -> None:

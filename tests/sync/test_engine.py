@@ -160,3 +160,28 @@ def test_compiled_code_stays_in_one_piece() -> None:
     (counts, first), (_, second) = on(2, body)
     assert counts == [1, 2, 3]
     assert_same(first, second)
+
+
+@pytest.mark.parametrize("strategy", [wingbeat.AllReduce(), wingbeat.DeAR(plan="fixed")], ids=str)
+def test_a_model_without_anything_to_synchronise_trains(strategy: Any) -> None:
+    class Left(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(2, 2).requires_grad_(False)
+            self.own = nn.Linear(2, 2)
+            self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.own(self.frozen(x))
+            return out
+
+    def body(world: Any) -> bool:
+        model: Any = Left()
+        before = model.own.bias.detach().clone()
+        optimizer = torch.optim.SGD(model.own.parameters(), lr=0.1)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return not torch.equal(model.own.bias.detach(), before)
+
+    assert on(2, body) == [True, True]

@@ -387,3 +387,35 @@ def test_an_optimizer_that_notes_something_steps_on_one_bucket_at_a_time() -> No
         assert due["head.weight"].due is False
 
     on(2, body)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_closure_may_clip_what_it_has_made(sharded: bool, hooked: bool) -> None:
+    """With a hook the step is made at once, and its gradients made whole in the closure's."""
+
+    def trained(strategy: Any) -> list[dict[str, torch.Tensor]]:
+        def body(world: Any) -> dict[str, torch.Tensor]:
+            model = net()
+            model, optimizer = sync.distribute(
+                model, sgd(model.parameters()), strategy, world=world
+            )
+            if hooked:
+                optimizer.register_step_post_hook(lambda *_: None)
+            for step in range(4):
+
+                def closure(step: int = step) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss: torch.Tensor = model(batch(step, world.rank)).square().mean()
+                    loss.backward()
+                    optimizer.clip_grad_norm_(0.05)
+                    return loss
+
+                optimizer.step(closure)
+            return weights(model)
+
+        return on(2, body)
+
+    usual = trained(wingbeat.AllReduce(mb=0.001))[0]
+    for found in trained(wingbeat.DeAR(plan="fixed", mb=0.001, shard_optimizer=sharded)):
+        assert_same(found, usual, 1e-5)

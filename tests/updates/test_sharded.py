@@ -395,3 +395,46 @@ def test_hooks_of_all_optimizers_run_once_a_step_and_see_the_users_optimizer() -
     whole = [len(list(net().parameters()))]
     for thread in threads:
         assert [sizes for where, sizes in calls if where == thread] == [whole] * 6
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+def test_a_backward_cut_short_on_one_rank_after_a_step_that_used_gradients_up() -> None:
+    """Part of the model is another optimizer's, so that all are looked at when backward ends."""
+
+    def body(world: Any) -> dict[str, torch.Tensor]:
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                param.fill_(0.1 * (number + 1))
+        own = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        other = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed", shard_optimizer=True)
+        model, own = sync.distribute(model, own, strategy, world=world)
+
+        def backward(fails: bool) -> None:
+            hidden = model[0](torch.ones(2, 4))
+            model[1](_Fails.apply(hidden) if fails else hidden).sum().backward()
+
+        for number in range(3):
+            backward(fails=False)
+            own.step()
+            other.step()
+            try:
+                backward(fails=world.rank == number % 2)  # it adds to what is used up
+            except ArithmeticError:
+                pass
+            own.zero_grad()
+            other.zero_grad()
+        return weights(model)
+
+    first, second = on(2, body)
+    assert_same(first, second, 0.0)

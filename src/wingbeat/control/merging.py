@@ -141,17 +141,18 @@ class LayerMerging:
     def launched(self, last: Handle | None) -> None:
         """All exchanges of a backward have been started; ``last`` is that of the last bucket."""
         if self._goes_on and last is not None:
-            last.add_done_callback(self._finish)
+            began, self._began = self._began, 0.0  # the next backward may begin before that
+            last.add_done_callback(lambda _handle: self._ended(began))
 
     def waited(self) -> None:
         """Gradients are as the schedule leaves them when backward returns."""
         if not self._goes_on:
-            self._finish()
-
-    def _finish(self, _last: Handle | None = None) -> None:
-        if self._drift.watching and self._began:
-            self._ends.append(time.perf_counter() - self._began)
+            self._ended(self._began)
             self._began = 0.0
+
+    def _ended(self, began: float) -> None:
+        if self._drift.watching and began:
+            self._ends.append(time.perf_counter() - began)
 
     def abandon(self) -> None:
         """A backward was cut short: nothing of it counts."""

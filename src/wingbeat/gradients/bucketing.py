@@ -57,8 +57,10 @@ class Bucketing:
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
-        return self.slots[0].param.device
+        """Where parameters are: a device other than the CPU, if one of them is on one."""
+        devices = [slot.param.device for slot in self.slots]
+        found = [device for device in devices if device.type != "cpu"] or devices
+        return found[0] if found else torch.device("cpu")
 
     # -- learning the order ---------------------------------------------------------------
 

@@ -146,11 +146,3 @@ class HiddenGradients:
 def replaced(slots: Sequence[Slot], owns: Callable[[torch.Tensor], bool]) -> bool:
     """Whether somebody has put other gradients, or none, where pending ones were."""
     return any(slot.param.grad is not slot.pending for slot in slots if owns(slot.param))
-
-
-def filled_by(grads: Iterable[torch.Tensor]) -> list[Bucket]:
-    """Return the buckets of the pending gradients among ``grads``; none if one is not complete."""
-    slots = {grad.slot() for grad in grads if isinstance(grad, PendingGradient)}
-    buckets = list(dict.fromkeys(slot.bucket for slot in slots if slot is not None))
-    members = {slot for bucket in buckets for slot in bucket.slots}
-    return sorted(buckets, key=lambda bucket: bucket.index) if members == slots else []

@@ -14,7 +14,7 @@ from wingbeat.schedules.intents import Answer, Intent
 
 
 class Operation(enum.Enum):
-    """What can be started on a bucket. Each value is the name of a method of `Collectives`."""
+    """What can be started on a bucket; `wingbeat.exchanges` says what it means."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -161,10 +161,13 @@ class Wait:
 
     Attributes:
         whole: whether it brings whole gradients, the same on all workers.
+        read_only: whether nobody writes to the buffer after that, before the bucket's next
+            operation: parts of it may still be on their way to others.
     """
 
     bucket: int
     whole: bool = True
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,13 +153,13 @@ class ShardedDear(Dear):
 
     def _update_own(self, buckets: Sequence[int], used: frozenset[int]) -> Iterator[Command]:
         for bucket in buckets:
-            yield Wait(bucket, whole=False)
+            yield Wait(bucket, whole=False, read_only=True)
             yield UpdateOwn(bucket, used)
 
     def _update(self, buckets: Iterable[int]) -> Iterator[Command]:
         """Take over parameters that were gathered."""
         for bucket in buckets:
             if bucket in self._due:
-                yield Wait(bucket, whole=False)
+                yield Wait(bucket, whole=False, read_only=True)
                 self._due.remove(bucket)
                 yield Update(bucket)

@@ -36,6 +36,7 @@ class Wfbp:
     def __init__(self) -> None:
         self.phase = Phase.IDLE
         self._buckets: tuple[int, ...] = ()
+        self._open = False
 
     def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
@@ -45,17 +46,20 @@ class Wfbp:
             case BackwardBegins():
                 self.phase = Phase.IDLE
             case BucketReady(bucket):
+                self._open = True
                 yield Start(Operation.ALL_REDUCE, bucket)
             case BackwardEnds():
                 yield from self._wait()
-                self.phase = Phase.WHOLE
+                self.phase, self._open = Phase.WHOLE, False
                 yield Show()
             case GradientsDropped():
                 self.phase = Phase.IDLE
+                if self._open:  # amid backward: links write to the buffers
+                    yield from self._wait(whole=False)
             case StepCalled():
                 self.phase = Phase.IDLE
                 yield Step()
 
-    def _wait(self) -> Iterator[Command]:
+    def _wait(self, whole: bool = True) -> Iterator[Command]:
         for bucket in self._buckets:
-            yield Wait(bucket)
+            yield Wait(bucket, whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wingbeat.errors import UsageError
-from wingbeat.sync.upgrade import DistributedOptimizer
+from wingbeat.sync.upgrade import DistributedOptimizer, plain_class
 
 _SUPPORTS = "_step_supports_amp_scaling"
 
@@ -22,7 +22,8 @@ class DeferringOptimizer(DistributedOptimizer):
 
         Unless a GradScaler reads them, to which pending gradients suffice.
         """
-        if not self._engine.scaled:
+        # The optimizer's own code, on some of its parameters, has gradients that are whole.
+        if not self._engine.scaled and not self._engine.stepper.in_parts:
             self._engine.settle_gradients()
         groups: list[dict[str, Any]] = self._engine.optimizer.__dict__["param_groups"]
         return groups
@@ -57,8 +58,9 @@ class DeferringOptimizer(DistributedOptimizer):
 
         If not, the scaler does, and is served by what each worker has reduced from now on.
         """
-        supports = bool(vars(self._engine.optimizer).get(_SUPPORTS, False))
-        self._engine.scaled = not supports
+        usual = getattr(plain_class(self), _SUPPORTS, False)
+        supports = bool(vars(self._engine.optimizer).get(_SUPPORTS, usual))
+        self._engine.scaled, self._engine.asked = not supports, True
         return supports
 
     @_step_supports_amp_scaling.setter

@@ -18,7 +18,7 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.control.control import Control
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients import reduced, views
+from wingbeat.gradients import reduced
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.bucketing import Bucketing, ignored, synchronised
 from wingbeat.gradients.compression import Compression
@@ -45,12 +45,14 @@ from wingbeat.schedules.intents import Intent
 from wingbeat.sync import kinds
 from wingbeat.sync.attach import Hooks, in_backward
 from wingbeat.sync.buffers import BufferSync
-from wingbeat.sync.hooks import ModuleHook
+from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.intake import Intake
 from wingbeat.sync.wrapped import refuse_around
 from wingbeat.types import Choices
 from wingbeat.updates.stepper import Stepper
 from wingbeat.updates.update import Closure, Training
+
+GONE = "an exception cut its backward short; call optimizer.zero_grad() and run the backward again"
 
 _ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -70,6 +72,7 @@ class Engine(Intake):
     Attributes:
         control: what is decided while training goes on; None for a worker alone.
         scaled: whether a GradScaler unscales the gradients.
+        asked: whether it has asked the optimizer, since the last step, what to do.
         hooks: on the model, its parameters and its optimizer; None for a worker alone.
     """
 
@@ -94,7 +97,7 @@ class Engine(Intake):
         self.compression = Compression(choices.wire, self.bucketing.slots, collectives)
         self.steps_made = Steps(world)
         self.control: Control | None = None
-        self.scaled = False
+        self.scaled = self.asked = False
         self.before_synced_forward: Callable[[], Any] | None = None
         self.hooks: Hooks | None = None
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
@@ -102,7 +105,7 @@ class Engine(Intake):
         if self.compression.coded is not None and not choices.shard_optimizer:
             refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
-        refresh = ModuleHook(weakref.ref(self), "refresh")
+        refresh = WeakCall(self.refresh)
         training = Training(
             optimizer, self.stepper, self.steps_made, self.bucketing, collectives, refresh
         )
@@ -124,7 +127,7 @@ class Engine(Intake):
         _ENGINES.add(self)
         # Blocks of one parameter are updated in step() and the others later: leave none behind.
         if self.update.shards is not None:
-            self.world.on_close(ModuleHook(weakref.ref(self), "flush_at_last"))
+            self.world.on_close(WeakCall(self.flush_at_last))
 
     def _planned(self) -> None:
         for bucket in self.buckets:
@@ -191,9 +194,10 @@ class Engine(Intake):
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
-        if self._cut_short:
-            self.update.dropped(True)
+        cut_short = self._cut_short
         super().recover()
+        if cut_short:
+            self.update.dropped(True)
 
     def discard(self) -> None:
         """Let the links finish; the sums are not used, but the others may want to have them."""
@@ -227,8 +231,7 @@ class Engine(Intake):
 
     def settle_gradients(self) -> None:
         """Make gradients whole between backward and step, because somebody looks at them."""
-        if not self.stepper.stepping:  # the optimizer's own step reads its groups
-            self.tell(GradientsNeeded())
+        self.tell(GradientsNeeded())
 
     def before_module(self, buckets: Sequence[Bucket]) -> None:
         """Bring the parameters up to date that a module is about to read."""
@@ -265,20 +268,22 @@ class Engine(Intake):
                 self.settle()
             slot.used |= in_backward()  # now it has a gradient
         if cut_short:
-            raise UsageError(
-                f"the gradient of parameter {slot.name!r} is gone: an exception cut its backward "
-                "short; call optimizer.zero_grad() and run the backward again"
-            )
+            raise UsageError(f"the gradient of parameter {slot.name!r} is gone: " + GONE)
 
     def unscale(
         self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
         """Do as a GradScaler does with ``grads``, on this worker's blocks where these suffice."""
+        cut_short = self._cut_short
         self.recover()
+        if cut_short:
+            raise UsageError("GradScaler.unscale_(): the gradients are gone: " + GONE)
         self.update.refuse_lost("GradScaler.unscale_()")
         self.tell(PartsNeeded(Intent.SCALE))
-        buckets = views.filled_by(grads)
-        if buckets and self.phase is Phase.REDUCED and not self.shadowed:
+        if self.phase is Phase.REDUCED and not self.shadowed:
+            # All of a kind, whatever this worker's user has put in their place: others count on it.
+            kind = grads[0].dtype, grads[0].device
+            buckets = [b for b in self.buckets if (b.flat.dtype, b.flat.device) == kind]
             others = [grad for grad in grads if not isinstance(grad, PendingGradient)]
             reduced.unscale(buckets, others, self.collectives, found_inf, inv_scale)
             return
@@ -306,6 +311,8 @@ class Engine(Intake):
 
     def step(self, closure: Closure = None) -> Any:
         """Do what a call of the user's ``optimizer.step`` asks for; return the closure's value."""
+        # A scaler asks before each step that it makes: without one, that was the last.
+        self.scaled, self.asked = self.scaled and self.asked, False
         return self.update.step(self, closure)
 
     def visible_state(self) -> Any:
@@ -329,13 +336,13 @@ class Engine(Intake):
         """Apply what is pending and remove every hook; gradients become plain tensors."""
         self.settle()
         _ENGINES.discard(self)
-        self.update.detach()
         if self.hooks is not None:
             self.hooks.remove()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.holds(slot.param.grad):
                     slot.param.grad = slot.view.clone()
+        self.update.detach()
 
     def close(self) -> None:
         """Give the channel back, and the buffers' in it; nothing can be exchanged after that."""

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+class WeakCall:
+    """Calls a bound method while its object lives, and does not keep that alive."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any) -> None:
+        """Pass the arguments on."""
+        method = self._method()
+        if method is not None:
+            method(*args)
 
 
 class ModuleHook:

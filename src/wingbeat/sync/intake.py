@@ -251,11 +251,13 @@ class Intake:
         if self._cut_short:
             if self.merging is not None:
                 self.merging.abandon()
-            self._launch_all()
-            self.finish_backward()  # the others do not know: for them it ends like any other
-            self.discard()
-            for slot in self.slots:
-                slot.param.grad = None
+            try:
+                self._launch_all()
+                self.finish_backward()  # the others do not know: for them it ends like any other
+                self.discard()
+            finally:
+                for slot in self.slots:
+                    slot.param.grad = None
 
     def shadow_backward(self) -> None:
         """Take part in one backward of the others with gradients of zero."""

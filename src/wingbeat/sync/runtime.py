@@ -26,7 +26,6 @@ class Runtime:
 
     Attributes:
         checked: whether workers are known to be in step in the present iteration.
-        returned: what the last step of the whole optimizer has returned.
     """
 
     schedule: Schedule
@@ -65,8 +64,8 @@ class Runtime:
         match command:
             case Start(operation, number, chained):
                 self.exchange.start(operation, self.bucketing.buckets[number], chained)
-            case Wait(number, whole):
-                self._wait(self.bucketing.buckets[number], whole)
+            case Wait(number, whole, read_only):
+                self._wait(self.bucketing.buckets[number], whole, read_only)
             case Show():
                 self.views.show()
             case Say(intent, used):
@@ -76,13 +75,14 @@ class Runtime:
         with exposed():
             return self.agreement.hear()
 
-    def _wait(self, bucket: Bucket, whole: bool) -> None:
+    def _wait(self, bucket: Bucket, whole: bool, read_only: bool) -> None:
         with exposed(bucket.index):
-            if bucket.handle is not None and (not whole or self.update.reads_only(bucket)):
-                # What is only read may still be on its way to others.
+            if bucket.handle is not None and (read_only or self.update.reads_only(bucket)):
                 bucket.handle.wait_received()
-            else:
+            elif whole:
                 bucket.settle()
+            elif bucket.handle is not None:
+                bucket.handle.wait()
         if whole and not self.checked:
             # On a GPU the host would wait for the flags.
             if bucket.flat.device.type == "cpu" and not bucket.in_step():

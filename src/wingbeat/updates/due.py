@@ -49,5 +49,5 @@ class Due:
         self._stale.clear(slot.param for slot in bucket.slots)
 
     def as_of_step(self) -> contextlib.AbstractContextManager[None]:
-        """Restore inside what was around the step: grad mode, autocast, streams and the like."""
+        """Restore inside what was around the step: autocast, streams and the like."""
         return self._ambient.restored()

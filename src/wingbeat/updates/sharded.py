@@ -35,7 +35,7 @@ from wingbeat.updates import elementwise
 from wingbeat.updates.deferred import evaluated
 from wingbeat.updates.due import Due
 from wingbeat.updates.shards import DividedState, Piece, Shards, take_parameter
-from wingbeat.updates.sharing import SCALER, share_gradients, share_settings
+from wingbeat.updates.sharing import SCALER, share_gradients, share_settings, taken_over
 from wingbeat.updates.stepper import GroupSnapshot, step_outside
 from wingbeat.updates.update import Closure, Host, Training
 
@@ -144,10 +144,11 @@ class ShardedUpdate:
         self._due.add(bucket, (slot.param for slot in self._fresh[bucket.index]))
 
     def _share(self, answer: Any) -> None:
-        settings = share_settings(self._training, answer)
-        self._snapshot = settings or self._snapshot
+        shared = share_settings(self._training, answer)
         if self._schedule.phase is Phase.WHOLE:
             share_gradients(self._training, answer)
+        if answer.follows(self._training.collectives.world.rank):
+            self._snapshot = taken_over(self._training, answer, shared)
 
     @torch.no_grad()
     def _update_own(self, bucket: Bucket, used: frozenset[int]) -> None:

@@ -21,21 +21,24 @@ SCALER = ("grad_scale", "found_inf")
 """Where a GradScaler leaves word for an optimizer that unscales in its own step."""
 
 
-def share_settings(training: Training, answer: Answer) -> GroupSnapshot | None:
-    """Give the workers without batches the settings of this step, or take them over.
-
-    Returns:
-        The others' settings if this worker has run out of batches, None if it leads them.
+def share_settings(training: Training, answer: Answer) -> Any:
+    """Give the workers without batches the settings of this step; return what came.
 
     Raises:
         UsageError: a setting cannot travel.
-        PeerError: the worker that leads sent something that is no optimizer's settings.
     """
     world = training.collectives.world
     mine = _settings(training) if world.rank == answer.leader else None
-    shared = world.exchange("optimizer settings", mine)[answer.leader]
-    if not answer.follows(world.rank):
-        return None
+    return world.exchange("optimizer settings", mine)[answer.leader]
+
+
+def taken_over(training: Training, answer: Answer, shared: Any) -> GroupSnapshot:
+    """Return the settings that `share_settings` has brought, with a scaler's words put in place.
+
+    Raises:
+        PeerError: the worker that leads sent something that is no optimizer's settings.
+    """
+    world = training.collectives.world
     own = training.stepper.snapshot()
     device = training.bucketing.buckets[0].flat.device
     try:

@@ -28,7 +28,8 @@ class Stepper:
     `separable` finds out.
 
     Attributes:
-        stepping: whether the optimizer's own code is running.
+        stepping: whether the optimizer's own code is running, with all that it calls.
+        in_parts: whether it runs on some of its parameters, in groups made for that.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plain_step: Any) -> None:
@@ -36,6 +37,7 @@ class Stepper:
         self._plain_step = plain_step
         self._group_of: dict[torch.Tensor, int] = {}
         self.stepping = False
+        self.in_parts = False
         self.refresh()
 
     def refresh(self) -> None:
@@ -144,10 +146,12 @@ class Stepper:
             _optimizer_step_pre_hooks={},
             _optimizer_step_post_hooks={},
         )
+        outer, self.in_parts = self.in_parts, True
         try:
             with self.inside():
                 step(self._optimizer)
         finally:
+            self.in_parts = outer
             inside.update(saved)
 
 

@@ -18,7 +18,7 @@ from wingbeat.errors import UsageError
 
 from ..compare import assert_same_on_every_rank
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import TINY, Grid, Rig, add, check, scenario
+from ..registry import ALL, CODED, TINY, Grid, Rig, add, check, scenario
 from ..sides import Side, WingbeatSide, bring_world_up
 
 
@@ -362,7 +362,8 @@ def two_models_in_one_loss_with_parts_unused_on_one_rank(side: Side) -> None:
         decoder_step.step()
 
 
-@scenario()
+# Without merging, whose measuring takes all workers at once.
+@scenario(Grid(strategies=(*ALL, *CODED)))
 def two_models_in_one_backward_in_another_order_on_each_rank(side: Side) -> None:
     """Their forwards take turns, and with them the order in which gradients become ready."""
     models = [side.setup(m, sgd(m)) for m in (Half(8, 3), Half(8, 3))]
