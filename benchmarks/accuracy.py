@@ -44,7 +44,8 @@ from torch import Tensor, nn
 import wingbeat
 from wingbeat import strategies
 from wingbeat.bench import contenders, digits, estimate, machine
-from wingbeat.bench.attach import Attached, attached
+from wingbeat.bench.attach import attached
+from wingbeat.bench.attached import Attached
 from wingbeat.bench.contenders import Contender
 from wingbeat.errors import UsageError
 from wingbeat.observe.figure import blank, writing

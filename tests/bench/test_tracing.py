@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wingbeat.bench import contenders, tracing
-from wingbeat.bench.attach import Attached
+from wingbeat.bench.attached import Attached
 from wingbeat.observe.events import stream
 
 

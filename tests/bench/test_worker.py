@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wingbeat.bench import attach, worker
-from wingbeat.bench.attach import Attached
+from wingbeat.bench.attached import Attached
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.worker import Worker
 from wingbeat.transport import loopback

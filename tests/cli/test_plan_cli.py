@@ -10,7 +10,7 @@ import pytest
 
 from wingbeat.plans import saved
 from wingbeat.plans.result import Result, nothing
-from wingbeat.plans.search import Sample
+from wingbeat.plans.sample import Sample
 from wingbeat.types import Tuning
 
 MB = 2**20

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from helpers.curves import GRID, MB, Curve, invented, simulated
 from wingbeat.plans import bayes
 from wingbeat.plans.result import choose
-from wingbeat.plans.search import Sample, suggest
+from wingbeat.plans.sample import Sample
+from wingbeat.plans.search import suggest
 from wingbeat.types import Tuning
 
 CURVES = {**invented(), **simulated()}

@@ -11,7 +11,7 @@ import pytest
 from wingbeat.errors import UsageError
 from wingbeat.plans import picture
 from wingbeat.plans.result import Result, choose, nothing
-from wingbeat.plans.search import Sample
+from wingbeat.plans.sample import Sample
 from wingbeat.types import Tuning
 
 MB = 2**20

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from wingbeat.plans.result import Result, choose, nothing
-from wingbeat.plans.search import Sample
+from wingbeat.plans.sample import Sample
 from wingbeat.types import Tuning
 
 MB = 2**20

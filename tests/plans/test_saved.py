@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from wingbeat.errors import UsageError
 from wingbeat.plans import planfile, saved
 from wingbeat.plans.result import Result, nothing
-from wingbeat.plans.search import Sample
+from wingbeat.plans.sample import Sample
 from wingbeat.types import Tuning
 
 MB = 2**20

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.plans.search import Sample, between, suggest
+from wingbeat.plans.sample import Sample, between
+from wingbeat.plans.search import suggest
 from wingbeat.types import Tuning
 
 MB = 2**20

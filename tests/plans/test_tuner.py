@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import PeerError
 from wingbeat.plans import tuner as tuner_module
-from wingbeat.plans.search import Sample
+from wingbeat.plans.sample import Sample
 from wingbeat.plans.tuner import ROW_LENGTH, SETTLING, Tuner
 from wingbeat.types import Tuning
 

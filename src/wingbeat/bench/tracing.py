@@ -15,7 +15,7 @@ from wingbeat.observe import trace
 from wingbeat.observe.events import stream
 
 if TYPE_CHECKING:
-    from wingbeat.bench.attach import Attached
+    from wingbeat.bench.attached import Attached
     from wingbeat.bench.contenders import Contender
 
 CommHook = Callable[[Any, Any], Any]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import wingbeat
 from wingbeat.bench import attach, halves, measure, models, tracing
+from wingbeat.bench.attached import Attached
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.protocol import ONLY, say
@@ -93,7 +94,7 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
 
 
 def _decide(
-    worker: Worker, row: int, made: attach.Attached, loss: Callable[[torch.nn.Module], torch.Tensor]
+    worker: Worker, row: int, made: Attached, loss: Callable[[torch.nn.Module], torch.Tensor]
 ) -> None:
     """Train until the row's plan is made and it is known whether its codec stays on.
 
@@ -133,7 +134,7 @@ def _build(worker: Worker) -> models.Built:
     )
 
 
-def _settled_bytes(worker: Worker, made: attach.Attached) -> int:
+def _settled_bytes(worker: Worker, made: Attached) -> int:
     """What this host's interfaces have sent, once nothing is under way anywhere.
 
     Without a lab, what went over the loopback. Work that was put off is waited for, so that a

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import ConstantKernel, Matern
 
-from wingbeat.plans.search import Sample, between
+from wingbeat.plans.sample import Sample, between
 from wingbeat.types import Tuning
 
 XI = 0.1

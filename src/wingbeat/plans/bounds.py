@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wingbeat import plans
-from wingbeat.plans.search import between
+from wingbeat.plans.sample import between
 from wingbeat.types import Fusion, Plan, TensorSpec, Tuning
 
 _LOOKED_AT = 64

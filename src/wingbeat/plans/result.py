@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wingbeat.plans.search import Sample
+from wingbeat.plans.sample import Sample
 from wingbeat.types import Tuning
 
 HARDLY = 0.02

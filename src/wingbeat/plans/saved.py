@@ -11,7 +11,7 @@ from typing import Any
 from wingbeat.errors import UsageError
 from wingbeat.plans.planfile import TUNED, number, part, rows, whole
 from wingbeat.plans.result import Result
-from wingbeat.plans.search import Sample
+from wingbeat.plans.sample import Sample
 
 _SEARCHES = ("bo", "random", "grid")
 _MEASURED, _EXPECTED = "iterations_per_s", "expected_iterations_per_s"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from wingbeat.plans.sample import Sample, between
 from wingbeat.types import Tuning
 
 SEED = 25
@@ -19,18 +19,6 @@ SEED = 25
 
 NEAR = 0.02
 """How near to an end of the range, as a share, a size is taken for that end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What one trial has shown.
-
-    ``nbytes`` is the bucket size in bytes; ``throughput`` is in iterations per second: the mean
-    over all workers, the median over the trial's steps.
-    """
-
-    nbytes: int
-    throughput: float
 
 
 def suggest(tuning: Tuning, samples: Sequence[Sample]) -> int:
@@ -56,16 +44,6 @@ def suggest(tuning: Tuning, samples: Sequence[Sample]) -> int:
     # and what is drawn from a range is never just its end.
     near = (end for end in (tuning.high_bytes, tuning.low_bytes) if abs(size / end - 1) < NEAR)
     return next(near, size)
-
-
-def between(tuning: Tuning, share: float) -> int:
-    """Return the size that lies at ``share`` (0 to 1) of the range, on a logarithmic scale.
-
-    >>> [between(Tuning(search="grid", low_bytes=1, high_bytes=100), s) for s in (0, 0.5, 1)]
-    [1, 10, 100]
-    """
-    low, high = tuning.low_bytes, tuning.high_bytes
-    return min(max(round(low * math.pow(high / low, share)), low), high)
 
 
 def _random(tuning: Tuning, count: int) -> int:

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from wingbeat.errors import PeerError
 from wingbeat.observe.log import log
 from wingbeat.plans.result import Result, as_mb, choose
-from wingbeat.plans.search import Sample, suggest
+from wingbeat.plans.sample import Sample
+from wingbeat.plans.search import suggest
 from wingbeat.types import Tuning
 
 __all__ = ["ROW_LENGTH", "SETTLING", "Result", "Tuner"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,13 +14,30 @@ from wingbeat.sync.hooks import ModuleHook
 from wingbeat.sync.last_hook import LastHook
 
 if TYPE_CHECKING:
-    from wingbeat.sync.engine import Engine
+    from wingbeat.gradients.bucket import Slot
+
+
+class Hooked(Protocol):
+    """What the hooks are put on, and what they call: an engine."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def slots(self) -> list[Slot]:
+        """One for each trained parameter."""
+
+    def on_grad(self, index: int) -> None:
+        """Take in the gradient of slot ``index``."""
+
+    def reads_directly(self, module: torch.nn.Module) -> bool:
+        """Whether the module has parameters or buffers of its own that are synchronised."""
 
 
 class Hooks:
     """An engine's hooks, which do not keep it alive, and of which copies of the model have none."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Hooked) -> None:
         me = weakref.ref(engine)
         self._inner = list(_on_inner_modules(engine, me))
         self._others = [
@@ -43,20 +60,20 @@ class Hooks:
         self._others.clear()
 
 
-def _on_parameters(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
+def _on_parameters(engine: Hooked, me: weakref.ref[Hooked]) -> list[Any]:
     return [
         LastHook(slot.param, functools.partial(_on_grad, me, slot.index)) for slot in engine.slots
     ]
 
 
-def _on_inner_modules(engine: Engine, me: weakref.ref[Engine]) -> Iterator[Any]:
+def _on_inner_modules(engine: Hooked, me: weakref.ref[Hooked]) -> Iterator[Any]:
     inside = set(_inside_of_compiled(engine.model))
     for module in engine.model.modules():
         if module is not engine.model and module not in inside and engine.reads_directly(module):
             yield module.register_forward_pre_hook(ModuleHook(me, "enter_module"))
 
 
-def _on_model(engine: Engine, me: weakref.ref[Engine]) -> Iterator[Any]:
+def _on_model(engine: Hooked, me: weakref.ref[Hooked]) -> Iterator[Any]:
     for module in engine.model.modules():
         yield module.register_state_dict_pre_hook(ModuleHook(me, "before_state"))
         yield module.register_load_state_dict_pre_hook(ModuleHook(me, "before_load"))
@@ -71,7 +88,7 @@ def _inside_of_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from (module for module in outer.modules() if module is not outer)
 
 
-def _on_optimizer(engine: Engine, me: weakref.ref[Engine]) -> list[Any]:
+def _on_optimizer(engine: Hooked, me: weakref.ref[Hooked]) -> list[Any]:
     optimizer = engine.optimizer
     before = ModuleHook(me, "before_state")
     return [
@@ -98,13 +115,13 @@ def on_backward_end(engine: Any, method: str = "end_backward") -> weakref.ref[An
     return weakref.ref(callback)
 
 
-def _on_grad(engine: weakref.ref[Engine], index: int, _param: torch.Tensor) -> None:
+def _on_grad(engine: weakref.ref[Hooked], index: int, _param: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive.on_grad(index)
 
 
-def _on_backward_end(engine: weakref.ref[Engine], method: str) -> None:
+def _on_backward_end(engine: weakref.ref[Hooked], method: str) -> None:
     alive = engine()
     if alive is not None:
         getattr(alive, method)()
