@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from wingbeat.transport.blame import Blame, say_left
-from wingbeat.transport.gloo_groups import GlooGroups
+from wingbeat.transport.gloo_groups import GlooGroups, _Board
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
 from wingbeat.transport.meeting import NotMet, room_of
@@ -72,6 +73,54 @@ def test_a_meeting_leaves_nothing_in_the_store_and_a_closed_link_no_socket(
             keys, fds = ranks[0].store.num_keys(), open_files(-1)
     assert ranks[0].store.num_keys() == keys
     assert open_files(fds) <= fds
+
+
+def test_who_has_given_a_meeting_up_listens_no_more(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that comes after that would find half a connection, and end the process."""
+    first = Group((0, 1), 0)
+    links = together(first, lambda rank: ranks[rank].meet(first))
+    before, kept = listening(), []  # the errors are kept, with what they hold
+    given_up, get, late_ones = threading.Event(), _Board.get, set[int]()
+
+    def late(board: _Board, key: str) -> bytes:
+        """Rank 1 has rank 0's address in hand when rank 0 gives up."""
+        address = get(board, key)
+        if key.endswith("/0") and threading.get_ident() in late_ones:
+            assert given_up.wait(PATIENT)
+        return address
+
+    def act(rank: int, group: Group) -> None:
+        if rank == 1:
+            late_ones.add(threading.get_ident())
+        with pytest.raises(NotMet) as caught:
+            ranks[rank].meet(group, 0.2 if rank == 0 else 2.0)
+        kept.append(caught.value)
+        given_up.set()
+
+    monkeypatch.setattr(_Board, "get", late)
+    for epoch in range(1, 5):  # who listens and who connects is chance
+        late_ones.clear()
+        given_up.clear()
+        together(first, lambda rank, epoch=epoch: act(rank, Group((0, 1), epoch)))
+    assert len(kept) == 8
+    idle = sum(len(rank.groups._devices[0]._idle) for rank in ranks)
+    assert listening() <= before + idle
+    pending = links[0].recv(torch.ones(1), 1, 5)  # type: ignore[attr-defined]
+    links[1].send(torch.ones(1), 0, 5).wait(PATIENT)  # type: ignore[attr-defined]
+    pending.wait(PATIENT)
+
+
+def listening() -> int:
+    """How many sockets of this process wait for connections."""
+    own = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            own.add(os.readlink(f"/proc/self/fd/{fd}"))
+    with open("/proc/self/net/tcp") as table:
+        rows = [line.split() for line in table][1:]
+    return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
 
 
 def open_files(wanted: int) -> int:

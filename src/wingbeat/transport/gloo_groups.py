@@ -32,6 +32,9 @@ _SOONEST_S, _LATEST_S = 0.0001, 0.01
 _ASK_S = 0.1
 """Seconds after which whoever waits for a member looks whether it will still come."""
 
+_IDLE_DEVICES = 8
+"""Per interface; each is a thread and a socket."""
+
 _GREETING_TAG = (1 << 31) - 1
 """Of the message by which each member knows that the others are connected."""
 
@@ -59,7 +62,7 @@ class GlooGroups:
         self._interfaces = interfaces
         self._starting = threading.Lock()
         self._store: dist.Store | None = None
-        self._devices: list[dist.ProcessGroupGloo.Device] = []
+        self._devices = [_Devices(interface) for interface in interfaces]
         self._closed = False
 
     def links(self, group: Group, timeout: float) -> tuple[Link, ...]:
@@ -77,18 +80,15 @@ class GlooGroups:
         with self._starting:
             self._closed = True
             self._store = None
-            self._devices.clear()
+        for devices in self._devices:
+            devices.close()
 
     def _start(self) -> dist.Store:
-        """Listen, once for all groups, and return a store that nobody else waits in."""
+        """Return a connection to the store that nobody else waits in."""
         with self._starting:
             if self._closed:
                 raise RuntimeError("wingbeat.shutdown() was called")
             if self._store is None:
-                self._devices.extend(
-                    dist.ProcessGroupGloo.create_device(hostname=interface.address)
-                    for interface in self._interfaces
-                )
                 self._store = self._worlds_store.clone()
             return self._store
 
@@ -99,9 +99,8 @@ class GlooGroups:
             NotMet: somebody did not come, or has given the group up.
         """
         try:
-            store = self._start()
-            interface, device = self._interfaces[index], self._devices[index]
-        except (RuntimeError, IndexError) as err:
+            store, devices = self._start(), self._devices[index]
+        except RuntimeError as err:
             raise NotMet(self._rank, f"{group}: this rank is not connected: {err}") from None
         meeting = _Meeting(group, self._rank, self._size, TorchStore(store), timeout)
         room = f"{room_of(group)}link{index}/"
@@ -111,13 +110,68 @@ class GlooGroups:
             # What gloo waits for once all are here takes moments.
             board.set(f"here/{mine}", "")
             board.wait([f"here/{member}" for member in range(size)])
-            link = GlooLink(board, mine, size, interface, timeout, device)
+            link = _GroupLink(devices, board, mine, size, timeout)
             _greet(link, mine, group, timeout)
         except RendezvousError as err:
             raise NotMet(self._rank, f"{group}: {err}") from None
         finally:
             board.clear()
         return link
+
+
+class _Devices:
+    """What gloo listens with on one interface: for each open group a device of its own.
+
+    A member that comes after this one has given the meeting up must find nobody listening: gloo
+    would tell a connection that is no more, which ends the process. So a device of a meeting that
+    failed is never used again. The others are, as one takes 10 ms to end.
+    """
+
+    def __init__(self, interface: Interface) -> None:
+        self.interface = interface
+        self._changing = threading.Lock()
+        self._idle: list[dist.ProcessGroupGloo.Device] = []
+        self._closed = False
+
+    def take(self) -> dist.ProcessGroupGloo.Device:
+        """Return one that no open group has."""
+        with self._changing:
+            if self._idle:
+                return self._idle.pop()
+        return dist.ProcessGroupGloo.create_device(hostname=self.interface.address)
+
+    def give(self, device: dist.ProcessGroupGloo.Device) -> None:
+        """Take back one on which a whole group had met."""
+        with self._changing:
+            if not self._closed and len(self._idle) < _IDLE_DEVICES:
+                self._idle.append(device)
+
+    def close(self) -> None:
+        """Keep none any more."""
+        with self._changing:
+            self._closed = True
+            self._idle.clear()
+
+
+class _GroupLink(GlooLink):
+    """A group's link, on a device that it has for itself until it is closed."""
+
+    def __init__(
+        self, devices: _Devices, board: _Board, mine: int, size: int, timeout: float
+    ) -> None:
+        device = devices.take()
+        try:
+            super().__init__(board, mine, size, devices.interface, timeout, device)
+            # All are connected: gloo waits for nobody on this device any more.
+            self._devices, self._own = devices, [device]
+        finally:
+            del device
+
+    def close(self) -> None:
+        """Close the sockets; once that is done another group may have the device."""
+        super().close()
+        with contextlib.suppress(IndexError):  # whoever closes it first gives it back
+            self._devices.give(self._own.pop())
 
 
 class _Meeting:
