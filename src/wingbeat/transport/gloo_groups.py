@@ -162,10 +162,14 @@ class _GroupLink(GlooLink):
         device = devices.take()
         try:
             super().__init__(board, mine, size, devices.interface, timeout, device)
-            # All are connected: gloo waits for nobody on this device any more.
             self._devices, self._own = devices, [device]
         finally:
             del device
+
+    def retire(self) -> None:
+        """Close, as the members have not met; the device ends with that."""
+        self._own.clear()
+        self.close()
 
     def close(self) -> None:
         """Close the sockets; once that is done another group may have the device."""
@@ -258,7 +262,7 @@ class _Board(dist.Store):  # type: ignore[misc]
         return False
 
 
-def _greet(link: GlooLink, mine: int, group: Group, timeout: float) -> None:
+def _greet(link: _GroupLink, mine: int, group: Group, timeout: float) -> None:
     """Hear from all members that they are connected, so that none leaves while another connects.
 
     Raises:
@@ -266,7 +270,7 @@ def _greet(link: GlooLink, mine: int, group: Group, timeout: float) -> None:
     """
     others = [k for k in range(len(group.ranks)) if k != mine]
     pending: list[tuple[int, Pending]] = []
-    peer = mine
+    peer, lost = mine, ""
     try:
         for peer in others:
             out, into = torch.zeros(2, 1, dtype=torch.uint8)
@@ -277,8 +281,10 @@ def _greet(link: GlooLink, mine: int, group: Group, timeout: float) -> None:
             pending[0][1].wait(timeout)
             del pending[0]
     except RuntimeError as err:
-        pending.clear()  # gloo closes nothing while a transfer is held
-        link.close()
-        lost = group.ranks[peer]
-        text = f"rank {lost} was lost while the members of {group} met: {first_line(err)}"
-        raise NotMet(lost, text) from None
+        lost = first_line(err)
+    if lost:
+        # Not before: the error's frames hold a transfer, and gloo closes nothing while one is held.
+        pending.clear()
+        link.retire()
+        who = group.ranks[peer]
+        raise NotMet(who, f"rank {who} was lost while the members of {group} met: {lost}")
