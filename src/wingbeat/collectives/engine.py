@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,13 @@ from wingbeat.collectives import native
 from wingbeat.collectives.cast import narrower
 from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor, Job
-from wingbeat.collectives.handle import Handle
+from wingbeat.collectives.failure import Failure
+from wingbeat.collectives.handle import Handle, wait_for_all
 from wingbeat.collectives.native_encoded import start_encoded
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
 from wingbeat.collectives.program import compile_collective
 from wingbeat.collectives.threads import Threads
+from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
@@ -158,10 +161,15 @@ class Collectives:
             itemsize,
             world.weights,
         )
-        jobs = [
-            executor.submit(program, buffer, what, bucket, _job_of(after, i), packing, label)
-            for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True))
-        ]
+        jobs: list[Job] = []
+        try:
+            for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True)):
+                before = _job_of(after, i)
+                jobs.append(executor.submit(program, buffer, what, bucket, before, packing, label))
+        except PeerError:  # a lane has failed meanwhile; the buffer must be in nobody's hands
+            with contextlib.suppress(PeerError):
+                wait_for_all(job.wait for job in jobs)
+            raise
         return Handle(jobs)
 
     def _start_native(
@@ -207,7 +215,9 @@ def _executors_of(world: World) -> list[Executor]:
     """
     if world not in _executors:
         threads = None if world.group is None else _threads
-        executors = [Executor(world, index, threads) for index in range(len(world.links))]
+        failure = Failure()
+        lanes = range(len(world.links))
+        executors = [Executor(world, lane, threads, failure) for lane in lanes]
         _executors[world] = executors
         for executor in executors:
             world.on_close(executor.close)

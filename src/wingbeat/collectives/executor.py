@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives import machine
+from wingbeat.collectives.failure import Failure
 from wingbeat.collectives.handle import run_callback
 from wingbeat.collectives.lost import LostPeer, explain
 from wingbeat.collectives.machine import Machine, Task
@@ -60,7 +61,7 @@ class Job(Task):
         self.label = label
         self.packing = packing
         self.dtype = buffer.dtype if packing is None else packing.dtype
-        self.error: Exception | None = None
+        self._error = ""
         self.base_tag = 0
         self.begin_ns = 0
         self.coming: deque[tuple[Pending, torch.Tensor]] = deque()
@@ -81,9 +82,9 @@ class Job(Task):
         """Mark the result as complete, though parts of the buffer may still be on their way out."""
         self._received.set()
 
-    def finish(self, error: Exception | None = None) -> None:
-        """Mark as done, or as failed with ``error``, and wake whoever waits."""
-        self.error = error
+    def finish(self, error: str = "") -> None:
+        """Mark as done, or as failed for the reason ``error``, and wake whoever waits."""
+        self._error = error
         self._received.set()
         with _finishing:
             self._done.set()
@@ -113,14 +114,17 @@ class Job(Task):
     def wait_received(self) -> None:
         """Block until the result can be read; it must not be written to before `wait` returns."""
         self._received.wait()
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
 
     def wait(self) -> None:
         """Block until done; every transfer inside has a deadline, so this ends."""
         self._done.wait()
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raise one of its own each time: an error that was raised holds the frames it came by."""
+        if self._error:
+            raise PeerError(self._error)
 
 
 class Executor:
@@ -132,9 +136,16 @@ class Executor:
             that use several.
         threads: where to get a thread from while there is something to do; None for a thread of
             its own.
+        failure: what all lanes of the world share; None if there is but this one.
     """
 
-    def __init__(self, world: World, lane: int, threads: Threads | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        lane: int,
+        threads: Threads | None = None,
+        failure: Failure | None = None,
+    ) -> None:
         # The thread must not keep the world alive: take from it what it needs.
         self._links: tuple[Link, ...] = world.links
         self._name = world.links[lane].name
@@ -147,7 +158,7 @@ class Executor:
         self._machine: Machine[Job] = Machine()
         self._wake = threading.Condition()
         self._closing = False
-        self._failure: Exception | None = None
+        self._failure = failure or Failure()
         self._submitted = 0
         self._scratch = Scratch()
         self._threads = threads
@@ -179,8 +190,7 @@ class Executor:
         """
         job = Job(program, buffer, what, bucket, after, packing, label)
         with self._wake:
-            if self._failure is not None:
-                raise self._failure
+            self._failure.refuse()
             if self._closing:
                 over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
                 raise PeerError(f"{job} was started after {over}")
@@ -345,25 +355,28 @@ class Executor:
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
         """Fail everything that is begun or queued: after this the workers are out of step."""
-        if isinstance(err, LostPeer):
-            error = self._explain(begun, err)
+        if self._failure.claim():
+            self._failure.settle(self._reason(begun, err))
         else:
-            where = begun[0] if begun else "a collective"
-            error = PeerError(f"rank {self._rank}: {where} failed: {err!r}")
-            self._leave_group(begun, err)
+            self._break(begun, err)
+        reason = self._failure.reason()
         with self._wake:
-            self._failure = error
             waiting = [*begun, *self._machine.drop_waiting()]
         for job in waiting:
-            job.finish(error)
+            job.finish(reason)
         with self._wake:
             self._end()
 
-    def _leave_group(self, begun: list[Job], err: Exception) -> None:
-        """Let the other members of a group know, who would wait for this one."""
+    def _reason(self, begun: list[Job], err: Exception) -> str:
+        if isinstance(err, LostPeer):
+            return str(self._explain(begun, err))
+        where = begun[0] if begun else "a collective"
+        reason = f"rank {self._rank}: {where} failed: {err!r}"
         if self._group is not None:
+            # Let the other members know, who would wait for this one.
             self._blame.publish(self._rank, str(begun[0]) if begun else "")
             self._break(begun, err)
+        return reason
 
     def _break(self, begun: list[Job], err: Exception) -> None:
         """Break the connections; gloo does so when nothing refers to its group any more."""
@@ -371,7 +384,9 @@ class Executor:
             job.drop()
         # So do the frames in which the transfer failed.
         err.__traceback__ = err.__context__ = None
-        for link in {transfer.link for job in begun for transfer in job.program.transfers()}:
+        used = {transfer.link for job in begun for transfer in job.program.transfers()}
+        # The lanes of a group fail together: its buffers are not written to after that.
+        for link in used if self._group is None else range(len(self._links)):
             self._links[link].close()
 
     def _explain(self, begun: list[Job], lost: LostPeer) -> PeerError:

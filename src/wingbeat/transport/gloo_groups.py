@@ -39,6 +39,11 @@ _GREETING_TAG = (1 << 31) - 1
 """Of the message by which each member knows that the others are connected."""
 
 
+_NEVER_SENT_TAG = _GREETING_TAG - 1
+_AT_ONCE_S = 0.001
+"""The shortest that gloo can wait, in seconds."""
+
+
 class GlooGroups:
     """Makes links for the groups of one worker.
 
@@ -163,6 +168,7 @@ class _GroupLink(GlooLink):
         try:
             super().__init__(board, mine, size, devices.interface, timeout, device)
             self._devices, self._own = devices, [device]
+            self._anybody = (mine + 1) % size
         finally:
             del device
 
@@ -172,7 +178,12 @@ class _GroupLink(GlooLink):
         self.close()
 
     def close(self) -> None:
-        """Close the sockets; once that is done another group may have the device."""
+        """Close the sockets; once that is done another group may have the device.
+
+        Other threads may wait for transfers, which gloo ends when one of them has timed out.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.recv(torch.zeros(1), self._anybody, _NEVER_SENT_TAG).wait(_AT_ONCE_S)
         super().close()
         with contextlib.suppress(IndexError):  # whoever closes it first gives it back
             self._devices.give(self._own.pop())
