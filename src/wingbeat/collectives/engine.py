@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -204,6 +205,7 @@ def _native_of(handle: Handle | None) -> native.NativeJob | None:
 
 
 _threads = Threads("wingbeat-group")
+os.register_at_fork(after_in_child=_threads.forget)
 
 _executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
 
@@ -217,7 +219,7 @@ def _executors_of(world: World) -> list[Executor]:
         threads = None if world.group is None else _threads
         failure = Failure()
         lanes = range(len(world.links))
-        executors = [Executor(world, lane, threads, failure) for lane in lanes]
+        executors = [Executor(world, lane, failure, threads) for lane in lanes]
         _executors[world] = executors
         for executor in executors:
             world.on_close(executor.close)

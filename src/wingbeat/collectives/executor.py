@@ -134,17 +134,13 @@ class Executor:
         world: whose links to use.
         lane: its number. Lane i runs programs that use link i alone; the first one also those
             that use several.
+        failure: what all lanes of the world share.
         threads: where to get a thread from while there is something to do; None for a thread of
             its own.
-        failure: what all lanes of the world share; None if there is but this one.
     """
 
     def __init__(
-        self,
-        world: World,
-        lane: int,
-        threads: Threads | None = None,
-        failure: Failure | None = None,
+        self, world: World, lane: int, failure: Failure, threads: Threads | None = None
     ) -> None:
         # The thread must not keep the world alive: take from it what it needs.
         self._links: tuple[Link, ...] = world.links
@@ -158,7 +154,7 @@ class Executor:
         self._machine: Machine[Job] = Machine()
         self._wake = threading.Condition()
         self._closing = False
-        self._failure = failure or Failure()
+        self._failure = failure
         self._submitted = 0
         self._scratch = Scratch()
         self._threads = threads
