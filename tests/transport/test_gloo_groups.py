@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,81 @@ def listening() -> int:
     with open("/proc/self/net/tcp") as table:
         rows = [line.split() for line in table][1:]
     return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
+
+
+class Behind:
+    """A store's client, behind which something happens between two of its calls."""
+
+    def __init__(self, store: dist.Store, meanwhile: Callable[[str], None]) -> None:
+        self._store, self._meanwhile = store, meanwhile
+
+    def check(self, keys: list[str]) -> bool:
+        there = bool(self._store.check(keys))
+        self._meanwhile(keys[0])
+        return there
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_what_is_deleted_after_a_look_is_not_waited_for_in_the_store(ranks: list[Rank]) -> None:
+    """A member that fails meanwhile clears what it has written."""
+    mine, theirs = (ranks[k].store for k in (0, 1))
+    mine.set_timeout(timedelta(seconds=3))
+    theirs.set("room/0/1", "address")
+    store: Any = Behind(mine, theirs.delete_key)
+
+    def wait_until(done: Callable[[], bool], _: int) -> None:
+        assert done()
+
+    begin = time.monotonic()
+    board = _Board(store, "room/", 0, (0, 1), wait_until)
+    assert board.get("0/1") == b"address"
+    assert time.monotonic() - begin < 2
+
+
+def test_groups_answer_while_others_wait_in_the_worlds_store(ranks: list[Rank]) -> None:
+    """They tell each other of failures by it."""
+    ranks[0].store.set_timeout(timedelta(seconds=8))
+    groups_store, waiting = ranks[0].groups.store(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        with contextlib.suppress(RuntimeError):
+            ranks[0].store.wait(["never"], timedelta(seconds=4))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait(PATIENT)
+    begin = time.monotonic()
+    for _ in range(100):
+        Blame(groups_store, 0, SIZE, 1.0, "room/").publish(1, "all-reduce")
+        with pytest.raises(TimeoutError):
+            groups_store.get("nothing", 0.001)
+    assert time.monotonic() - begin < 3
+    ranks[0].store.set_timeout(timedelta(seconds=1))
+    thread.join(PATIENT)
+
+
+def test_a_store_that_is_gone_is_named_and_no_member() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank, group = Rank(server.port, 0), Group((0, 1, 2), 1)
+    store: Any = Behind(rank.groups._start(), gone_after(0.2))
+    rank.groups._store = store
+    with pytest.raises(NotMet) as caught:
+        rank.meet(group)
+    assert caught.value.peer == 0
+    assert "the store where the workers meet does not answer: Broken pipe" in str(caught.value)
+
+
+def gone_after(seconds: float) -> Callable[[str], None]:
+    end = time.monotonic() + seconds
+
+    def check(_: str) -> None:
+        if time.monotonic() > end:
+            raise RuntimeError("Broken pipe")
+
+    return check
 
 
 def open_files(wanted: int) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,11 +23,14 @@ from wingbeat.transport.gloo import GlooLink, first_line
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link, Pending
 from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
-from wingbeat.transport.store import TorchStore
+from wingbeat.transport.store import SharedStore, TorchStore, read
 from wingbeat.types import Group
 
-_SOONEST_S, _LATEST_S = 0.0001, 0.01
-"""Seconds between two looks into the store: at first, and after some waiting."""
+_SOONEST_S, _LATER_S, _LATEST_S = 0.0001, 0.01, 0.1
+"""Seconds between two looks into the store: at first, after some waiting, and after long."""
+
+_LONG_S = 1.0
+"""Seconds after which a member looks seldom: many groups may wait at once."""
 
 _ASK_S = 0.1
 """Seconds after which whoever waits for a member looks whether it will still come."""
@@ -80,6 +83,13 @@ class GlooGroups:
             for index, interface in enumerate(self._interfaces)
         )
 
+    def store(self) -> TorchStore:
+        """Return the groups' way to the store. What others ask it, and wait for, locks it."""
+        try:
+            return SharedStore(self._start())
+        except RuntimeError:  # the groups' own links will say so
+            return TorchStore(self._worlds_store)
+
     def close(self) -> None:
         """Stop listening and close the connection to the store."""
         with self._starting:
@@ -107,9 +117,9 @@ class GlooGroups:
             store, devices = self._start(), self._devices[index]
         except RuntimeError as err:
             raise NotMet(self._rank, f"{group}: this rank is not connected: {err}") from None
-        meeting = _Meeting(group, self._rank, self._size, TorchStore(store), timeout)
+        meeting = _Meeting(group, self._rank, self._size, SharedStore(store), timeout)
         room = f"{room_of(group)}link{index}/"
-        board = _Board(store, room, group.ranks, meeting.wait_until)
+        board = _Board(store, room, self._rank, group.ranks, meeting.wait_until)
         mine, size = group.ranks.index(self._rank), len(group.ranks)
         try:
             # What gloo waits for once all are here takes moments.
@@ -206,7 +216,8 @@ class _Meeting:
         Raises:
             NotMet: it did not within the timeout, it has left, or somebody has given up.
         """
-        pause, ask = _SOONEST_S, time.monotonic() + _ASK_S
+        begin = time.monotonic()
+        pause, ask = _SOONEST_S, begin + _ASK_S
         while not done():
             now = time.monotonic()
             if now >= ask:
@@ -221,7 +232,7 @@ class _Meeting:
                     "member opens the group and makes the same calls in it",
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LATEST_S)
+            pause = min(2 * pause, _LATER_S if now < begin + _LONG_S else _LATEST_S)
 
 
 class _Board(dist.Store):  # type: ignore[misc]
@@ -231,11 +242,13 @@ class _Board(dist.Store):  # type: ignore[misc]
         self,
         store: dist.Store,
         room: str,
+        rank: int,
         ranks: Sequence[int],
         wait_until: Callable[[Callable[[], bool], int], None],
     ) -> None:
         super().__init__()
-        self._store, self._room, self._ranks, self._wait_until = store, room, ranks, wait_until
+        self._store, self._room, self._wait_until = store, room, wait_until
+        self._rank, self._ranks = rank, ranks
         self._written: list[str] = []
 
     def clear(self) -> None:
@@ -248,25 +261,45 @@ class _Board(dist.Store):  # type: ignore[misc]
     def set(self, key: str, value: str | bytes) -> None:
         """As `dist.Store.set`."""
         self._written.append(key)
-        self._store.set(self._room + key, value)
+        with self._answering():
+            self._store.set(self._room + key, value)
 
     def get(self, key: str) -> bytes:
         """As `dist.Store.get`, without a lock on the store."""
-        self.wait([key])
-        value: bytes = self._store.get(self._room + key)
-        return value
+        found: list[bytes] = []
+
+        def look() -> bool:
+            with self._answering():
+                value = read(self._store, self._room + key)
+            found.extend([] if value is None else [value])
+            return value is not None
+
+        self._wait_until(look, self._peer(key))
+        return found[0]
 
     def check(self, keys: list[str]) -> bool:
         """As `dist.Store.check`."""
-        return bool(self._store.check([self._room + key for key in keys]))
+        with self._answering():
+            return bool(self._store.check([self._room + key for key in keys]))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
         """As `dist.Store.wait`, until the meeting's own deadline."""
         for key in keys:
-            member = key.rpartition("/")[2]  # gloo's keys end with a member's number
-            known = member.isdigit() and int(member) < len(self._ranks)
-            peer = self._ranks[int(member) if known else 0]
-            self._wait_until(functools.partial(self.check, [key]), peer)
+            self._wait_until(functools.partial(self.check, [key]), self._peer(key))
+
+    def _peer(self, key: str) -> int:
+        member = key.rpartition("/")[2]  # gloo's keys end with a member's number
+        known = member.isdigit() and int(member) < len(self._ranks)
+        return self._ranks[int(member) if known else 0]
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Say who is to blame if the store is gone: none of the members."""
+        try:
+            yield
+        except RuntimeError as err:
+            text = f"the store where the workers meet does not answer: {first_line(err)}"
+            raise NotMet(self._rank, text) from None
 
     def has_extended_api(self) -> bool:
         """Return False: gloo then uses the methods above alone."""

@@ -56,6 +56,8 @@ class World:
             seconds; None where there is nobody to link to.
         group: which of all workers these are; None if they are all. In a group ``rank`` and
             ``size`` count its members alone, and `ranks` has their numbers among all.
+        group_store: returns a way to the store that groups have for themselves, so that none waits
+            for what others ask it; None where all ask by the same.
     """
 
     rank: int
@@ -69,6 +71,7 @@ class World:
     channel: int = 0
     make_links: Callable[[Group, float], tuple[Link, ...]] | None = None
     group: Group | None = None
+    group_store: Callable[[], Store] | None = None
     _native: NativeGroup | None = None
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
@@ -113,7 +116,7 @@ class World:
             links,
             self.weights[: len(links)],
             self.timeout,
-            self.store,
+            self.store if self.group_store is None else self.group_store(),
             group=group,
             _name=room_of(group),
         )
