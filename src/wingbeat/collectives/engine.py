@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wingbeat import topologies
@@ -17,7 +18,7 @@ from wingbeat.collectives.failure import Failure
 from wingbeat.collectives.handle import Handle, wait_for_all
 from wingbeat.collectives.native_encoded import start_encoded
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
-from wingbeat.collectives.program import compile_collective
+from wingbeat.collectives.program import Program, compile_collective
 from wingbeat.collectives.threads import Threads
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
@@ -152,21 +153,36 @@ class Collectives:
         itemsize: float = buffer.element_size()
         if packing is not None:
             itemsize = packing.bytes_per_element
+        # Encoding anew what others have encoded would lose more at every hop of a ring.
+        topology = Mesh() if encoded else topology or self._topology
         programs = compile_collective(
             what,
-            # Encoding anew what others have encoded would lose more at every hop of a ring.
-            Mesh() if encoded else topology or self._topology,
+            topology,
             world.rank,
             world.size,
             buffer.numel(),
             itemsize,
             world.weights,
         )
+        call = ""
+        if world.group is not None:
+            way = None if packing is None else (type(packing).__name__, packing.dtype, itemsize)
+            said = (what, bucket, label, buffer.numel(), buffer.dtype, way, type(topology).__name__)
+            call = repr(said)
+        return self._queue(programs, (buffer, what, bucket), after, (packing, label, call))
+
+    def _queue(
+        self,
+        programs: Sequence[Program],
+        what: tuple[torch.Tensor, str, int],
+        after: Handle | None,
+        how: tuple[Packing | None, str, str],
+    ) -> Handle:
+        """Give each lane its program."""
         jobs: list[Job] = []
         try:
             for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True)):
-                before = _job_of(after, i)
-                jobs.append(executor.submit(program, buffer, what, bucket, before, packing, label))
+                jobs.append(executor.submit(program, *what, _job_of(after, i), *how))
         except PeerError:  # a lane has failed meanwhile; the buffer must be in nobody's hands
             with contextlib.suppress(PeerError):
                 wait_for_all(job.wait for job in jobs)

@@ -19,7 +19,7 @@ from wingbeat.collectives.lost import LostPeer, explain
 from wingbeat.collectives.machine import Machine, Task
 from wingbeat.collectives.packing import Packing, malformed
 from wingbeat.collectives.scratch import Scratch
-from wingbeat.collectives.tags import CHUNKS, base_tag
+from wingbeat.collectives.tags import CHUNKS, base_tag, group_tag
 from wingbeat.collectives.threads import Threads
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
@@ -175,11 +175,12 @@ class Executor:
         after: Job | None,
         packing: Packing | None = None,
         label: str = "",
+        call: str = "",
     ) -> Job:
         """Queue a program on ``buffer``; each chunk is sent when ``after`` has finished with it.
 
         With a ``packing``, chunks travel as it packs them. ``label`` says what is exchanged where
-        it is no bucket.
+        it is no bucket; ``call`` is all that the members of a group must say alike.
 
         Raises:
             PeerError: an earlier job failed, so that the workers are no longer in step.
@@ -190,7 +191,9 @@ class Executor:
             if self._closing:
                 over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
                 raise PeerError(f"{job} was started after {over}")
-            job.base_tag = base_tag(what, bucket, buffer.nbytes, label, self._submitted)
+            turn = self._submitted
+            world_tag = base_tag(what, bucket, buffer.nbytes, label, turn)
+            job.base_tag = world_tag if self._group is None else group_tag(call, turn)
             self._submitted += 1
             self._machine.submit(job)
             self._wake.notify_all()
@@ -366,10 +369,8 @@ class Executor:
     def _reason(self, begun: list[Job], err: Exception) -> str:
         if isinstance(err, LostPeer):
             return str(self._explain(begun, err))
-        where = begun[0] if begun else "a collective"
-        reason = f"rank {self._rank}: {where} failed: {err!r}"
-        if self._group is not None:
-            # Let the other members know, who would wait for this one.
+        reason = f"rank {self._rank}: {begun[0] if begun else 'a collective'} failed: {err!r}"
+        if self._group is not None:  # let the other members know, who would wait for this one
             self._blame.publish(self._rank, str(begun[0]) if begun else "")
             self._break(begun, err)
         return reason
