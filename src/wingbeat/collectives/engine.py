@@ -20,7 +20,7 @@ from wingbeat.collectives.native_encoded import start_encoded
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
 from wingbeat.collectives.program import Program, compile_collective
 from wingbeat.collectives.threads import Threads
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
@@ -120,7 +120,8 @@ class Collectives:
             return Handle([])
         begin = time.monotonic_ns() if stream.on else 0
         where = f"bucket {bucket}" if bucket >= 0 else "a gathered sum"
-        gathered = GatheredSum(buffer, wire, world.rank, world.size, where, velocity)
+        where = where if world.group is None else f"{where} in {world.group}"
+        gathered = GatheredSum(buffer, wire, world.rank, world.size, where, velocity, world.ranks)
         gathered.encode()
         if begin:
             nbytes = buffer.nbytes
@@ -131,7 +132,18 @@ class Collectives:
         return Gathered(handle, gathered)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
-        """Overwrite every worker's buffer with that of rank ``root``."""
+        """Overwrite every worker's buffer with that of rank ``root``, as numbered in this world.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        world = self.world
+        if type(root) is not int or not 0 <= root < world.size:
+            here = f"0 to {world.size - 1}"
+            if world.group is not None:
+                here += f", which are ranks {world.ranks} among all"
+            whose = "" if world.group is None else f" in {world.group}"
+            raise UsageError(f"broadcast(root={root!r}){whose}: allowed are {here}")
         return self._submit(f"broadcast:{root}", buffer, -1, label=label)
 
     def _submit(

@@ -55,7 +55,6 @@ class Job(Task):
     ) -> None:
         super().__init__(program, after)
         self.buffer = buffer
-        self.operation = what
         self.what = what.partition(":")[0]
         self.bucket = bucket
         self.label = label
@@ -158,7 +157,7 @@ class Executor:
         self._submitted = 0
         self._scratch = Scratch()
         self._threads = threads
-        self._running = False
+        self._running, self._runner = False, 0
         self._thread: threading.Thread | None = None
         if threads is None:
             self._thread = threading.Thread(
@@ -209,15 +208,17 @@ class Executor:
             self._wake.notify_all()
 
     def close(self) -> None:
-        """End the thread once the queue is empty; wait for it."""
+        """End the thread once the queue is empty; wait for it, unless this is it, in a callback."""
         self.stop()
+        if self._runner == threading.get_ident():
+            return
         if self._thread is not None:
             self._thread.join(self._timeout)
-            return
         with self._wake:
             self._wake.wait_for(lambda: not self._running, self._timeout)
 
     def _run(self) -> None:
+        self._runner = threading.get_ident()
         try:
             for command in self._machine.commands():
                 if isinstance(command, machine.Rest):
@@ -254,7 +255,7 @@ class Executor:
             return True
 
     def _end(self) -> None:
-        self._running = False
+        self._running, self._runner = False, 0
         self._wake.notify_all()
 
     def _take(self, job: Job, transfer: Transfer) -> None:
