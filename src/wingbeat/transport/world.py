@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.transport.blame import finished_text, has_finished
+from wingbeat.transport.blame import Blame, finished_text, has_finished
 from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
 from wingbeat.transport.link import Link
-from wingbeat.transport.meeting import room_of
+from wingbeat.transport.meeting import MeetingLink, room_of
 from wingbeat.transport.register import Register
 from wingbeat.types import Group
 
@@ -242,12 +242,21 @@ class World:
         users, self._users = self._users, []
         for callback in users:
             callback()
+        self._give_up_unmet()
         if not self.channel:
             for link in self.links:
                 link.close()
         close, self._close = self._close, None
         if close is not None:
             close()
+
+    def _give_up_unmet(self) -> None:
+        """Tell the other members of a group that this one closes it before it has met them."""
+        if self.group is not None and self._close is not None:
+            met = any(isinstance(link, MeetingLink) and link.met for link in self.links)
+            if self.links and not met:
+                rank, room = self.ranks[self.rank], room_of(self.group)
+                Blame(self.store, rank, self.ranks[-1] + 1, self.timeout, room).give_up()
 
 
 _current: World | None = None
