@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 from wingbeat import wires
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
-from wingbeat.collectives import Collectives, Encoded
-from wingbeat.collectives.encoded import Gathered, GatheredSum
+from wingbeat.collectives import Collectives, Encoded, engine
+from wingbeat.collectives.encoded import Gathered, GatheredSum, GroupRows
+from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.handle import Handle
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport import loopback
@@ -113,3 +115,39 @@ def test_a_callback_may_close_its_group() -> None:
     assert max(loopback.run(worlds, body)) < 4
     for world in worlds:
         world.close()
+
+
+def test_two_threads_that_begin_at_once_share_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With lanes of their own, both would number their collectives from 0 on."""
+    made: list[int] = []
+    never = threading.Event()
+
+    class Slow(Executor):
+        def __init__(self, *args: Any) -> None:
+            made.append(1)
+            never.wait(0.1)
+            super().__init__(*args)
+
+    monkeypatch.setattr(engine, "Executor", Slow)
+    with loopback.worlds(2)[0] as world:
+        threads = [threading.Thread(target=Collectives, args=(world,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert made == [1]
+
+
+def test_what_fails_here_while_rows_are_on_their_way_blames_nobody() -> None:
+    class Rows:
+        rank, size = 0, 2
+
+        def all_gather(self, _: torch.Tensor) -> Any:
+            return None
+
+    def between() -> None:
+        raise RuntimeError("out of memory")
+
+    group: Any = Rows()
+    with pytest.raises(RuntimeError, match=r"^out of memory"):
+        GroupRows(group, "bucket 3", between).all_gather(torch.zeros(2, 2))

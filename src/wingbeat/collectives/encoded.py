@@ -72,10 +72,16 @@ class GroupRows:
         self._do("all-gather", lambda: self.group.all_gather(rows.view(-1)))
 
     def _do(self, what: str, start: Callable[[], Any]) -> None:
-        try:
+        with self._naming(what):
             work = start()
-            self.between()
+        self.between()  # what fails there is no other worker's fault
+        with self._naming(what):
             work.wait()
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as err:
             raise PeerError(
                 f"rank {self.group.rank}: the {what} of {self.where} among {self.group.size} "

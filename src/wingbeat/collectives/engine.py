@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -233,7 +234,18 @@ def _native_of(handle: Handle | None) -> native.NativeJob | None:
 
 
 _threads = Threads("wingbeat-group")
-os.register_at_fork(after_in_child=_threads.forget)
+_making = threading.RLock()
+"""Two threads may make `Collectives` of one world at once; the collector may run in one of them."""
+
+
+def _after_fork() -> None:
+    """Start anew in a forked child: it has no threads, and another may have held the lock."""
+    global _making
+    _making = threading.RLock()
+    _threads.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 _executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
 
@@ -243,14 +255,15 @@ def _executors_of(world: World) -> list[Executor]:
 
     Groups come and go; theirs have a thread only while something is under way.
     """
-    if world not in _executors:
-        threads = None if world.group is None else _threads
-        failure = Failure()
-        lanes = range(len(world.links))
-        executors = [Executor(world, lane, failure, threads) for lane in lanes]
-        _executors[world] = executors
-        for executor in executors:
-            world.on_close(executor.close)
-            # A model that its user has dropped takes its channel along, but not the thread.
-            weakref.finalize(world, executor.stop)
-    return _executors[world]
+    with _making:
+        if world not in _executors:
+            threads = None if world.group is None else _threads
+            failure = Failure()
+            lanes = range(len(world.links))
+            executors = [Executor(world, lane, failure, threads) for lane in lanes]
+            _executors[world] = executors
+            for executor in executors:
+                world.on_close(executor.close)
+                # A model that its user has dropped takes its channel along, but not the thread.
+                weakref.finalize(world, executor.stop)
+        return _executors[world]
