@@ -15,12 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from wingbeat.collectives import Collectives
+from wingbeat.errors import PeerError
 from wingbeat.transport.blame import Blame, say_left
 from wingbeat.transport.gloo_groups import GlooGroups, _Board
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
 from wingbeat.transport.meeting import NotMet, room_of
 from wingbeat.transport.store import TorchStore
+from wingbeat.transport.world import World
 from wingbeat.types import Group
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
@@ -122,6 +125,27 @@ def listening() -> int:
     with open("/proc/self/net/tcp") as table:
         rows = [line.split() for line in table][1:]
     return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
+
+
+def test_a_meeting_is_called_off_when_its_link_is_closed(ranks: list[Rank]) -> None:
+    """Who fails must not wait for a member that waits for it elsewhere."""
+    group, begin = Group((0, 1), 1), time.monotonic()
+    store, here = TorchStore(ranks[0].groups._start()), f"{room_of(Group((0, 1), 1))}link0/here/0"
+    world = World(0, SIZE, (), (1.0,), PATIENT, store, make_links=ranks[0].groups.links)
+    handles = []
+
+    def fail() -> None:
+        with world.open_group(group) as members:
+            handles.append(Collectives(members).all_reduce(torch.ones(3)))
+            while not store.has(here):
+                time.sleep(0.001)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert time.monotonic() - begin < PATIENT / 2
+    with pytest.raises(PeerError, match="was closed here before all had come"):
+        handles[0].wait()
 
 
 class Behind:

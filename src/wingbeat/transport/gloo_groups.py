@@ -79,9 +79,13 @@ class GlooGroups:
         ``timeout`` is for how many seconds the members wait for each other.
         """
         return tuple(
-            MeetingLink(interface.name, functools.partial(self._meet, group, index, timeout))
+            self._link(interface.name, group, index, timeout)
             for index, interface in enumerate(self._interfaces)
         )
+
+    def _link(self, name: str, group: Group, index: int, timeout: float) -> MeetingLink:
+        off = threading.Event()
+        return MeetingLink(name, functools.partial(self._meet, group, index, timeout, off), off)
 
     def store(self) -> TorchStore:
         """Return the groups' way to the store. What others ask it, and wait for, locks it."""
@@ -107,7 +111,7 @@ class GlooGroups:
                 self._store = self._worlds_store.clone()
             return self._store
 
-    def _meet(self, group: Group, index: int, timeout: float) -> Link:
+    def _meet(self, group: Group, index: int, timeout: float, off: threading.Event) -> Link:
         """Connect to all members over one interface.
 
         Raises:
@@ -117,7 +121,7 @@ class GlooGroups:
             store, devices = self._start(), self._devices[index]
         except RuntimeError as err:
             raise NotMet(self._rank, f"{group}: this rank is not connected: {err}") from None
-        meeting = _Meeting(group, self._rank, self._size, SharedStore(store), timeout)
+        meeting = _Meeting(group, self._rank, self._size, SharedStore(store), timeout, off)
         room = f"{room_of(group)}link{index}/"
         board = _Board(store, room, self._rank, group.ranks, meeting.wait_until)
         mine, size = group.ranks.index(self._rank), len(group.ranks)
@@ -203,8 +207,15 @@ class _Meeting:
     """How long a member waits for the others, and what it says if they do not come."""
 
     def __init__(
-        self, group: Group, rank: int, size: int, store: TorchStore, timeout: float
+        self,
+        group: Group,
+        rank: int,
+        size: int,
+        store: TorchStore,
+        timeout: float,
+        off: threading.Event,
     ) -> None:
+        self._off = off
         self._group, self._rank, self._timeout = group, rank, timeout
         self._blame = Blame(store, rank, size, timeout, room_of(group))
         self._deadline = time.monotonic() + timeout
@@ -231,7 +242,8 @@ class _Meeting:
                     f"rank {peer} did not come to {self._group} within {self._timeout:g} s: every "
                     "member opens the group and makes the same calls in it",
                 )
-            time.sleep(pause)
+            if self._off.wait(pause):
+                raise NotMet(self._rank, f"{self._group} was closed here before all had come")
             pause = min(2 * pause, _LATER_S if now < begin + _LONG_S else _LATEST_S)
 
 

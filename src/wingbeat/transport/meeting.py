@@ -64,9 +64,15 @@ def refuse_given_up(group: Group, rank: int, blame: Blame) -> None:
 
 
 class MeetingLink:
-    """A group's link over one interface, made by ``meet`` when it is first used."""
+    """A group's link over one interface, made by ``meet`` when it is first used.
 
-    def __init__(self, name: str, meet: Callable[[], Link]) -> None:
+    ``called_off`` is set when it is closed, for a meeting that is under way.
+    """
+
+    def __init__(
+        self, name: str, meet: Callable[[], Link], called_off: threading.Event | None = None
+    ) -> None:
+        self._called_off = called_off or threading.Event()
         self._name = name
         self._meet = meet
         self._link: Link | None = None
@@ -116,6 +122,7 @@ class MeetingLink:
 
     def close(self) -> None:
         """Close the connections, if there are any; whoever waits for this member is told."""
+        self._called_off.set()
         with self._changing:
             self._closed = True
             if self._link is not None:

@@ -127,7 +127,12 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            # What is under way will not be waited for: call off a meeting, whoever may yet come.
+            for link in self.links:
+                if isinstance(link, MeetingLink) and not link.met:
+                    link.close()
         self.close()
 
     def open_channel(self) -> World:
