@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
+from wingbeat.types import Group
 
+Act = Callable[[World], object]
 Start = Callable[[Collectives, torch.Tensor], object]
 
 CALLS: dict[str, Start] = {
@@ -45,6 +48,45 @@ def test_only_collectives_that_match_meet(mine: str, theirs: str) -> None:
     # Whoever looks second knows what the other was doing.
     assert f"was in {theirs}" in said[0] or f"was in {mine}" in said[1], said
     assert "same calls" in "".join(said)
+
+
+def of(numel: int = 8, dtype: torch.dtype = torch.float32, **how: Any) -> Act:
+    topology = how.pop("topology", "ring")
+    return lambda world: (
+        Collectives(world, topology).all_reduce(torch.ones(numel, dtype=dtype), **how).wait()
+    )
+
+
+IN_GROUPS: dict[str, Act] = {
+    "as it should be": of(),
+    "another size": of(9),
+    "a size with the same three bits": of(12),
+    "another dtype of as many bytes": of(dtype=torch.int32),
+    "another wire": of(wire=torch.bfloat16),
+    "a bucket": of(bucket=3),
+    "a bucket of another size": of(4000, bucket=3),
+    "another topology": of(topology="mesh"),
+}
+
+
+@pytest.mark.parametrize("theirs", list(IN_GROUPS)[1:])
+@pytest.mark.parametrize("mine", ["as it should be", "a bucket"])
+def test_in_a_group_all_that_must_be_alike_tells_calls_apart(mine: str, theirs: str) -> None:
+    """Over sockets a message that is larger than the room for it would end the process."""
+
+    def body(world: World) -> str:
+        with world.open_group(Group((0, 1))) as members:
+            try:
+                IN_GROUPS[(mine, theirs)[world.rank]](members)
+            except PeerError as err:
+                return str(err)
+        return ""
+
+    members = loopback.worlds(2, timeout=0.05)
+    said = loopback.run(members, body)
+    for world in members:
+        world.close()
+    assert all("in group (0, 1) of epoch 0" in text for text in said) or mine == theirs, said
 
 
 def test_channels_do_not_meet() -> None:

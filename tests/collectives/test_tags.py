@@ -10,9 +10,9 @@ import torch
 from helpers import late
 from wingbeat.collectives import Collectives
 from wingbeat.collectives.machine import DEPTH
-from wingbeat.collectives.tags import CHUNKS, LABELS, TURNS, base_tag
+from wingbeat.collectives.tags import CHUNKS, LABELS, TURNS, base_tag, group_tag
 from wingbeat.transport import loopback
-from wingbeat.transport.channel import BITS_BELOW
+from wingbeat.transport.channel import BITS_BELOW, TAG_BITS
 from wingbeat.transport.world import World
 
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
@@ -61,6 +61,16 @@ def test_what_small_exchanges_are_for_tells_them_apart_whatever_their_size() -> 
         for label in (*LABELS, "anything else")
     }
     assert sum(map(len, tags.values())) == len(set().union(*tags.values()))
+
+
+def test_tags_of_groups_differ_by_call_and_turn_and_leave_out_those_of_meetings() -> None:
+    calls = [f"all_reduce {n}" for n in range(300)]
+    found = {group_tag(call, turn) for call in calls for turn in range(TURNS)}
+    assert len(found) >= 299 * TURNS
+    assert all(tag >= 0 and tag + CHUNKS - 1 < (1 << TAG_BITS) - CHUNKS for tag in found)
+    assert {group_tag(call, TURNS) for call in calls} < found
+    highest = max(group_tag(str(n), TURNS - 1) for n in range(1_000_000))
+    assert highest + CHUNKS - 1 < (1 << TAG_BITS) - CHUNKS
 
 
 def test_more_collectives_than_there_are_turns() -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import weakref
 
+import pytest
+import torch
+
+from wingbeat.collectives import Collectives, engine
 from wingbeat.collectives.threads import Threads
+from wingbeat.transport import loopback
+from wingbeat.transport.world import World
+from wingbeat.types import Group
 
 PATIENCE = 20.0
 
@@ -52,6 +61,27 @@ def test_a_waiting_thread_keeps_no_work_alive() -> None:
     kept = weakref.ref(work)
     del work
     until(lambda: kept() is None)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    def body(world: World) -> list[float]:
+        buffer = torch.ones(2)
+        with world.open_group(Group((0, 1))) as members:
+            Collectives(members).all_reduce(buffer).wait()
+        return buffer.tolist()
+
+    assert loopback.run(loopback.worlds(2, timeout=PATIENCE), body) == [[2.0] * 2] * 2
+    until(lambda: engine._threads._free > 0)
+    child = os.fork()
+    if child == 0:
+        right = False
+        signal.alarm(int(PATIENCE))  # a child that hangs dies of it
+        try:
+            right = loopback.run(loopback.worlds(2, timeout=PATIENCE), body) == [[2.0] * 2] * 2
+        finally:
+            os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def until(true: object) -> None:

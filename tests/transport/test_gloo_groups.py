@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from wingbeat.collectives import Collectives
+from wingbeat.errors import PeerError
 from wingbeat.transport.blame import Blame, say_left
-from wingbeat.transport.gloo_groups import GlooGroups
+from wingbeat.transport.gloo_groups import GlooGroups, _Board
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
 from wingbeat.transport.meeting import NotMet, room_of
 from wingbeat.transport.store import TorchStore
+from wingbeat.transport.world import World
 from wingbeat.types import Group
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
@@ -72,6 +77,150 @@ def test_a_meeting_leaves_nothing_in_the_store_and_a_closed_link_no_socket(
             keys, fds = ranks[0].store.num_keys(), open_files(-1)
     assert ranks[0].store.num_keys() == keys
     assert open_files(fds) <= fds
+
+
+def test_who_has_given_a_meeting_up_listens_no_more(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that comes after that would find half a connection, and end the process."""
+    first = Group((0, 1), 0)
+    links = together(first, lambda rank: ranks[rank].meet(first))
+    before, kept = listening(), []  # the errors are kept, with what they hold
+    given_up, get, late_ones = threading.Event(), _Board.get, set[int]()
+
+    def late(board: _Board, key: str) -> bytes:
+        """Rank 1 has rank 0's address in hand when rank 0 gives up."""
+        address = get(board, key)
+        if key.endswith("/0") and threading.get_ident() in late_ones:
+            assert given_up.wait(PATIENT)
+        return address
+
+    def act(rank: int, group: Group) -> None:
+        if rank == 1:
+            late_ones.add(threading.get_ident())
+        with pytest.raises(NotMet) as caught:
+            ranks[rank].meet(group, 0.2 if rank == 0 else 2.0)
+        kept.append(caught.value)
+        given_up.set()
+
+    monkeypatch.setattr(_Board, "get", late)
+    for epoch in range(1, 5):  # who listens and who connects is chance
+        late_ones.clear()
+        given_up.clear()
+        together(first, lambda rank, epoch=epoch: act(rank, Group((0, 1), epoch)))
+    assert len(kept) == 8
+    idle = sum(len(rank.groups._devices[0]._idle) for rank in ranks)
+    assert listening() <= before + idle
+    pending = links[0].recv(torch.ones(1), 1, 5)  # type: ignore[attr-defined]
+    links[1].send(torch.ones(1), 0, 5).wait(PATIENT)  # type: ignore[attr-defined]
+    pending.wait(PATIENT)
+
+
+def listening() -> int:
+    """How many sockets of this process wait for connections."""
+    own = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            own.add(os.readlink(f"/proc/self/fd/{fd}"))
+    with open("/proc/self/net/tcp") as table:
+        rows = [line.split() for line in table][1:]
+    return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
+
+
+def test_a_meeting_is_called_off_when_its_link_is_closed(ranks: list[Rank]) -> None:
+    """Who fails must not wait for a member that waits for it elsewhere."""
+    group, begin = Group((0, 1), 1), time.monotonic()
+    store, here = TorchStore(ranks[0].groups._start()), f"{room_of(Group((0, 1), 1))}link0/here/0"
+    world = World(0, SIZE, (), (1.0,), PATIENT, store, make_links=ranks[0].groups.links)
+    handles = []
+
+    def fail() -> None:
+        with world.open_group(group) as members:
+            handles.append(Collectives(members).all_reduce(torch.ones(3)))
+            while not store.has(here):
+                time.sleep(0.001)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert time.monotonic() - begin < PATIENT / 2
+    with pytest.raises(PeerError, match="was closed here before all had come"):
+        handles[0].wait()
+
+
+class Behind:
+    """A store's client, behind which something happens between two of its calls."""
+
+    def __init__(self, store: dist.Store, meanwhile: Callable[[str], None]) -> None:
+        self._store, self._meanwhile = store, meanwhile
+
+    def check(self, keys: list[str]) -> bool:
+        there = bool(self._store.check(keys))
+        self._meanwhile(keys[0])
+        return there
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_what_is_deleted_after_a_look_is_not_waited_for_in_the_store(ranks: list[Rank]) -> None:
+    """A member that fails meanwhile clears what it has written."""
+    mine, theirs = (ranks[k].store for k in (0, 1))
+    mine.set_timeout(timedelta(seconds=3))
+    theirs.set("room/0/1", "address")
+    store: Any = Behind(mine, theirs.delete_key)
+
+    def wait_until(done: Callable[[], bool], _: int) -> None:
+        assert done()
+
+    begin = time.monotonic()
+    board = _Board(store, "room/", 0, (0, 1), wait_until)
+    assert board.get("0/1") == b"address"
+    assert time.monotonic() - begin < 2
+
+
+def test_groups_answer_while_others_wait_in_the_worlds_store(ranks: list[Rank]) -> None:
+    """They tell each other of failures by it."""
+    ranks[0].store.set_timeout(timedelta(seconds=8))
+    groups_store, waiting = ranks[0].groups.store(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        with contextlib.suppress(RuntimeError):
+            ranks[0].store.wait(["never"], timedelta(seconds=4))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait(PATIENT)
+    begin = time.monotonic()
+    for _ in range(100):
+        Blame(groups_store, 0, SIZE, 1.0, "room/").publish(1, "all-reduce")
+        with pytest.raises(TimeoutError):
+            groups_store.get("nothing", 0.001)
+    assert time.monotonic() - begin < 3
+    ranks[0].store.set_timeout(timedelta(seconds=1))
+    thread.join(PATIENT)
+
+
+def test_a_store_that_is_gone_is_named_and_no_member() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank, group = Rank(server.port, 0), Group((0, 1, 2), 1)
+    store: Any = Behind(rank.groups._start(), gone_after(0.2))
+    rank.groups._store = store
+    with pytest.raises(NotMet) as caught:
+        rank.meet(group)
+    assert caught.value.peer == 0
+    assert "the store where the workers meet does not answer: Broken pipe" in str(caught.value)
+
+
+def gone_after(seconds: float) -> Callable[[str], None]:
+    end = time.monotonic() + seconds
+
+    def check(_: str) -> None:
+        if time.monotonic() > end:
+            raise RuntimeError("Broken pipe")
+
+    return check
 
 
 def open_files(wanted: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from wingbeat.transport import loopback
 from wingbeat.transport.blame import Blame
 from wingbeat.transport.link import Link
-from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
+from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of, waits_for
 from wingbeat.types import Group
 
 GROUP = Group((0, 2, 3), 4)
@@ -79,6 +79,42 @@ def test_what_a_peer_writes_is_checked() -> None:
         refuse_given_up(GROUP, 3, blame)
         board.set(f"{room_of(GROUP)}waited/0", text)
         assert blame.whom(0) is None
+
+
+def test_who_closes_a_group_before_it_has_met_the_others_tells_them() -> None:
+    """They would wait for it until their deadline."""
+    first, second, _ = loopback.worlds(3, timeout=20.0)
+    group = Group((0, 1))
+    with pytest.raises(ZeroDivisionError), first.open_group(group) as members:
+        members.size / 0
+    with pytest.raises(NotMet, match=r"rank 0 has given up group \(0, 1\) of epoch 0"):
+        refuse_given_up(group, 1, Blame(second.store, 1, 3, 20.0, room_of(group)))
+
+
+def test_who_has_met_the_others_closes_without_a_word() -> None:
+    world, _ = loopback.worlds(2, timeout=20.0)
+    group = Group((0, 1))
+    with world.open_group(group) as members:
+        members.links[0].send(torch.ones(1), 1, 5)
+    assert Blame(world.store, 1, 2, 20.0, room_of(group)).given_up() is None
+
+
+def test_nobody_is_missed_by_itself() -> None:
+    blame = Blame(loopback.Switchboard(), 2, 4, 1.0, room_of(GROUP))
+    blame.publish(2, "all-reduce")
+    assert waits_for(2, GROUP, blame) is None
+
+
+def test_who_is_no_member_cannot_give_a_group_up() -> None:
+    board = loopback.Switchboard()
+    Blame(board, 1, 4, 1.0, room_of(GROUP)).give_up()
+    refuse_given_up(GROUP, 3, Blame(board, 3, 4, 1.0, room_of(GROUP)))
+
+
+def test_what_a_peer_was_doing_is_shown_in_one_line() -> None:
+    board = loopback.Switchboard()
+    Blame(board, 0, 4, 1.0, room_of(GROUP)).publish(2, "all-\nre\x1b[31mduce")
+    assert Blame(board, 3, 4, 1.0, room_of(GROUP)).doing(0) == "all-re[31mduce"
 
 
 def test_rooms_differ_by_ranks_and_by_epoch() -> None:

@@ -17,6 +17,7 @@ chunk by chunk, with the same `CodecPacking`.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,10 +72,16 @@ class GroupRows:
         self._do("all-gather", lambda: self.group.all_gather(rows.view(-1)))
 
     def _do(self, what: str, start: Callable[[], Any]) -> None:
-        try:
+        with self._naming(what):
             work = start()
-            self.between()
+        self.between()  # what fails there is no other worker's fault
+        with self._naming(what):
             work.wait()
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as err:
             raise PeerError(
                 f"rank {self.group.rank}: the {what} of {self.where} among {self.group.size} "
@@ -156,6 +163,7 @@ class GatheredSum:
         rank: this worker's number.
         size: number of workers.
         where: what is exchanged, for messages.
+        ranks: what messages call each rank; None if that is its number here.
         velocity: as long as the buffer; where momentum correction gathers momentum.
         rows: what everyone has sent, once they are gathered.
     """
@@ -166,6 +174,7 @@ class GatheredSum:
     size: int
     where: str
     velocity: torch.Tensor | None = None
+    ranks: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._span = Span(0, self.buffer.numel())
@@ -188,31 +197,46 @@ class GatheredSum:
         Raises:
             PeerError: a peer sent a malformed payload.
         """
+        called = self.ranks or range(self.size)
         for rank, row in enumerate(self.rows):
-            with _named_malformed(self.rank, rank, self.where):
+            with _named_malformed(called[self.rank], called[rank], self.where):
                 self.wire.coding.decode(row[: self._nbytes], self.buffer, self._span, add=rank > 0)
 
 
 class Gathered(Handle):
     """The rows of a gathered sum under way; waiting adds them into the buffer, once."""
 
-    __slots__ = ("_added", "_sum")
+    __slots__ = ("_added", "_adding", "_error", "_sum")
 
     def __init__(self, handle: Handle, gathered: GatheredSum) -> None:
         super().__init__(handle.jobs)
         self._sum = gathered
+        self._adding = threading.Lock()
         self._added = False
+        self._error = ""
+
+    def done(self) -> bool:
+        """Whether all rows are here. The buffer holds the sum after `wait`, which adds them."""
+        return super().done()
 
     def wait(self) -> None:
-        """Block until the buffer holds the sum.
+        """Block until the buffer holds the sum, whichever thread adds it.
 
         Raises:
             PeerError: a peer failed, was silent for too long, or sent a malformed payload.
         """
-        if not self._added:
-            super().wait()
-            self._sum.add()
+        super().wait()
+        with self._adding:
+            if self._error:
+                raise PeerError(self._error)
+            if self._added:
+                return
             self._added = True
+            try:
+                self._sum.add()
+            except PeerError as err:
+                self._error = str(err)
+                raise
 
     def wait_received(self) -> None:
         """As `wait`."""

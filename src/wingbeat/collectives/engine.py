@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wingbeat import topologies
@@ -11,11 +15,13 @@ from wingbeat.collectives import native
 from wingbeat.collectives.cast import narrower
 from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor, Job
-from wingbeat.collectives.handle import Handle
+from wingbeat.collectives.failure import Failure
+from wingbeat.collectives.handle import Handle, wait_for_all
 from wingbeat.collectives.native_encoded import start_encoded
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
-from wingbeat.collectives.program import compile_collective
+from wingbeat.collectives.program import Program, compile_collective
 from wingbeat.collectives.threads import Threads
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
@@ -115,7 +121,8 @@ class Collectives:
             return Handle([])
         begin = time.monotonic_ns() if stream.on else 0
         where = f"bucket {bucket}" if bucket >= 0 else "a gathered sum"
-        gathered = GatheredSum(buffer, wire, world.rank, world.size, where, velocity)
+        where = where if world.group is None else f"{where} in {world.group}"
+        gathered = GatheredSum(buffer, wire, world.rank, world.size, where, velocity, world.ranks)
         gathered.encode()
         if begin:
             nbytes = buffer.nbytes
@@ -126,7 +133,18 @@ class Collectives:
         return Gathered(handle, gathered)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
-        """Overwrite every worker's buffer with that of rank ``root``."""
+        """Overwrite every worker's buffer with that of rank ``root``, as numbered in this world.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        world = self.world
+        if type(root) is not int or not 0 <= root < world.size:
+            here = f"0 to {world.size - 1}"
+            if world.group is not None:
+                here += f", which are ranks {world.ranks} among all"
+            whose = "" if world.group is None else f" in {world.group}"
+            raise UsageError(f"broadcast(root={root!r}){whose}: allowed are {here}")
         return self._submit(f"broadcast:{root}", buffer, -1, label=label)
 
     def _submit(
@@ -148,20 +166,40 @@ class Collectives:
         itemsize: float = buffer.element_size()
         if packing is not None:
             itemsize = packing.bytes_per_element
+        # Encoding anew what others have encoded would lose more at every hop of a ring.
+        topology = Mesh() if encoded else topology or self._topology
         programs = compile_collective(
             what,
-            # Encoding anew what others have encoded would lose more at every hop of a ring.
-            Mesh() if encoded else topology or self._topology,
+            topology,
             world.rank,
             world.size,
             buffer.numel(),
             itemsize,
             world.weights,
         )
-        jobs = [
-            executor.submit(program, buffer, what, bucket, _job_of(after, i), packing, label)
-            for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True))
-        ]
+        call = ""
+        if world.group is not None:
+            way = None if packing is None else (type(packing).__name__, packing.dtype, itemsize)
+            said = (what, bucket, label, buffer.numel(), buffer.dtype, way, type(topology).__name__)
+            call = repr(said)
+        return self._queue(programs, (buffer, what, bucket), after, (packing, label, call))
+
+    def _queue(
+        self,
+        programs: Sequence[Program],
+        what: tuple[torch.Tensor, str, int],
+        after: Handle | None,
+        how: tuple[Packing | None, str, str],
+    ) -> Handle:
+        """Give each lane its program."""
+        jobs: list[Job] = []
+        try:
+            for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True)):
+                jobs.append(executor.submit(program, *what, _job_of(after, i), *how))
+        except PeerError:  # a lane has failed meanwhile; the buffer must be in nobody's hands
+            with contextlib.suppress(PeerError):
+                wait_for_all(job.wait for job in jobs)
+            raise
         return Handle(jobs)
 
     def _start_native(
@@ -196,6 +234,18 @@ def _native_of(handle: Handle | None) -> native.NativeJob | None:
 
 
 _threads = Threads("wingbeat-group")
+_making = threading.RLock()
+"""Two threads may make `Collectives` of one world at once; the collector may run in one of them."""
+
+
+def _after_fork() -> None:
+    """Start anew in a forked child: it has no threads, and another may have held the lock."""
+    global _making
+    _making = threading.RLock()
+    _threads.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 _executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
 
@@ -205,12 +255,15 @@ def _executors_of(world: World) -> list[Executor]:
 
     Groups come and go; theirs have a thread only while something is under way.
     """
-    if world not in _executors:
-        threads = None if world.group is None else _threads
-        executors = [Executor(world, index, threads) for index in range(len(world.links))]
-        _executors[world] = executors
-        for executor in executors:
-            world.on_close(executor.close)
-            # A model that its user has dropped takes its channel along, but not the thread.
-            weakref.finalize(world, executor.stop)
-    return _executors[world]
+    with _making:
+        if world not in _executors:
+            threads = None if world.group is None else _threads
+            failure = Failure()
+            lanes = range(len(world.links))
+            executors = [Executor(world, lane, failure, threads) for lane in lanes]
+            _executors[world] = executors
+            for executor in executors:
+                world.on_close(executor.close)
+                # A model that its user has dropped takes its channel along, but not the thread.
+                weakref.finalize(world, executor.stop)
+        return _executors[world]

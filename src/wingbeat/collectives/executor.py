@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives import machine
+from wingbeat.collectives.failure import Failure
 from wingbeat.collectives.handle import run_callback
 from wingbeat.collectives.lost import LostPeer, explain
 from wingbeat.collectives.machine import Machine, Task
 from wingbeat.collectives.packing import Packing, malformed
 from wingbeat.collectives.scratch import Scratch
-from wingbeat.collectives.tags import CHUNKS, base_tag
+from wingbeat.collectives.tags import CHUNKS, base_tag, group_tag
 from wingbeat.collectives.threads import Threads
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
@@ -54,13 +55,12 @@ class Job(Task):
     ) -> None:
         super().__init__(program, after)
         self.buffer = buffer
-        self.operation = what
         self.what = what.partition(":")[0]
         self.bucket = bucket
         self.label = label
         self.packing = packing
         self.dtype = buffer.dtype if packing is None else packing.dtype
-        self.error: Exception | None = None
+        self._error = ""
         self.base_tag = 0
         self.begin_ns = 0
         self.coming: deque[tuple[Pending, torch.Tensor]] = deque()
@@ -81,9 +81,9 @@ class Job(Task):
         """Mark the result as complete, though parts of the buffer may still be on their way out."""
         self._received.set()
 
-    def finish(self, error: Exception | None = None) -> None:
-        """Mark as done, or as failed with ``error``, and wake whoever waits."""
-        self.error = error
+    def finish(self, error: str = "") -> None:
+        """Mark as done, or as failed for the reason ``error``, and wake whoever waits."""
+        self._error = error
         self._received.set()
         with _finishing:
             self._done.set()
@@ -113,14 +113,17 @@ class Job(Task):
     def wait_received(self) -> None:
         """Block until the result can be read; it must not be written to before `wait` returns."""
         self._received.wait()
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
 
     def wait(self) -> None:
         """Block until done; every transfer inside has a deadline, so this ends."""
         self._done.wait()
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raise one of its own each time: an error that was raised holds the frames it came by."""
+        if self._error:
+            raise PeerError(self._error)
 
 
 class Executor:
@@ -130,11 +133,14 @@ class Executor:
         world: whose links to use.
         lane: its number. Lane i runs programs that use link i alone; the first one also those
             that use several.
+        failure: what all lanes of the world share.
         threads: where to get a thread from while there is something to do; None for a thread of
             its own.
     """
 
-    def __init__(self, world: World, lane: int, threads: Threads | None = None) -> None:
+    def __init__(
+        self, world: World, lane: int, failure: Failure, threads: Threads | None = None
+    ) -> None:
         # The thread must not keep the world alive: take from it what it needs.
         self._links: tuple[Link, ...] = world.links
         self._name = world.links[lane].name
@@ -147,11 +153,11 @@ class Executor:
         self._machine: Machine[Job] = Machine()
         self._wake = threading.Condition()
         self._closing = False
-        self._failure: Exception | None = None
+        self._failure = failure
         self._submitted = 0
         self._scratch = Scratch()
         self._threads = threads
-        self._running = False
+        self._running, self._runner = False, 0
         self._thread: threading.Thread | None = None
         if threads is None:
             self._thread = threading.Thread(
@@ -168,23 +174,25 @@ class Executor:
         after: Job | None,
         packing: Packing | None = None,
         label: str = "",
+        call: str = "",
     ) -> Job:
         """Queue a program on ``buffer``; each chunk is sent when ``after`` has finished with it.
 
         With a ``packing``, chunks travel as it packs them. ``label`` says what is exchanged where
-        it is no bucket.
+        it is no bucket; ``call`` is all that the members of a group must say alike.
 
         Raises:
             PeerError: an earlier job failed, so that the workers are no longer in step.
         """
         job = Job(program, buffer, what, bucket, after, packing, label)
         with self._wake:
-            if self._failure is not None:
-                raise self._failure
+            self._failure.refuse()
             if self._closing:
                 over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
                 raise PeerError(f"{job} was started after {over}")
-            job.base_tag = base_tag(what, bucket, buffer.nbytes, label, self._submitted)
+            turn = self._submitted
+            world_tag = base_tag(what, bucket, buffer.nbytes, label, turn)
+            job.base_tag = world_tag if self._group is None else group_tag(call, turn)
             self._submitted += 1
             self._machine.submit(job)
             self._wake.notify_all()
@@ -200,15 +208,17 @@ class Executor:
             self._wake.notify_all()
 
     def close(self) -> None:
-        """End the thread once the queue is empty; wait for it."""
+        """End the thread once the queue is empty; wait for it, unless this is it, in a callback."""
         self.stop()
+        if self._runner == threading.get_ident():
+            return
         if self._thread is not None:
             self._thread.join(self._timeout)
-            return
         with self._wake:
             self._wake.wait_for(lambda: not self._running, self._timeout)
 
     def _run(self) -> None:
+        self._runner = threading.get_ident()
         try:
             for command in self._machine.commands():
                 if isinstance(command, machine.Rest):
@@ -245,7 +255,7 @@ class Executor:
             return True
 
     def _end(self) -> None:
-        self._running = False
+        self._running, self._runner = False, 0
         self._wake.notify_all()
 
     def _take(self, job: Job, transfer: Transfer) -> None:
@@ -345,25 +355,26 @@ class Executor:
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
         """Fail everything that is begun or queued: after this the workers are out of step."""
-        if isinstance(err, LostPeer):
-            error = self._explain(begun, err)
+        if self._failure.claim():
+            self._failure.settle(self._reason(begun, err))
         else:
-            where = begun[0] if begun else "a collective"
-            error = PeerError(f"rank {self._rank}: {where} failed: {err!r}")
-            self._leave_group(begun, err)
+            self._break(begun, err)
+        reason = self._failure.reason()
         with self._wake:
-            self._failure = error
             waiting = [*begun, *self._machine.drop_waiting()]
         for job in waiting:
-            job.finish(error)
+            job.finish(reason)
         with self._wake:
             self._end()
 
-    def _leave_group(self, begun: list[Job], err: Exception) -> None:
-        """Let the other members of a group know, who would wait for this one."""
-        if self._group is not None:
+    def _reason(self, begun: list[Job], err: Exception) -> str:
+        if isinstance(err, LostPeer):
+            return str(self._explain(begun, err))
+        reason = f"rank {self._rank}: {begun[0] if begun else 'a collective'} failed: {err!r}"
+        if self._group is not None:  # let the other members know, who would wait for this one
             self._blame.publish(self._rank, str(begun[0]) if begun else "")
             self._break(begun, err)
+        return reason
 
     def _break(self, begun: list[Job], err: Exception) -> None:
         """Break the connections; gloo does so when nothing refers to its group any more."""
@@ -371,7 +382,9 @@ class Executor:
             job.drop()
         # So do the frames in which the transfer failed.
         err.__traceback__ = err.__context__ = None
-        for link in {transfer.link for job in begun for transfer in job.program.transfers()}:
+        used = {transfer.link for job in begun for transfer in job.program.transfers()}
+        # The lanes of a group fail together: its buffers are not written to after that.
+        for link in used if self._group is None else range(len(self._links)):
             self._links[link].close()
 
     def _explain(self, begun: list[Job], lost: LostPeer) -> PeerError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from wingbeat.errors import PeerError
 from wingbeat.observe.log import log
 
 if TYPE_CHECKING:
@@ -47,13 +48,14 @@ class Handle:
             job.add_done_callback(one_more)
 
     def wait(self) -> None:
-        """Block until the collective is done on this worker.
+        """Block until the collective is done on this worker, or has failed on all links.
+
+        Either way nothing reads or writes the buffer any more.
 
         Raises:
             PeerError: a peer failed or was silent for too long; names it and the collective.
         """
-        for job in self.jobs:
-            job.wait()
+        wait_for_all(job.wait for job in self.jobs)
 
     def wait_received(self) -> None:
         """Block until the result can be read. It may be written to only after `wait`.
@@ -61,8 +63,22 @@ class Handle:
         Raises:
             PeerError: as for `wait`.
         """
-        for job in self.jobs:
-            job.wait_received()
+        wait_for_all(job.wait_received for job in self.jobs)
+
+
+def wait_for_all(waits: Iterable[Callable[[], None]]) -> None:
+    """Call each, whatever the others raise; then raise what the first has raised, if one has."""
+    first: PeerError | None = None
+    for wait in waits:
+        try:
+            wait()
+        except PeerError as error:
+            first = first or error
+    if first is not None:
+        try:
+            raise first
+        finally:
+            del first  # its traceback holds this frame
 
 
 def run_callback(callback: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 
-from wingbeat.transport.channel import BITS_BELOW
+from wingbeat.transport.channel import BITS_BELOW, CHANNEL_BITS
 
 CHUNK_BITS = 10
 CHUNKS = 1 << CHUNK_BITS
@@ -52,3 +52,21 @@ def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int) -> int:
         size = zlib.crc32(f"{what} {nbytes}".encode()) & 7
         kind = (_CONTROL << 7) | (number << 3) | size
     return (((turn % TURNS) << _KIND_BITS) | kind) << CHUNK_BITS
+
+
+_DIGESTS = (1 << (_KIND_BITS + CHANNEL_BITS)) - 1
+"""Tags of groups: they have no channels, so that the bits of one are free. The highest digest is
+left out, with the tags by which a group's members meet."""
+
+
+def group_tag(call: str, turn: int) -> int:
+    """Return the tag of the first chunk of a group's collective.
+
+    Two that differ in anything have the same tag in one of 131,071 cases.
+
+    Args:
+        call: all that must be the same on every member.
+        turn: as for `base_tag`.
+    """
+    digest = zlib.crc32(call.encode()) % _DIGESTS
+    return (((turn % TURNS) << (_KIND_BITS + CHANNEL_BITS)) | digest) << CHUNK_BITS

@@ -18,6 +18,10 @@ class Threads:
         self._name = name
         self._kept_s = kept_s
         self._counter = itertools.count()
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew: a forked child has none of the threads, and the work is its parent's."""
         self._changed = threading.Condition()
         self._free = 0
         self._work: deque[Callable[[], None]] = deque()

@@ -82,7 +82,13 @@ class Blame:
         """Tell the others that this rank failed while it waited for ``peer`` in ``doing``."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with who served it
             self._store.set(f"{self._room}waited/{self._rank}", f"{peer} {doing}")
-            if self._room and not self._store.has(f"{self._room}{_GIVEN_UP}"):
+            if self._room:
+                self.give_up()
+
+    def give_up(self) -> None:
+        """Tell the other members of a group that its sums will never be complete."""
+        with contextlib.suppress(RuntimeError):
+            if not self._store.has(f"{self._room}{_GIVEN_UP}"):
                 self._store.set(f"{self._room}{_GIVEN_UP}", str(self._rank))
 
     def given_up(self) -> int | None:
@@ -109,7 +115,8 @@ class Blame:
             return ""
         try:
             said = self._store.get(f"{self._room}waited/{rank}", self._patience)
-            return said.partition(" ")[2][:_LONGEST]
+            # It goes into a message of one line, and anybody may write to the store.
+            return "".join(filter(str.isprintable, said.partition(" ")[2][:_LONGEST]))
         except TimeoutError:
             return ""
 

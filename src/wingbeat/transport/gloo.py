@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class GlooLink:
     """All peers over one interface, each by a TCP connection of its own.
 
-    ``device`` is what gloo listens with, where it is shared with other links of the interface.
+    ``device`` is what gloo listens with, where the caller has one.
 
     Raises:
         RendezvousError: a peer could not be reached; names rank, address, interface and wait.
@@ -53,6 +53,9 @@ class GlooLink:
                 f"all {size} ranks after {time.monotonic() - begin:.1f} s: {first_line(err)}; "
                 "check that every host can reach this address, or name other interfaces"
             ) from None
+        finally:
+            # An error keeps this frame, which must not keep gloo listening.
+            del device, options
 
     @property
     def name(self) -> str:
@@ -80,8 +83,7 @@ class GlooLink:
 
     def close(self) -> None:
         """Close the sockets. Gloo does so when its group is destroyed."""
-        if hasattr(self, "_group"):
-            del self._group
+        self.__dict__.pop("_group", None)  # two threads may close it at once
 
 
 class GlooPending:

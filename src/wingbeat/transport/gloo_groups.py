@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,17 +23,28 @@ from wingbeat.transport.gloo import GlooLink, first_line
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link, Pending
 from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
-from wingbeat.transport.store import TorchStore
+from wingbeat.transport.store import SharedStore, TorchStore, read
 from wingbeat.types import Group
 
-_SOONEST_S, _LATEST_S = 0.0001, 0.01
-"""Seconds between two looks into the store: at first, and after some waiting."""
+_SOONEST_S, _LATER_S, _LATEST_S = 0.0001, 0.01, 0.1
+"""Seconds between two looks into the store: at first, after some waiting, and after long."""
+
+_LONG_S = 1.0
+"""Seconds after which a member looks seldom: many groups may wait at once."""
 
 _ASK_S = 0.1
 """Seconds after which whoever waits for a member looks whether it will still come."""
 
+_IDLE_DEVICES = 8
+"""Per interface; each is a thread and a socket."""
+
 _GREETING_TAG = (1 << 31) - 1
 """Of the message by which each member knows that the others are connected."""
+
+
+_NEVER_SENT_TAG = _GREETING_TAG - 1
+_AT_ONCE_S = 0.001
+"""The shortest that gloo can wait, in seconds."""
 
 
 class GlooGroups:
@@ -59,7 +70,7 @@ class GlooGroups:
         self._interfaces = interfaces
         self._starting = threading.Lock()
         self._store: dist.Store | None = None
-        self._devices: list[dist.ProcessGroupGloo.Device] = []
+        self._devices = [_Devices(interface) for interface in interfaces]
         self._closed = False
 
     def links(self, group: Group, timeout: float) -> tuple[Link, ...]:
@@ -68,50 +79,57 @@ class GlooGroups:
         ``timeout`` is for how many seconds the members wait for each other.
         """
         return tuple(
-            MeetingLink(interface.name, functools.partial(self._meet, group, index, timeout))
+            self._link(interface.name, group, index, timeout)
             for index, interface in enumerate(self._interfaces)
         )
+
+    def _link(self, name: str, group: Group, index: int, timeout: float) -> MeetingLink:
+        off = threading.Event()
+        return MeetingLink(name, functools.partial(self._meet, group, index, timeout, off), off)
+
+    def store(self) -> TorchStore:
+        """Return the groups' way to the store. What others ask it, and wait for, locks it."""
+        try:
+            return SharedStore(self._start())
+        except RuntimeError:  # the groups' own links will say so
+            return TorchStore(self._worlds_store)
 
     def close(self) -> None:
         """Stop listening and close the connection to the store."""
         with self._starting:
             self._closed = True
             self._store = None
-            self._devices.clear()
+        for devices in self._devices:
+            devices.close()
 
     def _start(self) -> dist.Store:
-        """Listen, once for all groups, and return a store that nobody else waits in."""
+        """Return a connection to the store that nobody else waits in."""
         with self._starting:
             if self._closed:
                 raise RuntimeError("wingbeat.shutdown() was called")
             if self._store is None:
-                self._devices.extend(
-                    dist.ProcessGroupGloo.create_device(hostname=interface.address)
-                    for interface in self._interfaces
-                )
                 self._store = self._worlds_store.clone()
             return self._store
 
-    def _meet(self, group: Group, index: int, timeout: float) -> Link:
+    def _meet(self, group: Group, index: int, timeout: float, off: threading.Event) -> Link:
         """Connect to all members over one interface.
 
         Raises:
             NotMet: somebody did not come, or has given the group up.
         """
         try:
-            store = self._start()
-            interface, device = self._interfaces[index], self._devices[index]
-        except (RuntimeError, IndexError) as err:
+            store, devices = self._start(), self._devices[index]
+        except RuntimeError as err:
             raise NotMet(self._rank, f"{group}: this rank is not connected: {err}") from None
-        meeting = _Meeting(group, self._rank, self._size, TorchStore(store), timeout)
+        meeting = _Meeting(group, self._rank, self._size, SharedStore(store), timeout, off)
         room = f"{room_of(group)}link{index}/"
-        board = _Board(store, room, group.ranks, meeting.wait_until)
+        board = _Board(store, room, self._rank, group.ranks, meeting.wait_until)
         mine, size = group.ranks.index(self._rank), len(group.ranks)
         try:
             # What gloo waits for once all are here takes moments.
             board.set(f"here/{mine}", "")
             board.wait([f"here/{member}" for member in range(size)])
-            link = GlooLink(board, mine, size, interface, timeout, device)
+            link = _GroupLink(devices, board, mine, size, timeout)
             _greet(link, mine, group, timeout)
         except RendezvousError as err:
             raise NotMet(self._rank, f"{group}: {err}") from None
@@ -120,12 +138,84 @@ class GlooGroups:
         return link
 
 
+class _Devices:
+    """What gloo listens with on one interface: for each open group a device of its own.
+
+    A member that comes after this one has given the meeting up must find nobody listening: gloo
+    would tell a connection that is no more, which ends the process. So a device of a meeting that
+    failed is never used again. The others are, as one takes 10 ms to end.
+    """
+
+    def __init__(self, interface: Interface) -> None:
+        self.interface = interface
+        self._changing = threading.Lock()
+        self._idle: list[dist.ProcessGroupGloo.Device] = []
+        self._closed = False
+
+    def take(self) -> dist.ProcessGroupGloo.Device:
+        """Return one that no open group has."""
+        with self._changing:
+            if self._idle:
+                return self._idle.pop()
+        return dist.ProcessGroupGloo.create_device(hostname=self.interface.address)
+
+    def give(self, device: dist.ProcessGroupGloo.Device) -> None:
+        """Take back one on which a whole group had met."""
+        with self._changing:
+            if not self._closed and len(self._idle) < _IDLE_DEVICES:
+                self._idle.append(device)
+
+    def close(self) -> None:
+        """Keep none any more."""
+        with self._changing:
+            self._closed = True
+            self._idle.clear()
+
+
+class _GroupLink(GlooLink):
+    """A group's link, on a device that it has for itself until it is closed."""
+
+    def __init__(
+        self, devices: _Devices, board: _Board, mine: int, size: int, timeout: float
+    ) -> None:
+        device = devices.take()
+        try:
+            super().__init__(board, mine, size, devices.interface, timeout, device)
+            self._devices, self._own = devices, [device]
+            self._anybody = (mine + 1) % size
+        finally:
+            del device
+
+    def retire(self) -> None:
+        """Close, as the members have not met; the device ends with that."""
+        self._own.clear()
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets; once that is done another group may have the device.
+
+        Other threads may wait for transfers, which gloo ends when one of them has timed out.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.recv(torch.zeros(1), self._anybody, _NEVER_SENT_TAG).wait(_AT_ONCE_S)
+        super().close()
+        with contextlib.suppress(IndexError):  # whoever closes it first gives it back
+            self._devices.give(self._own.pop())
+
+
 class _Meeting:
     """How long a member waits for the others, and what it says if they do not come."""
 
     def __init__(
-        self, group: Group, rank: int, size: int, store: TorchStore, timeout: float
+        self,
+        group: Group,
+        rank: int,
+        size: int,
+        store: TorchStore,
+        timeout: float,
+        off: threading.Event,
     ) -> None:
+        self._off = off
         self._group, self._rank, self._timeout = group, rank, timeout
         self._blame = Blame(store, rank, size, timeout, room_of(group))
         self._deadline = time.monotonic() + timeout
@@ -137,7 +227,8 @@ class _Meeting:
         Raises:
             NotMet: it did not within the timeout, it has left, or somebody has given up.
         """
-        pause, ask = _SOONEST_S, time.monotonic() + _ASK_S
+        begin = time.monotonic()
+        pause, ask = _SOONEST_S, begin + _ASK_S
         while not done():
             now = time.monotonic()
             if now >= ask:
@@ -151,8 +242,9 @@ class _Meeting:
                     f"rank {peer} did not come to {self._group} within {self._timeout:g} s: every "
                     "member opens the group and makes the same calls in it",
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _LATEST_S)
+            if self._off.wait(pause):
+                raise NotMet(self._rank, f"{self._group} was closed here before all had come")
+            pause = min(2 * pause, _LATER_S if now < begin + _LONG_S else _LATEST_S)
 
 
 class _Board(dist.Store):  # type: ignore[misc]
@@ -162,11 +254,13 @@ class _Board(dist.Store):  # type: ignore[misc]
         self,
         store: dist.Store,
         room: str,
+        rank: int,
         ranks: Sequence[int],
         wait_until: Callable[[Callable[[], bool], int], None],
     ) -> None:
         super().__init__()
-        self._store, self._room, self._ranks, self._wait_until = store, room, ranks, wait_until
+        self._store, self._room, self._wait_until = store, room, wait_until
+        self._rank, self._ranks = rank, ranks
         self._written: list[str] = []
 
     def clear(self) -> None:
@@ -179,32 +273,52 @@ class _Board(dist.Store):  # type: ignore[misc]
     def set(self, key: str, value: str | bytes) -> None:
         """As `dist.Store.set`."""
         self._written.append(key)
-        self._store.set(self._room + key, value)
+        with self._answering():
+            self._store.set(self._room + key, value)
 
     def get(self, key: str) -> bytes:
         """As `dist.Store.get`, without a lock on the store."""
-        self.wait([key])
-        value: bytes = self._store.get(self._room + key)
-        return value
+        found: list[bytes] = []
+
+        def look() -> bool:
+            with self._answering():
+                value = read(self._store, self._room + key)
+            found.extend([] if value is None else [value])
+            return value is not None
+
+        self._wait_until(look, self._peer(key))
+        return found[0]
 
     def check(self, keys: list[str]) -> bool:
         """As `dist.Store.check`."""
-        return bool(self._store.check([self._room + key for key in keys]))
+        with self._answering():
+            return bool(self._store.check([self._room + key for key in keys]))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
         """As `dist.Store.wait`, until the meeting's own deadline."""
         for key in keys:
-            member = key.rpartition("/")[2]  # gloo's keys end with a member's number
-            known = member.isdigit() and int(member) < len(self._ranks)
-            peer = self._ranks[int(member) if known else 0]
-            self._wait_until(functools.partial(self.check, [key]), peer)
+            self._wait_until(functools.partial(self.check, [key]), self._peer(key))
+
+    def _peer(self, key: str) -> int:
+        member = key.rpartition("/")[2]  # gloo's keys end with a member's number
+        known = member.isdigit() and int(member) < len(self._ranks)
+        return self._ranks[int(member) if known else 0]
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Say who is to blame if the store is gone: none of the members."""
+        try:
+            yield
+        except RuntimeError as err:
+            text = f"the store where the workers meet does not answer: {first_line(err)}"
+            raise NotMet(self._rank, text) from None
 
     def has_extended_api(self) -> bool:
         """Return False: gloo then uses the methods above alone."""
         return False
 
 
-def _greet(link: GlooLink, mine: int, group: Group, timeout: float) -> None:
+def _greet(link: _GroupLink, mine: int, group: Group, timeout: float) -> None:
     """Hear from all members that they are connected, so that none leaves while another connects.
 
     Raises:
@@ -212,7 +326,7 @@ def _greet(link: GlooLink, mine: int, group: Group, timeout: float) -> None:
     """
     others = [k for k in range(len(group.ranks)) if k != mine]
     pending: list[tuple[int, Pending]] = []
-    peer = mine
+    peer, lost = mine, ""
     try:
         for peer in others:
             out, into = torch.zeros(2, 1, dtype=torch.uint8)
@@ -223,8 +337,10 @@ def _greet(link: GlooLink, mine: int, group: Group, timeout: float) -> None:
             pending[0][1].wait(timeout)
             del pending[0]
     except RuntimeError as err:
-        pending.clear()  # gloo closes nothing while a transfer is held
-        link.close()
-        lost = group.ranks[peer]
-        text = f"rank {lost} was lost while the members of {group} met: {first_line(err)}"
-        raise NotMet(lost, text) from None
+        lost = first_line(err)
+    if lost:
+        # Not before: the error's frames hold a transfer, and gloo closes nothing while one is held.
+        pending.clear()
+        link.retire()
+        who = group.ranks[peer]
+        raise NotMet(who, f"rank {who} was lost while the members of {group} met: {lost}")

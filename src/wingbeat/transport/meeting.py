@@ -33,7 +33,8 @@ def room_of(group: Group) -> str:
 
 def waits_for(rank: int, group: Group, blame: Blame) -> int | None:
     """Return a member that has failed while it waited for ``rank``; None if none says so."""
-    return next((member for member in group.ranks if blame.whom(member) == rank), None)
+    others = (member for member in group.ranks if member != rank)
+    return next((member for member in others if blame.whom(member) == rank), None)
 
 
 def given_up_text(group: Group, rank: int, who: int, blame: Blame) -> str:
@@ -56,16 +57,22 @@ def refuse_given_up(group: Group, rank: int, blame: Blame) -> None:
         NotMet: one has, so that this group's sums will never be complete.
     """
     who = blame.given_up()
-    if who is not None and who != rank:
+    if who is not None and who != rank and who in group.ranks:
         missed_by = waits_for(rank, group, blame)
         who = who if missed_by is None else missed_by
         raise NotMet(who, given_up_text(group, rank, who, blame))
 
 
 class MeetingLink:
-    """A group's link over one interface, made by ``meet`` when it is first used."""
+    """A group's link over one interface, made by ``meet`` when it is first used.
 
-    def __init__(self, name: str, meet: Callable[[], Link]) -> None:
+    ``called_off`` is set when it is closed, for a meeting that is under way.
+    """
+
+    def __init__(
+        self, name: str, meet: Callable[[], Link], called_off: threading.Event | None = None
+    ) -> None:
+        self._called_off = called_off or threading.Event()
         self._name = name
         self._meet = meet
         self._link: Link | None = None
@@ -76,6 +83,11 @@ class MeetingLink:
     def name(self) -> str:
         """The interface's name."""
         return self._name
+
+    @property
+    def met(self) -> bool:
+        """Whether the members have met here."""
+        return self._link is not None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start sending to member ``peer``; the first time, meet all members."""
@@ -110,6 +122,7 @@ class MeetingLink:
 
     def close(self) -> None:
         """Close the connections, if there are any; whoever waits for this member is told."""
+        self._called_off.set()
         with self._changing:
             self._closed = True
             if self._link is not None:

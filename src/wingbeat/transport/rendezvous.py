@@ -143,7 +143,7 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
     world.weights = measure_weights(world)
     world.make_native = functools.partial(nccl_group, rank, size)
     groups = GlooGroups(store, rank, size, chosen)
-    world.make_links = groups.links
+    world.make_links, world.group_store = groups.links, groups.store
     world.on_close(groups.close)
 
 

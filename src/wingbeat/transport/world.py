@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.transport.blame import finished_text, has_finished
+from wingbeat.transport.blame import Blame, finished_text, has_finished
 from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
 from wingbeat.transport.link import Link
-from wingbeat.transport.meeting import room_of
+from wingbeat.transport.meeting import MeetingLink, room_of
 from wingbeat.transport.register import Register
 from wingbeat.types import Group
 
@@ -56,6 +56,8 @@ class World:
             seconds; None where there is nobody to link to.
         group: which of all workers these are; None if they are all. In a group ``rank`` and
             ``size`` count its members alone, and `ranks` has their numbers among all.
+        group_store: returns a way to the store that groups have for themselves, so that none waits
+            for what others ask it; None where all ask by the same.
     """
 
     rank: int
@@ -69,6 +71,7 @@ class World:
     channel: int = 0
     make_links: Callable[[Group, float], tuple[Link, ...]] | None = None
     group: Group | None = None
+    group_store: Callable[[], Store] | None = None
     _native: NativeGroup | None = None
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
@@ -113,7 +116,7 @@ class World:
             links,
             self.weights[: len(links)],
             self.timeout,
-            self.store,
+            self.store if self.group_store is None else self.group_store(),
             group=group,
             _name=room_of(group),
         )
@@ -124,7 +127,12 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            # What is under way will not be waited for: call off a meeting, whoever may yet come.
+            for link in self.links:
+                if isinstance(link, MeetingLink) and not link.met:
+                    link.close()
         self.close()
 
     def open_channel(self) -> World:
@@ -239,12 +247,21 @@ class World:
         users, self._users = self._users, []
         for callback in users:
             callback()
+        self._give_up_unmet()
         if not self.channel:
             for link in self.links:
                 link.close()
         close, self._close = self._close, None
         if close is not None:
             close()
+
+    def _give_up_unmet(self) -> None:
+        """Tell the other members of a group that this one closes it before it has met them."""
+        if self.group is not None and self._close is not None:
+            met = any(isinstance(link, MeetingLink) and link.met for link in self.links)
+            if self.links and not met:
+                rank, room = self.ranks[self.rank], room_of(self.group)
+                Blame(self.store, rank, self.ranks[-1] + 1, self.timeout, room).give_up()
 
 
 _current: World | None = None
