@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import grimp
 import pytest
 
 import wingbeat
@@ -70,3 +71,23 @@ def test_only_transport_integrations_and_bench_touch_torch_distributed() -> None
     assert outside
     found = [str(p) for p in outside if touches_distributed((ROOT / p).read_text("utf-8"))]
     assert found == []
+
+
+def circles() -> list[list[str]]:
+    """Groups of modules that import one another, for type checkers or at run time.
+
+    The public face names what lies above everyone for type checkers only; it loads lazily.
+    """
+    graph = grimp.build_graph("wingbeat", exclude_type_checking_imports=False)
+    below = {
+        module: graph.find_modules_directly_imported_by(module) - {"wingbeat"}
+        for module in graph.modules - {"wingbeat"}
+    }
+    while free := [module for module, imported in below.items() if not imported & below.keys()]:
+        for module in free:  # what imports nothing that is left is in no circle
+            del below[module]
+    return [[module, *sorted(imported & below.keys())] for module, imported in below.items()]
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circles() == []

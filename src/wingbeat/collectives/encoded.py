@@ -27,7 +27,7 @@ import torch
 from wingbeat.collectives.handle import Handle
 from wingbeat.collectives.packing import CodecPacking, Encoded, malformed
 from wingbeat.errors import PeerError
-from wingbeat.transport.gloo import first_line
+from wingbeat.transport.text import first_line
 from wingbeat.types import Span
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from wingbeat import topologies
 from wingbeat.collectives import native
 from wingbeat.collectives.cast import narrower
 from wingbeat.collectives.encoded import Gathered, GatheredSum
-from wingbeat.collectives.executor import Executor, Job
+from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.failure import Failure
 from wingbeat.collectives.handle import Handle, wait_for_all
+from wingbeat.collectives.job import Job
 from wingbeat.collectives.native_encoded import start_encoded
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
 from wingbeat.collectives.program import Program, compile_collective

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError
-from wingbeat.observe.log import log
 
 if TYPE_CHECKING:
-    from wingbeat.collectives.executor import Job
+    from wingbeat.collectives.job import Job
     from wingbeat.collectives.native import NativeJob
 
 
@@ -79,11 +79,3 @@ def wait_for_all(waits: Iterable[Callable[[], None]]) -> None:
             raise first
         finally:
             del first  # its traceback holds this frame
-
-
-def run_callback(callback: Callable[[], None]) -> None:
-    """Call it; what it raises is its author's, and must not end the thread that others wait for."""
-    try:
-        callback()
-    except Exception:
-        log.exception("a callback of a collective failed")

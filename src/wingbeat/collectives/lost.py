@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from wingbeat.errors import PeerError
 from wingbeat.transport.blame import Blame, finished_text
-from wingbeat.transport.gloo import first_line
 from wingbeat.transport.meeting import NotMet, given_up_text
+from wingbeat.transport.text import first_line
 
 if TYPE_CHECKING:
-    from wingbeat.collectives.executor import Job
+    from wingbeat.collectives.job import Job
     from wingbeat.collectives.program import Transfer
     from wingbeat.types import Group
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.collectives.handle import run_callback
+from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.transport.gloo import first_line
+from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.transport.gloo import first_line
+from wingbeat.transport.text import first_line
 from wingbeat.types import Span
 
 if TYPE_CHECKING:

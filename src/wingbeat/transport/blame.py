@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from wingbeat.transport.world import Store
+    from wingbeat.transport.store import Store
 
 PATIENCE = 2.0
 """Seconds to give another worker to say that it, too, was waiting."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from wingbeat.errors import RendezvousError
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.meeting import NotMet
+from wingbeat.transport.text import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -101,11 +102,3 @@ class GlooPending:
             RuntimeError: the connection broke or ``seconds`` passed.
         """
         self._work.wait(timedelta(seconds=seconds))
-
-
-def first_line(err: BaseException) -> str:
-    """Return an exception's message without the stack trace and advice that torch may append."""
-    text = str(err).strip().splitlines()
-    line = text[0].partition(". This is typically")[0] if text else type(err).__name__
-    # "[/path/to/gloo/file.cc:123] what happened": the path helps nobody here.
-    return line.partition("] ")[2] if line.startswith("[") and "] " in line else line

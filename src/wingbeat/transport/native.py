@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError
-from wingbeat.transport.gloo import first_line
+from wingbeat.transport.text import first_line
 
 if TYPE_CHECKING:
     import torch

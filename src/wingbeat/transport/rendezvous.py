@@ -21,11 +21,12 @@ from wingbeat.observe.log import speak
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import leaving
 from wingbeat.transport import world as world_module
-from wingbeat.transport.gloo import GlooLink, first_line
+from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.gloo_groups import GlooGroups
 from wingbeat.transport.native import nccl_group
 from wingbeat.transport.speed import measure_weights
 from wingbeat.transport.store import TorchStore
+from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 
 DEFAULT_TIMEOUT = 300.0

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
-from wingbeat.transport.gloo import first_line
+from wingbeat.transport.text import first_line
 
 _ABSENT = "?"
 """What no key has as its value."""
 
 _SOONEST_S, _LATEST_S = 0.001, 0.1
 """Seconds between two looks into the store: at first, and after some waiting."""
+
+
+class Store(Protocol):
+    """A small key-value store that all workers reach; carries text only, never pickles."""
+
+    def set(self, key: str, value: str) -> None:
+        """Publish ``value`` under ``key``."""
+
+    def get(self, key: str, seconds: float) -> str:
+        """Wait for ``key``.
+
+        Raises:
+            TimeoutError: nobody published it within ``seconds``.
+        """
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
 
 
 class TorchStore:

@@ -7,7 +7,7 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport.blame import Blame, finished_text, has_finished
@@ -15,27 +15,11 @@ from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
 from wingbeat.transport.link import Link
 from wingbeat.transport.meeting import MeetingLink, room_of
 from wingbeat.transport.register import Register
+from wingbeat.transport.store import Store
 from wingbeat.types import Group
 
 if TYPE_CHECKING:
     from wingbeat.transport.native import NativeGroup
-
-
-class Store(Protocol):
-    """A small key-value store that all workers reach; carries text only, never pickles."""
-
-    def set(self, key: str, value: str) -> None:
-        """Publish ``value`` under ``key``."""
-
-    def get(self, key: str, seconds: float) -> str:
-        """Wait for ``key``.
-
-        Raises:
-            TimeoutError: nobody published it within ``seconds``.
-        """
-
-    def has(self, key: str) -> bool:
-        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
 
 
 @dataclass(eq=False)

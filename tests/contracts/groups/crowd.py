@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from wingbeat.collectives import Collectives, Handle
-from wingbeat.collectives.executor import Executor, Job
+from wingbeat.collectives.executor import Executor
+from wingbeat.collectives.job import Job
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 

@@ -1,0 +1,109 @@
+"""One collective in one lane, as its executor and those who wait for it see it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from wingbeat.collectives.callbacks import run_callback
+from wingbeat.collectives.machine import Task
+from wingbeat.collectives.packing import Packing
+from wingbeat.errors import PeerError
+
+if TYPE_CHECKING:
+    import torch
+
+    from wingbeat.collectives.program import Program, Transfer
+    from wingbeat.transport.link import Pending
+    from wingbeat.types import Span
+
+_finishing = threading.Lock()
+"""Held while a job is marked as done or gets a callback: for all of them, as it is for moments."""
+
+
+class Job(Task):
+    """One collective in one lane: its tensors, and what is under way of them."""
+
+    def __init__(
+        self,
+        program: Program,
+        buffer: torch.Tensor,
+        what: str,
+        bucket: int,
+        after: Job | None,
+        packing: Packing | None,
+        label: str = "",
+    ) -> None:
+        super().__init__(program, after)
+        self.buffer = buffer
+        self.what = what.partition(":")[0]
+        self.bucket = bucket
+        self.label = label
+        self.packing = packing
+        self.dtype = buffer.dtype if packing is None else packing.dtype
+        self._error = ""
+        self.base_tag = 0
+        self.begin_ns = 0
+        self.coming: deque[tuple[Pending, torch.Tensor]] = deque()
+        self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
+        self.packed: list[torch.Tensor] = []
+        self.results: dict[Span, torch.Tensor] = {}
+        self._received = threading.Event()
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def __str__(self) -> str:
+        name = self.what.replace("_", "-")
+        if self.bucket >= 0:
+            return f"{name} of bucket {self.bucket}"
+        return f"{name} of {self.label}" if self.label else name
+
+    def receive(self) -> None:
+        """Mark the result as complete, though parts of the buffer may still be on their way out."""
+        self._received.set()
+
+    def finish(self, error: str = "") -> None:
+        """Mark as done, or as failed for the reason ``error``, and wake whoever waits."""
+        self._error = error
+        self._received.set()
+        with _finishing:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            run_callback(callback)
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once, or raise."""
+        return self._done.is_set()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called when this is done or has failed; at once if it is."""
+        with _finishing:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        run_callback(callback)
+
+    def drop(self) -> None:
+        """Let go of all that is under way."""
+        self.coming.clear()
+        self.sends.clear()
+        self.packed.clear()
+        self.results.clear()
+
+    def wait_received(self) -> None:
+        """Block until the result can be read; it must not be written to before `wait` returns."""
+        self._received.wait()
+        self._raise_error()
+
+    def wait(self) -> None:
+        """Block until done; every transfer inside has a deadline, so this ends."""
+        self._done.wait()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raise one of its own each time: an error that was raised holds the frames it came by."""
+        if self._error:
+            raise PeerError(self._error)
