@@ -41,11 +41,7 @@ class DeferredUpdate(WholeUpdate):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        if isinstance(training.optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "DeAR with torch.optim.LBFGS is not possible: each of its steps evaluates the loss "
-                "several times and needs whole gradients each time; use wingbeat.AllReduce()"
-            )
+        refuse_evaluating(training.optimizer)
         self._due = Due(training.refresh)
         self._made = 0
         self._writes_gradients = False
@@ -140,6 +136,15 @@ class DeferredUpdate(WholeUpdate):
     def as_of_step(self) -> Any:
         """Let due updates be made inside as if at the moment of their step."""
         return self._due.as_of_step()
+
+
+def refuse_evaluating(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `UsageError` if the optimizer evaluates the loss in its own step."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "DeAR with torch.optim.LBFGS is not possible: each of its steps evaluates the loss "
+            "several times and needs whole gradients each time; use wingbeat.AllReduce()"
+        )
 
 
 def evaluated(closure: Closure) -> Any:

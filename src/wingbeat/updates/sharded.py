@@ -32,7 +32,7 @@ from wingbeat.schedules.events import (
     UpdateOwn,
 )
 from wingbeat.updates import elementwise
-from wingbeat.updates.deferred import evaluated
+from wingbeat.updates.deferred import evaluated, refuse_evaluating
 from wingbeat.updates.due import Due
 from wingbeat.updates.shards import DividedState, Piece, Shards, take_parameter
 from wingbeat.updates.sharing import SCALER, share_gradients, share_settings, taken_over
@@ -57,6 +57,7 @@ class ShardedUpdate:
     agrees: ClassVar[bool] = True
 
     def __init__(self, training: Training, schedule: Schedule, views: Views) -> None:
+        refuse_evaluating(training.optimizer)
         each = elementwise.prove(training.optimizer, type(training.optimizer).step)
         self._training = training
         self._schedule = schedule
