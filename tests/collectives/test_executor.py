@@ -75,6 +75,24 @@ def test_a_lost_peer_is_named_though_the_store_is_gone() -> None:
         Collectives(first).all_reduce(torch.ones(8), bucket=3).wait()
 
 
+def test_a_failure_whose_cause_cannot_be_found_out_is_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both lanes wait for a reason, and whoever waits for them."""
+
+    def fails(*_: object) -> None:
+        raise OverflowError("nothing known")
+
+    monkeypatch.setattr("wingbeat.collectives.executor.explain", fails)
+    board = loopback.Switchboard()
+    world, other = loopback.worlds_on(board, 2, interfaces=2, timeout=5.0)
+    board.fail(other.rank)
+    handle = Collectives(world).all_reduce(torch.zeros(64))
+    with pytest.raises(PeerError, match="nothing known"):
+        handle.wait()
+    world.close()
+
+
 def test_nothing_refers_to_a_transfer_when_the_link_is_closed() -> None:
     """Gloo closes its sockets when its last transfer is gone, and not when it is told to."""
     made: list[weakref.ref[Waiting]] = []

@@ -265,7 +265,11 @@ class Executor:
     def _fail(self, begun: list[Job], err: Exception) -> None:
         """Fail everything that is begun or queued: after this the workers are out of step."""
         if self._failure.claim():
-            self._failure.settle(self._reason(begun, err))
+            try:
+                reason = self._reason(begun, err)
+            except Exception as other:  # all lanes wait for a reason, and whoever waits for them
+                reason = f"rank {self._rank}: a collective failed: {err!r} ({other!r})"
+            self._failure.settle(reason)
         else:
             self._break(begun, err)
         reason = self._failure.reason()
