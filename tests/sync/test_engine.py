@@ -13,7 +13,6 @@ import wingbeat
 from helpers.training import TINY_MB, assert_same, backward, batch, engine, net, on, sgd, weights
 from wingbeat import sync
 from wingbeat.observe.events import stream
-from wingbeat.sync.runtime import exposed
 
 
 def _distributed(world: Any, model: Any) -> tuple[Any, Any]:
@@ -50,7 +49,7 @@ def test_release_gives_every_channel_back() -> None:
 
 def test_a_wait_that_fails_was_a_wait() -> None:
     stream.start(worker=0)
-    with pytest.raises(ArithmeticError), exposed(3):
+    with pytest.raises(ArithmeticError), stream.timed("wait", bucket=3):
         raise ArithmeticError
     events = stream.stop()
     assert [(event.what, event.bucket) for event in events] == [("wait", 3)]

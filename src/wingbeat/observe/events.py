@@ -123,7 +123,7 @@ class Stream:
         rows.append((what, begin_ns, end_ns, bucket, nbytes, lane))
 
     @contextlib.contextmanager
-    def timed(self, what: str, *, lane: str = "compute") -> Iterator[None]:
+    def timed(self, what: str, *, bucket: int = -1, lane: str = "compute") -> Iterator[None]:
         """Record how long the block takes, also where it raises; for a training loop's own parts.
 
         >>> own = Stream()
@@ -140,7 +140,7 @@ class Stream:
         try:
             yield
         finally:
-            self.record(what, begin, time.monotonic_ns(), lane=lane)
+            self.record(what, begin, time.monotonic_ns(), bucket=bucket, lane=lane)
 
     def take(self) -> list[Event]:
         """Hand over what was recorded so far, and go on recording if the stream is on.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +69,11 @@ class Runtime:
                 self.agreement.say(intent, used)
 
     def _hear(self) -> Answer:
-        with exposed():
+        with stream.timed("wait"):
             return self.agreement.hear()
 
     def _wait(self, bucket: Bucket, whole: bool, read_only: bool) -> None:
-        with exposed(bucket.index):
+        with stream.timed("wait", bucket=bucket.index):
             if bucket.handle is not None and (read_only or self.update.reads_only(bucket)):
                 bucket.handle.wait_received()
             elif whole:
@@ -88,16 +85,3 @@ class Runtime:
             if bucket.flat.device.type == "cpu" and not bucket.in_step():
                 self.steps.disagree()
             self.checked = True
-
-
-@contextlib.contextmanager
-def exposed(bucket: int = -1) -> Iterator[None]:
-    """Record the time inside as a wait that nothing hides."""
-    if not stream.on:
-        yield
-        return
-    begin = time.monotonic_ns()
-    try:
-        yield
-    finally:
-        stream.record("wait", begin, time.monotonic_ns(), bucket=bucket)

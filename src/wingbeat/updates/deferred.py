@@ -5,7 +5,6 @@ What starts when is the schedule's (`wingbeat.schedules.dear`, section III-B of 
 
 from __future__ import annotations
 
-import time
 from typing import Any, ClassVar
 
 import torch
@@ -100,10 +99,8 @@ class DeferredUpdate(WholeUpdate):
     def _update(self, bucket: Bucket) -> None:
         """Run the update of one bucket, whose gradients are whole."""
         self._due.remove(bucket)
-        begin = time.monotonic_ns()
-        self._step_on(bucket)
-        if stream.on:
-            stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
+        with stream.timed("update", bucket=bucket.index):
+            self._step_on(bucket)
 
     def _step_on(self, bucket: Bucket) -> None:
         stepper = self._training.stepper

@@ -6,7 +6,6 @@ What starts when is the schedule's (`wingbeat.schedules.sharded`).
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -128,7 +127,8 @@ class ShardedUpdate:
         buckets = self._training.bucketing.buckets
         match command:
             case UpdateOwn(number, used):
-                self._update_own(buckets[number], used)
+                with stream.timed("update", bucket=number):
+                    self._update_own(buckets[number], used)
             case Share(answer):
                 self._share(answer)
             case Place(number):
@@ -138,7 +138,8 @@ class ShardedUpdate:
             case Forget(spent):
                 self._forget(spent)
             case Update(number):
-                self._take_over(buckets[number])
+                with stream.timed("update", bucket=number):
+                    self._take_over(buckets[number])
 
     def _defer(self, bucket: Bucket, used: frozenset[int]) -> None:
         self._fresh[bucket.index] = [slot for slot in bucket.slots if slot.index in used]
@@ -154,7 +155,6 @@ class ShardedUpdate:
     @torch.no_grad()
     def _update_own(self, bucket: Bucket, used: frozenset[int]) -> None:
         """Run the optimizer on this worker's pieces of ``bucket``, where gradients are known."""
-        begin = time.monotonic_ns()
         pairs = []
         for piece in self.shards.pieces_in(bucket):
             piece.refresh()
@@ -168,8 +168,6 @@ class ShardedUpdate:
         finally:
             for _, stand_in in pairs:
                 stand_in.grad = None
-        if stream.on:
-            stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
 
     def _gradient(self, bucket: Bucket, piece: Piece) -> torch.Tensor | None:
         if self._reduced:
@@ -200,13 +198,10 @@ class ShardedUpdate:
 
     def _take_over(self, bucket: Bucket) -> None:
         """Take over the bucket's new parameters."""
-        begin = time.monotonic_ns()
         self._due.remove(bucket)
         own = {piece.slot.index: piece for piece in self.shards.pieces_in(bucket)}
         for slot in self._fresh.pop(bucket.index):
             take_parameter(slot, own.get(slot.index))
-        if stream.on:
-            stream.record("update", begin, time.monotonic_ns(), bucket=bucket.index)
 
     def reads_only(self, bucket: Bucket) -> bool:  # noqa: ARG002
         """Parameters are waited for as such."""
