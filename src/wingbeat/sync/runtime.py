@@ -76,10 +76,8 @@ class Runtime:
         with stream.timed("wait", bucket=bucket.index):
             if bucket.handle is not None and (read_only or self.update.reads_only(bucket)):
                 bucket.handle.wait_received()
-            elif whole:
+            else:
                 bucket.settle()
-            elif bucket.handle is not None:
-                bucket.handle.wait()
         if whole and not self.checked:
             # On a GPU the host would wait for the flags.
             if bucket.flat.device.type == "cpu" and not bucket.in_step():
