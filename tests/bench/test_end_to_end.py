@@ -11,6 +11,7 @@ from wingbeat.bench.config import BenchConfig
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_speedup_and_the_breakdown_are_measured_with_the_rows() -> None:
     config = BenchConfig(
         lab="loopback:2",

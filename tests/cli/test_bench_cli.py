@@ -101,6 +101,7 @@ def check_exact(runs: list[dict[str, Any]]) -> None:
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
+@pytest.mark.alone  # the host's loopback counts what others send too
 def test_loopback_with_real_data(tmp_path: Path) -> None:
     data = run_bench(
         tmp_path, "--lab", "loopback:2", "--model", "digits", "--iterations", "3",
