@@ -213,15 +213,14 @@ class Collectives:
         return start_encoded(self.world, what, buffer, packing)
 
     def _packing(self, buffer: torch.Tensor, wire: WireFormat | None) -> Packing | None:
-        own = self.owned(buffer.numel())
-        packing: Packing | None
+        alone = self.world.size == 1  # nothing travels and nothing is rounded
         if isinstance(wire, Encoded):
-            packing = CodecPacking(wire.coding, wire.residual, own)
-        else:
-            dtype = narrower(wire, buffer)
-            packing = None if dtype is None else CastPacking(dtype, own)
-        # Alone, nothing travels and nothing is rounded.
-        return packing if self.world.size > 1 else None
+            own = self.owned(buffer.numel())
+            return None if alone else CodecPacking(wire.coding, wire.residual, own)
+        dtype = narrower(wire, buffer)
+        if dtype is None or alone:
+            return None
+        return CastPacking(dtype, self.owned(buffer.numel()))
 
 
 def _job_of(handle: Handle | None, link: int) -> Job | None:

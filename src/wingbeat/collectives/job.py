@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives.callbacks import run_callback
+from wingbeat.collectives.latch import Latch
 from wingbeat.collectives.machine import Task
 from wingbeat.collectives.packing import Packing
 from wingbeat.errors import PeerError
@@ -50,8 +51,7 @@ class Job(Task):
         self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
         self.packed: list[torch.Tensor] = []
         self.results: dict[Span, torch.Tensor] = {}
-        self._received = threading.Event()
-        self._done = threading.Event()
+        self._received, self._done = Latch(), Latch()
         self._callbacks: list[Callable[[], None]] = []
 
     def __str__(self) -> str:
@@ -62,26 +62,26 @@ class Job(Task):
 
     def receive(self) -> None:
         """Mark the result as complete, though parts of the buffer may still be on their way out."""
-        self._received.set()
+        self._received.open()
 
     def finish(self, error: str = "") -> None:
         """Mark as done, or as failed for the reason ``error``, and wake whoever waits."""
         self._error = error
-        self._received.set()
+        self._received.open()
         with _finishing:
-            self._done.set()
+            self._done.open()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             run_callback(callback)
 
     def done(self) -> bool:
         """Whether `wait` would return at once, or raise."""
-        return self._done.is_set()
+        return self._done.is_open
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called when this is done or has failed; at once if it is."""
         with _finishing:
-            if not self._done.is_set():
+            if not self._done.is_open:
                 self._callbacks.append(callback)
                 return
         run_callback(callback)

@@ -174,7 +174,7 @@ class Engine(Intake):
     def launch(self, bucket: Bucket) -> None:
         """Send a bucket, whose gradients are complete, on its way."""
         bucket.wire = self.compression.launching(bucket)
-        if self.update.shards is not None:  # gradients are encoded once, and not gathered
+        if bucket.wire is not None and self.update.shards is not None:  # encoded once, not gathered
             self.compression.add_own_residual(bucket, self.runtime.exchange.owned(bucket))
         self.tell(BucketReady(bucket.index))
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from wingbeat.exchanges.exchange import Exchange
-from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.gradients.steps import Steps
 from wingbeat.gradients.views import Views
 from wingbeat.observe.events import stream
-from wingbeat.schedules.events import Command, Event, Hear, Say, Schedule, Show, Start, Wait
+from wingbeat.schedules.events import Event, Hear, Say, Schedule, Show, Start, UpdateCommand, Wait
 from wingbeat.schedules.intents import Answer
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.update import Closure, Update
@@ -48,38 +48,46 @@ class Runtime:
                 command = dialogue.send(answer)
             except StopIteration:
                 return returned
-            answer = None
-            match command:
-                case Hear():
-                    answer = self._hear()
-                case Start() | Wait() | Show() | Say():
-                    self._exchange(command)
-                case _:
-                    returned = self.update.perform(command, closure)
+            own = _OWN.get(type(command))
+            if own is not None:
+                answer = own(self, command)
+            else:
+                answer = None
+                returned = self.update.perform(cast("UpdateCommand", command), closure)
 
-    def _exchange(self, command: Command) -> None:
-        match command:
-            case Start(operation, number, chained):
-                self.exchange.start(operation, self.bucketing.buckets[number], chained)
-            case Wait(number, whole, read_only):
-                self._wait(self.bucketing.buckets[number], whole, read_only)
-            case Show():
-                self.views.show()
-            case Say(intent, used):
-                self.agreement.say(intent, used)
+    def _start(self, command: Start) -> None:
+        bucket = self.bucketing.buckets[command.bucket]
+        self.exchange.start(command.operation, bucket, command.chained)
 
-    def _hear(self) -> Answer:
+    def _show(self, _: Show) -> None:
+        self.views.show()
+
+    def _say(self, command: Say) -> None:
+        self.agreement.say(command.intent, command.used)
+
+    def _hear(self, _: Hear) -> Answer:
         with stream.timed("wait"):
             return self.agreement.hear()
 
-    def _wait(self, bucket: Bucket, whole: bool, read_only: bool) -> None:
+    def _wait(self, command: Wait) -> None:
+        bucket = self.bucketing.buckets[command.bucket]
         with stream.timed("wait", bucket=bucket.index):
-            if bucket.handle is not None and (read_only or self.update.reads_only(bucket)):
+            if bucket.handle is not None and (command.read_only or self.update.reads_only(bucket)):
                 bucket.handle.wait_received()
             else:
                 bucket.settle()
-        if whole and not self.checked:
+        if command.whole and not self.checked:
             # On a GPU the host would wait for the flags.
             if bucket.flat.device.type == "cpu" and not bucket.in_step():
                 self.steps.disagree()
             self.checked = True
+
+
+_OWN: dict[type, Callable[[Runtime, Any], Any]] = {
+    Start: Runtime._start,
+    Wait: Runtime._wait,
+    Show: Runtime._show,
+    Say: Runtime._say,
+    Hear: Runtime._hear,
+}
+"""Who performs a command; the update does all others. A look here costs the same for each."""

@@ -152,7 +152,6 @@ class ShardedUpdate:
         if answer.follows(self._training.collectives.world.rank):
             self._snapshot = taken_over(self._training, answer, shared)
 
-    @torch.no_grad()
     def _update_own(self, bucket: Bucket, used: frozenset[int]) -> None:
         """Run the optimizer on this worker's pieces of ``bucket``, where gradients are known."""
         pairs = []

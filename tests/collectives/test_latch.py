@@ -1,0 +1,35 @@
+"""A latch opens once, for all who wait and all who come later."""
+
+from __future__ import annotations
+
+import threading
+
+from wingbeat.collectives.latch import Latch
+
+PATIENCE = 20.0
+
+
+def test_all_who_wait_go_on_when_it_opens() -> None:
+    latch, passed = Latch(), []
+    threads = [
+        threading.Thread(target=lambda n=n: (latch.wait(), passed.append(n)), daemon=True)
+        for n in range(5)
+    ]
+    for thread in threads:
+        thread.start()
+    threads[0].join(0.02)
+    assert not passed
+    assert not latch.is_open
+    latch.open()
+    latch.open()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sorted(passed) == list(range(5))
+
+
+def test_who_comes_later_does_not_wait() -> None:
+    latch = Latch()
+    latch.open()
+    latch.wait()
+    latch.wait()
+    assert latch.is_open
