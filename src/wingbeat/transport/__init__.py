@@ -1,6 +1,25 @@
-"""Over what: one process group per network interface; NCCL on GPUs; loopback for tests."""
+"""Over what: process groups, messages, NCCL on GPUs; loopback for tests.
 
-from wingbeat.transport.rendezvous import init, shutdown
-from wingbeat.transport.world import World, current
+Names are loaded on first use, so that `wingbeat.transport.messages` needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wingbeat.transport.rendezvous import init as init
+    from wingbeat.transport.rendezvous import shutdown as shutdown
+    from wingbeat.transport.world import World as World
+    from wingbeat.transport.world import current as current
+
+_HOME = {"World": "world", "current": "world", "init": "rendezvous", "shutdown": "rendezvous"}
 
 __all__ = ["World", "current", "init", "shutdown"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

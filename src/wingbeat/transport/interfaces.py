@@ -61,7 +61,7 @@ def local() -> Host:
             if entry.family == socket.AF_INET and entry.netmask and stats[name].isup:
                 net = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
                 found.append(Interface(name, entry.address, str(net)))
-    found.sort(key=lambda i: (_is_loopback(i), i.name))
+    found.sort(key=lambda i: (is_loopback(i), i.name))
     return Host(_identity(), tuple(found))
 
 
@@ -88,7 +88,7 @@ def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> lis
     if named is not None:
         return [_find(hosts[rank], name) for name in named]
     if len({host.identity for host in hosts}) == 1:
-        return [i for i in hosts[rank].interfaces if _is_loopback(i)][:1] or list(
+        return [i for i in hosts[rank].interfaces if is_loopback(i)][:1] or list(
             hosts[rank].interfaces[:1]
         )
     subnets = sorted(_shared_subnets(hosts), key=ipaddress.ip_network)
@@ -115,7 +115,7 @@ def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
     address_of: dict[str, dict[str, str]] = defaultdict(dict)
     for host in hosts:
         for interface in host.interfaces:
-            if not _is_loopback(interface):
+            if not is_loopback(interface):
                 address_of[interface.subnet].setdefault(host.identity, interface.address)
     count = len({host.identity for host in hosts})
     return [
@@ -125,5 +125,6 @@ def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
     ]
 
 
-def _is_loopback(interface: Interface) -> bool:
+def is_loopback(interface: Interface) -> bool:
+    """Whether an interface leads back to its own host."""
     return ipaddress.ip_address(interface.address).is_loopback

@@ -1,0 +1,103 @@
+"""Who may connect: asked by ZeroMQ for each connection's key (RFC 27, ZAP), in a thread of its own.
+
+A handshake has to go on while its user computes, so nobody waits for the user's thread here. It
+also counts the connections that did not come that far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+_HANDLER = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+_FAILED: dict[int, str] = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "key",
+}
+
+
+class Admission:
+    """Answers ZeroMQ's questions about keys, until closed."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self.refused: Counter[str] = Counter()
+        self._keys: Mapping[bytes, int] = {}
+        self._context = context
+        self._ended = False
+        self._handler = context.socket(zmq.ROUTER)
+        self._handler.linger = 0
+        self._handler.bind(_HANDLER)
+        self._end, self._told = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._told.bind(f"inproc://wingbeat-admission-{id(self)}")
+        self._end.connect(f"inproc://wingbeat-admission-{id(self)}")
+        self._watched: list[Any] = []
+        self._thread: threading.Thread | None = None
+
+    def admit(self, keys: Mapping[bytes, int]) -> None:
+        """Let whoever proves one of these keys connect, as the peer of that number."""
+        self._keys = dict(keys)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="wingbeat-admission", daemon=True
+            )
+            self._thread.start()
+
+    def watch(self, socket: Any) -> None:
+        """Count the handshakes that fail on a socket; before `admit`."""
+        events = 0
+        for event in _FAILED:
+            events |= event
+        self._watched.append(socket.get_monitor_socket(events))
+
+    def close(self) -> None:
+        """End the thread. May be called again."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._thread is not None:
+            self._end.send(b"")
+            self._thread.join()
+        for socket in (self._handler, self._end, self._told, *self._watched):
+            socket.close(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._handler, self._told, *self._watched):
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._told in ready:
+                return
+            if self._handler in ready:
+                self._answer(self._handler.recv_multipart())
+            for watched in self._watched:
+                if watched in ready:
+                    self._count(watched)
+
+    def _answer(self, request: list[bytes]) -> None:
+        """Answer one request: who it is if the key is known, and no otherwise."""
+        try:
+            sender, _, version, number, _, _, _, mechanism, key = request[:9]
+        except ValueError:
+            return
+        peer = None
+        if version == _VERSION and mechanism == b"CURVE":
+            peer = self._keys.get(z85.encode(key))
+        verdict = (b"400", b"unknown key", b"") if peer is None else (b"200", b"OK", b"%d" % peer)
+        reply = [sender, b"", _VERSION, number, *verdict, b""]
+        with contextlib.suppress(zmq.ZMQError):
+            self._handler.send_multipart(reply, zmq.DONTWAIT)
+
+    def _count(self, watched: Any) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            event = int.from_bytes(watched.recv_multipart(zmq.DONTWAIT)[0][:2], "little")
+            self.refused[_FAILED.get(event, "handshake")] += 1

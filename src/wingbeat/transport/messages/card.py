@@ -1,0 +1,96 @@
+"""What a process tells its peers of itself through the rendezvous store, and the checks of it."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wingbeat.transport.interfaces import Host, Interface
+
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+"""A public key in Z85."""
+
+_ENDPOINT = re.compile(r"tcp://([0-9.]{7,15}):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Where a process is and how to speak to it.
+
+    Attributes:
+        host: its host and that host's interfaces.
+        uses: the names of those that it listens on, in the order of their numbers.
+        session: the random number in each of its headers.
+        key: its public key in Z85; empty if it sends in the clear.
+        listens: TCP endpoints by interface and class.
+    """
+
+    host: Host
+    uses: tuple[str, ...]
+    session: int
+    key: str
+    listens: tuple[tuple[str, ...], ...]
+
+    @property
+    def interfaces(self) -> list[Interface]:
+        """The interfaces that it listens on."""
+        by_name = {i.name: i for i in self.host.interfaces}
+        return [by_name[name] for name in self.uses]
+
+    def to_json(self) -> str:
+        """Return it as text for the store."""
+        return json.dumps(
+            {
+                "host": self.host.to_json(),
+                "uses": self.uses,
+                "session": self.session,
+                "key": self.key,
+                "listens": self.listens,
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Card:
+        """Check and rebuild what a peer has published.
+
+        Raises:
+            ValueError: it is not what `to_json` makes.
+        """
+        try:
+            data = json.loads(text)
+            card = Card(
+                Host.from_json(data["host"]),
+                tuple(str(name) for name in data["uses"]),
+                int(data["session"]),
+                str(data["key"]),
+                tuple(tuple(_endpoint(each) for each in of) for of in data["listens"]),
+            )
+        except (KeyError, TypeError, ValueError, RecursionError) as err:
+            raise ValueError(f"malformed card: {err!r:.80}") from None
+        _check(card, data)
+        return card
+
+
+def _check(card: Card, data: Mapping[str, Any]) -> None:
+    names = {i.name for i in card.host.interfaces}
+    fine = (
+        0 <= card.session < 2**64
+        and type(data["session"]) is int
+        and (not card.key or _KEY.fullmatch(card.key))
+        and names.issuperset(card.uses)
+        and len(card.listens) == len(card.uses) > 0
+        and len({len(of) for of in card.listens}) == 1
+    )
+    if not fine:
+        raise ValueError(f"malformed card: {data!s:.80}")
+
+
+def _endpoint(text: Any) -> str:
+    match = _ENDPOINT.fullmatch(str(text))
+    if match is None or not 0 < int(match[2]) < 2**16:
+        raise ValueError(f"malformed endpoint: {text!r:.80}")
+    return f"tcp://{ipaddress.IPv4Address(match[1])}:{int(match[2])}"

@@ -1,0 +1,78 @@
+"""From what a user posts to a message that can be sent, or a line that says why not. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from wingbeat.errors import UsageError
+from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.header import DTYPES, FIXED, MOST_SPANS, Type
+
+_NUMBERS = struct.Struct("<I4I")
+_SPAN = struct.Struct("<QQ")
+
+NO_IDS = (0, 0, 0, 0)
+
+
+def compose(
+    kind: int,
+    payload: Any,
+    ids: Sequence[int],
+    dtype: str,
+    spans: Iterable[tuple[int, int]],
+    *,
+    most: int,
+) -> Posted:
+    """Check the values that `Mailbox.post` takes, and make a message of them.
+
+    Args:
+        kind: 0 to 2**32 - 1.
+        payload: anything with a contiguous buffer.
+        ids: four numbers from 0 to 2**32 - 1.
+        dtype: of `DTYPES`.
+        spans: (start, length) pairs of numbers from 0 to 2**64 - 1, up to 255.
+        most: bytes that a payload may have.
+
+    Raises:
+        UsageError: a value that cannot be sent.
+    """
+    view = _view(payload, most)
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES[1:])} or ''")
+    ranges = tuple(spans)
+    if len(ranges) > MOST_SPANS:
+        raise UsageError(f"{len(ranges)} spans; allowed are up to {MOST_SPANS}")
+    try:
+        _, *four = _NUMBERS.unpack(_NUMBERS.pack(kind, *ids))
+        for span in ranges:
+            _SPAN.pack(*span)
+    except (struct.error, TypeError):
+        raise UsageError(
+            f"kind={kind!r}, ids={ids!r}, spans={ranges!r:.80}: allowed are a kind and four ids "
+            "from 0 to 2**32 - 1, and (start, length) pairs of numbers from 0 to 2**64 - 1"
+        ) from None
+    size = FIXED + _SPAN.size * len(ranges) + len(view)
+    own = (four[0], four[1], four[2], four[3])
+    return Posted(Type.DATA, 0, kind, own, DTYPES.index(dtype), ranges, view, size)
+
+
+def farewell() -> Posted:
+    """Return the last message of a flow."""
+    return Posted(Type.LEAVE, 0, 0, NO_IDS, 0, (), memoryview(b""), FIXED)
+
+
+def _view(payload: Any, most: int) -> memoryview:
+    try:
+        view = memoryview(payload)
+        # A view of nothing cannot be cast, and an array of no elements has no bytes.
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, BufferError) as err:
+        raise UsageError(
+            f"payload of type {type(payload).__name__}: {err}; allowed is what has a contiguous "
+            "buffer: bytes, a NumPy array, tensor.numpy()"
+        ) from None
+    if len(view) > most:
+        raise UsageError(f"a payload of {len(view)} bytes; allowed are {most}: post it in pieces")
+    return view

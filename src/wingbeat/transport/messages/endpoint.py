@@ -1,0 +1,313 @@
+"""All flows of one process: frames in, messages out. Pure; time is given, nothing is sent.
+
+Every frame is checked before anything of it is used, and whatever no member of the job has sent is
+counted under its reason and dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from wingbeat.errors import UsageError
+from wingbeat.transport.messages.carrier import CLASSES, Arrival, Buffer, Place
+from wingbeat.transport.messages.flow import NEVER, Flow, Posted
+from wingbeat.transport.messages.header import DTYPES, LARGEST, Header, Malformed, Type, unpack
+
+INLINE = 16 * 1024
+"""Bytes up to which a payload travels in one piece with its header: a copy is cheaper there."""
+
+
+class Route(NamedTuple):
+    """Where a flow goes: which peer, over which of this process's interfaces, in which class."""
+
+    peer: int
+    interface: int
+    urgency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be under way.
+
+    Raises:
+        UsageError: a limit that cannot work.
+
+    Attributes:
+        message: bytes of one payload.
+        window: bytes that one flow may hold which its peer has not taken; headers count.
+        silence: seconds without a sign of a peer, while something waits for it, after which it is
+            lost.
+    """
+
+    message: int = 4 << 20
+    window: int = 32 << 20
+    silence: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.message < 2**31:
+            raise UsageError(f"Limits(message={self.message!r}); allowed: 1 to 2**31 - 1 bytes")
+        if self.window < self.message + LARGEST:
+            raise UsageError(
+                f"Limits(window={self.window!r}); allowed: {LARGEST} bytes and more above "
+                f"message={self.message}, so that one message fits in"
+            )
+        if not 0 < self.silence < float("inf"):
+            raise UsageError(f"Limits(silence={self.silence!r}); allowed are seconds above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who this process is, and who its peers are.
+
+    Attributes:
+        number: of this process.
+        session: drawn when this process started; only members know it.
+        sessions: those of the peers, by number.
+    """
+
+    number: int
+    session: int
+    sessions: Mapping[int, int]
+
+
+class Message:
+    """A message as it has arrived.
+
+    Attributes:
+        peer: who has sent it.
+        kind: what it is, as its users number it.
+        ids: four numbers that mean what the kind says.
+        dtype: what the payload consists of, or empty.
+        spans: (start, length) pairs, in elements of the dtype.
+        payload: the memory that the network wrote to, without another copy.
+        route: over which flow it came.
+    """
+
+    __slots__ = ("dtype", "ids", "kind", "payload", "peer", "route", "size", "spans")
+
+    def __init__(self, header: Header, payload: memoryview, route: Route) -> None:
+        self.peer = route.peer
+        self.kind, self.ids, self.spans = header.kind, header.ids, header.spans
+        self.dtype = DTYPES[header.dtype]
+        self.payload = payload
+        self.route = route
+        self.size = header.size + header.length
+
+    def __repr__(self) -> str:
+        return (
+            f"Message(peer={self.peer}, kind={self.kind}, ids={self.ids}, "
+            f"{len(self.payload)} bytes)"
+        )
+
+
+class Endpoint:
+    """The flows of one process, and the messages that wait to be taken."""
+
+    def __init__(self, membership: Membership, limits: Limits) -> None:
+        self.membership = membership
+        self.limits = limits
+        self.flows: dict[Route, Flow] = {}
+        self.refused: Counter[str] = Counter()
+        self.lost: dict[int, str] = {}
+        self.left: set[int] = set()
+        self._inbox: tuple[deque[Message], ...] = tuple(deque() for _ in range(CLASSES))
+        self._place: dict[Route, Place] = {}
+        self._former: dict[Route, Place] = {}
+        self._route: dict[Place, Route] = {}
+        self._busy: dict[Route, None] = {}
+        self._next = NEVER
+
+    def add(self, route: Route, place: Place | None, now: float) -> None:
+        """Add a flow; ``place`` is None if the peer will connect, and says so with HELLO."""
+        self.flows[route] = Flow(self.limits.window, self.limits.silence)
+        if place is not None:
+            self._bind(route, place)
+            self._introduce_self(route, now)
+
+    def post(self, route: Route, message: Posted, now: float) -> None:
+        """Queue a message; the caller has looked whether there is room."""
+        flow = self.flows[route]
+        flow.post(message, now)
+        self._busy[route] = None
+
+    def accept(self, arrival: Arrival, now: float) -> None:
+        """Check a frame and do what it says; whatever is wrong with it is counted."""
+        try:
+            self._accept(arrival, now)
+        except Malformed as err:
+            self.refused[err.reason] += 1
+
+    def take(self, now: float, of: frozenset[int] | None = None) -> Message | None:
+        """Return the oldest message of the most urgent class that has one, or None.
+
+        Args:
+            now: seconds.
+            of: the peers whose messages count; None for all.
+        """
+        for waiting in self._inbox:
+            if not waiting:
+                continue
+            if of is None:
+                message = waiting.popleft()
+            else:
+                found = next((m for m in waiting if m.peer in of), None)
+                if found is None:
+                    continue
+                message = found
+                waiting.remove(message)
+            flow = self.flows[message.route]
+            flow.take(message.size, now)
+            self._plan(message.route, flow)
+            return message
+        return None
+
+    def frames(self, now: float) -> Iterator[tuple[Flow, Place, list[Buffer]]]:
+        """Return what is to be sent now. After a frame that nobody took call its flow's `down`."""
+        for route in list(self._busy):
+            flow, place = self.flows[route], self._place.get(route)
+            del self._busy[route]
+            if place is None or not flow.up:
+                continue
+            for header, message in flow.frames(now):
+                yield flow, place, self._parts(route, header, message)
+                if flow.is_down():
+                    break
+            self._plan(route, flow)
+
+    def due(self) -> float:
+        """When `tick` is to be called at the latest, if nothing arrives before."""
+        return self._next
+
+    def tick(self, now: float) -> None:
+        """Let time pass: ask, tell, and find out who is lost."""
+        if now < self._next:
+            return
+        self._next = NEVER
+        for route, flow in self.flows.items():
+            if route.peer in self.lost:
+                continue
+            # Whoever has left still wants to hear that its last words have arrived.
+            if route.peer not in self.left and flow.tick(now):
+                self._lose(route, flow)
+                continue
+            if flow.up and (flow.pending() or flow.into.tell_at <= now):
+                self._busy[route] = None
+            due = flow.into.tell_at if route.peer in self.left else flow.due()
+            self._next = min(self._next, max(due, now))
+
+    def tell(self, now: float) -> None:
+        """Have `frames` say at once what has arrived: this end will not be here later."""
+        for route, flow in self.flows.items():
+            if flow.up and flow.into.tell_at < NEVER:
+                flow.into.tell_at = now
+                self._busy[route] = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether `frames` has something to send."""
+        return bool(self._busy)
+
+    @property
+    def unmet(self) -> list[Route]:
+        """The flows whose peer has not been heard of."""
+        return [route for route, flow in self.flows.items() if not flow.met]
+
+    def _accept(self, arrival: Arrival, now: float) -> None:
+        route = self._route.get(arrival.place)
+        if not arrival.whole:
+            raise Malformed("parts")
+        if not len(arrival.head) and arrival.payload is None:
+            if route is not None:  # the peer has accepted a connection and cannot know whose
+                self._introduce_self(route, now)
+            return
+        header = unpack(arrival.head)
+        self._check_sender(header, arrival)
+        payload = _payload(header, arrival)
+        if route is None:
+            route = self._introduced(header, arrival.place)
+        elif route.peer != header.sender:
+            raise Malformed("key")
+        flow = self.flows[route]
+        if flow.accept(header, header.size + header.length, now):
+            if header.type == Type.DATA:
+                self._inbox[route.urgency].append(Message(header, payload, route))
+            else:
+                flow.take(header.size, now)
+                if all(f.into.ended for r, f in self.flows.items() if r.peer == route.peer):
+                    self.left.add(route.peer)
+        if header.type == Type.HELLO:
+            self._bind(route, arrival.place)
+        self._plan(route, flow)
+
+    def _check_sender(self, header: Header, arrival: Arrival) -> None:
+        own = self.membership
+        if header.receiver != own.number or header.sender not in own.sessions:
+            raise Malformed("address")
+        if header.session != own.sessions[header.sender]:
+            raise Malformed("session")
+        if arrival.peer is not None and arrival.peer != header.sender:
+            raise Malformed("key")
+
+    def _introduced(self, header: Header, place: Place) -> Route:
+        """Return the flow that the first frame of a new connection names."""
+        route = Route(header.sender, place.interface, place.urgency)
+        if header.type != Type.HELLO or route not in self.flows:
+            raise Malformed("stranger")
+        return route
+
+    def _bind(self, route: Route, place: Place) -> None:
+        if self._place.get(route) == place:
+            return
+        # What is read late from the connection before this one is still the peer's.
+        self._route.pop(self._former.pop(route, place), None)
+        if route in self._place:
+            self._former[route] = self._place[route]
+        self._place[route], self._route[place] = place, route
+
+    def _introduce_self(self, route: Route, now: float) -> None:
+        flow = self.flows[route]
+        flow.hello(now)
+        self._plan(route, flow)
+
+    def _plan(self, route: Route, flow: Flow) -> None:
+        """Remember when the flow wants to be looked at again."""
+        if flow.pending() and flow.up:
+            self._busy[route] = None
+        self._next = min(self._next, flow.due())
+
+    def _lose(self, route: Route, flow: Flow) -> None:
+        count = len(flow.out.unsent) + len(flow.out.under_way)
+        self.lost[route.peer] = (
+            f"gave no sign for {self.limits.silence:g} s; {count} messages to it "
+            f"({flow.waiting_bytes} bytes) may not have arrived"
+        )
+
+    def _parts(self, route: Route, header: Header, message: Posted | None) -> list[Buffer]:
+        own = self.membership
+        common = (header.type, own.session, own.number, route.peer)
+        if message is None:
+            return [Header(*common, header.sequence, header.arrived, header.taken).pack()]
+        length = len(message.payload)
+        head = Header(
+            *common, header.sequence, header.arrived, header.taken, message.kind, message.ids,
+            message.dtype, length, message.spans,
+        ).pack()  # fmt: skip
+        if length <= INLINE:
+            return [head + bytes(message.payload) if length else head]
+        return [head, message.payload]
+
+
+def _payload(header: Header, arrival: Arrival) -> memoryview:
+    """Return the payload, which has to be as long as the header says."""
+    if arrival.payload is None:
+        payload = memoryview(arrival.head)[header.size :]
+        alone = False
+    else:
+        payload = memoryview(arrival.payload)
+        alone = True
+    if len(payload) != header.length or (alone and len(arrival.head) != header.size):
+        raise Malformed("length")
+    return payload

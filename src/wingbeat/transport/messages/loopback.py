@@ -1,0 +1,165 @@
+"""A network in memory that loses, delays, reorders and repeats frames, from a seed. For tests."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What may happen to a frame: probabilities from 0 to 1, and seconds.
+
+    Attributes:
+        drop: that it is lost.
+        repeat: that it arrives twice.
+        cut: that it arrives cut short.
+        delay: up to how many seconds it takes.
+        reorder: whether a frame may overtake another; if not, those of one flow keep their order.
+    """
+
+    drop: float = 0.0
+    repeat: float = 0.0
+    cut: float = 0.0
+    delay: float = 0.0
+    reorder: bool = False
+
+
+Name = tuple[int, int]
+"""A process's number and one of its interfaces."""
+
+
+class Network:
+    """Joins the carriers of several processes.
+
+    Args:
+        faults: what happens to frames.
+        seed: of everything that happens by chance.
+        clock: seconds; a test may pass one of its own and let time pass by itself.
+    """
+
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.faults = faults or Faults()
+        self.clock = clock
+        self.changed = threading.Condition()
+        self.broken: set[frozenset[int]] = set()
+        self._random = random.Random(seed)
+        self._mail: dict[int, list[tuple[float, int, Arrival]]] = {}
+        self._count = itertools.count()
+        self._latest: dict[tuple[Name, Name, int], float] = {}
+
+    def carrier(self, number: int) -> LoopbackCarrier:
+        """Make the carrier of the process of that number."""
+        with self.changed:
+            self._mail[number] = []
+        return LoopbackCarrier(self, number)
+
+    def cut_off(self, a: int, b: int) -> None:
+        """Lose everything between two processes until `join`."""
+        with self.changed:
+            self.broken.add(frozenset((a, b)))
+
+    def join(self, a: int, b: int) -> None:
+        """End `cut_off`."""
+        with self.changed:
+            self.broken.discard(frozenset((a, b)))
+
+    def next_at(self) -> float | None:
+        """When the next frame arrives anywhere; None if none is on its way."""
+        with self.changed:
+            return min((mail[0][0] for mail in self._mail.values() if mail), default=None)
+
+    def post(self, source: Name, target: Name, urgency: int, parts: Sequence[bytes]) -> bool:
+        """Let a frame travel, with whatever happens to it; False if nobody listens there."""
+        with self.changed:
+            if target[0] not in self._mail:
+                return False
+            if frozenset((source[0], target[0])) in self.broken:
+                return True
+            faults, chance = self.faults, self._random.random
+            copies = 0 if chance() < faults.drop else 2 if chance() < faults.repeat else 1
+            for _ in range(copies):
+                self._deliver(source, target, urgency, self._maybe_cut(parts))
+            self.changed.notify_all()
+            return True
+
+    def take(self, number: int, seconds: float) -> Arrival | None:
+        """Return the next frame for a process; waits up to ``seconds`` of its clock."""
+        deadline = self.clock() + seconds
+        with self.changed:
+            while True:
+                mail, now = self._mail.get(number, []), self.clock()
+                if mail and mail[0][0] <= now:
+                    return heapq.heappop(mail)[2]
+                until = min(deadline, mail[0][0]) if mail else deadline
+                if now >= deadline:
+                    return None
+                self.changed.wait(min(1.0, until - now))
+
+    def leave(self, number: int) -> None:
+        """Take a process off the network."""
+        with self.changed:
+            self._mail.pop(number, None)
+            self.changed.notify_all()
+
+    def _maybe_cut(self, parts: Sequence[bytes]) -> list[bytes]:
+        out = list(parts)
+        if self._random.random() < self.faults.cut:
+            which = self._random.randrange(len(out))
+            out[which] = out[which][: self._random.randrange(len(out[which]) + 1)]
+        return out
+
+    def _deliver(self, source: Name, target: Name, urgency: int, parts: list[bytes]) -> None:
+        at = self.clock() + self._random.random() * self.faults.delay
+        if not self.faults.reorder:
+            flow = (source, target, urgency)
+            at = self._latest[flow] = max(at, self._latest.get(flow, at))
+        place = Place(target[1], urgency, source)
+        payload = parts[1] if len(parts) > 1 else None
+        arrival = Arrival(place, parts[0], payload, source[0])
+        heapq.heappush(self._mail[target[0]], (at, next(self._count), arrival))
+
+
+class LoopbackCarrier:
+    """`Carrier` on a `Network` in memory."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self._network = network
+        self._number = number
+
+    @property
+    def turned_away(self) -> Counter[str]:
+        """As `Carrier.turned_away`: nobody is."""
+        return Counter()
+
+    def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
+        """As `Carrier.place`."""
+        return None if peer < self._number else Place(interface, urgency, (peer, theirs))
+
+    def send(self, place: Place, parts: Sequence[Buffer]) -> bool:
+        """As `Carrier.send`; what is sent is copied."""
+        name = place.name
+        assert isinstance(name, tuple)
+        source = (self._number, place.interface)
+        return self._network.post(source, name, place.urgency, [bytes(part) for part in parts])
+
+    def receive(self, seconds: float) -> Arrival | None:
+        """As `Carrier.receive`."""
+        return self._network.take(self._number, seconds)
+
+    def close(self, linger: float = 0.0) -> None:  # noqa: ARG002  what was sent has arrived
+        """As `Carrier.close`."""
+        self._network.leave(self._number)

@@ -1,0 +1,402 @@
+"""Where a thread posts messages to other processes and takes theirs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.messages.carrier import Carrier
+from wingbeat.transport.messages.compose import NO_IDS, compose, farewell
+from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
+from wingbeat.transport.messages.flow import NEVER, Posted
+from wingbeat.transport.messages.routes import Routes
+
+CLOSING = 5.0
+"""Seconds that a peer may take to hear that this end leaves."""
+
+_LINGER_S = 1.0
+"""Seconds that the last words may take to leave, after everything else has arrived."""
+
+_AT_ONCE = 64
+"""Frames that are taken in before anything else is looked at: more may come without end."""
+
+_BUSY_S, _IDLE_S = 0.005, 0.05
+"""Seconds after which the keeper looks again: while something goes on, and otherwise."""
+
+_AWAKE_S = 1.0
+"""Seconds after a frame for which more are expected."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _alone(method: Method) -> Method:
+    """Let one thread at a time into the mailbox."""
+
+    @functools.wraps(method)
+    def inner(self: Mailbox, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            if self._closed:
+                raise UsageError(
+                    f"{self._routes.me}: this mailbox is closed; open another to {method.__name__}"
+                )
+            return method(self, *args, **kwargs)
+
+    return cast("Method", inner)
+
+
+class Mailbox:
+    """One process's end of the message layer. `open_mailbox` makes one.
+
+    For one thread at a time: one that waits keeps the others out. While no method of it runs, a
+    thread of its own, the keeper, tells the peers what has arrived, and sends again what was lost;
+    so nobody waits for a process that computes.
+
+    Args:
+        endpoint: the flows, which this mailbox drives.
+        carrier: what carries their frames.
+        name: what messages call a process of that number.
+        clock: seconds, for all deadlines.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        carrier: Carrier,
+        *,
+        name: Callable[[int], str] = "rank {}".format,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._endpoint = endpoint
+        self._carrier = carrier
+        self._clock = clock
+        self._closed = False
+        self._reported: set[int] = set()
+        self._heard = 0.0
+        self._routes = Routes(endpoint.flows, endpoint.membership.number, name)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        # The keeper must not keep alive what nobody else uses.
+        self._forgotten = weakref.finalize(self, _forget, self._ended, carrier)
+        self._keeper = threading.Thread(
+            target=_keep, args=(weakref.ref(self), self._ended), name="wingbeat-mail", daemon=True
+        )
+        self._keeper.start()
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The numbers of those whom messages can be posted to."""
+        return self._routes.peers
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many frames were dropped, by the reason; see docs/how-to/messages.md."""
+        return self._endpoint.refused
+
+    @property
+    def turned_away(self) -> Counter[str]:
+        """How many connections were refused before a frame was read, by the reason."""
+        return self._carrier.turned_away
+
+    def interfaces(self, peer: int) -> tuple[int, ...]:
+        """The numbers of the own interfaces that reach ``peer``."""
+        return self._routes.interfaces(peer)
+
+    @_alone
+    def room(self, peer: int, *, interface: int | None = None, urgency: int | None = None) -> int:
+        """Bytes that can be posted without a wait."""
+        return self._endpoint.flows[self._routes.choose(peer, interface, urgency)].room
+
+    @_alone
+    def post(
+        self,
+        peer: int,
+        kind: int,
+        payload: Any = b"",
+        *,
+        ids: Sequence[int] = NO_IDS,
+        dtype: str = "",
+        spans: Iterable[tuple[int, int]] = (),
+        interface: int | None = None,
+        urgency: int | None = None,
+        seconds: float | None = None,
+    ) -> Posted:
+        """Send a message; waits only while the flow's window is full.
+
+        Args:
+            peer: whose number.
+            kind: what it is, 0 to 2**32 - 1, as the users number it.
+            payload: anything with a contiguous buffer. It is not copied if it is large, and must
+                not change until the returned `Posted` is `done`.
+            ids: four numbers from 0 to 2**32 - 1, for the users.
+            dtype: what the payload consists of, of `DTYPES`.
+            spans: (start, length) pairs, in elements, up to 255.
+            interface: own interface to send over; the first that reaches the peer if None.
+            urgency: the class, 0 the most urgent; the least urgent if None.
+            seconds: how long to wait for room; as long as a peer may be silent if None.
+
+        Raises:
+            UsageError: a value that cannot be sent.
+            PeerError: the peer is lost, has left, or took nothing meanwhile.
+        """
+        route = self._routes.choose(peer, interface, urgency)
+        self._check_peer(peer, "post to it")
+        most = self._endpoint.limits.message
+        message = compose(kind, payload, ids, dtype, spans, most=most)
+        if self._endpoint.flows[route].room < message.size:
+            self._wait_for_room(route, message.size, seconds)
+        self._endpoint.post(route, message, self._clock())
+        self._flush()
+        return message
+
+    @_alone
+    def receive(self, seconds: float | None = None, *, of: Iterable[int] | None = None) -> Message:
+        """Wait for the next message, the most urgent first, and take it.
+
+        Args:
+            seconds: the longest wait; as long as a peer may be silent if None.
+            of: whose messages count; everyone's if None.
+
+        Raises:
+            PeerError: none came in time, or who should send one is lost or has left.
+        """
+        wanted = None if of is None else frozenset(of)
+        message = self._take(wanted)
+        if message is not None:
+            return message
+        seconds = self._endpoint.limits.silence if seconds is None else seconds
+        deadline = self._clock() + seconds
+        while True:
+            self._check_waiting(wanted)
+            self._pump(deadline)
+            message = self._take(wanted)
+            if message is not None:
+                return message
+            if self._clock() >= deadline:
+                names = self._routes.names(self.peers if wanted is None else wanted)
+                raise self._error(f"no message from {names} within {seconds:g} s")
+
+    @_alone
+    def poll(self, *, of: Iterable[int] | None = None) -> Message | None:
+        """Take the next message if one is there; does not wait."""
+        wanted = None if of is None else frozenset(of)
+        message = self._take(wanted)
+        if message is None:
+            self._pump(self._clock())
+            message = self._take(wanted)
+        return message
+
+    @_alone
+    def wait(self, posted: Iterable[Posted], seconds: float | None = None) -> None:
+        """Wait until these messages have arrived, so that their payloads may change.
+
+        Raises:
+            PeerError: one has not arrived in time; names whom it was for.
+        """
+        waiting = [each for each in posted if not each.arrived]
+        seconds = self._endpoint.limits.silence if seconds is None else seconds
+        deadline = self._clock() + seconds
+        while waiting:
+            late = self._peers_of(waiting)
+            for peer in late:
+                self._check_peer(peer, "wait for it to receive a message")
+            if self._clock() >= deadline:
+                raise self._error(
+                    f"{len(waiting)} messages have not arrived at "
+                    f"{self._routes.names(late)} within {seconds:g} s"
+                )
+            self._pump(deadline)
+            waiting = [each for each in waiting if not each.arrived]
+
+    @_alone
+    def meet(self, seconds: float) -> None:
+        """Wait until every peer has been heard on every interface and in every class.
+
+        Raises:
+            PeerError: one was not; names it and the interface.
+        """
+        deadline = self._clock() + seconds
+        while unmet := self._endpoint.unmet:
+            if self._clock() >= deadline:
+                route = unmet[0]
+                raise self._error(
+                    f"{self._routes.name(route.peer)} did not answer over interface "
+                    f"{route.interface} within {seconds:g} s: check that it runs and that a "
+                    "firewall lets the two speak, or name the interfaces that join all hosts: "
+                    "init(interfaces=[...])"
+                )
+            self._pump(deadline)
+
+    def close(self, seconds: float = CLOSING) -> None:
+        """Leave: see that all has arrived, tell the peers, and close the connections.
+
+        Raises:
+            PeerError: messages have not arrived within ``seconds``; the connections are closed.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._leave(seconds)
+            finally:
+                self._carrier.close(_LINGER_S)
+                self._end()
+        self._keeper.join()
+
+    def __enter__(self) -> Mailbox:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the connections as they are. The peers are not told; may be called again."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        """End keeper and connections; called with the lock."""
+        self._ended.set()
+        self._forgotten()
+
+    def _go_on(self) -> float:
+        """Do what is to be done while the user does something else; when to look again."""
+        if not self._lock.acquire(blocking=False):
+            return _BUSY_S  # whoever is in here does it
+        try:
+            if self._closed:
+                return _IDLE_S
+            self._pump(self._clock())
+            awake = self._endpoint.due() < NEVER or self._clock() < self._heard + _AWAKE_S
+            return _BUSY_S if awake else _IDLE_S
+        finally:
+            self._lock.release()
+
+    def _leave(self, seconds: float) -> None:
+        endpoint = self._endpoint
+        gone = endpoint.left | set(endpoint.lost)
+        flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
+        now = self._clock()
+        for route in flows:
+            endpoint.post(route, farewell(), now)
+        self._flush()
+        deadline = now + seconds
+        # A peer that has left hears no more: that this end leaves need not arrive there.
+        while any(
+            not flow.out.empty and not (flow.into.ended and flow.out.only_leave)
+            for route, flow in flows.items()
+            if route.peer not in endpoint.lost
+        ):
+            if self._clock() >= deadline:
+                break
+            self._pump(deadline)
+        endpoint.tell(self._clock())
+        self._flush()
+        late = {route.peer for route, flow in flows.items() if not flow.out.only_leave}
+        if late:
+            raise self._error(
+                f"not all messages have arrived at {self._routes.names(late)} within "
+                f"{seconds:g} s of close()"
+            )
+
+    def _pump(self, deadline: float) -> None:
+        """Send what is to be sent, take in what comes, until ``deadline`` at the latest."""
+        endpoint, carrier = self._endpoint, self._carrier
+        if endpoint.busy:
+            self._flush()
+        now = self._clock()
+        arrival = carrier.receive(max(0.0, min(deadline, endpoint.due()) - now))
+        if arrival is not None:
+            self._heard = now
+        count = 0
+        while arrival is not None:
+            endpoint.accept(arrival, self._clock())
+            count += 1
+            arrival = carrier.receive(0.0) if count < _AT_ONCE else None
+        endpoint.tick(self._clock())
+        if endpoint.busy:
+            self._flush()
+
+    def _flush(self) -> None:
+        for flow, place, parts in self._endpoint.frames(self._clock()):
+            if not self._carrier.send(place, parts):
+                flow.down()
+
+    def _take(self, of: frozenset[int] | None) -> Message | None:
+        message = self._endpoint.take(self._clock(), of)
+        if message is not None and self._endpoint.busy:
+            self._flush()
+        return message
+
+    def _wait_for_room(self, route: Route, size: int, seconds: float | None) -> None:
+        flow = self._endpoint.flows[route]
+        seconds = self._endpoint.limits.silence if seconds is None else seconds
+        deadline = self._clock() + seconds
+        while flow.room < size:
+            self._check_peer(route.peer, "wait for it to take messages")
+            if self._clock() >= deadline:
+                raise self._error(
+                    f"{self._routes.name(route.peer)} took nothing for {seconds:g} s: "
+                    f"{flow.waiting_bytes} bytes wait for it; allowed are {flow.window}"
+                )
+            self._pump(deadline)
+
+    def _error(self, what: str) -> PeerError:
+        return PeerError(f"{self._routes.me}: {what}")
+
+    def _check_waiting(self, wanted: frozenset[int] | None) -> None:
+        """Raise if no message can come, or once for each peer that was lost."""
+        if wanted is not None:
+            for peer in wanted:
+                self._check_peer(peer, "wait for a message of it")
+            return
+        for peer in self._endpoint.lost.keys() - self._reported:
+            self._reported.add(peer)
+            self._check_peer(peer, "wait for messages")
+        if self._endpoint.left.union(self._endpoint.lost).issuperset(self.peers):
+            raise self._error(
+                f"{self._routes.me}: everyone has left: {self._routes.names(self.peers)}"
+            )
+
+    def _check_peer(self, peer: int, what: str) -> None:
+        self._routes.choose(peer, None, None)
+        if peer in self._endpoint.lost:
+            raise self._error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
+        if peer in self._endpoint.left:
+            raise self._error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
+
+    def _peers_of(self, waiting: Iterable[Posted]) -> set[int]:
+        wanted = {id(each) for each in waiting}
+        return {
+            route.peer
+            for route, flow in self._endpoint.flows.items()
+            for each in (*flow.out.unsent, *flow.out.under_way)
+            if id(each) in wanted
+        }
+
+
+def _keep(box: weakref.ref[Mailbox], ended: threading.Event) -> None:
+    """Let a mailbox go on while its user computes."""
+    period = _BUSY_S
+    while not ended.wait(period):
+        own = box()
+        if own is None:
+            return
+        period = own._go_on()
+        del own
+
+
+def _forget(ended: threading.Event, carrier: Carrier) -> None:
+    """End what a mailbox has started, when it is closed or collected."""
+    ended.set()
+    carrier.close()

@@ -1,0 +1,272 @@
+"""Frames over ZeroMQ: one ROUTER socket for each interface and class, one connection for each peer.
+
+Of two processes the one with the lower number connects, so there is one connection of each
+interface and class between them; the other learns whose it is from the first frame. DSCP is set for
+each socket, so a class is honoured wherever the network knows classes. What the kernel has read is
+handed over where it is, and what is sent is read where it lies, unless it is encrypted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from wingbeat.errors import UsageError
+from wingbeat.transport.messages.admission import Admission
+from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
+from wingbeat.transport.messages.endpoint import INLINE
+from wingbeat.transport.messages.header import LARGEST
+
+TOS = (0xB8, 0x88, 0x48, 0x00)
+"""The byte of the IP header for EF, AF41, AF21 and best effort."""
+
+SEND_BUFFER = 1 << 18
+"""Bytes of a socket's buffer in the kernel: what is in there cannot be overtaken."""
+
+COPIED_BELOW = INLINE
+"""Bytes up to which a part is copied for sending: it costs less than to lend it."""
+
+_KNOWN = 4096
+"""Connections whose peer is remembered; more are asked for again."""
+
+
+def tos_of(urgency: int, classes: int) -> int:
+    """Return the TOS byte of a class: the last of several is best effort, as is the only one.
+
+    >>> [hex(tos_of(u, 2)) for u in range(2)]
+    ['0xb8', '0x0']
+    """
+    return 0x00 if urgency == classes - 1 else TOS[urgency]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A CURVE key pair in Z85, 40 characters each."""
+
+    public: bytes
+    secret: bytes
+
+    @staticmethod
+    def make() -> Keys:
+        """Draw a new pair."""
+        return Keys(*zmq.curve_keypair())
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where a peer listens: TCP endpoints by interface and class, and its public key."""
+
+    endpoints: tuple[tuple[str, ...], ...]
+    public: bytes | None = None
+
+
+class ZeroMQCarrier:
+    """`Carrier` over ZeroMQ.
+
+    Args:
+        number: this process's.
+        addresses: IPv4 addresses of the interfaces to listen on.
+        classes: how many, 1 to 4.
+        message: bytes of the largest payload; a connection that sends a larger one is closed.
+        keys: to encrypt with and to be known by; None sends in the clear.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        addresses: Sequence[str],
+        classes: int,
+        *,
+        message: int,
+        keys: Keys | None,
+    ) -> None:
+        self._number = number
+        self._classes = classes
+        self._keys = keys
+        self._context = zmq.Context(io_threads=2 if keys is not None else 1)
+        self._context.max_sockets = 1024
+        self._admission = Admission(self._context)
+        self._peers: Mapping[int, Reach] = {}
+        self._named: OrderedDict[bytes, int | None] = OrderedDict()
+        self._sockets: dict[tuple[int, int], zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        try:
+            for urgency in range(classes):
+                for interface, address in enumerate(addresses):
+                    socket = self._listen(address, urgency, message)
+                    self._sockets[interface, urgency] = socket
+                    self._poller.register(socket, zmq.POLLIN)
+        except BaseException:
+            self.close()
+            raise
+        # Looked at in this order: the urgent classes first.
+        self._in_order = [(Place(i, u, b""), s) for (i, u), s in self._sockets.items()]
+        self._only = self._in_order[0][1] if len(self._in_order) == 1 else None
+
+    @property
+    def reach(self) -> Reach:
+        """What the peers have to know."""
+        interfaces = range(1 + max(interface for interface, _ in self._sockets))
+        return Reach(
+            tuple(
+                tuple(
+                    self._sockets[i, u].get_string(zmq.LAST_ENDPOINT) for u in range(self._classes)
+                )
+                for i in interfaces
+            ),
+            None if self._keys is None else self._keys.public,
+        )
+
+    @property
+    def turned_away(self) -> Counter[str]:
+        """How many connections were refused before a frame was read, by the reason."""
+        return self._admission.refused
+
+    def admit(self, peers: Mapping[int, Reach]) -> None:
+        """Say who may connect, and where they listen. Until then nobody may."""
+        self._peers = peers
+        self._admission.admit({reach.public: n for n, reach in peers.items() if reach.public})
+
+    def keep(self, interfaces: Collection[int]) -> None:
+        """Stop listening on all other interfaces: no peer is reached over them."""
+        for place, socket in list(self._in_order):
+            if place.interface not in interfaces:
+                self._in_order.remove((place, socket))
+                self._poller.unregister(socket)
+                del self._sockets[place.interface, place.urgency]
+                socket.close(linger=0)
+        self._only = self._in_order[0][1] if len(self._in_order) == 1 else None
+
+    def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
+        """Connect to a peer's interface number ``theirs``; None if the peer connects to us."""
+        if peer < self._number:
+            return None
+        socket, reach = self._sockets[interface, urgency], self._peers[peer]
+        name = b"peer-%d" % peer
+        socket.set(zmq.CONNECT_ROUTING_ID, name)
+        if self._keys is not None:
+            socket.curve_server = 0
+            socket.curve_serverkey = reach.public
+        socket.connect(reach.endpoints[theirs][urgency])
+        return Place(interface, urgency, name)
+
+    def send(self, place: Place, parts: Sequence[Buffer]) -> bool:
+        """Hand over one frame without waiting; False if nobody is connected there now."""
+        socket = self._sockets[place.interface, place.urgency]
+        try:
+            socket.send(place.name, zmq.SNDMORE | zmq.DONTWAIT)
+            if len(parts) == 1:
+                socket.send(parts[0], zmq.DONTWAIT)
+            else:
+                socket.send(parts[0], zmq.SNDMORE | zmq.DONTWAIT)
+                socket.send(parts[1], zmq.DONTWAIT, copy=False)
+        except zmq.ZMQError as err:
+            if err.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def receive(self, seconds: float) -> Arrival | None:
+        """Return the next frame, the most urgent first; None after ``seconds`` without any."""
+        found = self._look()
+        if found is None and seconds > 0:
+            milliseconds = int(min(seconds, 3600.0) * 1e3) + 1
+            if self._only is not None:
+                ready: Any = self._only.poll(milliseconds)
+            else:
+                ready = self._poller.poll(milliseconds)
+            if ready:
+                found = self._look()
+        return found
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close every connection, ``linger`` seconds later if frames still leave.
+
+        May be called again.
+        """
+        self._admission.close()
+        for socket in self._sockets.values():
+            socket.close(linger=round(1e3 * linger))
+        self._context.term()
+
+    def _look(self) -> Arrival | None:
+        for place, socket in self._in_order:
+            try:
+                named = socket.recv(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                continue
+            return self._read(place, socket, named)
+        return None
+
+    def _read(self, place: Place, socket: Any, named: Any) -> Arrival:
+        name = named.bytes
+        peer = self._peer(name, named)
+        head = socket.recv(copy=False)
+        payload, whole = None, True
+        if head.more:
+            payload = socket.recv(copy=False)
+            while payload.more:
+                whole = False
+                payload = socket.recv(copy=False)
+        return Arrival(
+            Place(place.interface, place.urgency, name),
+            head.buffer,
+            None if payload is None else payload.buffer,
+            peer,
+            whole,
+        )
+
+    def _peer(self, name: bytes, frame: Any) -> int | None:
+        """Whose key was proved for a connection; looked up once, as it never changes."""
+        if self._keys is None:
+            return None
+        if name in self._named:
+            return self._named[name]
+        try:
+            known = int(frame.get("User-Id"))
+        except (zmq.ZMQError, ValueError):
+            known = None  # this end has connected, and has checked the peer's key by that
+        if len(self._named) >= _KNOWN:
+            self._named.popitem(last=False)
+        self._named[name] = known
+        return known
+
+    def _listen(self, address: str, urgency: int, message: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        tos = tos_of(urgency, self._classes)
+        options = {
+            zmq.ROUTER_MANDATORY: 1,
+            zmq.PROBE_ROUTER: 1,  # tells a peer that its connection has been made anew
+            zmq.MAXMSGSIZE: max(message, LARGEST + INLINE),
+            zmq.SNDHWM: 0,  # the windows are the limit
+            zmq.RCVHWM: 1000,
+            zmq.SNDBUF: SEND_BUFFER,
+            zmq.TOS: tos,
+            zmq.RECONNECT_IVL: 50,
+            zmq.RECONNECT_IVL_MAX: 1000,
+            zmq.HEARTBEAT_IVL: 10_000,
+            zmq.HEARTBEAT_TIMEOUT: 60_000,
+            zmq.LINGER: 0,
+        }
+        for option, value in options.items():
+            socket.set(option, value)
+        socket.copy_threshold = COPIED_BELOW
+        if self._keys is not None:
+            socket.curve_secretkey = self._keys.secret
+            socket.curve_publickey = self._keys.public
+            socket.curve_server = 1
+            socket.zap_domain = b"wingbeat"
+        self._admission.watch(socket)
+        try:
+            socket.bind(f"tcp://{address}:*")
+        except zmq.ZMQError as err:
+            socket.close()
+            raise UsageError(
+                f"cannot listen on {address}: {err.strerror}; name interfaces that are up: "
+                "init(interfaces=[...])"
+            ) from None
+        return socket

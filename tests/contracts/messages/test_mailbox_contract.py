@@ -1,0 +1,318 @@
+"""What every `Carrier` gives a `Mailbox`; a new one is a line in `CARRIERS`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
+from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
+from wingbeat.transport.messages.loopback import Faults, LoopbackCarrier, Network
+from wingbeat.transport.messages.mailbox import CLOSING
+
+PATIENCE = 20.0
+"""Seconds: nothing that works takes as long."""
+
+CLASSES = 2
+Maker = Callable[[int, Limits], list[Mailbox]]
+
+
+def in_threads(*bodies: Callable[[], object]) -> list[object]:
+    """Run each in a thread; return their results, or raise what the first has raised."""
+    results: list[object] = [None] * len(bodies)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = bodies[index]()
+        except BaseException as err:
+            errors.append(err)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "it waits for ever"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def zeromq(*, encrypted: bool) -> Maker:
+    def make(size: int, limits: Limits) -> list[Mailbox]:
+        store = Switchboard()
+
+        def one(number: int) -> Callable[[], Mailbox]:
+            return lambda: open_mailbox(
+                store,
+                number,
+                range(size),
+                interfaces=["lo"],
+                classes=CLASSES,
+                encrypted=encrypted,
+                limits=limits,
+                seconds=PATIENCE,
+            )
+
+        made = in_threads(*map(one, range(size)))
+        return [m for m in made if isinstance(m, Mailbox)]
+
+    return make
+
+
+def loopback(faults: Faults) -> Maker:
+    def make(size: int, limits: Limits) -> list[Mailbox]:
+        network = Network(faults)
+        carriers = [network.carrier(number) for number in range(size)]
+        sessions = {number: 100 + number for number in range(size)}
+        out = []
+        for number, carrier in enumerate(carriers):
+            endpoint = Endpoint(Membership(number, sessions[number], sessions), limits)
+            for peer in sessions.keys() - {number}:
+                for urgency in range(CLASSES):
+                    place = carrier.place(peer, 0, urgency, theirs=0)
+                    endpoint.add(Route(peer, 0, urgency), place, time.monotonic())
+            out.append(Mailbox(endpoint, carrier))
+        in_threads(*(lambda box=box: box.meet(PATIENCE) for box in out))
+        return out
+
+    return make
+
+
+CARRIERS: dict[str, Maker] = {
+    "loopback": loopback(Faults()),
+    "faulty": loopback(Faults(drop=0.1, repeat=0.1, cut=0.05, delay=0.002, reorder=True)),
+    "zeromq": zeromq(encrypted=True),
+    "zeromq-clear": zeromq(encrypted=False),
+}
+
+
+@pytest.fixture(params=CARRIERS)
+def maker(request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Mailbox]]]:
+    made: list[Mailbox] = []
+
+    def make(size: int = 2, limits: Limits | None = None) -> list[Mailbox]:
+        made.extend(CARRIERS[request.param](size, limits or Limits(silence=PATIENCE)))
+        return list(made)
+
+    yield make
+    for box in made:
+        box.__exit__(KeyError, None, None)
+
+
+def faulty(box: Mailbox) -> bool:
+    """Whether frames are lost on its network without end."""
+    carrier = box._carrier
+    return isinstance(carrier, LoopbackCarrier) and carrier._network.faults.drop > 0
+
+
+def test_a_message_arrives_as_it_was_posted(maker: Callable[..., list[Mailbox]]) -> None:
+    a, b = maker()
+    payload = np.arange(1000, dtype=np.float32)
+
+    def send() -> None:
+        sent = a.post(1, 7, payload, ids=(1, 2, 3, 2**32 - 1), dtype="float32", spans=[(5, 1000)])
+        a.wait([sent])
+        assert sent.done()
+
+    def take() -> object:
+        return drained(b, b.receive(PATIENCE))
+
+    _, got = in_threads(send, take)
+    assert (got.peer, got.kind, got.ids) == (0, 7, (1, 2, 3, 2**32 - 1))
+    assert (got.dtype, got.spans) == ("float32", ((5, 1000),))
+    assert np.array_equal(np.frombuffer(got.payload, np.float32), payload)
+
+
+def drained(box: Mailbox, result: object, seconds: float = 0.05) -> object:
+    """Let a mailbox go on for a moment, so that its last words are sent."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert box.poll() is None
+        time.sleep(0.001)
+    return result
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 16 * 1024, 16 * 1024 + 1, 1 << 20])
+def test_messages_of_every_size_keep_their_order(
+    maker: Callable[..., list[Mailbox]], nbytes: int
+) -> None:
+    a, b = maker()
+    count = 5
+
+    def send() -> None:
+        a.wait([a.post(1, n, bytes([n]) * nbytes) for n in range(count)])
+
+    def take() -> object:
+        return drained(b, [b.receive(PATIENCE) for _ in range(count)])
+
+    _, got = in_threads(send, take)
+    assert [m.kind for m in got] == list(range(count))
+    assert all(bytes(m.payload) == bytes([m.kind]) * nbytes for m in got)
+
+
+def test_everyone_speaks_to_everyone(maker: Callable[..., list[Mailbox]]) -> None:
+    boxes = maker(3)
+
+    def body(number: int) -> Callable[[], object]:
+        def run() -> object:
+            box = boxes[number]
+            others = [n for n in range(3) if n != number]
+            posted = [box.post(peer, 10 * number + peer) for peer in others]
+            got = {box.receive(PATIENCE).kind for _ in others}
+            box.wait(posted)
+            return drained(box, got)
+
+        return run
+
+    assert in_threads(*map(body, range(3))) == [{10, 20}, {1, 21}, {2, 12}]
+
+
+def test_a_window_is_never_exceeded_and_opens_again(maker: Callable[..., list[Mailbox]]) -> None:
+    a, b = maker(2, Limits(message=50_000, window=100_000, silence=PATIENCE))
+    count, rooms = 8, []
+
+    def send() -> None:
+        posted = []
+        for n in range(count):
+            posted.append(a.post(1, n, bytes(30_000)))
+            rooms.append(a.room(1))
+        a.wait(posted)
+
+    def take() -> object:
+        return drained(b, [b.receive(PATIENCE).kind for _ in range(count)])
+
+    _, got = in_threads(send, take)
+    assert got == list(range(count))
+    assert min(rooms) >= 0
+
+
+def test_who_takes_nothing_is_named(maker: Callable[..., list[Mailbox]]) -> None:
+    a, _ = maker(2, Limits(message=4000, window=9000, silence=PATIENCE))
+    for n in range(2):
+        a.post(1, n, bytes(4000))
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 took nothing for 0.2 s: 8152 bytes wait"):
+        a.post(1, 2, bytes(4000), seconds=0.2)
+
+
+def test_a_wait_has_a_deadline_and_names_the_peer(maker: Callable[..., list[Mailbox]]) -> None:
+    a, *_ = maker(3)
+    with pytest.raises(PeerError, match=r"rank 0: no message from rank 1 within 0.1 s"):
+        a.receive(0.1, of=[1])
+    with pytest.raises(PeerError, match=r"rank 0: no message from rank 1, rank 2 within 0.1 s"):
+        a.receive(0.1)
+    assert a.poll() is None
+
+
+def test_a_deadline_for_an_arrival_names_the_peer(maker: Callable[..., list[Mailbox]]) -> None:
+    a, b = maker()
+    b.abandon()
+    sent = a.post(1, 0)
+    with pytest.raises(PeerError, match=r"rank 0: 1 messages have not arrived at rank 1 within 0"):
+        a.wait([sent], 0.1)
+
+
+def test_only_the_wanted_peers_count(maker: Callable[..., list[Mailbox]]) -> None:
+    a, b, c = maker(3)
+
+    def first() -> None:
+        b.wait([b.post(0, 1)])
+
+    def second() -> None:
+        c.wait([c.post(0, 2)])
+
+    def take() -> object:
+        return drained(a, [a.receive(PATIENCE, of=[2]).kind, a.receive(PATIENCE, of=[1]).kind])
+
+    assert in_threads(first, second, take)[2] == [2, 1]
+
+
+def test_leaving_is_told_after_the_last_message(maker: Callable[..., list[Mailbox]]) -> None:
+    a, b = maker()
+
+    def leave() -> None:
+        a.post(1, 5, bytes(100_000))
+        with contextlib.suppress(*([PeerError] if faulty(a) else [])):
+            a.close()  # who has heard all and left cannot say so again if the word was lost
+
+    def take() -> object:
+        kind = b.receive(PATIENCE).kind
+        with pytest.raises(PeerError, match="rank 0 has left"):
+            b.receive(PATIENCE, of=[0])
+        with pytest.raises(PeerError, match="everyone has left"):
+            b.receive(PATIENCE)
+        with pytest.raises(PeerError, match="rank 0 has left"):
+            b.post(0, 1)
+        begin = time.monotonic()
+        b.close(0.5)
+        assert time.monotonic() - begin < CLOSING / 2, "nobody is there to wait for"
+        return kind
+
+    assert in_threads(leave, take)[1] == 5
+
+
+def test_both_may_leave_at_once(maker: Callable[..., list[Mailbox]]) -> None:
+    boxes = maker(3)
+    begin = time.monotonic()
+    in_threads(*(lambda box=box: box.close(0.5 if faulty(box) else CLOSING) for box in boxes))
+    assert time.monotonic() - begin < CLOSING
+    with pytest.raises(UsageError, match="closed"):
+        boxes[0].post(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"peer": 5}, r"no connection to rank 5; allowed: rank 1"),
+        ({"kind": -1}, r"kind=-1"),
+        ({"ids": (1, 2)}, r"ids=\(1, 2\)"),
+        ({"ids": (1, 2, 3, 2**32)}, r"allowed are a kind and four"),
+        ({"spans": [(0, -1)]}, r"spans="),
+        ({"spans": [(0, 1)] * 256}, r"256 spans; allowed are up to 255"),
+        ({"dtype": "complex64"}, r"dtype='complex64'; allowed: uint8"),
+        ({"payload": "text"}, r"payload of type str"),
+        ({"payload": np.ones((4, 4))[:, 0]}, r"contiguous"),
+        ({"payload": bytes(5000)}, r"5000 bytes; allowed are 4000"),
+        ({"urgency": 2}, r"urgency=2.*classes \[0, 1\]"),
+        ({"interface": 3}, r"interface=3.*interfaces \[0\]"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_in_one_line(values: dict, said: str) -> None:
+    box = CARRIERS["loopback"](2, Limits(message=4000, silence=PATIENCE))[0]
+    with pytest.raises(UsageError, match=said) as caught:
+        box.post(**{"peer": 1, "kind": 1, **values})
+    assert "\n" not in str(caught.value)
+
+
+def test_urgent_messages_overtake(maker: Callable[..., list[Mailbox]]) -> None:
+    """Taken first, although they were posted last; order holds only within a class."""
+    a, b = maker()
+
+    def send() -> None:
+        posted: list = [a.post(1, n, bytes(1000), urgency=1) for n in range(3)]
+        posted.append(a.post(1, 9, urgency=0))
+        a.wait(posted)
+
+    def take() -> object:
+        deadline = time.monotonic() + PATIENCE
+        flows = b._endpoint.flows.values()
+        while sum(flow.into.arrived for flow in flows) < 4:
+            assert time.monotonic() < deadline
+            b._pump(time.monotonic() + 0.01)
+        return drained(b, [b.receive(PATIENCE).kind for _ in range(4)])
+
+    assert in_threads(send, take)[1] == [9, 0, 1, 2]
+
+
+def test_interfaces_are_numbered(maker: Callable[..., list[Mailbox]]) -> None:
+    a, _ = maker()
+    assert a.peers == (1,)
+    assert a.interfaces(1) == (0,)

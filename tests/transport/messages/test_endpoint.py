@@ -1,0 +1,274 @@
+"""Flows under faults, in virtual time: each message arrives once and in order, or it is said."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.mail import Play, message
+from wingbeat.errors import UsageError
+from wingbeat.transport.messages.carrier import Arrival
+from wingbeat.transport.messages.endpoint import INLINE, Limits, Route
+from wingbeat.transport.messages.header import Header, Type
+from wingbeat.transport.messages.loopback import Faults
+
+FAULTS = st.builds(
+    Faults,
+    drop=st.sampled_from([0.0, 0.1, 0.4]),
+    repeat=st.sampled_from([0.0, 0.2]),
+    cut=st.sampled_from([0.0, 0.1]),
+    delay=st.sampled_from([0.0, 0.01, 1.0]),
+    reorder=st.booleans(),
+)
+PATIENT = Limits(silence=1e6)
+
+
+def payload_of(number: int) -> bytes:
+    """Small and large ones, each different."""
+    return bytes([number % 251]) * (number * 977 % (2 * INLINE))
+
+
+def stream(seed: int, faults: Faults, count: int = 12) -> Play:
+    """Post messages at random times, take them at random times, until all is quiet."""
+    chance = random.Random(seed)
+    play = Play(2, faults, seed, PATIENT)
+    posted, got = [], []
+    while len(got) < count:
+        for _ in range(chance.randrange(4)):
+            if len(posted) < count:
+                number = len(posted)
+                posted.append(play.post(0, 1, message(number, payload_of(number))))
+        quiet = not play.step()
+        if quiet or chance.random() < 0.5:
+            taken = play.take(1)
+            assert taken or not quiet or len(posted) < count, "messages were lost in silence"
+            got += taken
+    assert [(m.kind, bytes(m.payload)) for m in got] == [(n, payload_of(n)) for n in range(count)]
+    while not all(each.done() for each in posted):
+        assert play.step(), "the sender never heard that all has arrived"
+    return play
+
+
+def requests(seed: int, faults: Faults, count: int = 6) -> Play:
+    """Two ask a third, one request at a time each; every request is answered once."""
+    play = Play(3, faults, seed, PATIENT)
+    asked, answered = {0: 0, 1: 0}, {0: 0, 1: 0}
+    for asker in asked:
+        play.post(asker, 2, message(0))
+    handled = []
+    while min(answered.values()) < count:
+        assert play.step(), "an answer was lost in silence"
+        for request in play.take(2):
+            handled.append((request.peer, request.kind))
+            play.post(2, request.peer, message(request.kind))
+        for asker in asked:
+            for answer in play.take(asker):
+                assert answer.kind == asked[asker]
+                answered[asker] += 1
+                asked[asker] += 1
+                if asked[asker] < count:
+                    play.post(asker, 2, message(asked[asker]))
+    assert sorted(handled) == [(asker, n) for asker in (0, 1) for n in range(count)]
+    return play
+
+
+def faults_of(seed: int) -> Faults:
+    """Every combination in turn."""
+    return Faults(
+        drop=(0.0, 0.1, 0.3)[seed % 3],
+        repeat=(0.0, 0.2)[seed // 3 % 2],
+        cut=(0.0, 0.1)[seed // 6 % 2],
+        delay=(0.0, 0.01, 0.5)[seed // 12 % 3],
+        reorder=bool(seed // 36 % 2),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), FAULTS)
+def test_a_stream_arrives_once_and_in_order(seed: int, faults: Faults) -> None:
+    stream(seed, faults)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), FAULTS)
+def test_every_request_is_answered_once(seed: int, faults: Faults) -> None:
+    requests(seed, faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", range(4))
+def test_ten_thousand_runs(half: int) -> None:
+    """A quarter of them: 1,250 streams and as many requests with answers in turn."""
+    for seed in range(1250 * half, 1250 * (half + 1)):
+        stream(seed, faults_of(seed))
+        requests(seed, faults_of(seed))
+
+
+def test_no_fault_means_no_repetition() -> None:
+    play = stream(1, Faults())
+    assert all(flow.repeated == 0 for end in play.ends for flow in end.flows.values())
+    assert not any(end.refused for end in play.ends)
+
+
+def test_a_cut_loses_nothing() -> None:
+    """What was under way when the connection broke is sent again when it stands."""
+    play = Play(limits=PATIENT)
+    for _ in range(6):
+        play.step()
+    play.network.cut_off(0, 1)
+    posted = [play.post(0, 1, message(n)) for n in range(5)]
+    for _ in range(20):
+        play.step()
+    assert not play.take(1)
+    play.network.join(0, 1)
+    while not all(each.done() for each in posted):
+        assert play.step()
+    assert [m.kind for m in play.take(1)] == list(range(5))
+
+
+def test_a_silent_peer_is_lost_and_the_report_counts() -> None:
+    play = Play(3, limits=Limits(silence=30.0))
+    for _ in range(6):
+        play.step()
+    play.network.cut_off(0, 1)
+    play.post(0, 1, message(1, b"abc"))
+    play.post(0, 2, message(2))
+    while play.step():
+        pass
+    assert 30.0 <= play.clock.now <= 33.0
+    assert play.ends[0].lost == {
+        1: "gave no sign for 30 s; 1 messages to it (79 bytes) may not have arrived"
+    }
+    assert [m.kind for m in play.take(2)] == [2], "the other peer goes on"
+
+
+def test_a_peer_that_only_takes_its_time_is_not_lost() -> None:
+    play = Play(limits=Limits(silence=1.0))
+    play.post(0, 1, message(1))
+    for _ in range(50):
+        play.step()
+    play.clock.now += 100.0
+    for _ in range(50):
+        play.step()
+    assert not play.ends[0].lost
+    assert [m.kind for m in play.take(1)] == [1]
+
+
+def test_the_urgent_are_taken_first() -> None:
+    play = Play(classes=2)
+    for kind, urgency in ((1, 1), (2, 1), (3, 0)):
+        play.post(0, 1, message(kind), urgency)
+    for _ in range(10):
+        play.step()
+    assert [m.kind for m in play.take(1)] == [3, 1, 2]
+
+
+def frame(**fields: object) -> Header:
+    """A data frame of process 0 for process 1, as `Play` numbers them."""
+    return Header(
+        **{"type": Type.DATA, "session": 1000, "sender": 0, "receiver": 1, "sequence": 1, **fields}
+    )
+
+
+def met() -> Play:
+    play = Play()
+    for _ in range(6):
+        play.step()
+    return play
+
+
+@pytest.mark.parametrize(
+    ("header", "extra", "reason"),
+    [
+        (frame(receiver=7), {}, "address"),
+        (frame(sender=7), {}, "address"),
+        (frame(session=1), {}, "session"),
+        (frame(sender=2, session=1002), {}, "key"),
+        (frame(length=5), {}, "length"),
+        (frame(length=2**32 - 1), {}, "length"),
+        (frame(arrived=1), {}, "sequence"),
+        (frame(taken=1), {}, "sequence"),
+        (frame(), {"whole": False}, "parts"),
+        (frame(), {"place": 9}, "stranger"),
+    ],
+)
+def test_what_no_member_sent_is_refused_and_counted(
+    header: Header, extra: dict, reason: str
+) -> None:
+    play = met() if header.sender != 2 else Play(3)
+    for _ in range(6):
+        play.step()
+    end = play.ends[1]
+    known = next(place for route, place in end._place.items() if route.peer == 0)
+    place = known if "place" not in extra else known._replace(name="elsewhere")
+    arrival = Arrival(place, header.pack(), None, 0, extra.get("whole", True))
+    end.accept(arrival, play.clock.now)
+    assert end.refused == {reason: 1}
+    assert not play.take(1)
+    end.accept(Arrival(known, frame().pack(), None, 0), play.clock.now)
+    assert len(play.take(1)) == 1, "the flow goes on as if nothing had come"
+
+
+def test_a_replayed_frame_is_dropped() -> None:
+    play = met()
+    end = play.ends[1]
+    known = next(iter(end._place.values()))
+    for _ in range(3):
+        end.accept(Arrival(known, frame().pack(), None, 0), play.clock.now)
+    assert len(play.take(1)) == 1
+    assert end.flows[Route(0, 0, 0)].repeated == 2
+
+
+def test_more_than_the_window_is_not_kept() -> None:
+    """A member that ignores the limit cannot fill this one's memory."""
+    play = Play(limits=Limits(message=800, window=6000))
+    for _ in range(6):
+        play.step()
+    for number in range(50):
+        play.post(0, 1, message(number, bytes(800)))
+    for _ in range(50):
+        play.step()
+    assert sum(m.size for m in play.ends[1]._inbox[0]) <= 6000
+    assert play.ends[1].refused["window"]
+    got = []
+    while len(got) < 50:
+        assert play.step()
+        got += play.take(1)
+    assert [m.kind for m in got] == list(range(50))
+
+
+def test_an_old_hello_binds_nobody() -> None:
+    """Who plays a member's hello again from a connection of its own does not become that member."""
+    play = met()
+    end = play.ends[1]
+    known = next(iter(end._place.values()))
+    hello = Header(Type.HELLO, 1000, 0, 1, sequence=1)
+    end.accept(Arrival(known._replace(name="elsewhere"), hello.pack(), None, 0), play.clock.now)
+    assert end.refused == {"replayed": 1}
+    assert end._place == {Route(0, 0, 0): known}
+
+
+def test_a_hello_that_is_lost_is_said_again() -> None:
+    play = Play()
+    play.network.cut_off(0, 1)
+    for _ in range(5):
+        play.step()
+    play.network.join(0, 1)
+    while any(end.unmet for end in play.ends):
+        assert play.step()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"message": 0}, r"message=0\); allowed: 1 to"),
+        ({"message": 1000, "window": 5000}, r"window=5000\); allowed: 4156 bytes and more above"),
+        ({"silence": 0}, r"silence=0\); allowed"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(values: dict, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Limits(**values)

@@ -1,0 +1,353 @@
+"""Mailboxes over real sockets: cuts, strangers, classes, and what `open_mailbox` refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
+from wingbeat.transport.messages.header import Header, Type
+from wingbeat.transport.messages.zeromq import tos_of
+
+PATIENCE = 20.0
+
+
+class Relay:
+    """A TCP relay that can be cut: what stands between two hosts."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.address = self.server.getsockname()
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.passed = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near = self.server.accept()[0]
+                far = socket.create_connection(self.target)
+            except OSError:
+                return
+            self.pairs.append((near, far))
+            for a, b in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(a, b), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+                self.passed += len(data)
+        except OSError:
+            pass
+        for end in (source, target):
+            end.close()
+
+    def cut(self) -> None:
+        """Break every connection, whatever is under way."""
+        pairs, self.pairs = self.pairs, []
+        for pair in pairs:
+            for end in pair:
+                with contextlib.suppress(OSError):  # the copying threads close them too
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.server.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept would keep it open
+        self.server.close()
+        self.cut()
+
+
+class Diverted(Switchboard):
+    """A store whose cards lead through relays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relays: list[Relay] = []
+
+    def set(self, key: str, value: str) -> None:
+        card = json.loads(value)
+        for of in card["listens"]:
+            for i, endpoint in enumerate(of):
+                host, _, port = endpoint.removeprefix("tcp://").partition(":")
+                relay = Relay((host, int(port)))
+                self.relays.append(relay)
+                of[i] = "tcp://{}:{}".format(*relay.address)
+        super().set(key, json.dumps(card))
+
+
+def opened(
+    size: int = 2, store: Switchboard | None = None, each: Any = None, **options: Any
+) -> list[Mailbox]:
+    """Open the mailboxes of some processes, each in a thread as if it were one."""
+    store = store or Switchboard()
+    values = {"interfaces": ["lo"], "seconds": PATIENCE, **options}
+    with ThreadPoolExecutor(size) as pool:
+        made = [
+            pool.submit(
+                open_mailbox, store, n, range(size), **{**values, **(each or {}).get(n, {})}
+            )
+            for n in range(size)
+        ]
+        errors = [m.exception() for m in made]
+    for box in made:
+        if box.exception() is None and any(errors):
+            box.result().abandon()
+    for error in errors:
+        if error is not None:
+            raise error
+    return [m.result() for m in made]
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Mailbox]]:
+    boxes: list[Mailbox] = []
+    yield boxes
+    for box in boxes:
+        box.abandon()
+
+
+def keep_cutting(relays: list[Relay], ended: threading.Event) -> int:
+    """Cut after every 2 MB; return how often."""
+    cuts, seen = 0, 0
+    while not ended.wait(0.001):
+        passed = sum(relay.passed for relay in relays)
+        if passed - seen > 2_000_000:
+            seen = passed
+            cuts += 1
+            for relay in relays:
+                relay.cut()
+    return cuts
+
+
+def test_a_cut_connection_loses_and_repeats_nothing(closing: list[Mailbox]) -> None:
+    """Cut again and again while both sides stream; every message comes once and in order."""
+    store = Diverted()
+    boxes = opened(store=store, classes=1, encrypted=False)
+    closing += boxes
+    count, payload = 300, bytes(50_000)
+
+    def stream(own: int) -> list[int]:
+        box, posted, got = boxes[own], [], []
+        for n in range(count):
+            posted.append(box.post(1 - own, n, payload))
+            while (message := box.poll()) is not None:
+                got.append(message.kind)
+        while len(got) < count:
+            got.append(box.receive(PATIENCE).kind)
+        box.wait(posted, PATIENCE)
+        return got
+
+    ended = threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        cuts = pool.submit(keep_cutting, store.relays, ended)
+        both = [pool.submit(stream, own) for own in range(2)]
+        try:
+            assert [each.result(2 * PATIENCE) for each in both] == 2 * [list(range(count))]
+        finally:
+            ended.set()
+        assert cuts.result() >= 5
+    for relay in store.relays:
+        relay.close()
+
+
+def test_who_is_cut_off_for_good_is_named(closing: list[Mailbox]) -> None:
+    store = Diverted()
+    a, b = opened(store=store, limits=Limits(silence=0.5))
+    closing += [a, b]
+    for relay in store.relays:
+        relay.close()
+    sent = a.post(1, 1, b"lost")
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 gave no sign for 0.5 s; 1 messages to it"):
+        a.wait([sent], PATIENCE)
+    with pytest.raises(PeerError, match="rank 1 gave no sign"):
+        a.post(1, 2)
+
+
+def test_a_payload_is_not_copied(closing: list[Mailbox]) -> None:
+    """What changes before it has left has changed for the receiver: nobody made a copy."""
+    store = Diverted()
+    a, b = opened(store=store, classes=1, encrypted=False)
+    closing += [a, b]
+    for relay in store.relays:
+        relay.cut()
+    payload = np.zeros(1 << 20, np.uint8)
+    sent = a.post(1, 1, payload)
+    payload[:] = 7
+    message = b.receive(PATIENCE)
+    a.wait([sent], PATIENCE)
+    assert (np.frombuffer(message.payload, np.uint8) == 7).all()
+    assert message.payload.readonly or message.payload.obj is not None
+
+
+def test_a_process_that_computes_still_answers(closing: list[Mailbox]) -> None:
+    """The other's payload is free, although this one's user does not call."""
+    a, b = opened()
+    closing += [a, b]
+    sent = a.post(1, 1, bytes(100_000))
+    deadline = time.monotonic() + PATIENCE
+    while not sent.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert b.receive(0).kind == 1
+
+
+def test_a_mailbox_that_nobody_uses_goes_away() -> None:
+    import gc
+
+    before = {t.name for t in threading.enumerate()}
+    a, b = opened()
+    assert {t.name for t in threading.enumerate()} - before >= {"wingbeat-mail"}
+    del a, b
+    gc.collect()
+    deadline = time.monotonic() + PATIENCE
+    while any(t.name.startswith("wingbeat-mail") for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ports(box: Mailbox) -> list[str]:
+    return [end for of in box._carrier.reach.endpoints for end in of]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_keys_that_nobody_knows_are_turned_away(closing: list[Mailbox]) -> None:
+    a, b = opened()
+    closing += [a, b]
+    with zmq.Context() as context:
+        wrong = context.socket(zmq.DEALER)
+        public, secret = zmq.curve_keypair()
+        wrong.curve_publickey, wrong.curve_secretkey = public, secret
+        wrong.curve_serverkey = b._carrier._keys.public
+        wrong.connect(ports(b)[0])
+        plain = context.socket(zmq.DEALER)
+        plain.connect(ports(b)[0])
+        for stranger in (wrong, plain):
+            stranger.linger = 0
+            stranger.send(b"let me in", zmq.DONTWAIT)
+        until(lambda: b.turned_away["key"] and sum(b.turned_away.values()) >= 2)
+        context.destroy(linger=0)
+    assert not b.refused
+    a.post(1, 5)
+    assert b.receive(PATIENCE).kind == 5
+
+
+def test_random_bytes_at_the_port_are_turned_away(closing: list[Mailbox]) -> None:
+    a, b = opened()
+    closing += [a, b]
+    chance = random.Random(1)
+    host, _, port = ports(b)[0].removeprefix("tcp://").partition(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(chance.randbytes(chance.randrange(1, 200)))
+    a.post(1, 5)
+    assert b.receive(PATIENCE).kind == 5
+
+
+def test_without_keys_strangers_are_refused_frame_by_frame(closing: list[Mailbox]) -> None:
+    a, b = opened(encrypted=False, limits=Limits(message=1000))
+    closing += [a, b]
+    session = a._endpoint.membership.session
+    hello = Header(Type.HELLO, 0, 0, 1).pack()
+    data = Header(Type.DATA, session, 0, 1, 1).pack()
+    with zmq.Context() as context:
+        stranger = context.socket(zmq.DEALER)
+        stranger.linger = 0
+        stranger.connect(ports(b)[0])
+        for parts in ([b"junk" * 30], [hello], [data], [b"a", b"b", b"c"], [hello[:40]]):
+            stranger.send_multipart(parts)
+        wanted = {"magic": 1, "session": 1, "stranger": 1, "parts": 1, "size": 1}
+        until(lambda: b.poll() is None and b.refused == wanted)
+        huge = context.socket(zmq.DEALER)
+        huge.linger = 0
+        huge.connect(ports(b)[0])
+        huge.send(bytes(10**6))
+        context.destroy(linger=0)
+    a.post(1, 5)
+    assert b.receive(PATIENCE).kind == 5
+    assert b.refused == wanted
+
+
+@pytest.mark.parametrize(
+    ("each", "options", "error", "said"),
+    [
+        ({}, {"classes": 5}, UsageError, "classes=5; allowed: 1 to 4"),
+        ({}, {"seconds": 0}, UsageError, "seconds=0; allowed"),
+        ({}, {"interfaces": ["eth99"]}, UsageError, "unknown interface 'eth99'"),
+        ({1: {"classes": 3}}, {}, UsageError, r"classes=2, rank 1 with classes=3"),
+        ({1: {"encrypted": False}}, {}, UsageError, r"encrypted=True, rank 1 with encrypted=False"),
+        ({1: {"room": "other"}}, {"seconds": 0.3}, RendezvousError, "opened no mailbox within"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused(
+    each: dict, options: dict, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        opened(each=each, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "card",
+    ["", "[]", "{}", "null", '"x"', "[" * 5000],
+)
+def test_a_malformed_card_is_named(card: str) -> None:
+    store = Switchboard()
+    store.set("messages//1", card)
+    with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent a malformed"):
+        open_mailbox(store, 0, [1], interfaces=["lo"], seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("session", -1),
+        ("session", 1.5),
+        ("session", 2**64),
+        ("key", "short"),
+        ("key", "ä" * 40),
+        ("listens", []),
+        ("listens", [["ipc:///tmp/x"]]),
+        ("listens", [["tcp://127.0.0.1:99999"]]),
+        ("listens", [["tcp://999.0.0.1:80"]]),
+        ("uses", ["eth99"]),
+    ],
+)
+def test_a_card_with_a_wrong_field_is_named(field: str, value: object) -> None:
+    store = Switchboard()
+    with pytest.raises(RendezvousError):
+        open_mailbox(store, 1, [0], interfaces=["lo"], seconds=0.05)
+    card = json.loads(store.get("messages//1", 1))
+    store.set("messages//1", json.dumps({**card, field: value}))
+    with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent a malformed"):
+        open_mailbox(store, 0, [1], interfaces=["lo"], seconds=1.0)
+
+
+def test_the_last_class_is_best_effort() -> None:
+    assert [[tos_of(u, n) for u in range(n)] for n in (1, 2, 3, 4)] == [
+        [0],
+        [0xB8, 0],
+        [0xB8, 0x88, 0],
+        [0xB8, 0x88, 0x48, 0],
+    ]
