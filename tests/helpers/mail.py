@@ -51,7 +51,8 @@ class Play:
 
     def post(self, source: int, target: int, posted: Posted, urgency: int = 0) -> Posted:
         """Post a message, whether the window has room or not."""
-        self.ends[source].post(Route(target, 0, urgency), posted, self.clock.now)
+        send = self.carriers[source].send
+        self.ends[source].post(Route(target, 0, urgency), posted, send, self.clock.now)
         return posted
 
     def take(self, number: int) -> list[Message]:
@@ -79,6 +80,4 @@ class Play:
         while (arrival := carrier.receive(0.0)) is not None:
             end.accept(arrival, self.clock.now)
         end.tick(self.clock.now)
-        for flow, place, parts in end.frames(self.clock.now):
-            if not carrier.send(place, parts):
-                flow.down()
+        end.flush(carrier.send, self.clock.now)

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wingbeat.errors import UsageError
+from wingbeat.transport.messages.carrier import Buffer
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import DTYPES, FIXED, MOST_SPANS, Type
 
 _NUMBERS = struct.Struct("<I4I")
 _SPAN = struct.Struct("<QQ")
+
+_DATA = int(Type.DATA)
 
 NO_IDS = (0, 0, 0, 0)
 
@@ -45,7 +48,7 @@ def compose(
     if len(ranges) > MOST_SPANS:
         raise UsageError(f"{len(ranges)} spans; allowed are up to {MOST_SPANS}")
     try:
-        _, *four = _NUMBERS.unpack(_NUMBERS.pack(kind, *ids))
+        _NUMBERS.pack(kind, *ids)
         for span in ranges:
             _SPAN.pack(*span)
     except (struct.error, TypeError):
@@ -54,8 +57,7 @@ def compose(
             "from 0 to 2**32 - 1, and (start, length) pairs of numbers from 0 to 2**64 - 1"
         ) from None
     size = FIXED + _SPAN.size * len(ranges) + len(view)
-    own = (four[0], four[1], four[2], four[3])
-    return Posted(Type.DATA, 0, kind, own, DTYPES.index(dtype), ranges, view, size)
+    return Posted(_DATA, 0, kind, tuple(ids), DTYPES.index(dtype), ranges, view, size)
 
 
 def farewell() -> Posted:
@@ -63,7 +65,9 @@ def farewell() -> Posted:
     return Posted(Type.LEAVE, 0, 0, NO_IDS, 0, (), memoryview(b""), FIXED)
 
 
-def _view(payload: Any, most: int) -> memoryview:
+def _view(payload: Any, most: int) -> Buffer:
+    if type(payload) is bytes and len(payload) <= most:
+        return payload
     try:
         view = memoryview(payload)
         # A view of nothing cannot be cast, and an array of no elements has no bytes.

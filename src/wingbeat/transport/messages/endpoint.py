@@ -1,4 +1,4 @@
-"""All flows of one process: frames in, messages out. Pure; time is given, nothing is sent.
+"""All flows of one process: frames in, messages out. Pure; time and who sends are given.
 
 Every frame is checked before anything of it is used, and whatever no member of the job has sent is
 counted under its reason and dropped.
@@ -7,17 +7,29 @@ counted under its reason and dropped.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from wingbeat.errors import UsageError
 from wingbeat.transport.messages.carrier import CLASSES, Arrival, Buffer, Place
 from wingbeat.transport.messages.flow import NEVER, Flow, Posted
-from wingbeat.transport.messages.header import DTYPES, LARGEST, Header, Malformed, Type, unpack
+from wingbeat.transport.messages.header import (
+    DTYPES,
+    LARGEST,
+    Header,
+    Malformed,
+    Type,
+    pack,
+    unpack,
+)
 
 INLINE = 16 * 1024
 """Bytes up to which a payload travels in one piece with its header: a copy is cheaper there."""
+
+
+Send: TypeAlias = "Callable[[Place, list[Buffer]], bool]"
+"""Hands a frame to the carrier; False if nobody is there."""
 
 
 class Route(NamedTuple):
@@ -104,7 +116,14 @@ class Message:
 
 
 class Endpoint:
-    """The flows of one process, and the messages that wait to be taken."""
+    """The flows of one process, and the messages that wait to be taken.
+
+    Attributes:
+        refused: how many frames were dropped, by the reason.
+        lost: what to say of peers that have fallen silent.
+        left: the peers that have ended in an orderly way.
+        waiting: how many messages there are to be taken.
+    """
 
     def __init__(self, membership: Membership, limits: Limits) -> None:
         self.membership = membership
@@ -113,6 +132,7 @@ class Endpoint:
         self.refused: Counter[str] = Counter()
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
+        self.waiting = 0
         self._inbox: tuple[deque[Message], ...] = tuple(deque() for _ in range(CLASSES))
         self._place: dict[Route, Place] = {}
         self._former: dict[Route, Place] = {}
@@ -127,11 +147,11 @@ class Endpoint:
             self._bind(route, place)
             self._introduce_self(route, now)
 
-    def post(self, route: Route, message: Posted, now: float) -> None:
-        """Queue a message; the caller has looked whether there is room."""
+    def post(self, route: Route, message: Posted, send: Send, now: float) -> None:
+        """Send a message as soon as may be; the caller has looked whether there is room."""
         flow = self.flows[route]
         flow.post(message, now)
-        self._busy[route] = None
+        self._flush(route, flow, send, now)
 
     def accept(self, arrival: Arrival, now: float) -> None:
         """Check a frame and do what it says; whatever is wrong with it is counted."""
@@ -147,6 +167,8 @@ class Endpoint:
             now: seconds.
             of: the peers whose messages count; None for all.
         """
+        if not self.waiting:
+            return None
         for waiting in self._inbox:
             if not waiting:
                 continue
@@ -158,24 +180,30 @@ class Endpoint:
                     continue
                 message = found
                 waiting.remove(message)
+            self.waiting -= 1
             flow = self.flows[message.route]
             flow.take(message.size, now)
-            self._plan(message.route, flow)
+            if flow.into.tell_at < self._next:
+                self._next = flow.into.tell_at
             return message
         return None
 
-    def frames(self, now: float) -> Iterator[tuple[Flow, Place, list[Buffer]]]:
-        """Return what is to be sent now. After a frame that nobody took call its flow's `down`."""
+    def flush(self, send: Send, now: float) -> None:
+        """Hand over what is to be sent now; what ``send`` does not take waits for the peer."""
         for route in list(self._busy):
-            flow, place = self.flows[route], self._place.get(route)
             del self._busy[route]
-            if place is None or not flow.up:
-                continue
-            for header, message in flow.frames(now):
-                yield flow, place, self._parts(route, header, message)
-                if flow.is_down():
-                    break
-            self._plan(route, flow)
+            self._flush(route, self.flows[route], send, now)
+
+    def _flush(self, route: Route, flow: Flow, send: Send, now: float) -> None:
+        place = self._place.get(route)
+        if place is None:
+            return
+        while flow.up and (frame := flow.next(now)) is not None:
+            if not send(place, self._parts(route.peer, flow, *frame)):
+                flow.down()
+                break
+            flow.sent(frame[2], now)
+        self._next = min(self._next, flow.due())
 
     def due(self) -> float:
         """When `tick` is to be called at the latest, if nothing arrives before."""
@@ -234,6 +262,7 @@ class Endpoint:
         if flow.accept(header, header.size + header.length, now):
             if header.type == Type.DATA:
                 self._inbox[route.urgency].append(Message(header, payload, route))
+                self.waiting += 1
             else:
                 flow.take(header.size, now)
                 if all(f.into.ended for r, f in self.flows.items() if r.peer == route.peer):
@@ -274,9 +303,12 @@ class Endpoint:
 
     def _plan(self, route: Route, flow: Flow) -> None:
         """Remember when the flow wants to be looked at again."""
-        if flow.pending() and flow.up:
+        if flow.up and flow.pending():
             self._busy[route] = None
-        self._next = min(self._next, flow.due())
+        if flow.into.tell_at < self._next:
+            self._next = flow.into.tell_at
+        if flow.out.ask_at < self._next:
+            self._next = flow.out.ask_at
 
     def _lose(self, route: Route, flow: Flow) -> None:
         count = len(flow.out.unsent) + len(flow.out.under_way)
@@ -285,19 +317,20 @@ class Endpoint:
             f"({flow.waiting_bytes} bytes) may not have arrived"
         )
 
-    def _parts(self, route: Route, header: Header, message: Posted | None) -> list[Buffer]:
-        own = self.membership
-        common = (header.type, own.session, own.number, route.peer)
+    def _parts(
+        self, peer: int, flow: Flow, kind: int, sequence: int, message: Posted | None
+    ) -> list[Buffer]:
+        """Return a frame as it travels; each says what has arrived, and what was taken."""
+        own, into = self.membership, flow.into
+        common = (own.session, own.number, peer, sequence, into.arrived, into.taken_bytes)
         if message is None:
-            return [Header(*common, header.sequence, header.arrived, header.taken).pack()]
-        length = len(message.payload)
-        head = Header(
-            *common, header.sequence, header.arrived, header.taken, message.kind, message.ids,
-            message.dtype, length, message.spans,
-        ).pack()  # fmt: skip
-        if length <= INLINE:
-            return [head + bytes(message.payload) if length else head]
-        return [head, message.payload]
+            return [pack(kind, *common)]
+        payload = message.payload
+        length = len(payload)
+        head = pack(kind, *common, message.kind, message.ids, message.dtype, length, message.spans)
+        if length > INLINE:
+            return [head, payload]
+        return [head + payload] if length else [head]
 
 
 def _payload(header: Header, arrival: Arrival) -> memoryview:

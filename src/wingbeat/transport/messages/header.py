@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import enum
 import struct
-import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
+from zlib import crc32
 
 from wingbeat.errors import UsageError
 
@@ -101,26 +102,48 @@ class Header(NamedTuple):
         Raises:
             UsageError: a number does not fit into its field.
         """
-        try:
-            before = _BEFORE.pack(
-                MAGIC, VERSION, self.type, self.dtype, len(self.spans), self.session,
-                self.sender, self.receiver, self.sequence, self.arrived, self.taken, self.kind,
-                *self.ids, self.length,
-            )  # fmt: skip
-            ranges = b"".join([_SPAN.pack(*span) for span in self.spans]) if self.spans else b""
-        except (struct.error, TypeError) as err:
-            raise UsageError(
-                f"kind={self.kind!r}, ids={self.ids!r}, spans={self.spans!r}: allowed are a kind "
-                f"and four ids from 0 to 2**32 - 1, and up to {MOST_SPANS} (start, length) pairs "
-                f"of numbers from 0 to 2**64 - 1 ({err})"
-            ) from None
-        checksum = zlib.crc32(ranges, zlib.crc32(before)) if ranges else zlib.crc32(before)
-        return before + _CHECKSUM.pack(checksum) + ranges
+        return pack(*self)
 
     @property
     def size(self) -> int:
         """Bytes of the header with its ranges."""
         return FIXED + _SPAN.size * len(self.spans)
+
+
+def pack(
+    type_: int,
+    session: int,
+    sender: int,
+    receiver: int,
+    sequence: int = 0,
+    arrived: int = 0,
+    taken: int = 0,
+    kind: int = 0,
+    ids: Sequence[int] = (0, 0, 0, 0),
+    dtype: int = 0,
+    length: int = 0,
+    spans: tuple[tuple[int, int], ...] = (),
+) -> bytes:
+    """Return the bytes of a header with these fields.
+
+    Raises:
+        UsageError: a number does not fit into its field.
+    """
+    try:
+        before = _BEFORE.pack(
+            MAGIC, VERSION, type_, dtype, len(spans), session, sender, receiver, sequence,
+            arrived, taken, kind, *ids, length,
+        )  # fmt: skip
+        if not spans:
+            return before + _CHECKSUM.pack(crc32(before))
+        ranges = b"".join([_SPAN.pack(*span) for span in spans])
+    except (struct.error, TypeError) as err:
+        raise UsageError(
+            f"kind={kind!r}, ids={ids!r}, spans={spans!r:.80}: allowed are a kind and four ids "
+            f"from 0 to 2**32 - 1, and up to {MOST_SPANS} (start, length) pairs of numbers from 0 "
+            f"to 2**64 - 1 ({err})"
+        ) from None
+    return before + _CHECKSUM.pack(crc32(ranges, crc32(before))) + ranges
 
 
 def unpack(data: bytes | memoryview) -> Header:
@@ -141,7 +164,9 @@ def unpack(data: bytes | memoryview) -> Header:
     if len(data) < end:
         raise Malformed("size")
     ranges = data[FIXED:end]
-    expected = zlib.crc32(ranges, zlib.crc32(data[: _BEFORE.size]))
+    expected = crc32(data[: _BEFORE.size])
+    if count:
+        expected = crc32(ranges, expected)
     if _CHECKSUM.unpack_from(data, _BEFORE.size)[0] != expected:
         raise Malformed("checksum")
     if kind_of not in TYPES:

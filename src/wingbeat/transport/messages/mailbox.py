@@ -26,7 +26,7 @@ _LINGER_S = 1.0
 _AT_ONCE = 64
 """Frames that are taken in before anything else is looked at: more may come without end."""
 
-_BUSY_S, _IDLE_S = 0.005, 0.05
+_BUSY_S, _IDLE_S = 0.005, 0.02
 """Seconds after which the keeper looks again: while something goes on, and otherwise."""
 
 _AWAKE_S = 1.0
@@ -145,13 +145,13 @@ class Mailbox:
             PeerError: the peer is lost, has left, or took nothing meanwhile.
         """
         route = self._routes.choose(peer, interface, urgency)
-        self._check_peer(peer, "post to it")
-        most = self._endpoint.limits.message
-        message = compose(kind, payload, ids, dtype, spans, most=most)
-        if self._endpoint.flows[route].room < message.size:
+        endpoint = self._endpoint
+        if endpoint.lost or endpoint.left:
+            self._check_peer(peer, "post to it")
+        message = compose(kind, payload, ids, dtype, spans, most=endpoint.limits.message)
+        if endpoint.flows[route].room < message.size:
             self._wait_for_room(route, message.size, seconds)
-        self._endpoint.post(route, message, self._clock())
-        self._flush()
+        endpoint.post(route, message, self._carrier.send, self._clock())
         return message
 
     @_alone
@@ -171,9 +171,12 @@ class Mailbox:
             return message
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
+        if wanted is not None:
+            self._routes.check(wanted)
         while True:
-            self._check_waiting(wanted)
-            self._pump(deadline)
+            if self._endpoint.lost or self._endpoint.left:
+                self._check_waiting(wanted)
+            self._pump(deadline, until_message=wanted is None)
             message = self._take(wanted)
             if message is not None:
                 return message
@@ -288,8 +291,7 @@ class Mailbox:
         flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
         now = self._clock()
         for route in flows:
-            endpoint.post(route, farewell(), now)
-        self._flush()
+            endpoint.post(route, farewell(), self._carrier.send, now)
         deadline = now + seconds
         # A peer that has left hears no more: that this end leaves need not arrive there.
         while any(
@@ -301,7 +303,7 @@ class Mailbox:
                 break
             self._pump(deadline)
         endpoint.tell(self._clock())
-        self._flush()
+        endpoint.flush(self._carrier.send, self._clock())
         late = {route.peer for route, flow in flows.items() if not flow.out.only_leave}
         if late:
             raise self._error(
@@ -309,33 +311,42 @@ class Mailbox:
                 f"{seconds:g} s of close()"
             )
 
-    def _pump(self, deadline: float) -> None:
-        """Send what is to be sent, take in what comes, until ``deadline`` at the latest."""
+    def _pump(self, deadline: float, *, until_message: bool = False) -> None:
+        """Send what is to be sent and take in what comes, until ``deadline`` at the latest.
+
+        With ``until_message`` what comes after the next message is left where it is: memory that
+        was just written to and is used at once is still in the processor's cache.
+        """
         endpoint, carrier = self._endpoint, self._carrier
-        if endpoint.busy:
-            self._flush()
         now = self._clock()
-        arrival = carrier.receive(max(0.0, min(deadline, endpoint.due()) - now))
+        if endpoint.busy:
+            endpoint.flush(carrier.send, now)
+        arrival = carrier.receive(min(deadline, endpoint.due()) - now)
+        now = self._clock()
         if arrival is not None:
             self._heard = now
-        count = 0
-        while arrival is not None:
-            endpoint.accept(arrival, self._clock())
-            count += 1
-            arrival = carrier.receive(0.0) if count < _AT_ONCE else None
-        endpoint.tick(self._clock())
-        if endpoint.busy:
-            self._flush()
+            for _ in range(_AT_ONCE):
+                endpoint.accept(arrival, now)
+                if until_message and endpoint.waiting:
+                    break
+                arrival = carrier.receive(0.0)
+                if arrival is None:
+                    break
+        self._go_over(now)
 
-    def _flush(self) -> None:
-        for flow, place, parts in self._endpoint.frames(self._clock()):
-            if not self._carrier.send(place, parts):
-                flow.down()
+    def _go_over(self, now: float) -> None:
+        """Do what is due, and send what that has led to."""
+        endpoint = self._endpoint
+        if now >= endpoint.due():
+            endpoint.tick(now)
+        if endpoint.busy:
+            endpoint.flush(self._carrier.send, now)
 
     def _take(self, of: frozenset[int] | None) -> Message | None:
-        message = self._endpoint.take(self._clock(), of)
-        if message is not None and self._endpoint.busy:
-            self._flush()
+        now = self._clock()
+        message = self._endpoint.take(now, of)
+        if message is not None and now >= self._endpoint.due():
+            self._go_over(now)
         return message
 
     def _wait_for_room(self, route: Route, size: int, seconds: float | None) -> None:
@@ -369,7 +380,6 @@ class Mailbox:
             )
 
     def _check_peer(self, peer: int, what: str) -> None:
-        self._routes.choose(peer, None, None)
         if peer in self._endpoint.lost:
             raise self._error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
         if peer in self._endpoint.left:

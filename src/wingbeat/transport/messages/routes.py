@@ -64,6 +64,11 @@ class Routes:
             )
         return route
 
+    def check(self, peers: Iterable[int]) -> None:
+        """Raise a `UsageError` if no route leads to one of them."""
+        for peer in peers:
+            self._to(peer)
+
     def names(self, peers: Iterable[int]) -> str:
         """Return what messages call these processes."""
         return ", ".join(self.name(peer) for peer in sorted(peers))
