@@ -119,7 +119,13 @@ class Training:
         self.compute, self.peer, self.count = compute, 1 - world.rank, 0
         self.boxes = {
             name: open_mailbox(
-                world.store, world.rank, [0, 1], room=name, encrypted=name == "encrypted", classes=1
+                world.store,
+                world.rank,
+                [0, 1],
+                room=name,
+                interfaces=["lo"],
+                encrypted=name == "encrypted",
+                classes=1,
             )
             for name in ("clear", "encrypted")
         }

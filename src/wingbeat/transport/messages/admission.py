@@ -23,13 +23,16 @@ _FAILED: dict[int, str] = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol",
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "key",
 }
+_BEGUN = (int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_CONNECTED))
+_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 class Admission:
     """Answers ZeroMQ's questions about keys, until closed."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
-        self.refused: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._begun = self._succeeded = 0
         self._keys: Mapping[bytes, int] = {}
         self._context = context
         self._ended = False
@@ -42,6 +45,16 @@ class Admission:
         self._watched: list[Any] = []
         self._thread: threading.Thread | None = None
 
+    @property
+    def refused(self) -> Counter[str]:
+        """How many connections were none in the end, by the reason.
+
+        Those that ended, or have lasted until now, without a handshake, count as "unfinished".
+        """
+        failed = Counter(self._failed)
+        unfinished = self._begun - self._succeeded - sum(failed.values())
+        return failed + Counter(unfinished=max(0, unfinished))
+
     def admit(self, keys: Mapping[bytes, int]) -> None:
         """Let whoever proves one of these keys connect, as the peer of that number."""
         self._keys = dict(keys)
@@ -53,8 +66,8 @@ class Admission:
 
     def watch(self, socket: Any) -> None:
         """Count the handshakes that fail on a socket; before `admit`."""
-        events = 0
-        for event in _FAILED:
+        events = _SUCCEEDED
+        for event in (*_FAILED, *_BEGUN):
             events |= event
         self._watched.append(socket.get_monitor_socket(events))
 
@@ -100,4 +113,7 @@ class Admission:
     def _count(self, watched: Any) -> None:
         with contextlib.suppress(zmq.ZMQError):
             event = int.from_bytes(watched.recv_multipart(zmq.DONTWAIT)[0][:2], "little")
-            self.refused[_FAILED.get(event, "handshake")] += 1
+            self._begun += event in _BEGUN
+            self._succeeded += event == _SUCCEEDED
+            if event in _FAILED:
+                self._failed[_FAILED[event]] += 1

@@ -101,6 +101,9 @@ class ZeroMQCarrier:
         classes: how many, 1 to 4.
         message: bytes of the largest payload; a connection that sends a larger one is closed.
         keys: to encrypt with and to be known by; None sends in the clear.
+
+    Attributes:
+        reach: what the peers have to know.
     """
 
     def __init__(
@@ -130,23 +133,14 @@ class ZeroMQCarrier:
         except BaseException:
             self.close()
             raise
+        ends = [
+            tuple(self._sockets[i, u].get_string(zmq.LAST_ENDPOINT) for u in range(classes))
+            for i in range(len(addresses))
+        ]
+        self.reach = Reach(tuple(ends), None if keys is None else keys.public)
         # Looked at in this order: the urgent classes first.
         self._listeners = [Listener(i, u, socket) for (i, u), socket in self._sockets.items()]
         self._only = self._listeners[0] if len(self._listeners) == 1 else None
-
-    @property
-    def reach(self) -> Reach:
-        """What the peers have to know."""
-        interfaces = range(1 + max(interface for interface, _ in self._sockets))
-        return Reach(
-            tuple(
-                tuple(
-                    self._sockets[i, u].get_string(zmq.LAST_ENDPOINT) for u in range(self._classes)
-                )
-                for i in interfaces
-            ),
-            None if self._keys is None else self._keys.public,
-        )
 
     @property
     def turned_away(self) -> Counter[str]:
@@ -272,7 +266,8 @@ class ZeroMQCarrier:
             zmq.RECONNECT_IVL_MAX: 1000,
             zmq.HEARTBEAT_IVL: 10_000,
             zmq.HEARTBEAT_TIMEOUT: 60_000,
-            zmq.LINGER: 0,
+            # With 0, what a connection has brought is dropped unread when it breaks.
+            zmq.LINGER: -1,
         }
         for option, value in options.items():
             socket.set(option, value)
