@@ -38,7 +38,8 @@ FILES = """if True:
 BCUBE = (
     FILES
     + """
-    with open_mailbox(Files(sys.argv[1]), rank, range(size), seconds=30, limits=Limits(silence=30)) as box:
+    limits = Limits(silence=30)
+    with open_mailbox(Files(sys.argv[1]), rank, range(size), seconds=30, limits=limits) as box:
         print([box.interfaces(peer) for peer in box.peers])
         before = sent()
         posted = []
