@@ -33,7 +33,8 @@ COPIED_BELOW = INLINE
 _KNOWN = 4096
 """Connections that a socket remembers; of more it asks again whose they are."""
 
-_LONGEST_S = 3600.0
+_PATIENCES = (1000, 100, 10, 1)
+"""Milliseconds that a wait at a single socket may take; a caller who wants more calls again."""
 
 # Joined once: an enum's operators take as long as a call.
 _MORE, _LAST = int(zmq.SNDMORE | zmq.DONTWAIT), int(zmq.DONTWAIT)
@@ -195,10 +196,9 @@ class ZeroMQCarrier:
         """Return the next frame, the most urgent first; None after ``seconds`` without any."""
         if seconds <= 0:
             return self._look()
-        milliseconds = int(min(seconds, _LONGEST_S) * 1e3) + 1
         if self._only is not None:
-            return self._wait_at(self._only, milliseconds)
-        return self._look() if self._poller.poll(milliseconds) else None
+            return self._wait_at(self._only, seconds)
+        return self._look() if self._poller.poll(int(min(seconds, 3600.0) * 1e3) + 1) else None
 
     def close(self, linger: float = 0.0) -> None:
         """Close every connection, ``linger`` seconds later if frames still leave.
@@ -219,10 +219,14 @@ class ZeroMQCarrier:
             return self._read(listener, named)
         return None
 
-    def _wait_at(self, listener: Listener, milliseconds: int) -> Arrival | None:
-        """Wait at the only socket there is, which takes one call in place of two."""
-        if milliseconds != listener.patience:
-            listener.socket.rcvtimeo = listener.patience = milliseconds
+    def _wait_at(self, listener: Listener, seconds: float) -> Arrival | None:
+        """Wait at the only socket there is, which takes one call in place of two.
+
+        For one of a few lengths, perhaps sooner than asked: to set another takes time as well.
+        """
+        patience = next(p for p in _PATIENCES if 1e3 * seconds >= p or p == 1)
+        if patience != listener.patience:
+            listener.socket.rcvtimeo = listener.patience = patience
         try:
             named = listener.socket.recv(copy=False)
         except zmq.Again:
