@@ -10,6 +10,7 @@ import pytest
 
 from wingbeat.bench import bound, demo, results, table
 from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.notes import NOTES
 from wingbeat.bench.results import Block, Quantiles, Report
 from wingbeat.bench.speedup import Measured
 
@@ -148,7 +149,7 @@ def report(model: str = "paced:resnet50") -> Report:
         date="2025-01-01T00:00:00+00:00",
         versions={},
         compute_s=None,
-        notes=results.NOTES,
+        notes=NOTES,
         measured=alone(),
     )
 

@@ -18,6 +18,7 @@ import wingbeat
 from wingbeat import lab
 from wingbeat.bench import machine, protocol, results
 from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.notes import NOTES
 from wingbeat.bench.progress import Progress
 from wingbeat.bench.protocol import WHOLE
 from wingbeat.bench.results import Block, Report, Run
@@ -179,6 +180,6 @@ def _report(
         date=now.isoformat(timespec="seconds"),
         versions=machine.versions(),
         compute_s=None if times is None else {"forward": times[0], "backward": times[1]},
-        notes=results.NOTES,
+        notes=NOTES,
         measured=alone,
     )
