@@ -59,6 +59,15 @@ def on(strategy: Any, known: list[Decisions] | None = None) -> list[Any]:
     )
 
 
+def test_it_is_decided_only_once_tuning_has_ended() -> None:
+    found = on(wingbeat.DeAR(**TUNED))
+    assert len({deciding for deciding, *_ in found}) == 1
+    assert TUNED["trials"] * 3 <= found[0][0] < MOST
+    assert [own.coded for *_, own in found] == [None] * 2
+    [size] = {own.bucket_bytes for *_, own in found}
+    assert found[0][2].to_json() == {"bucket_bytes": size}
+
+
 @pytest.mark.parametrize("size", [150, 900])
 def test_a_size_is_kept(size: int) -> None:
     known = [Decisions(bucket_bytes=size)] * 2
@@ -69,11 +78,14 @@ def test_a_size_is_kept(size: int) -> None:
 
 
 @pytest.mark.parametrize("coded", [True, False])
-def test_a_codecs_verdict_is_kept(coded: bool) -> None:
+def test_a_codecs_verdict_is_kept_and_the_size_is_looked_for_by_itself(coded: bool) -> None:
     known = [Decisions(coded=coded)] * 2
     found = on(wingbeat.AllReduce(wire="sketch"), known)
     assert [(deciding, own) for deciding, _, own in found] == [(0, known[0])] * 2
     assert known[0].to_json() == {"codec": "on" if coded else "off"}
+    tuned = on(wingbeat.DeAR(wire="sketch", **TUNED), known)
+    assert all(0 < deciding < MOST for deciding, *_ in tuned)
+    assert all(own.coded is coded and own.bucket_bytes for *_, own in tuned)
 
 
 def test_merged_layers_are_kept_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from wingbeat.bench import bound
+from wingbeat.bench import bound, clocks
+from wingbeat.bench.config import LOSSES
 
 NOTES = {
     "iteration_s": (
@@ -10,9 +11,37 @@ NOTES = {
         " the next, so what is put off into the next forward counts; over all timed iterations"
     ),
     "ratio": "median iteration time over the first row's; below 1 is faster",
+    "ratio_to_best_ddp": (
+        "median iteration time over that of the fastest row of DistributedDataParallel, whatever"
+        " its hook, as fp32 DDP alone is a weak opponent; null without such a row. The fastest may"
+        " be one that is not exact: see exact"
+    ),
+    "samples_by_rank_s": (
+        "seconds of each worker's timed iterations by its own clock, from its start of one to its"
+        " start of the next"
+    ),
+    "iterations_per_s": (
+        "by_rank: a worker's timed iterations over the seconds that it took for them; total: their"
+        " sum. Iterations count whose gradients or parameters were applied: today all do"
+    ),
+    "cpu_s_per_iteration": (
+        "by role of a process and in it by rank: CPU seconds of all its threads, in user mode and"
+        " in the kernel (getrusage), over the timed iterations, for each of them; all processes of"
+        " today are workers"
+    ),
+    "cores_share": (
+        "CPU seconds of all processes of the row over the timed iterations / (machine.cores x"
+        " seconds from the first worker's start to the last one's end). What the kernel does for"
+        " the links outside of any process is not in it"
+    ),
+    "limited_by_cores": (
+        f"cores_share is {clocks.CORES_FULL:g} or more: the row waits for this machine's cores, and"
+        " hosts of their own would be faster"
+    ),
     "bytes_per_iteration": (
         "bytes one worker puts on its interfaces in an iteration, by the kernel's counters, which"
-        " count the headers of each piece of up to 64 KB that TCP hands down; mean over workers"
+        " count the headers of each piece of up to 64 KB that TCP hands down, and all processes of"
+        " a host whatever their role; mean over workers"
     ),
     "exposed_s": (
         "median iteration time minus the time to compute: forward + backward of a paced model,"
@@ -42,12 +71,36 @@ NOTES = {
     ),
     "codec": (
         "whether gradients went through the row's codec: 'off' where the trial before the timed"
-        " iterations found that it is not faster; 'on and off' if rounds differ; null without one"
+        " iterations found that it is not faster; null without one"
     ),
     "merge": (
         "what the row's plan of merged gradients says of itself on rank 0, in the first round that"
         " has one: its kind, the number of buckets and tensors, the predicted seconds of an"
         " iteration and of its parts, and the costs they come from; null where nothing is planned"
+    ),
+    "deciding": (
+        "what it took until a row that tunes, tries or plans had decided how it trains: iterations,"
+        " their seconds by rank 0's clock, and the decision; null for other rows. It is done once,"
+        " on a model of its own before the row's first turn. All rounds begin with the decision and"
+        " from the same weights as any other row, and no other figure contains any of it. Plans of"
+        " merged gradients are kept until times drift. bucket_bytes: of the model as it is scaled"
+    ),
+    "normal_iteration_s": (
+        "with --slow, of the report: what a slow worker sleeps a multiple of, between two"
+        " iterations, before its forward and in addition to its work (Ripples, Luo et al., 2019,"
+        " section 7.4). It is the computation alone, forward + backward, and not what the row would"
+        " take without slow workers: so it is the same for all rows and known before. A paced model"
+        " states it; a real one's is measured once, with all workers at once, the slowest one's"
+        " median. Without a range, warm-up and deciding are slowed too. Bounds and measured times"
+        " know nothing of slow workers. What these cost is part of exposed_s, unless against"
+        " the row 'single', which is slowed as well"
+    ),
+    "time_to_loss": (
+        f"with --target-loss: seconds of training until the mean loss of the last {LOSSES}"
+        " iterations, mean over workers, is below the target. Warm-up and timed iterations both"
+        " count, each worker's by its own clock, until the last worker is there; deciding does not,"
+        " nor the pause in which bytes are counted. Each round trains anew: seconds is the median"
+        " over the rounds, null unless the target was reached in all of them"
     ),
     "final_loss": "loss of the last timed iteration, mean over workers",
 }

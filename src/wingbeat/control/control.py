@@ -82,7 +82,8 @@ class Control:
     def deciding(self) -> bool:
         """Whether it is still being found out how to train."""
         trying = self.trial is not None and self.trial.active()
-        return trying or (self.merging is not None and self.merging.deciding())
+        tuning = self.tuning is not None and self.tuning.active()
+        return trying or tuning or (self.merging is not None and self.merging.deciding())
 
     def decisions(self) -> Decisions:
         """Return what has been found out, once it is no longer `deciding`."""
