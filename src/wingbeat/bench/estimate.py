@@ -163,7 +163,7 @@ def _deciding(contender: Contender, nbytes: int) -> int:
     if choices.tuning is not None:
         tuning = choices.tuning
         # A model that the smallest size holds has one plan only, which the first iteration shows.
-        count += tuning.trials * (tuning.steps + 3) if nbytes > tuning.low_bytes else 2
+        count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
     if choices.merging is not None:
         count += 2 * (choices.merging.steps + 2)
     return count
