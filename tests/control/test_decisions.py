@@ -49,6 +49,7 @@ def train(
         iterate(deciding)
         deciding += 1
     sizes = [iterate(deciding + i) for i in range(more)]
+    sync.release(model, optimizer)
     return deciding, sizes, control.decisions()
 
 
