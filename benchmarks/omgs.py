@@ -59,9 +59,6 @@ ROWS = ("topksgd", "lags", "mgs", "omgs", "omgs:merge=paper")
 DENSITY, DENSITIES = 0.001, {"lstm_ptb": 0.005}
 """Table IV."""
 
-MGS_ELEMENTS = 8192
-"""Footnote 10."""
-
 PAPER_S: dict[str, dict[str, float]] = {
     "vgg16": {"topksgd": 0.336, "mgs": 0.523, "omgs": 0.331},
     "resnet50": {"topksgd": 0.666, "mgs": 1.217, "omgs": 0.507},
@@ -183,9 +180,7 @@ def configs(args: argparse.Namespace, plans: Path) -> dict[str, BenchConfig]:
         out[name] = BenchConfig(
             lab=f"star:{args.workers}@{rate}",
             model=f"paced:{name}@{args.scale or scale:g}",
-            strategies=tuple(
-                complete(row, name, plans, args.scale or scale) for row in args.strategies
-            ),
+            strategies=tuple(complete(row, name, plans) for row in args.strategies),
             iterations=args.iterations,
             rounds=min(args.rounds, args.iterations),
             warmup=args.warmup,
@@ -197,19 +192,16 @@ def configs(args: argparse.Namespace, plans: Path) -> dict[str, BenchConfig]:
     return out
 
 
-def complete(row: str, model: str, plans: Path, scale: float) -> str:
-    """The row with the paper's density, and with a file, so that it measures once for all rounds.
+def complete(row: str, model: str, plans: Path) -> str:
+    """The row with the paper's density, and with a file for what it measures.
 
-    Rows that differ only in how they merge share what was measured. MGS-SGD merges up to as many
-    elements as the scale leaves of 8,192, and so into as many layers as in the paper.
+    So rows that differ only in how they merge share what was measured.
     """
     name, _, rest = row.partition(":")
     items = list(filter(None, rest.split(",")))
     given = {item.partition("=")[0] for item in items}
     if kind(row) in SPARSE and "density" not in given:
         items.append(f"density={DENSITIES.get(model, DENSITY):g}")
-    if kind(row) == "mgs" and "elements" not in given:
-        items.append(f"elements={max(1, round(MGS_ELEMENTS * scale))}")
     if kind(row) in PLANNED and "plan_file" not in given:
         shared = sorted(item for item in items if not item.startswith("merge="))
         file = plans / "-".join([model, name, *shared]).replace("=", "")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from wingbeat.bench import bars
+from wingbeat.bench.clocks import Rates
 from wingbeat.bench.results import Quantiles, Report, Run
 from wingbeat.bench.speedup import Measured
 from wingbeat.errors import UsageError
@@ -22,12 +24,9 @@ DEAR = {
 
 def report(*breakdowns: dict[str, Parts] | None) -> Report:
     times = Quantiles(1.0, 1.0, 1.0)
-    runs = [
-        Run(
-            f"row{i}", times, 1.0, 0.0, None, None, None, "", None, 0.0, None, True, [], breakdown=b
-        )
-        for i, b in enumerate(breakdowns)
-    ]
+    own: Any = (times, 1.0, 0.0, None, None, None, "", None, 0.0, None, True)
+    clocks: Any = ([], [], Rates(1.0, []), {}, 0.0, False)
+    runs = [Run(f"row{i}", *own, *clocks, breakdown=b) for i, b in enumerate(breakdowns)]
     measured = Measured(4, 1, 1, 0.09, 0.18, 0.35, 0.35, 0.7, 1.5, {}, {})
     return Report(
         "star:4@1gbit", "paced:x", {}, runs, "star:4@1gbit", 4, {}, "", "", {}, None, {}, measured

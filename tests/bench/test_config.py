@@ -44,6 +44,17 @@ def config(**changes: Any) -> BenchConfig:
         ({"lab": "star:4@1mbit", "model": "paced:resnet50@0.5"}, ["scale by at least 1"]),
         ({"strategies": ("ddp+powersgd",), "warmup": 2}, ["warmup = 2", "3 or more"]),
         ({"strategies": ("fsdp",)}, ["fsdp", "digits"]),
+        ({"slow": ("4=+2x",)}, ["no rank 4", "0 to 3"]),
+        ({"slow": ("1=+2x@3-31",)}, ["3 to 31", "of the 30 timed"]),
+        ({"slow": ("1=+2x", "random:+1x")}, ["one at a time"]),
+        ({"slow": ("1=+900x",)}, ["'1=+900x' sleeps", "up to 60 s"]),
+        ({"target_loss": 0.3}, ["target_loss = 0.3", "'paced:resnet50'", "digits"]),
+        ({"target_loss": 0.0, "model": "digits"}, ["target_loss = 0", "above 0"]),
+        ({"target_loss": float("nan"), "model": "digits"}, ["target_loss = nan", "above 0"]),
+        (
+            {"target_loss": 0.3, "model": "digits", "iterations": 20, "warmup": 3},
+            ["9 iterations in a round", "10 or more"],
+        ),
     ],
 )
 def test_what_cannot_work_is_one_line(changes: dict[str, Any], words: list[str]) -> None:
@@ -80,12 +91,13 @@ def test_the_usual_bucket_follows_the_models_scale() -> None:
 def test_iterations_are_shared_by_the_rounds() -> None:
     made = config(iterations=8, rounds=3)
     assert [made.share(i) for i in range(3)] == [3, 3, 2]
+    assert [made.before(i) for i in range(3)] == [0, 3, 6]
     assert made.check().total_iterations == 2 * (8 + 3 * made.warmup)
 
 
 def test_workers_read_what_the_parent_wrote(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    made = config(trace=True, stretch=3.0, measure=False)
+    made = config(trace=True, stretch=3.0, measure=False, slow=("1=+2x", "2=+1x"))
     path.write_text(made.to_json(), encoding="utf-8")
     assert BenchConfig.load(path) == made
 
@@ -124,6 +136,16 @@ def test_rows_whose_exchange_has_halves_are_recorded_by_them_too() -> None:
     )
     assert config(strategies=rows, trace=True).check().recorded == whole
     assert config(strategies=rows).check().recorded == []
+
+
+def test_rows_say_whether_they_decide_and_whether_they_are_ddp() -> None:
+    deciding = ("dear", "omgs", "mgwfbp", "allreduce:wire=sketch", "dear:plan=merged")
+    fixed = ("dear:plan=fixed", "allreduce", "psgd", "lags", "mgs", "single", "fsdp")
+    forms = ("ddp", "ddp+fp16:mb=3", "ddp+powersgd")
+    assert all(contenders.parse(text).decides for text in deciding)
+    assert not any(contenders.parse(text).decides for text in (*fixed, *forms))
+    assert all(contenders.parse(text).ddp for text in forms)
+    assert not any(contenders.parse(text).ddp for text in (*deciding, *fixed))
 
 
 def test_a_strategy_is_the_dataclass_that_python_users_write() -> None:

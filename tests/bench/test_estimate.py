@@ -80,12 +80,25 @@ def test_what_is_over_grows_from_iteration_to_iteration() -> None:
 
 def test_what_a_row_finds_out_first_counts() -> None:
     made = estimate.of(checked(strategies=("ddp", "allreduce:wire=sketch", "omgs")), cores=2)
-    assert [(row.trial, row.planning) for row in made.rows] == [(0, 0), (25, 0), (0, 24)]
+    assert [row.deciding for row in made.rows] == [0, 25, 24]
     ddp, sketch, omgs = (row.iteration_s for row in made.rows)
-    counts = (8 + 3 * 2, 8 + 3 * 2 + 25, 8 + 3 * (2 + 24))  # plans are made anew each round
-    seconds = counts[0] * ddp + counts[1] * sketch + counts[2] * omgs
-    parts = made.start_s + 3 * made.round_s + 9 * made.turn_s + seconds
+    # Once, on a model of its own.
+    seconds = (8 + 3 * 2) * (ddp + sketch + omgs) + 25 * sketch + 24 * omgs
+    parts = made.start_s + 3 * made.round_s + (9 + 2) * made.turn_s + seconds
     assert made.total_s == pytest.approx(parts)
+    both, small, alone = (
+        estimate.of(checked(strategies=("dear:wire=sketch",), **more)).rows[0].deciding
+        for more in ({}, {"lab": "loopback:2", "model": "digits"}, {"lab": "star:1@1gbit"})
+    )
+    assert (both, small, alone) == (25 + 140, 25 + 2, 0)
+
+
+def test_slow_workers_make_iterations_longer() -> None:
+    made, slowed = checked(), checked(slow=("0=+2x@1-4",))
+    normal = sum(made.model.compute_s() or ())
+    before, after = (estimate.of(own, cores=2).rows for own in (made, slowed))
+    for row, longer in zip(before, after, strict=True):
+        assert longer.iteration_s == pytest.approx(row.iteration_s + normal)
 
 
 def test_pictures_and_slow_motion_take_longer() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -52,3 +52,19 @@ def test_both_halves_and_both_passes_are_measured(pool: Pool) -> None:
             times = made.samples_s[f"{half}/{way}"]
             assert len(times) == measure.REPETITIONS
             assert min(times) > 0
+
+
+def normal_on_this_worker() -> list[float]:
+    world = wingbeat.init(timeout=30.0)
+    try:
+        models = ("paced:resnet50@0.02", "digits")
+        return [measure.normal_s(replace(CONFIG, model=model).check(), world) for model in models]
+    finally:
+        wingbeat.shutdown()
+
+
+def test_a_normal_iteration_is_the_stated_computation_or_a_measured_one(pool: Pool) -> None:
+    first, second = pool.run(normal_on_this_worker)
+    assert first == second  # the slowest worker's
+    assert first[0] == sum(CONFIG.check().model.compute_s() or ())
+    assert 0 < first[1] < 1

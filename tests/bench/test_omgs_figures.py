@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,9 +76,9 @@ def test_the_papers_speedups_follow_from_its_times(omgs: ModuleType) -> None:
 
 def test_rows_get_the_papers_density_and_a_file_for_their_plan(omgs: ModuleType) -> None:
     plans = Path("/plans")
-    complete = functools.partial(omgs.complete, scale=0.1)
+    complete = omgs.complete
     assert complete("topksgd", "resnet50", plans) == "topksgd:density=0.001"
-    assert complete("mgs", "lstm_ptb", plans) == "mgs:density=0.005,elements=819"
+    assert complete("mgs", "lstm_ptb", plans) == "mgs:density=0.005"
     assert complete("mgwfbp", "vgg16", plans) == "mgwfbp:plan_file=/plans/vgg16-mgwfbp.json"
     assert complete("psgd", "vgg16", plans) == "psgd"
     given = "omgs:density=0.01,plan_file=mine.json"
@@ -88,12 +87,10 @@ def test_rows_get_the_papers_density_and_a_file_for_their_plan(omgs: ModuleType)
 
 
 def test_rows_that_merge_otherwise_share_what_was_measured(omgs: ModuleType) -> None:
-    exact, paper = (
-        omgs.complete(r, "lstm_ptb", Path("/p"), 1.0) for r in ("omgs", "omgs:merge=paper")
-    )
+    exact, paper = (omgs.complete(r, "lstm_ptb", Path("/p")) for r in ("omgs", "omgs:merge=paper"))
     assert exact == "omgs:density=0.005,plan_file=/p/lstm_ptb-omgs-density0.005.json"
     assert paper == exact.replace(":", ":merge=paper,")
-    sketch = omgs.complete("mgwfbp:wire=sketch", "vgg16", Path("/p"), 1.0)
+    sketch = omgs.complete("mgwfbp:wire=sketch", "vgg16", Path("/p"))
     assert sketch == "mgwfbp:wire=sketch,plan_file=/p/vgg16-mgwfbp-wiresketch.json"
 
 

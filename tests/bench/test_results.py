@@ -10,7 +10,8 @@ import pytest
 
 from wingbeat.bench import bound, demo, results, table
 from wingbeat.bench.config import BenchConfig, Checked
-from wingbeat.bench.results import Block, Quantiles, Report
+from wingbeat.bench.notes import NOTES
+from wingbeat.bench.results import Block, Deciding, Quantiles, Report, Run
 from wingbeat.bench.speedup import Measured
 
 FIELDS = {
@@ -18,6 +19,14 @@ FIELDS = {
     "iteration_s",
     "ratio",
     "bytes_per_iteration",
+    "ratio_to_best_ddp",
+    "samples_by_rank_s",
+    "iterations_per_s",
+    "cpu_s_per_iteration",
+    "cores_share",
+    "limited_by_cores",
+    "deciding",
+    "time_to_loss",
     "exposed_s",
     "bound_s",
     "fraction_of_bound",
@@ -38,12 +47,18 @@ def checked(model: str = "paced:resnet50", lab: str = "star:2@1gbit", **more: An
 def block(row: int, seconds: float, sent: float = 100.0, **more: Any) -> Block:
     """Two workers, the second always 1 s behind, two iterations of ``seconds``."""
     first = [0.0, seconds, 2 * seconds]
-    return Block(row, [first, [at + 1.0 for at in first]], [sent, sent + 50.0], 0.5, **more)
+    stamps = [first, [at + 1.0 for at in first]]
+    cpu = more.pop("cpu", 0.1)
+    return Block(row, stamps, [sent, sent + 50.0], {"worker": [cpu, 2 * cpu]}, 0.5, **more)
+
+
+def runs(asked: Checked, blocks: list[Block], *more: Any, **options: Any) -> list[Run]:
+    return results.runs(asked, blocks, *more, cores=2, **options)
 
 
 def test_an_iteration_lasts_from_the_last_start_to_the_last_start() -> None:
     # The second worker is late for the second iteration, and the first for the third.
-    uneven = Block(0, [[0.0, 1.0, 4.5], [0.1, 2.0, 3.0]], [0.0, 0.0], 0.0)
+    uneven = Block(0, [[0.0, 1.0, 4.5], [0.1, 2.0, 3.0]], [0.0, 0.0], {}, 0.0)
     assert uneven.iterations_s() == pytest.approx([1.9, 2.5])
 
 
@@ -54,13 +69,13 @@ def test_quantiles_lie_between_neighbours() -> None:
 
 def test_a_run_says_whether_it_is_exact() -> None:
     rows = ("ddp", "dear", "ddp+fp16", "dear:wire=bf16", "strategy:wire=sketch")
-    made = results.runs(checked(strategies=rows), [block(i, 2.0) for i in range(5)])
+    made = runs(checked(strategies=rows), [block(i, 2.0) for i in range(5)])
     assert [run.exact for run in made] == [True, True, False, False, False]
 
 
 def test_figures_of_a_run() -> None:
     asked = checked()
-    ddp, dear = results.runs(asked, [block(0, 2.0), block(1, 1.5)])
+    ddp, dear = runs(asked, [block(0, 2.0), block(1, 1.5)])
     compute = sum(asked.model.compute_s() or ())
     assert (ddp.ratio, dear.ratio) == (1.0, 0.75)
     assert ddp.iteration_s.median == 2.0
@@ -78,34 +93,34 @@ def test_figures_of_a_run() -> None:
 def test_a_run_has_the_first_plan_that_there_was() -> None:
     plans: list[dict[str, Any] | None] = [None, {"buckets": 2}, {"buckets": 3}]
     blocks = [block(0, 2.0), *(block(1, 1.5, merge=plan) for plan in plans)]
-    ddp, dear = results.runs(checked(), blocks)
+    ddp, dear = runs(checked(), blocks)
     assert (ddp.merge, dear.merge) == (None, {"buckets": 2})
 
 
 def test_exposed_time_is_never_negative() -> None:
-    ddp, _ = results.runs(checked(), [block(0, 0.01), block(1, 0.01)])
+    ddp, _ = runs(checked(), [block(0, 0.01), block(1, 0.01)])
     assert ddp.exposed_s == 0.0
 
 
 def test_workers_that_share_a_host_share_its_counters() -> None:
-    ddp, _ = results.runs(checked(lab="star:1@1gbit", per_host=2), [block(0, 2.0), block(1, 2.0)])
+    ddp, _ = runs(checked(lab="star:1@1gbit", per_host=2), [block(0, 2.0), block(1, 2.0)])
     assert ddp.bytes_per_iteration == 62.5
-    ddp, _ = results.runs(checked(lab="loopback:2"), [block(0, 2.0), block(1, 2.0)])
+    ddp, _ = runs(checked(lab="loopback:2"), [block(0, 2.0), block(1, 2.0)])
     assert ddp.bytes_per_iteration == 62.5
 
 
 def test_a_real_model_has_no_bound_and_is_exposed_against_training_alone() -> None:
     rows = ("ddp", "single")
-    ddp, _ = results.runs(checked("digits", strategies=rows), [block(0, 2.0), block(1, 1.5)])
+    ddp, _ = runs(checked("digits", strategies=rows), [block(0, 2.0), block(1, 1.5)])
     assert ddp.bound_s is None
     assert ddp.bound_formula.startswith("none: digits")
     assert ddp.exposed_s == 0.5
-    ddp, _ = results.runs(checked("digits"), [block(0, 2.0), block(1, 1.5)])
+    ddp, _ = runs(checked("digits"), [block(0, 2.0), block(1, 1.5)])
     assert ddp.exposed_s is None
 
 
 def test_unshaped_links_have_no_bound() -> None:
-    ddp, _ = results.runs(checked(lab="loopback:2"), [block(0, 2.0), block(1, 2.0)])
+    ddp, _ = runs(checked(lab="loopback:2"), [block(0, 2.0), block(1, 2.0)])
     assert ddp.bound_s is None
     assert "no stated rate" in ddp.bound_formula
 
@@ -118,7 +133,7 @@ def alone() -> Measured:
 def test_the_speedup_is_compared_with_the_measured_bound() -> None:
     asked = checked(strategies=("ddp", "dear", "single"))
     blocks = [block(0, 2.0), block(1, 1.25), block(2, 0.6)]
-    ddp, dear, single = results.runs(asked, blocks, alone())
+    ddp, dear, single = runs(asked, blocks, alone())
     assert (ddp.speedup, dear.speedup) == pytest.approx((0.6, 0.96))
     assert (ddp.fraction_of_s_max, dear.fraction_of_s_max) == pytest.approx((0.5, 0.8))
     assert dear.bound_measured_s == ddp.bound_measured_s == 1.0
@@ -128,7 +143,7 @@ def test_the_speedup_is_compared_with_the_measured_bound() -> None:
 
 
 def test_without_measuring_there_is_no_speedup() -> None:
-    ddp, _ = results.runs(checked(), [block(0, 2.0), block(1, 1.25)])
+    ddp, _ = runs(checked(), [block(0, 2.0), block(1, 1.25)])
     assert ddp.speedup is ddp.bound_measured_s is ddp.fraction_of_s_max is None
 
 
@@ -140,7 +155,7 @@ def report(model: str = "paced:resnet50") -> Report:
         lab=str(asked.lab),
         model=asked.model.name,
         machine={"cores": 2},
-        runs=results.runs(asked, blocks, alone()),
+        runs=runs(asked, blocks, alone()),
         asked_lab=str(asked.asked),
         workers=asked.workers,
         config={},
@@ -148,7 +163,7 @@ def report(model: str = "paced:resnet50") -> Report:
         date="2025-01-01T00:00:00+00:00",
         versions={},
         compute_s=None,
-        notes=results.NOTES,
+        notes=NOTES,
         measured=alone(),
     )
 
@@ -165,7 +180,7 @@ def test_the_json_has_the_fields_it_promises() -> None:
 def test_a_table_row_holds_the_figures() -> None:
     _, dear = report().runs
     cells = table.cells(dear)
-    assert cells[:4] == ["dear", "1500", "1500 .. 1500", "0.750"]
+    assert cells[:5] == ["dear", "1500", "1500 .. 1500", "0.750", "0.750"]
     assert cells[-2] == f"{1.0 / 1.5:.3f}"
     made = table.render(report())
     assert len(cells) == len(made.columns)
@@ -209,3 +224,67 @@ def test_the_demo_says_so_when_links_are_unshaped() -> None:
     assert "UNSHAPED" in text
     assert "apt install iproute2" in text
     assert demo.to_json(plan, report("digits"), report())["links"] == "unshaped"
+
+
+def test_rows_are_compared_with_the_best_form_of_ddp() -> None:
+    rows = ("ddp", "ddp+fp16:mb=5", "dear", "single")
+    blocks = [block(i, seconds) for i, seconds in enumerate((2.0, 1.25, 1.0, 0.5))]
+    made = runs(checked(strategies=rows), blocks)
+    assert [run.ratio for run in made] == [1.0, 0.625, 0.5, 0.25]
+    assert [run.ratio_to_best_ddp for run in made] == pytest.approx([1.6, 1.0, 0.8, 0.4])
+    [dear] = runs(checked(strategies=("dear",)), [block(0, 1.0)])
+    assert dear.ratio_to_best_ddp is None
+    assert table.cells(dear)[4] == table.MISSING
+
+
+def test_each_workers_iterations_and_processor_time() -> None:
+    blocks = [block(0, 2.0), block(1, 1.0, cpu=1.0), block(1, 3.0, cpu=0.2)]
+    _, dear = runs(checked(), blocks)
+    assert dear.samples_by_rank_s == [[1.0, 1.0, 3.0, 3.0]] * 2
+    assert dear.iterations_per_s.by_rank == [0.5, 0.5]
+    assert dear.iterations_per_s.total == 1.0
+    # Four iterations; from the first start to the last end 3 s and 7 s, on two cores.
+    assert dear.cpu_s_per_iteration == {"worker": pytest.approx([0.3, 0.6])}
+    assert dear.cores_share == pytest.approx(3.6 / 20)
+    assert not dear.limited_by_cores
+
+
+def test_the_table_says_which_rows_the_cores_limit() -> None:
+    # Two iterations of 1 s in which the second worker begins 1 s late: 3 s on two cores.
+    made = runs(checked(), [block(0, 1.0, cpu=1.5), block(1, 1.0, cpu=1.61)])
+    assert [run.limited_by_cores for run in made] == [False, True]
+    caption = str(table.render(replace(report(), runs=made)).caption)
+    assert "cores (80% or more of their time in use): dear\n" in f"{caption}\n"
+
+
+def test_the_table_says_what_deciding_cost_and_what_came_of_it() -> None:
+    found = Deciding(131, 58.04, {"codec": "on", "bucket_bytes": 2_726_297, "buckets": 3})
+    _, dear = made = runs(checked(), [block(0, 2.0), block(1, 1.5)], deciding=[None, found])
+    assert dear.deciding == found
+    caption = str(table.render(replace(report(), runs=made)).caption)
+    said = "codec on, buckets of 2.6 MB, layers merged into 3 buckets"
+    assert f"dear: decided before it was timed, in 131 iterations (58.0 s): {said}" in caption
+    assert "decided" not in str(table.render(report()).caption)
+
+
+def test_the_table_says_who_was_slow() -> None:
+    assert "slow" not in str(table.render(report()).caption)
+    slowed = replace(report(), config={"slow": ["1=+2x", "0=+1x@1-2"]}, normal_iteration_s=0.272)
+    caption = str(table.render(slowed).caption)
+    assert "slow workers: 1=+2x, 0=+1x@1-2, where a normal iteration is 272 ms" in caption
+
+
+def test_the_time_to_a_loss_is_there_when_it_is_asked_for() -> None:
+    asked = checked("digits", target_loss=1.5, warmup=10)
+    low = [[(0.5, 1.0)] * 12] * 2
+    high = [[(0.5, 2.0)] * 12] * 2
+    blocks = [block(0, 2.0, curves=low), block(1, 1.5, curves=high)]
+    ddp, dear = made = runs(asked, blocks)
+    assert ddp.time_to_loss is not None
+    assert (ddp.time_to_loss.seconds, ddp.time_to_loss.by_round) == (5.0, [5.0])
+    assert dear.time_to_loss is not None
+    assert dear.time_to_loss.seconds is None
+    shown = table.render(replace(report("digits"), runs=made))
+    assert shown.columns[-1].header == "s to\nloss 1.5"
+    assert list(shown.columns[-1].cells) == ["5", table.MISSING]
+    assert runs(checked(), [block(0, 2.0), block(1, 1.5)])[0].time_to_loss is None

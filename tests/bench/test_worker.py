@@ -1,104 +1,182 @@
-"""One worker's part of a bench, without links: when a row's iterations begin to count."""
+"""One worker's part of a bench, without links: what a row finds out, who sleeps, what counts."""
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from wingbeat.bench import attach, worker
+from wingbeat.bench import training as training_module
 from wingbeat.bench.attached import Attached
-from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.models import Built
+from wingbeat.bench.training import Training
 from wingbeat.bench.worker import Worker
+from wingbeat.control.decisions import Decisions
 from wingbeat.transport import loopback
 
+FOUND = Decisions(bucket_bytes=4096)
 
-class Trial:
-    """A codec's trial: over after so many iterations."""
+
+class Control:
+    """Decides after so many iterations, or at once what it is to keep."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
-    def active(self) -> bool:
+    def deciding(self) -> bool:
         return self.left > 0
 
-    def decide(self, coded: bool) -> None:
+    def decisions(self) -> Decisions:
+        return FOUND
+
+    def keep(self, known: Decisions) -> None:
+        assert known is FOUND
         self.left = 0
 
 
-class Control:
-    """A codec's trial and a merging's planning at once, each if there is one."""
-
-    merging = None
-
-    def __init__(self, codec: int | None, plan: int | None) -> None:
-        self.trial = None if codec is None else Trial(codec)
-        self.plan = plan or 0
-
-    def deciding(self) -> bool:
-        return self.plan > 0 or (self.trial is not None and self.trial.active())
+def nothing() -> None:
+    """What is undone or waited for here."""
 
 
-class Compression:
-    on = True
-    coded = "sketch"
+def checked(*rows: str, **options: Any) -> Checked:
+    return BenchConfig(
+        lab="loopback:2", model="paced:resnet50@0.02", strategies=rows, **options
+    ).check()
 
 
-def decided_after(
-    monkeypatch: pytest.MonkeyPatch, own: Worker, *, codec: int | None, plan: int | None
-) -> int:
-    """Iterations until row 0 is timed, where its codec's trial and its plan take so many."""
-    module = torch.nn.Linear(1, 1)
-    control: Any = Control(codec, plan)
-    compression: Any = Compression()
-    made = Attached(
-        module,
-        torch.optim.SGD(module.parameters()),
-        lambda: None,
-        lambda: None,
-        compression,
-        control,
-    )
-    steps = 0
-
-    def step(*_: Any) -> float:
-        nonlocal steps
-        steps += 1
-        control.plan -= 1
-        if control.trial is not None:
-            control.trial.left -= 1
-        return 0.0
-
-    monkeypatch.setattr(attach, "step", step)
-    worker._decide(own, 0, made, lambda model: model(torch.ones(1)))
-    assert not made.deciding()
-    return steps
+def worker_of(*rows: str) -> Worker:
+    return Worker(checked(*rows), loopback.worlds(2)[1])
 
 
 @pytest.fixture
-def own() -> Worker:
-    config = BenchConfig(lab="loopback:2", model="paced:resnet50", strategies=("allreduce",))
-    return Worker(config.check(), loopback.worlds(2)[1])
+def attached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Models that are attached to a `Control` that decides in five iterations, each to its own.
+
+    The fixture is the controls so far; None in front of them makes the next one a worker alone.
+    """
+    controls: list[Any] = []
+
+    @contextlib.contextmanager
+    def attached(_contender: Any, model: Any, _maker: Any, **_: Any) -> Iterator[Attached]:
+        controls.append(None if controls[:1] == [None] else Control(5))
+        optimizer = torch.optim.SGD(model.parameters())
+        yield Attached(model, optimizer, nothing, nothing, control=controls[-1])
+
+    def step(made: Attached, _loss: Any) -> float:
+        made.control.left -= 1  # type: ignore[union-attr]
+        return 0.0
+
+    monkeypatch.setattr(attach, "attached", attached)
+    monkeypatch.setattr(attach, "step", step)
+    return controls
 
 
-@pytest.mark.parametrize(
-    ("codec", "plan", "steps"),
-    [(None, None, 0), (3, None, 3), (None, 4, 4), (3, 5, 5), (6, 5, 6), (0, 0, 0)],
-)
-def test_timing_waits_for_the_codec_and_for_the_plan(
+def test_a_row_decides_once_and_all_that_follows_keeps_it(attached: list[Any]) -> None:
+    own = worker_of("dear")
+    made = worker.decide(own, 0)
+    assert made is not None
+    assert (made.iterations, made.decision) == (5, {"bucket_bytes": 4096})
+    assert own.decisions == {0: FOUND}
+    for recorded in (False, True):
+        with own.training(0, recorded=recorded) as training:
+            assert not training.made.deciding()
+    assert [control.left for control in attached] == [0, 0, 0]
+
+
+def test_a_row_with_nothing_to_find_out_is_not_built_for_it(attached: list[Any]) -> None:
+    own = worker_of("ddp", "dear:plan=fixed", "psgd")
+    assert [worker.decide(own, row) for row in range(3)] == [None] * 3
+    assert attached == []
+
+
+def test_a_worker_alone_finds_out_nothing(attached: list[Any]) -> None:
+    attached.append(None)
+    own = worker_of("dear")
+    assert worker.decide(own, 0) is None
+    assert own.decisions == {}
+
+
+class Clock:
+    """Time that passes in sleep alone, and by a second in each step."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_slow_worker_sleeps_before_its_iteration_and_in_it(
     monkeypatch: pytest.MonkeyPatch,
-    own: Worker,
-    codec: int | None,
-    plan: int | None,
-    steps: int,
 ) -> None:
-    assert decided_after(monkeypatch, own, codec=codec, plan=plan) == steps
+    clock = Clock()
+    monkeypatch.setattr(training_module, "time", clock)
+    began: list[float] = []
+
+    def step(*_: Any) -> float:
+        began.append(clock.now)
+        clock.now += 1.0
+        return 0.25
+
+    monkeypatch.setattr(attach, "step", step)
+    model = torch.nn.Linear(1, 1)
+    built = Built(model, lambda own: own(torch.ones(1)), lambda _: None)
+    made = Attached(model, torch.optim.SGD(model.parameters()), nothing, nothing)
+    asked = checked("ddp", slow=("1=+2x@2-3", "0=+9x"))
+    own = Training(asked, 1, 0.5, built, made)
+    for number in (0, 1, 2, 3, 4):
+        own.iterate(number)
+    assert [s for s, _ in own.curve] == [1.0, 1.0, 2.0, 2.0, 1.0]
+    assert began == [0.0, 1.0, 3.0, 5.0, 6.0]
+    assert {loss for _, loss in own.curve} == {0.25}
 
 
-def test_the_codec_is_tried_once_and_the_plan_in_every_round(
-    monkeypatch: pytest.MonkeyPatch, own: Worker
-) -> None:
-    assert decided_after(monkeypatch, own, codec=6, plan=2) == 6
-    assert decided_after(monkeypatch, own, codec=6, plan=2) == 2
-    assert decided_after(monkeypatch, own, codec=6, plan=None) == 0
+SENT = 1 << 20
+SEND = f"""
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+out = socket.create_connection(server.getsockname())
+into, _ = server.accept()
+for _ in range({SENT >> 16}):
+    out.sendall(bytes(1 << 16))
+    left = 1 << 16
+    while left:
+        left -= len(into.recv(left))
+"""
+
+
+def test_what_other_processes_of_a_host_send_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.dist, "barrier", lambda: None)
+    own = worker_of("ddp")
+    model = torch.nn.Linear(1, 1)
+    settled: list[int] = []
+    made = Attached(model, torch.optim.SGD(model.parameters()), int, lambda: settled.append(1))
+    before = worker._settled_bytes(own, made)
+    subprocess.run([sys.executable, "-c", SEND], check=True, timeout=30)
+    assert worker._settled_bytes(own, made) - before >= SENT
+    assert len(settled) == 2
+
+
+def test_processor_time_is_that_of_all_threads() -> None:
+    def burn() -> None:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+
+    before = training_module.cpu_s()
+    thread = threading.Thread(target=burn)
+    thread.start()
+    thread.join()
+    assert training_module.cpu_s() - before >= 0.049

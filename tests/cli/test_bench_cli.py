@@ -14,6 +14,7 @@ from wingbeat.bench import contenders
 from wingbeat.cli.bench import spread
 
 PNG = b"\x89PNG\r\n\x1a\n"
+TUNED = "dear:trials=1,steps=1"
 
 
 def wingbeat(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -58,6 +59,8 @@ def test_strategies_are_separated_by_spaces_or_repeated(
         (["--iterations", "many"], ["--iterations", "integer"]),
         (["--optimizer", "adam"], ["'adam'", "'adamw'"]),
         (["--json", "/proc/none/out.json"], ["/proc/none/out.json"]),
+        (["--slow", "3=+2x", "--slow", "h3@200mbit"], ["--lab star:4@1gbit,h3@200mbit"]),
+        (["--target-loss", "0.1"], ["target_loss = 0.1", "digits"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(args: list[str], words: list[str]) -> None:
@@ -76,6 +79,8 @@ def test_help_says_of_each_row_what_it_is() -> None:
     for name in contenders.names():
         assert f" {name}: " in shown
     assert "dear: All-reduce split in two" in shown
+    assert "--slow 3=+2x" in shown
+    assert "star:4@1gbit,h3@200mbit" in shown
     assert (
         "topksgd: TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section "
         in (shown)
@@ -111,6 +116,11 @@ def test_loopback_with_real_data(tmp_path: Path) -> None:
     assert [run["strategy"] for run in runs] == ["ddp", "allreduce", "dear"]
     check_exact(runs)
     assert {run["bound_s"] for run in runs} == {None}
+    # Small as it is there is one plan only, which DeAR finds out before it is timed.
+    ddp, allreduce, dear = runs
+    assert ddp["deciding"] is allreduce["deciding"] is None
+    assert 1 <= dear["deciding"]["iterations"] <= 2
+    assert dear["deciding"]["decision"] == {"bucket_bytes": 25 << 20}
     assert all(0.0 <= run["accuracy"] <= 1.0 for run in runs)
     # Two workers send every gradient once: the network's 71,000 floats, plus headers.
     for run in runs:
@@ -122,8 +132,8 @@ def test_star_with_a_paced_model(tmp_path: Path) -> None:
     png, trace = tmp_path / "out.png", tmp_path / "trace.json"
     data = run_bench(
         tmp_path, "--lab", "star:2@12gbit", "--model", "paced:alexnet@0.01",
-        "--iterations", "4", "--rounds", "1", "--warmup", "2",
-        "--strategies", "ddp", "dear", "--strategies", "single",
+        "--iterations", "4", "--rounds", "1", "--warmup", "2", "--slow", "1=+0.5x",
+        "--strategies", "ddp", TUNED, "--strategies", "single",
         "--png", str(png), "--trace", str(trace),
     )  # fmt: skip
     assert data["lab"] == "star:2@120mbit"
@@ -135,6 +145,19 @@ def test_star_with_a_paced_model(tmp_path: Path) -> None:
         assert run["bound_s"] <= 1.05 * run["iteration_s"]["median"]
         assert run["iteration_s"]["p10"] <= run["iteration_s"]["median"]
         assert len(run["samples_s"]) == 4
+        # Worker 1 computes and sleeps half as long in addition; alone it keeps nobody waiting.
+        own = run["samples_by_rank_s"]
+        assert [len(samples) for samples in own] == [4, 4]
+        assert min(own[1]) >= 0.98 * 1.5 * data["normal_iteration_s"]
+        rates = run["iterations_per_s"]
+        assert rates["total"] == pytest.approx(sum(rates["by_rank"]))
+        assert min(run["cpu_s_per_iteration"]["worker"]) > 0
+    fast, slow = single["iterations_per_s"]["by_rank"]
+    assert fast > 1.3 * slow
+    assert data["normal_iteration_s"] == pytest.approx(sum(data["compute_s"].values()))
+    assert dear["deciding"]["iterations"] >= 1 + 2
+    assert dear["deciding"]["seconds"] > 0
+    assert list(dear["deciding"]["decision"]) == ["bucket_bytes"]
     # 1 % of AlexNet's 244 MB, once out of each of two workers.
     for run in (ddp, dear):
         assert run["bytes_per_iteration"] == pytest.approx(2.44e6, rel=0.1)
@@ -143,7 +166,7 @@ def test_star_with_a_paced_model(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(PNG)
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert processes == {f"{s}, worker {w}" for s in ("ddp", "dear", "single") for w in (0, 1)}
+    assert processes == {f"{s}, worker {w}" for s in ("ddp", TUNED, "single") for w in (0, 1)}
     kinds = {e["cat"] for e in events if e["ph"] == "X"}
     assert kinds >= {"forward", "backward", "all_reduce", "reduce_scatter", "all_gather"}
 

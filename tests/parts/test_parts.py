@@ -138,13 +138,15 @@ def test_codecs_are_not_exact_and_everything_else_is() -> None:
     assert all(cls.synchronous for cls in CONCRETE)
 
 
-def test_sizes_in_mb_follow_a_models_bytes() -> None:
+def test_sizes_follow_a_models() -> None:
     fixed = parts.FixedBuckets(mb=8, first_mb=2, last_mb=0)
     assert fixed.scaled(0.5) == parts.FixedBuckets(mb=4, first_mb=1, last_mb=0)
     tuned = parts.TunedBuckets(mb=8, min_mb=2, max_mb=64, trials=3).scaled(0.25)
     sizes = {"mb": 2, "min_mb": 0.5, "max_mb": 16, "first_mb": 0.25, "last_mb": 0.25}
     assert tuned == parts.TunedBuckets(**sizes, trials=3)
-    for other in (parts.Layers(count=3), parts.Elements(), parts.Merged(), parts.PerTensor()):
+    assert parts.Elements(count=8192).scaled(0.1) == parts.Elements(count=819)
+    assert parts.Elements(count=3).scaled(0.01) == parts.Elements(count=1)
+    for other in (parts.Layers(count=3), parts.Merged(), parts.PerTensor()):
         assert other.scaled(0.5) == other
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from wingbeat.control.control import Control
+from wingbeat.control.decisions import Decisions
 from wingbeat.gradients.compression import Compression
 
 
@@ -35,6 +37,21 @@ class Attached:
     def deciding(self) -> bool:
         """Whether the row is still finding out how it will train, and cannot be timed yet."""
         return self.control is not None and self.control.deciding()
+
+    def decisions(self) -> Decisions | None:
+        """What was found out, once that is over; None where nothing is asked."""
+        return None if self.control is None else self.control.decisions()
+
+    def keep(self, known: Decisions) -> None:
+        """Train as an earlier training of the same row has decided; on all workers, at once."""
+        assert self.control is not None, "a row that decides has a control"
+        self.control.keep(known)
+
+    @property
+    def merge(self) -> dict[str, Any] | None:
+        """What the row's plan of merged gradients says of itself; None without one."""
+        merging = None if self.control is None else self.control.merging
+        return None if merging is None else merging.report()
 
     @property
     def coded(self) -> bool | None:

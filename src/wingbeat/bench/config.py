@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wingbeat.bench import contenders, links, models
+from wingbeat.bench import contenders, links, models, slow
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.models import BenchModel
 from wingbeat.bench.protocol import ONLY, WHOLE
+from wingbeat.bench.slow import Slow
 from wingbeat.errors import UsageError, unknown
 from wingbeat.lab.spec import LabSpec
 
 OPTIMIZERS = ("adamw", "sgd")
+
+LOSSES = 10
+"""Iterations whose mean loss is compared with a target."""
+
+LONGEST_SLEEP_S = 60.0
+"""Of a slow worker: the others wait 120 s for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,8 @@ class BenchConfig:
             half of their exchange.
         measure: whether to measure forward, backward and both halves of the exchange alone, once
             a round, for the speed-up and its bound.
+        slow: which workers are slow on purpose, as `slow.parse` reads it.
+        target_loss: the loss to which training is timed; None for no such figure.
     """
 
     lab: str
@@ -53,6 +63,8 @@ class BenchConfig:
     trace: bool = False
     breakdown: bool = False
     measure: bool = True
+    slow: tuple[str, ...] = ()
+    target_loss: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("iterations", 1), ("rounds", 1), ("warmup", 0), ("per_host", 1)):
@@ -85,11 +97,46 @@ class BenchConfig:
                 f"{spec.hosts} hosts x {self.per_host} workers is too many for one machine; "
                 "allowed: up to 64 workers"
             )
+        self._check_target(model)
         scale = 1.0 if model.profile is None else model.profile.scale
         rows = tuple(row.at_scale(scale) for row in rows)
         if model.profile is not None:
             rows = tuple(row.settled() for row in rows)
-        return Checked(self, spec, links.scaled(spec, model.link_scale), model, rows)
+        return Checked(
+            self, spec, links.scaled(spec, model.link_scale), model, rows, self._slow(spec, model)
+        )
+
+    def _slow(self, spec: LabSpec, model: BenchModel) -> tuple[Slow, ...]:
+        """Who is slow; refused if the others would give up waiting."""
+        workers = spec.hosts * self.per_host
+        found = slow.parse(self.slow, workers=workers, iterations=self.iterations)
+        normal_s = sum(model.compute_s() or ())
+        for each in found:
+            if each.factor * normal_s > LONGEST_SLEEP_S:
+                raise UsageError(
+                    f"--slow {each.text!r} sleeps {each.factor * normal_s:.0f} s in an iteration; "
+                    f"allowed: up to {LONGEST_SLEEP_S:g} s, as the other workers wait for it"
+                )
+        return found
+
+    def _check_target(self, model: BenchModel) -> None:
+        """Refuse a target that no run can reach, or that would say nothing."""
+        target = self.target_loss
+        if target is None:
+            return
+        if not (math.isfinite(target) and target > 0):
+            raise UsageError(f"target_loss = {target:g}; allowed: numbers above 0")
+        if model.profile is not None:
+            raise UsageError(
+                f"target_loss = {target:g} with model {model.name!r}, which does not learn; "
+                "allowed: digits"
+            )
+        shortest = self.warmup + self.iterations // self.rounds
+        if shortest < LOSSES:
+            raise UsageError(
+                f"target_loss = {target:g} with {shortest} iterations in a round, warm-up included;"
+                f" allowed: {LOSSES} or more, whose mean loss is looked at"
+            )
 
     def _check_row(self, row: Contender, model: BenchModel) -> None:
         """Refuse what would run and measure something else than it says."""
@@ -109,6 +156,10 @@ class BenchConfig:
         each, more = divmod(self.iterations, self.rounds)
         return each + (round_ < more)
 
+    def before(self, round_: int) -> int:
+        """Timed iterations of each row in the rounds before this one."""
+        return sum(self.share(earlier) for earlier in range(round_))
+
     def to_json(self) -> str:
         """The values as text, for the workers."""
         return json.dumps(asdict(self))
@@ -117,7 +168,8 @@ class BenchConfig:
     def load(cls, path: Path) -> BenchConfig:
         """Read what ``to_json`` wrote."""
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**values, "strategies": tuple(values["strategies"])})
+        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return cls(**{**values, **lists})
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +182,7 @@ class Checked:
         lab: the lab as it is built: its rates follow the model's scale and the stretch.
         model: what is trained.
         rows: what is compared, in the user's order.
+        slow: which workers are slow on purpose, and when.
     """
 
     config: BenchConfig
@@ -137,6 +190,7 @@ class Checked:
     lab: LabSpec
     model: BenchModel
     rows: tuple[Contender, ...]
+    slow: tuple[Slow, ...]
 
     @property
     def workers(self) -> int:
@@ -161,6 +215,6 @@ class Checked:
 
     @property
     def total_iterations(self) -> int:
-        """Iterations of the whole bench, warm-up included, tracing not."""
+        """Iterations of the whole bench, warm-up included; deciding and tracing not."""
         config = self.config
         return len(self.rows) * (config.iterations + config.rounds * config.warmup)

@@ -29,11 +29,15 @@ def _traits(bound: str, *, exact: bool, synchronous: bool = True) -> Traits:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What PyTorch offers, to be compared with: its traits, what it is, its options' defaults."""
+    """What PyTorch offers, to be compared with: its traits, what it is, its options' defaults.
+
+    ``ddp`` says whether it is a form of DistributedDataParallel.
+    """
 
     traits: Traits
     note: str
     defaults: dict[str, Any] = field(default_factory=dict)
+    ddp: bool = False
 
 
 _EXACT, _INEXACT = _traits("whole", exact=True), _traits("whole", exact=False)
@@ -43,10 +47,12 @@ BASELINES: dict[str, Baseline] = {
         _traits("single", exact=False, synchronous=False),
         "No communication: every worker trains alone.",
     ),
-    "ddp": Baseline(_EXACT, "PyTorch's DistributedDataParallel as it is.", {"mb": 25.0}),
-    "ddp+fp16": Baseline(_INEXACT, "DDP with PyTorch's fp16_compress_hook.", {"mb": 25.0}),
+    "ddp": Baseline(_EXACT, "PyTorch's DistributedDataParallel as it is.", {"mb": 25.0}, ddp=True),
+    "ddp+fp16": Baseline(
+        _INEXACT, "DDP with PyTorch's fp16_compress_hook.", {"mb": 25.0}, ddp=True
+    ),
     "ddp+powersgd": Baseline(
-        _INEXACT, "DDP with PyTorch's PowerSGD hook, in one bucket.", {"rank": 1}
+        _INEXACT, "DDP with PyTorch's PowerSGD hook, in one bucket.", {"rank": 1}, ddp=True
     ),
     "fsdp": Baseline(_traits("fsdp", exact=True), "fully_shard over the children of the model."),
 }
@@ -111,6 +117,20 @@ class Contender:
             return 0
         width = min(itemsize, _HALF_BYTES) if self.name == "ddp+fp16" else itemsize
         return sum(wires.least_bytes(self.wire, shape, width) for shape in shapes)
+
+    @property
+    def ddp(self) -> bool:
+        """Whether it is DistributedDataParallel, with whatever hook."""
+        return self.name in BASELINES and BASELINES[self.name].ddp
+
+    @property
+    def decides(self) -> bool:
+        """Whether it finds out by measuring how it trains, before it can be timed."""
+        if self.strategy is None:
+            return False
+        choices = self.strategy.choices()
+        tried = isinstance(choices.wire, wires.Coded) and choices.wire.auto_disable
+        return tried or choices.tuning is not None or choices.merging is not None
 
     @property
     def alone(self) -> bool:

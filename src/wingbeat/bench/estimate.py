@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wingbeat.bench import slow
 from wingbeat.bench.bound import floor
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
@@ -52,11 +53,10 @@ RECORDED, RECORDED_BROKEN_DOWN = 3, 7
 
 @dataclass(frozen=True, slots=True)
 class RowTimes:
-    """What one row takes: seconds of an iteration, and iterations before a turn's first."""
+    """What one row takes: seconds of an iteration, and iterations until it has decided, once."""
 
     iteration_s: float
-    trial: int
-    planning: int
+    deciding: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ class Estimate:
     def _turn_s(self, row: int, round_: int, iterations: int) -> float:
         """A row's turn up to so many timed iterations; less than none while it warms up."""
         own = self.rows[row]
-        more = own.planning + (own.trial if round_ == 0 else 0)
-        # Before the last warm-up iteration everything that a row finds out is found out.
-        before = more if iterations >= 0 else 0
-        count = self.checked.config.warmup + iterations + before
-        return self.turn_s + max(0, count) * own.iteration_s
+        count = max(0, self.checked.config.warmup + iterations)
+        turns = 1
+        if round_ == 0 and own.deciding:  # on a model of its own
+            count, turns = count + own.deciding, 2
+        return turns * self.turn_s + count * own.iteration_s
 
 
 def of(checked: Checked, cores: int | None = None) -> Estimate:
@@ -124,9 +124,7 @@ def of(checked: Checked, cores: int | None = None) -> Estimate:
     count += max(2, config.warmup)
     hosts = checked.lab.hosts
     turn = TURN_S + half * hosts / max(1, hosts - 1) + busy  # rank 0's weights go to everyone
-    recorded = sum(
-        turn + (count + rows[row].planning) * rows[row].iteration_s for row, _ in checked.recorded
-    )
+    recorded = sum(turn + count * rows[row].iteration_s for row, _ in checked.recorded)
     return Estimate(
         checked=checked,
         rows=rows,
@@ -150,11 +148,25 @@ def _row(checked: Checked, contender: Contender, share: float) -> RowTimes:
         kinds = (contender.traits.bound, "whole")
         least = next(filter(None, (floor(kind, layers, per_byte) for kind in kinds)), 0.0)
         seconds = least + share * (CORE_S + CORE_S_PER_BYTE * nbytes * (not contender.alone))
-    strategy = None if contender.strategy is None else contender.strategy.choices()
-    wire = contender.wire
-    tried = not isinstance(wire, str) and wire.auto_disable
-    merging = None if strategy is None else strategy.merging
-    return RowTimes(seconds, TRIAL if tried else 0, 2 * (merging.steps + 2) if merging else 0)
+    slept = slow.longest(checked.slow, iterations=checked.config.iterations)
+    seconds += slept * sum(checked.model.compute_s() or (max(1.0, share) * DIGITS_S,))
+    return RowTimes(seconds, _deciding(contender, nbytes) if checked.workers > 1 else 0)
+
+
+def _deciding(contender: Contender, nbytes: int) -> int:
+    """Iterations until a row has decided, with so many bytes of gradients."""
+    if contender.strategy is None:
+        return 0
+    choices = contender.strategy.choices()
+    tried = not isinstance(choices.wire, str) and choices.wire.auto_disable
+    count = TRIAL if tried else 0
+    if choices.tuning is not None:
+        tuning = choices.tuning
+        # A model that the smallest size holds has one plan only, which the first iteration shows.
+        count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
+    if choices.merging is not None:
+        count += 2 * (choices.merging.steps + 2)
+    return count
 
 
 def gradient_bytes(checked: Checked) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 
 import torch
@@ -17,13 +18,33 @@ from wingbeat.transport.world import World
 PASSES = 2
 """Timed forward and backward passes in a round, after one that is not."""
 
+NORMAL_PASSES = 20
+"""The same for what a normal iteration takes, measured once: a real model's are short."""
+
 REPETITIONS = 2
 """Timed runs of each collective in each way in a round."""
 
 
+def normal_s(checked: Checked, world: World) -> float:
+    """Return the seconds that a normal iteration computes, the same for all rows and workers.
+
+    Forward and backward of the model alone: as a paced model states them, or for a real one as
+    they are measured with all workers at once, the slowest one's median.
+
+    Raises:
+        PeerError: a worker failed meanwhile.
+    """
+    stated = checked.model.compute_s()
+    if stated is not None:
+        return sum(stated)
+    forward, backward, _ = _compute(checked, world, NORMAL_PASSES)
+    own = statistics.median(f + b for f, b in zip(forward, backward, strict=True))
+    return max(float(each) for each in world.exchange("normal iteration", own))
+
+
 def timings(checked: Checked, world: World) -> Timings:
     """Measure forward, backward, reduce-scatter and all-gather once, with all workers at once."""
-    forward, backward, nbytes = _compute(checked, world)
+    forward, backward, nbytes = _compute(checked, world, PASSES)
     gc.collect()
     spans = _communicate(world, nbytes, checked.bucket_bytes)
     return Timings(forward, backward, spans, nbytes)
@@ -34,13 +55,13 @@ def gradient_bytes(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
-def _compute(checked: Checked, world: World) -> tuple[list[float], list[float], int]:
+def _compute(checked: Checked, world: World, passes: int) -> tuple[list[float], list[float], int]:
     """Seconds of each forward and backward without communication or optimizer."""
     seed = checked.config.seed
     built = models.build(checked.model, rank=world.rank, workers=world.size, seed=seed)
     forward, backward = [], []
     dist.barrier()
-    for _ in range(1 + PASSES):
+    for _ in range(1 + passes):
         built.model.zero_grad()
         begin = time.monotonic()
         loss = built.loss(built.model)

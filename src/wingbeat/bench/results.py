@@ -8,61 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wingbeat.bench import bound
+from wingbeat.bench import bound, clocks
+from wingbeat.bench.clocks import Rates
 from wingbeat.bench.config import Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
 from wingbeat.bench.speedup import Measured
+from wingbeat.bench.target import Curve, TimeToLoss, time_to_loss
 from wingbeat.observe.breakdown import Parts
-
-NOTES = {
-    "iteration_s": (
-        "seconds from the moment the last worker starts an iteration until the last worker starts"
-        " the next, so what is put off into the next forward counts; over all timed iterations"
-    ),
-    "ratio": "median iteration time over the first row's; below 1 is faster",
-    "bytes_per_iteration": (
-        "bytes one worker puts on its interfaces in an iteration, by the kernel's counters, which"
-        " count the headers of each piece of up to 64 KB that TCP hands down; mean over workers"
-    ),
-    "exposed_s": (
-        "median iteration time minus the time to compute: forward + backward of a paced model,"
-        " the row 'single' for a real one (null without that row)"
-    ),
-    "bound_s": "no schedule of the row's kind can be faster; formula in the run; " + bound.TERMS,
-    "fraction_of_bound": "bound_s / median iteration time; 1 is perfect",
-    "measured": (
-        "in this run, once a round: t_ff_s, t_bp_s of the model alone (no optimizer, all workers at"
-        " once, the slowest one's median); t_rs_s, t_ag_s of all gradients handed over at once with"
-        " nothing else running (until the last worker has its result; as one buffer or in buckets,"
-        " whichever median is less); bound_s = max(t_ff, t_ag) + max(t_bp, t_rs);"
-        " s_max = P (t_ff + t_bp) / bound_s: DeAR (Zhang et al., 2023), Eq. 6"
-    ),
-    "speedup": "P (t_ff + t_bp) / median iteration time, P workers against one; S in Table II",
-    "bound_measured_s": "measured.bound_s, the same for all rows; null for 'single'",
-    "fraction_of_s_max": (
-        "speedup / s_max = bound_measured_s / median iteration time. A row that sends less than"
-        " every gradient in full may exceed 1; null for 'single', which exchanges nothing"
-    ),
-    "breakdown": (
-        "with --breakdown: 'whole' is the iteration of median length of a few recorded after the"
-        " timed ones, mean over workers; *_s are its parts and add up to it. Waiting counts as"
-        " reduce_scatter_s while one of the worker's reduce-scatters is under way, else as"
-        " all_gather_s (all_reduce_s where gradients travel in all-reduces). 'RS-only' and"
-        " 'AG-only' leave the other half of the exchange out, for timing only: DeAR, Fig. 8"
-    ),
-    "codec": (
-        "whether gradients went through the row's codec: 'off' where the trial before the timed"
-        " iterations found that it is not faster; 'on and off' if rounds differ; null without one"
-    ),
-    "merge": (
-        "what the row's plan of merged gradients says of itself on rank 0, in the first round that"
-        " has one: its kind, the number of buckets and tensors, the predicted seconds of an"
-        " iteration and of its parts, and the costs they come from; null where nothing is planned"
-    ),
-    "final_loss": "loss of the last timed iteration, mean over workers",
-}
-"""What each field of a run is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +28,24 @@ class Block:
             them began; seconds of the machine's monotonic clock, one for all workers.
         sent_bytes: for each worker, what its host's interfaces sent in each iteration, over the
             timed ones and the last warm-up, with nothing under way before and after.
+        cpu_s: by role, the CPU seconds of each of its processes over the timed iterations.
         loss: of the last timed iteration, mean over workers.
         accuracy: on the test set after the block, 0 to 1; None for a paced model.
         coded: whether gradients went through the row's codec; None where it has none.
         merge: what the row's plan says of itself; None where it plans nothing.
+        curves: for each worker, seconds and loss of each iteration, warm-up included; None
+            unless the bench has a target loss.
     """
 
     row: int
     starts: list[list[float]]
     sent_bytes: list[float]
+    cpu_s: dict[str, list[float]]
     loss: float
     accuracy: float | None = None
     coded: bool | None = None
     merge: dict[str, Any] | None = None
+    curves: list[Curve] | None = None
 
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
@@ -97,6 +55,21 @@ class Block:
     def bytes_per_iteration(self, sharing: int) -> float:
         """Bytes per worker and iteration, where ``sharing`` workers share a host's counters."""
         return statistics.fmean(self.sent_bytes) / sharing
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """What it took until a row knew how it trains, before its first turn.
+
+    Attributes:
+        iterations: of training.
+        seconds: that they took, by rank 0's clock.
+        decision: what was found, as `wingbeat.control.decisions.Decisions` says it.
+    """
+
+    iterations: int
+    seconds: float
+    decision: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +89,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One row's figures; ``NOTES`` says what each is."""
+    """One row's figures; ``notes.NOTES`` says what each is."""
 
     strategy: str
     iteration_s: Quantiles
@@ -131,12 +104,20 @@ class Run:
     accuracy: float | None
     exact: bool
     samples_s: list[float]
+    samples_by_rank_s: list[list[float]]
+    iterations_per_s: Rates
+    cpu_s_per_iteration: dict[str, list[float]]
+    cores_share: float
+    limited_by_cores: bool
+    ratio_to_best_ddp: float | None = None
     speedup: float | None = None
     bound_measured_s: float | None = None
     fraction_of_s_max: float | None = None
     breakdown: dict[str, Parts] | None = None
     codec: str | None = None
     merge: dict[str, Any] | None = None
+    deciding: Deciding | None = None
+    time_to_loss: TimeToLoss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +137,7 @@ class Report:
     compute_s: dict[str, float] | None
     notes: dict[str, str]
     measured: Measured | None = None
+    normal_iteration_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain values; ``lab, model, machine, runs`` first."""
@@ -169,49 +151,109 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def runs(checked: Checked, blocks: Sequence[Block], measured: Measured | None = None) -> list[Run]:
-    """Turn the blocks into one run for each row, in the rows' order."""
+def runs(
+    checked: Checked,
+    blocks: Sequence[Block],
+    measured: Measured | None = None,
+    *,
+    cores: int,
+    deciding: Sequence[Deciding | None] = (),
+) -> list[Run]:
+    """Turn the blocks into one run for each row, in the rows' order.
+
+    Args:
+        checked: what was measured.
+        blocks: of all rows and rounds.
+        measured: computation and links alone, if they were.
+        cores: that all workers share.
+        deciding: for each row, what it took to decide; empty for none.
+    """
     by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
-    samples = [[s for block in own for s in block.iterations_s()] for own in by_row]
-    quantiles = [Quantiles.of(values) for values in samples]
-    compute = _compute_s(checked, quantiles)
-    per_byte = reduce_seconds_per_byte(checked.lab)
+    quantiles = [Quantiles.of(s for block in own for s in block.iterations_s()) for own in by_row]
+    ddp = [q.median for row, q in zip(checked.rows, quantiles, strict=True) if row.ddp]
+    frame = _Frame(
+        checked=checked,
+        measured=measured,
+        cores=cores,
+        compute_s=_compute_s(checked, quantiles),
+        first_s=quantiles[0].median,
+        best_ddp_s=min(ddp, default=None),
+    )
+    decided = deciding or [None] * len(by_row)
+    rows = zip(checked.rows, by_row, quantiles, decided, strict=True)
+    return [_run(frame, *each) for each in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What all rows have in common."""
+
+    checked: Checked
+    measured: Measured | None
+    cores: int
+    compute_s: float | None
+    first_s: float
+    best_ddp_s: float | None
+
+
+def _run(
+    frame: _Frame, row: Contender, own: list[Block], times: Quantiles, deciding: Deciding | None
+) -> Run:
+    checked, measured = frame.checked, frame.measured
+    floor, eq6, formula = _bounds(checked, row, reduce_seconds_per_byte(checked.lab))
+    alone = None if measured is None or row.alone else measured.bound_s
     sharing = checked.config.per_host if checked.lab.shaped else checked.workers
-    out = []
-    for row, own, values, times in zip(checked.rows, by_row, samples, quantiles, strict=True):
-        floor, eq6, formula = _bounds(checked, row, per_byte)
-        alone = None if measured is None or row.alone else measured.bound_s
-        out.append(
-            Run(
-                strategy=row.text,
-                iteration_s=times,
-                ratio=times.median / quantiles[0].median,
-                bytes_per_iteration=statistics.fmean(b.bytes_per_iteration(sharing) for b in own),
-                exposed_s=None if compute is None else max(0.0, times.median - compute),
-                bound_s=floor,
-                bound_eq6_s=eq6,
-                bound_formula=formula,
-                fraction_of_bound=None if floor is None else floor / times.median,
-                final_loss=own[-1].loss,
-                accuracy=own[-1].accuracy,
-                exact=row.traits.exact,
-                samples_s=values,
-                speedup=None if measured is None else measured.speedup(times.median),
-                bound_measured_s=alone,
-                fraction_of_s_max=None if alone is None else alone / times.median,
-                codec=_codec(own),
-                merge=next((b.merge for b in own if b.merge is not None), None),
-            )
-        )
-    return out
+    compute, median = frame.compute_s, times.median
+    return Run(
+        strategy=row.text,
+        iteration_s=times,
+        ratio=median / frame.first_s,
+        ratio_to_best_ddp=None if frame.best_ddp_s is None else median / frame.best_ddp_s,
+        bytes_per_iteration=statistics.fmean(b.bytes_per_iteration(sharing) for b in own),
+        exposed_s=None if compute is None else max(0.0, median - compute),
+        bound_s=floor,
+        bound_eq6_s=eq6,
+        bound_formula=formula,
+        fraction_of_bound=None if floor is None else floor / median,
+        final_loss=own[-1].loss,
+        accuracy=own[-1].accuracy,
+        exact=row.traits.exact,
+        samples_s=[s for block in own for s in block.iterations_s()],
+        speedup=None if measured is None else measured.speedup(median),
+        bound_measured_s=alone,
+        fraction_of_s_max=None if alone is None else alone / median,
+        codec=_codec(own),
+        merge=next((b.merge for b in own if b.merge is not None), None),
+        deciding=deciding,
+        time_to_loss=_time_to_loss(checked, own),
+        **_of_clocks(frame, own),
+    )
+
+
+def _of_clocks(frame: _Frame, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Those fields of a run that come from each worker's own clock and processor time."""
+    stamps, cpu_s = [b.starts for b in blocks], [b.cpu_s for b in blocks]
+    by_rank = clocks.samples_by_rank_s(stamps)
+    busy = clocks.cores_share(stamps, cpu_s, frame.cores)
+    return {
+        "samples_by_rank_s": by_rank,
+        "iterations_per_s": clocks.rates(by_rank),
+        "cpu_s_per_iteration": clocks.cpu_s_per_iteration(cpu_s, len(by_rank[0])),
+        "cores_share": busy,
+        "limited_by_cores": busy >= clocks.CORES_FULL,
+    }
+
+
+def _time_to_loss(checked: Checked, blocks: Sequence[Block]) -> TimeToLoss | None:
+    target = checked.config.target_loss
+    if target is None:
+        return None
+    return time_to_loss(target, [b.curves for b in blocks if b.curves is not None])
 
 
 def _codec(blocks: Sequence[Block]) -> str | None:
-    """Whether the row's codec was on, once that had been measured; None without one."""
-    states = {block.coded for block in blocks}
-    if states == {None}:
-        return None
-    return {True: "on", False: "off"}[states.pop() is True] if len(states) == 1 else "on and off"
+    """Whether the row's codec was on, as was found out before; None without one."""
+    return {None: None, True: "on", False: "off"}[blocks[-1].coded]
 
 
 def _compute_s(checked: Checked, quantiles: Sequence[Quantiles]) -> float | None:

@@ -18,9 +18,10 @@ import wingbeat
 from wingbeat import lab
 from wingbeat.bench import machine, protocol, results
 from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.notes import NOTES
 from wingbeat.bench.progress import Progress
 from wingbeat.bench.protocol import WHOLE
-from wingbeat.bench.results import Block, Report, Run
+from wingbeat.bench.results import Block, Deciding, Report, Run
 from wingbeat.bench.speedup import Measured, Timings, measured
 from wingbeat.errors import WingbeatError
 from wingbeat.observe import trace
@@ -101,10 +102,8 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
             raise _failure(ended, listener)
         about["stolen_share"] = stolen_share()
         raw = json.loads(result_path.read_text(encoding="utf-8"))
-        blocks = [Block(**block) for block in raw["blocks"]]
-        alone = _measured(checked, raw["timings"])
         events = _events(checked, folder)
-    report = _report(checked, blocks, alone, about, command)
+    report = _report(checked, raw, about, command)
     if config.breakdown:
         report = replace(report, runs=_broken_down(checked, report.runs, events))
     whole = [own for (_, variant), own in events.items() if variant == WHOLE]
@@ -160,18 +159,20 @@ def _measured(checked: Checked, raw: list[list[dict[str, Any]]]) -> Measured | N
 
 def _report(
     checked: Checked,
-    blocks: Sequence[Block],
-    alone: Measured | None,
-    about: dict[str, object],
+    raw: dict[str, Any],
+    about: dict[str, Any],
     command: Sequence[str],
 ) -> Report:
+    blocks = [Block(**block) for block in raw["blocks"]]
+    deciding = [None if own is None else Deciding(**own) for own in raw["deciding"]]
+    alone = _measured(checked, raw["timings"])
     times = checked.model.compute_s()
     now = datetime.datetime.now(datetime.timezone.utc)
     return Report(
         lab=str(checked.lab),
         model=checked.model.name,
         machine=about,
-        runs=results.runs(checked, blocks, alone),
+        runs=results.runs(checked, blocks, alone, cores=about["cores"], deciding=deciding),
         asked_lab=str(checked.asked),
         workers=checked.workers,
         config=asdict(checked.config),
@@ -179,6 +180,7 @@ def _report(
         date=now.isoformat(timespec="seconds"),
         versions=machine.versions(),
         compute_s=None if times is None else {"forward": times[0], "backward": times[1]},
-        notes=results.NOTES,
+        notes=NOTES,
         measured=alone,
+        normal_iteration_s=raw["normal_s"] or None,
     )

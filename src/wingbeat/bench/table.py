@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import box
 from rich.table import Table
 
+from wingbeat.bench.clocks import CORES_FULL
 from wingbeat.bench.machine import disturbed
 from wingbeat.bench.results import Report, Run
 from wingbeat.bench.speedup import Measured
+from wingbeat.plans.result import as_mb
 
 MISSING = "-"
 """Stands where there is no figure; the JSON says why."""
@@ -17,6 +21,7 @@ _COLUMNS = (
     "time\nms",
     "p10 .. p90\nms",
     "ratio",
+    "of best\nDDP",
     "sent\nMB",
     "exposed\nms",
     "bound\nms",
@@ -44,21 +49,62 @@ def render(report: Report) -> Table:
     )
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "strategy" else "right")
+    timed = [run.time_to_loss for run in report.runs if run.time_to_loss is not None]
+    if timed:
+        table.add_column(f"s to\nloss {timed[0].target:g}", justify="right")
     for run in report.runs:
         table.add_row(*cells(run))
-    table.caption = "time: median of an iteration; sent: by one worker in an iteration"
+    table.caption = "\n".join(_caption(report))
     table.caption_justify = "left"
-    if report.measured is not None:
-        table.caption += f"\n{s_max(report.measured)}"
-    unpaid = sorted({run.strategy for run in report.runs if run.codec not in (None, "on")})
-    if unpaid:
-        table.caption += f"\ncodec switched off, as it was not faster here: {', '.join(unpaid)}"
-    inexact = sorted({run.strategy for run in report.runs if not run.exact})
-    if inexact:
-        table.caption += f"\nnot exact (other weights than DDP's): {', '.join(inexact)}"
-    if spoiled := disturbed(report.machine):
-        table.caption += f"\n{spoiled}"
     return table
+
+
+def _caption(report: Report) -> list[str]:
+    """What the figures are, and what is to be known before they are believed."""
+    lines = ["time: median of an iteration; sent: by one worker in an iteration"]
+    if report.normal_iteration_s is not None:
+        lines.append(
+            f"slow workers: {', '.join(report.config['slow'])}, where a normal iteration is "
+            f"{milliseconds(report.normal_iteration_s)} ms of computation"
+        )
+    if report.measured is not None:
+        lines.append(s_max(report.measured))
+    lines += [
+        f"{run.strategy}: decided before it was timed, in {run.deciding.iterations} iterations "
+        f"({run.deciding.seconds:.1f} s): {decided(run.deciding.decision)}"
+        for run in report.runs
+        if run.deciding is not None
+    ]
+    full = f"limited by this machine's cores ({CORES_FULL:.0%} or more of their time in use)"
+    listed = {
+        "codec switched off, as it was not faster here": [
+            run.codec == "off" for run in report.runs
+        ],
+        "not exact (other weights than DDP's)": [not run.exact for run in report.runs],
+        full: [run.limited_by_cores for run in report.runs],
+    }
+    for what, flags in listed.items():
+        if names := sorted({r.strategy for r, so in zip(report.runs, flags, strict=True) if so}):
+            lines.append(f"{what}: {', '.join(names)}")
+    if spoiled := disturbed(report.machine):
+        lines.append(spoiled)
+    return lines
+
+
+def decided(decision: dict[str, Any]) -> str:
+    """Say what a row has found out.
+
+    >>> decided({"codec": "off", "bucket_bytes": 2_726_297})
+    'codec off, buckets of 2.6 MB'
+    """
+    said = []
+    if "codec" in decision:
+        said.append(f"codec {decision['codec']}")
+    if "bucket_bytes" in decision:
+        said.append(f"buckets of {as_mb(decision['bucket_bytes'])} MB")
+    if "buckets" in decision:
+        said.append(f"layers merged into {decision['buckets']} buckets")
+    return ", ".join(said)
 
 
 def s_max(measured: Measured) -> str:
@@ -76,11 +122,12 @@ def s_max(measured: Measured) -> str:
 def cells(run: Run) -> list[str]:
     """The run as text, one string a column."""
     times = run.iteration_s
-    return [
+    shown = [
         run.strategy,
         milliseconds(times.median),
         f"{milliseconds(times.p10)} .. {milliseconds(times.p90)}",
         f"{run.ratio:.3f}",
+        fraction(run.ratio_to_best_ddp),
         megabytes(run.bytes_per_iteration),
         milliseconds(run.exposed_s),
         milliseconds(run.bound_s),
@@ -88,10 +135,14 @@ def cells(run: Run) -> list[str]:
         fraction(run.fraction_of_s_max),
         f"{run.final_loss:.5g}",
     ]
+    if run.time_to_loss is not None:
+        seconds = run.time_to_loss.seconds
+        shown.append(MISSING if seconds is None else f"{seconds:.3g}")
+    return shown
 
 
 def fraction(value: float | None) -> str:
-    """A share of a bound with three decimals."""
+    """A share or a ratio with three decimals."""
     return MISSING if value is None else f"{value:.3f}"
 
 

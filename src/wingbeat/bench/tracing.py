@@ -56,14 +56,18 @@ def record(
     next_loss: Callable[[nn.Module], torch.Tensor],
     *,
     iterations: int,
+    pause: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Run ``iterations`` with the stream on. ``save`` writes what came of it.
+
+    ``pause`` is called with each iteration's number, from 0 on, before it begins.
 
     wingbeat records its collectives and waits itself, and updates that are made in parts; where
     the rest begins and ends is seen from the loop.
     """
     stream.start(worker)
-    for _ in range(iterations):
+    for i in range(iterations):
+        pause(i)
         begin = time.monotonic_ns()
         made.optimizer.zero_grad()
         loss = next_loss(made.model)

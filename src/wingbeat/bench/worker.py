@@ -6,11 +6,11 @@ lives only as long as its turn: memory never holds two.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.bench import attach, halves, measure, models, tracing
+from wingbeat.bench import halves, measure, tracing
 from wingbeat.bench.attached import Attached
+from wingbeat.bench.clocks import WORKER
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.protocol import ONLY, say
-from wingbeat.bench.results import Block
+from wingbeat.bench.results import Block, Deciding
 from wingbeat.bench.speedup import Timings
+from wingbeat.bench.training import Training, cpu_s, training
+from wingbeat.control.decisions import Decisions
 from wingbeat.errors import WingbeatError
 from wingbeat.lab import counters
 from wingbeat.transport.world import World
@@ -39,13 +42,23 @@ BROKEN_DOWN = 7
 
 @dataclass
 class Worker:
-    """What one process needs to know of itself."""
+    """What one process needs to know of itself.
+
+    Attributes:
+        checked: the bench.
+        world: all workers.
+        normal_s: seconds of a normal iteration; 0 where nobody is slow.
+        done: iterations so far that count for the progress.
+        said: when the parent heard of the last one, by the monotonic clock.
+        decisions: by row, what it has found out about how to train.
+    """
 
     checked: Checked
     world: World
+    normal_s: float = 0.0
     done: int = 0
     said: float = 0.0
-    decided: dict[int, bool] = field(default_factory=dict)
+    decisions: dict[int, Decisions] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -60,60 +73,70 @@ class Worker:
             self.said = now
             say("progress", done=self.done, row=row, round=round_, iteration=iteration)
 
+    def training(
+        self, row: int, *, recorded: bool = False
+    ) -> contextlib.AbstractContextManager[Training]:
+        """A row's model, freshly built, that trains as the row has decided."""
+        known = self.decisions.get(row)
+        return training(self.checked, row, self.rank, self.normal_s, known, recorded=recorded)
+
 
 def run_block(worker: Worker, row: int, round_: int) -> Block | None:
     """One row's turn; rank 0 gets the result, the others None."""
     config = worker.checked.config
-    contender = worker.checked.rows[row]
-    built = _build(worker)
-    maker = attach.optimizer_maker(config.optimizer, paced=worker.checked.model.profile is not None)
-    count = config.share(round_)
+    count, first = config.share(round_), config.before(round_) + 1
     # Workers wait for each other before the last warm-up iteration, never right before a timed
     # one: work put off into the next forward would find time to finish unseen.
-    with attach.attached(contender, built.model, maker) as made:
+    with worker.training(row) as own:
         lead = min(1, config.warmup)
         for i in range(config.warmup - lead):
-            attach.step(made, built.loss)
+            own.iterate(i - config.warmup + 1)
             worker.tick(row, round_, i - config.warmup)
-        _decide(worker, row, made, built.loss)
-        before = _settled_bytes(worker, made)
+        before = _settled_bytes(worker, own.made)
         for _ in range(lead):
-            attach.step(made, built.loss)
+            own.iterate(0)
             worker.tick(row, round_, -1)
-        starts = [time.monotonic()]
+        used, starts = cpu_s(), [time.monotonic()]
         for i in range(count):
-            loss = attach.step(made, built.loss)
+            own.iterate(first + i)
             starts.append(time.monotonic())
             worker.tick(row, round_, i)
-        sent = (_settled_bytes(worker, made) - before) / (count + lead)
-        accuracy = built.accuracy(made.model)
-        coded = made.coded
-        merging = None if made.control is None else made.control.merging
-        merge = None if merging is None else merging.report()
-    return _gather(worker, row, starts, sent, loss, accuracy, coded, merge)
+        used = cpu_s() - used
+        sent = (_settled_bytes(worker, own.made) - before) / (count + lead)
+        said: dict[str, Any] = {"starts": starts, "sent": sent, "cpu_s": used}
+        said["loss"] = own.curve[-1][1]
+        if config.target_loss is not None:
+            said["curve"] = own.curve
+        accuracy = own.built.accuracy(own.made.model)
+        about = {"accuracy": accuracy, "coded": own.made.coded, "merge": own.made.merge}
+    return _gather(worker, row, said, about)
 
 
-def _decide(
-    worker: Worker, row: int, made: Attached, loss: Callable[[torch.nn.Module], torch.Tensor]
-) -> None:
-    """Train until the row's plan is made and it is known whether its codec stays on.
+def decide(worker: Worker, row: int) -> Deciding | None:
+    """Let a row find out how it trains, on a model of its own; all that follows keeps it.
 
-    What was found about the codec holds for all rounds.
+    So all rounds train alike, and from the same weights as rows with nothing to find out.
+
+    Returns:
+        What it cost on this worker and what came of it; None where there is nothing to find out.
     """
-    trial = None if made.control is None else made.control.trial
-    if trial is not None and row in worker.decided:
-        trial.decide(worker.decided[row])
-    if not made.deciding():
-        return
-    trying = trial is not None and trial.active()
+    if not worker.checked.rows[row].decides:
+        return None
     if worker.rank == 0:
         text = worker.checked.rows[row].text
-        what = "whether its codec stays on" if trying else "what its plan depends on"
-        say("phase", text=f"{text}: measuring {what}")
-    while made.deciding():  # all workers decide in the same iteration
-        attach.step(made, loss)
-    if trying:
-        worker.decided[row] = bool(made.coded)
+        say("phase", text=f"{text}: finding out how it trains best, before it is timed")
+    with worker.training(row) as own:
+        begin = time.monotonic()
+        iterations = 0
+        while own.made.deciding():  # all workers decide in the same iteration
+            iterations += 1
+            own.iterate(-iterations)
+        seconds = time.monotonic() - begin
+        found = own.made.decisions()
+    if found is None:  # a worker alone
+        return None
+    worker.decisions[row] = found
+    return Deciding(iterations, seconds, found.to_json())
 
 
 def measure_round(worker: Worker, round_: int) -> list[Timings]:
@@ -125,20 +148,12 @@ def measure_round(worker: Worker, round_: int) -> list[Timings]:
     return [Timings(**each) for each in worker.world.exchange("timings", asdict(own))]
 
 
-def _build(worker: Worker) -> models.Built:
-    return models.build(
-        worker.checked.model,
-        rank=worker.rank,
-        workers=worker.world.size,
-        seed=worker.checked.config.seed,
-    )
-
-
 def _settled_bytes(worker: Worker, made: Attached) -> int:
     """What this host's interfaces have sent, once nothing is under way anywhere.
 
-    Without a lab, what went over the loopback. Work that was put off is waited for, so that a
-    number of iterations has all of its bytes and no other's.
+    The kernel counts them for all processes of a host, whatever their role. Without a lab, what
+    went over the loopback. Work that was put off is waited for, so that a number of iterations has
+    all of its bytes and no other's.
     """
     made.settle()
     dist.barrier()
@@ -146,17 +161,9 @@ def _settled_bytes(worker: Worker, made: Attached) -> int:
     return sum(c.tx_bytes for name, c in counters.read().items() if (name != "lo") == shaped)
 
 
-def _gather(
-    worker: Worker,
-    row: int,
-    starts: list[float],
-    sent: float,
-    loss: float,
-    accuracy: float | None,
-    coded: bool | None,
-    merge: dict[str, Any] | None,
-) -> Block | None:
-    everyone = worker.world.exchange("block", {"starts": starts, "sent": sent, "loss": loss})
+def _gather(worker: Worker, row: int, said: dict[str, Any], about: dict[str, Any]) -> Block | None:
+    """Put together what all workers say of a block, and what rank 0 says about it."""
+    everyone = worker.world.exchange("block", said)
     if worker.rank:
         return None
     losses = [each["loss"] for each in everyone]
@@ -164,38 +171,73 @@ def _gather(
         row=row,
         starts=[each["starts"] for each in everyone],
         sent_bytes=[each["sent"] for each in everyone],
+        cpu_s={WORKER: [each["cpu_s"] for each in everyone]},
         loss=sum(losses) / len(losses),
-        accuracy=accuracy,
-        coded=coded,
-        merge=merge,
+        curves=[each["curve"] for each in everyone] if "curve" in said else None,
+        **about,
     )
 
 
 def _trace(worker: Worker, folder: Path) -> None:
     """Record a few iterations of each row, apart from the timed ones."""
     config = worker.checked.config
-    paced = worker.checked.model.profile is not None
-    maker = attach.optimizer_maker(config.optimizer, paced=paced)
     for row, variant in worker.checked.recorded:
         contender = worker.checked.rows[row]
-        built = _build(worker)
         dist.barrier()
-        with attach.attached(contender, built.model, maker, recorded=True) as made:
+        with worker.training(row, recorded=True) as own:
             if variant in ONLY:
-                halves.use_only(variant, made.model, worker.world, _topology(contender))
-            _decide(worker, row, made, built.loss)
-            for _ in range(max(2, config.warmup)):
-                attach.step(made, built.loss)
+                halves.use_only(variant, own.made.model, worker.world, _topology(contender))
+            for i in range(max(2, config.warmup)):
+                own.iterate(-i)
             count = BROKEN_DOWN if config.breakdown else TRACED
-            tracing.record(worker.rank, contender, made, built.loss, iterations=count)
+            _record(worker, contender, own, count)
             tracing.save(folder, row, worker.rank, variant)
-        del built, made
+        del own
         gc.collect()
+
+
+def _record(worker: Worker, contender: Contender, own: Training, count: int) -> None:
+    """Record iterations that come after the timed ones; who is always slow is slow in them too."""
+    after = worker.checked.config.iterations + 1
+    tracing.record(
+        worker.rank,
+        contender,
+        own.made,
+        own.built.loss,
+        iterations=count,
+        pause=lambda i: own.pause(after + i),
+    )
 
 
 def _topology(contender: Contender) -> str:
     assert contender.strategy is not None
     return contender.strategy.choices().topology
+
+
+def _bench(worker: Worker) -> dict[str, Any]:
+    """Run all rounds; return what rank 0 writes down, as plain values."""
+    checked = worker.checked
+    if checked.slow:
+        worker.normal_s = measure.normal_s(checked, worker.world)
+    blocks: list[Block | None] = []
+    timings, deciding = [], []
+    for round_ in range(checked.config.rounds):
+        if checked.config.measure:
+            timings.append([asdict(own) for own in measure_round(worker, round_)])
+            gc.collect()
+        for row in range(len(checked.rows)):
+            if round_ == 0:
+                decided = decide(worker, row)
+                deciding.append(None if decided is None else asdict(decided))
+                gc.collect()
+            blocks.append(run_block(worker, row, round_))
+            gc.collect()
+    return {
+        "blocks": [asdict(block) for block in blocks if block is not None],
+        "timings": timings,
+        "deciding": deciding,
+        "normal_s": worker.normal_s,
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -206,22 +248,13 @@ def main(argv: list[str]) -> int:
     world = wingbeat.init(timeout=120.0)
     try:
         worker = Worker(checked, world)
-        blocks, timings = [], []
-        for round_ in range(checked.config.rounds):
-            if checked.config.measure:
-                timings.append([asdict(own) for own in measure_round(worker, round_)])
-                gc.collect()
-            for row in range(len(checked.rows)):
-                blocks.append(run_block(worker, row, round_))
-                gc.collect()
+        found = _bench(worker)
         if checked.recorded:
             if worker.rank == 0:
                 say("phase", text="recording what happens when")
             _trace(worker, result_path.parent)
         if worker.rank == 0:
-            made = [asdict(block) for block in blocks if block is not None]
-            text = json.dumps({"blocks": made, "timings": timings})
-            result_path.write_text(text, encoding="utf-8")
+            result_path.write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()
     finally:
         wingbeat.shutdown()

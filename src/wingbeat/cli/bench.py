@@ -77,7 +77,11 @@ def bench(
         ),
     ] = None,
     lab: Annotated[
-        str, typer.Option(help="The cluster; see wingbeat lab --help.")
+        str,
+        typer.Option(
+            help="The cluster; see wingbeat lab --help. A host may have a slower link:"
+            " star:4@1gbit,h3@200mbit"
+        ),
     ] = "star:4@1gbit",
     iterations: Annotated[int, typer.Option(help="Timed iterations of each row.")] = 30,
     rounds: Annotated[int, typer.Option(help="How often the rows take turns.")] = 3,
@@ -87,6 +91,19 @@ def bench(
     stretch: Annotated[
         float, typer.Option(help="Slow a paced model and the links down by this factor.")
     ] = 1.0,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A slow worker; may be repeated. 3=+2x: rank 3 sleeps twice the time of a normal"
+            " iteration before each of its own. 3=+2x@20-60: before its timed iterations 20 to 60"
+            " only, counted from 1 over all rounds of a row. random:+2x: another random worker in"
+            " each iteration, the same ones for all rows."
+        ),
+    ] = None,
+    target_loss: Annotated[
+        float | None,
+        typer.Option(help="Time training until the loss is below this; for real models."),
+    ] = None,
     measured: Annotated[
         bool,
         typer.Option(
@@ -106,7 +123,10 @@ def bench(
     """Measure strategies against each other, and against what PyTorch brings, in one run.
 
     Rows take turns (A B C A B C), so that they meet the same machine. Rates of the lab's links are
-    multiplied by the model's scale. Every figure and how it was made is in the JSON.
+    multiplied by the model's scale. Rows that tune or try find out how they train before they are
+    timed. Every figure and how it was made is in the JSON.
+
+    With a slow worker, as in Ripples: wingbeat bench --strategies ddp allreduce --slow 3=+2x
     """
     from wingbeat.bench.config import BenchConfig
 
@@ -123,6 +143,8 @@ def bench(
         trace=png is not None or trace is not None,
         measure=measured,
         breakdown=breakdown is not None,
+        slow=tuple(slow or ()),
+        target_loss=target_loss,
     )
     config.check()
     if png is not None or breakdown is not None:

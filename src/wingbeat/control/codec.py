@@ -22,6 +22,11 @@ class CodecTrial:
         """Whether it is still being measured if the codec makes iterations shorter."""
         return not self._trial.done
 
+    @property
+    def coded(self) -> bool:
+        """Whether the codec is used now."""
+        return self._trial.coded
+
     def decide(self, coded: bool) -> None:
         """End the trial with what is known already; the same on every worker, before training."""
         self._trial.coded, self._trial.done = coded, True

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from wingbeat.collectives import Collectives, Rows
 from wingbeat.control.codec import CodecTrial
+from wingbeat.control.decisions import Decisions
 from wingbeat.control.merging import LayerMerging
 from wingbeat.control.stopwatch import Stopwatch
 from wingbeat.control.tuning import SizeTuning
@@ -81,7 +82,32 @@ class Control:
     def deciding(self) -> bool:
         """Whether it is still being found out how to train."""
         trying = self.trial is not None and self.trial.active()
-        return trying or (self.merging is not None and self.merging.deciding())
+        tuning = self.tuning is not None and self.tuning.active()
+        return trying or tuning or (self.merging is not None and self.merging.deciding())
+
+    def decisions(self) -> Decisions:
+        """Return what has been found out, once it is no longer `deciding`."""
+        trial, tuning, merging = self.trial, self.tuning, self.merging
+        timeline = None if merging is None else merging.timeline
+        return Decisions(
+            coded=None if trial is None else trial.coded,
+            bucket_bytes=None if tuning is None else tuning.bucket_bytes,
+            merged=None if merging is None else merging.probe,
+            buckets=None if timeline is None else len(timeline.rows),
+        )
+
+    def keep(self, known: Decisions) -> None:
+        """Train as an earlier one that was alike has decided; on all workers, before training.
+
+        Raises:
+            PeerError: a worker failed meanwhile, or rank 0's plan has no meaning.
+        """
+        if self.trial is not None and known.coded is not None:
+            self.trial.decide(known.coded)
+        if self.tuning is not None and known.bucket_bytes is not None:
+            self.tuning.decide(known.bucket_bytes)
+        if self.merging is not None and known.merged is not None:
+            self.merging.decide(known.merged)
 
     def boundary(self) -> None:
         """Between two iterations: hear what was said, and let everyone act on it.

@@ -97,6 +97,12 @@ class LayerMerging:
         """Whether the plan is still to be made."""
         return self._drift.watching
 
+    def decide(self, found: Probe) -> None:
+        """Plan from what was measured before; on all workers at once, before training."""
+        self._known = True
+        self._follow(found)
+        self._drift.planned(known=True)
+
     def report(self) -> dict[str, Any] | None:
         """Return what was measured and what the plan should bring; None before there is one."""
         if self.probe is None or self.timeline is None:
@@ -310,11 +316,9 @@ class LayerMerging:
         if answer is None:
             return
         try:
-            found = saved.from_json(answer)
-            self._follow(found)
+            self.decide(saved.from_json(answer))
         except UsageError as err:
             raise PeerError(f"rank {world.rank}: rank 0 sent a damaged plan: {err}") from None
-        self._drift.planned(known=True)
 
     def _read(self) -> dict[str, Any] | str | None:
         """Return what the file holds for this key as JSON, None if nothing, or what is wrong."""

@@ -55,9 +55,19 @@ class SizeTuning:
         """What was found, once tuning has ended; on rank 0 only."""
         return self._nothing or self._tuner.result
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The size in use."""
+        return self._bucketing.fusion.bucket_bytes
+
     def active(self) -> bool:
         """Whether sizes are still being tried."""
         return not self.done
+
+    def decide(self, nbytes: int) -> None:
+        """End tuning with a size that is known already; on all workers alike, before training."""
+        self.done = True
+        self._bucketing.use(self._resized(nbytes))
 
     def boundary(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
         """Between two iterations: hear the last decision, and act on it.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import UsageError
 from wingbeat.settings import Named, Settings
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 SEARCHES = ("bo", "random", "grid")
 RULES = ("exact", "paper", "wfbp")
+
+SIZE = {"size": True}
+"""Metadata of an option that says how much of a model a bucket holds: both scale together."""
 
 
 class PlanPart(Part, Settings, ABC):
@@ -39,10 +42,15 @@ class PlanPart(Part, Settings, ABC):
         return None
 
     def scaled(self, factor: float) -> Self:
-        """Return the same for a model of ``factor`` times the bytes: sizes in MB follow it."""
-        sizes = [f.name for f in fields(self) if f.name.endswith("mb")]  # type: ignore[arg-type]
-        scaled = {key: factor * getattr(self, key) for key in sizes}
+        """Return the same for a model of ``factor`` times the size: what has `SIZE` follows it."""
+        sizes = [f for f in fields(self) if f.metadata.get("size")]  # type: ignore[arg-type]
+        scaled = {f.name: _scaled(getattr(self, f.name), factor, f.default) for f in sizes}
         return replace(self, **scaled)  # type: ignore[type-var]
+
+
+def _scaled(size: float, factor: float, default: Any) -> float:
+    """Return a size in MB, or a number of elements as its default is one: at least 1 of those."""
+    return max(1, round(factor * size)) if isinstance(default, int) else factor * size
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -59,9 +67,9 @@ class FixedBuckets(PlanPart):
         UsageError: a value out of range.
     """
 
-    mb: float = 25.0
-    first_mb: float = 1.0
-    last_mb: float = 0.0
+    mb: float = field(default=25.0, metadata=SIZE)
+    first_mb: float = field(default=1.0, metadata=SIZE)
+    last_mb: float = field(default=0.0, metadata=SIZE)
 
     def __post_init__(self) -> None:
         self.check_size("mb")
@@ -97,11 +105,11 @@ class TunedBuckets(PlanPart):
     """
 
     search: str = "bo"
-    mb: float = 25.0
-    first_mb: float = 1.0
-    last_mb: float = 1.0
-    min_mb: float = 1.0
-    max_mb: float = 100.0
+    mb: float = field(default=25.0, metadata=SIZE)
+    first_mb: float = field(default=1.0, metadata=SIZE)
+    last_mb: float = field(default=1.0, metadata=SIZE)
+    min_mb: float = field(default=1.0, metadata=SIZE)
+    max_mb: float = field(default=100.0, metadata=SIZE)
     trials: int = 10
     steps: int = 10
     file: str = ""
@@ -163,7 +171,7 @@ class Elements(PlanPart):
         UsageError: a ``count`` out of range.
     """
 
-    count: int = 8192
+    count: int = field(default=8192, metadata=SIZE)
 
     def __post_init__(self) -> None:
         self.check_count("count", 1, 2**40)

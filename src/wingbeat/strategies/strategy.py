@@ -118,7 +118,7 @@ class Strategy(Settings):
         return self
 
     def scaled(self, factor: float) -> Strategy:
-        """Return the same for a model of ``factor`` times the bytes: sizes in MB follow it."""
+        """Return the same for a model of ``factor`` times the size: sizes of buckets follow it."""
         return replace(self, plan=cast(PlanPart, self.plan).scaled(factor))
 
 

@@ -1,0 +1,50 @@
+"""How long training takes until the loss is low enough."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wingbeat.bench.config import LOSSES
+
+Curve = Sequence[tuple[float, float]]
+"""Seconds that each iteration took and its loss, in order, warm-up included; one worker's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeToLoss:
+    """When a row's loss was below a target.
+
+    Attributes:
+        target: the loss.
+        seconds: median over the rounds; None unless it was reached in each of them.
+        by_round: seconds of each round, None where it was not reached.
+    """
+
+    target: float
+    seconds: float | None
+    by_round: list[float | None]
+
+
+def time_to_loss(target: float, rounds: Sequence[Sequence[Curve]]) -> TimeToLoss:
+    """Put the rounds of a row together; each holds one curve for each worker."""
+    by_round = [seconds_to(target, curves) for curves in rounds]
+    reached = [seconds for seconds in by_round if seconds is not None]
+    median = statistics.median(reached) if len(reached) == len(by_round) else None
+    return TimeToLoss(target, median, by_round)
+
+
+def seconds_to(target: float, curves: Sequence[Curve]) -> float | None:
+    """Seconds until the mean loss of the last `LOSSES` iterations is below the target, or None.
+
+    An iteration's loss is the mean over the workers; it is over when its last worker has made it.
+    """
+    losses: list[float] = []
+    spent = [0.0] * len(curves)
+    for workers in zip(*curves, strict=True):
+        losses.append(statistics.fmean(loss for _, loss in workers))
+        spent = [before + s for before, (s, _) in zip(spent, workers, strict=True)]
+        if len(losses) >= LOSSES and statistics.fmean(losses[-LOSSES:]) < target:
+            return max(spent)
+    return None

@@ -1,0 +1,95 @@
+"""One row as it trains inside a worker: its iterations, slowed where that is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from wingbeat.bench import attach, models, slow
+from wingbeat.bench.attached import Attached
+from wingbeat.bench.config import Checked
+from wingbeat.bench.models import Built
+from wingbeat.control.decisions import Decisions
+
+
+@dataclass
+class Training:
+    """A freshly built model that trains as its row says.
+
+    Attributes:
+        checked: the bench.
+        rank: this worker.
+        normal_s: seconds that a normal iteration takes, of which a slow worker sleeps several.
+        built: the model and its data.
+        made: the same, attached to the row's strategy.
+        curve: seconds and loss of each iteration so far.
+    """
+
+    checked: Checked
+    rank: int
+    normal_s: float
+    built: Built
+    made: Attached
+    curve: list[tuple[float, float]] = field(default_factory=list)
+
+    def iterate(self, number: int) -> None:
+        """Make one iteration, the sleep of a slow worker before it.
+
+        Args:
+            number: of the iteration; timed ones count from 1 over all rounds, those before a
+                row's timed ones from 0 downwards.
+        """
+        begin = time.monotonic()
+        self.pause(number)
+        loss = attach.step(self.made, self.built.loss)
+        self.curve.append((time.monotonic() - begin, loss))
+
+    def pause(self, number: int) -> None:
+        """Sleep as a slow worker does before this iteration; mostly not at all."""
+        factor = slow.factor(
+            self.checked.slow,
+            rank=self.rank,
+            iteration=number,
+            workers=self.checked.workers,
+            seed=self.checked.config.seed,
+        )
+        if factor:
+            time.sleep(factor * self.normal_s)
+
+
+@contextlib.contextmanager
+def training(
+    checked: Checked,
+    row: int,
+    rank: int,
+    normal_s: float,
+    known: Decisions | None,
+    *,
+    recorded: bool = False,
+) -> Iterator[Training]:
+    """Build a row's model for the length of a ``with`` block; the same weights each time.
+
+    Args:
+        checked: the bench.
+        row: index into its rows.
+        rank: this worker.
+        normal_s: seconds of a normal iteration.
+        known: what the row has found out before, to be kept.
+        recorded: as for `attach.attach`.
+    """
+    config = checked.config
+    built = models.build(checked.model, rank=rank, workers=checked.workers, seed=config.seed)
+    maker = attach.optimizer_maker(config.optimizer, paced=checked.model.profile is not None)
+    with attach.attached(checked.rows[row], built.model, maker, recorded=recorded) as made:
+        if known is not None:
+            made.keep(known)
+        yield Training(checked, rank, normal_s, built, made)
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process so far, all threads, in user mode and in the kernel."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

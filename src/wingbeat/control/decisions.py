@@ -1,0 +1,34 @@
+"""What a training has found out about how to train, for a later one that is alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from wingbeat.probe.model import Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What has been decided; of the same kinds on all workers.
+
+    Attributes:
+        coded: whether the codec stays on; None where that was not asked.
+        bucket_bytes: the size of buckets that was found; None where none was looked for.
+        merged: what merged layers were planned from; None where nothing was planned.
+        buckets: into how many buckets layers were merged; None where nothing was planned.
+    """
+
+    coded: bool | None = None
+    bucket_bytes: int | None = None
+    merged: Probe | None = None
+    buckets: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was decided as plain values; nothing of what was not asked."""
+        found = {
+            "codec": None if self.coded is None else "on" if self.coded else "off",
+            "bucket_bytes": self.bucket_bytes,
+            "buckets": self.buckets,
+        }
+        return {key: value for key, value in found.items() if value is not None}

@@ -1,0 +1,44 @@
+"""A model at half its size with strategies at half theirs: tensors travel together as before."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+import wingbeat
+from wingbeat import Strategy, plans, strategies
+from wingbeat.parts.plan import BY_NAME
+from wingbeat.types import Plan, TensorSpec
+
+COMPOSED: dict[str, Strategy] = {
+    **{name: preset().compose() for name, preset in strategies.PRESETS.items()},
+    **{f"plan={name}": Strategy(plan=name) for name in BY_NAME},
+    "allreduce:mb=7": wingbeat.AllReduce(mb=7.0, first_mb=0.25).compose(),
+    "dear:mb=9": wingbeat.DeAR(mb=9.0, edge_mb=2.0, min_mb=0.5, max_mb=30.0).compose(),
+    "mgs:elements=99999": wingbeat.MGS(elements=99_999).compose(),
+}
+
+
+def specs(scale: float) -> list[TensorSpec]:
+    """130 MB in tensors of 512 bytes to 16 MB, each an even number of elements at scale 1."""
+    rng = random.Random(0)
+    numels = [2 * round(2 ** rng.uniform(6, 21)) for _ in range(80)]
+    return [TensorSpec(str(i), (int(scale * n),), "float32", 4) for i, n in enumerate(numels)]
+
+
+def plans_of(strategy: Strategy, scale: float) -> list[Plan]:
+    """The plan that training begins with, and those of the sizes at both ends of a tuning."""
+    choices = strategy.scaled(scale).choices()
+    fusions = [choices.fusion]
+    if choices.tuning is not None:
+        ends = (choices.tuning.low_bytes, choices.tuning.high_bytes)
+        fusions += [dataclasses.replace(choices.fusion, bucket_bytes=size) for size in ends]
+    tensors = specs(scale)
+    return [plans.make(fusion, tensors, range(len(tensors))[::-1]) for fusion in fusions]
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_scaled_model_has_the_same_buckets(name: str) -> None:
+    assert plans_of(COMPOSED[name], 0.5) == plans_of(COMPOSED[name], 1.0)
