@@ -62,8 +62,7 @@ def attack(args: argparse.Namespace) -> None:
         one.handshake_ivl = 500
         one.reconnect_ivl = -1
         one.connect(target["encrypted"])
-        one.send(b"x", zmq.DONTWAIT)
-        time.sleep(0.004)
+        time.sleep(0.01)
         one.close(linger=0)
 
     def junk() -> None:

@@ -135,6 +135,7 @@ class Endpoint:
         self.waiting = 0
         self._inbox: tuple[deque[Message], ...] = tuple(deque() for _ in range(CLASSES))
         self._place: dict[Route, Place] = {}
+        self._ends: dict[Route, tuple[int, int, int]] = {}
         self._former: dict[Route, Place] = {}
         self._route: dict[Place, Route] = {}
         self._busy: dict[Route, None] = {}
@@ -142,7 +143,9 @@ class Endpoint:
 
     def add(self, route: Route, place: Place | None, now: float) -> None:
         """Add a flow; ``place`` is None if the peer will connect, and says so with HELLO."""
+        own = self.membership
         self.flows[route] = Flow(self.limits.window, self.limits.silence)
+        self._ends[route] = (own.sessions[route.peer], route.peer, own.number)
         if place is not None:
             self._bind(route, place)
             self._introduce_self(route, now)
@@ -203,7 +206,9 @@ class Endpoint:
                 flow.down()
                 break
             flow.sent(frame[2], now)
-        self._next = min(self._next, flow.due())
+        due = flow.out.ask_at if flow.up else flow.due()
+        if due < self._next:
+            self._next = due
 
     def due(self) -> float:
         """When `tick` is to be called at the latest, if nothing arrives before."""
@@ -252,12 +257,10 @@ class Endpoint:
                 self._introduce_self(route, now)
             return
         header = unpack(arrival.head)
-        self._check_sender(header, arrival)
+        if route is None or header[1:4] != self._ends[route]:
+            self._check_sender(header, arrival)
+            route = self._introduced(route, header, arrival.place)
         payload = _payload(header, arrival)
-        if route is None:
-            route = self._introduced(header, arrival.place)
-        elif route.peer != header.sender:
-            raise Malformed("key")
         flow = self.flows[route]
         if flow.accept(header, header.size + header.length, now):
             if header.type == Type.DATA:
@@ -280,8 +283,10 @@ class Endpoint:
         if arrival.peer is not None and arrival.peer != header.sender:
             raise Malformed("key")
 
-    def _introduced(self, header: Header, place: Place) -> Route:
+    def _introduced(self, known: Route | None, header: Header, place: Place) -> Route:
         """Return the flow that the first frame of a new connection names."""
+        if known is not None:
+            raise Malformed("key")  # a member that says it is another
         route = Route(header.sender, place.interface, place.urgency)
         if header.type != Type.HELLO or route not in self.flows:
             raise Malformed("stranger")
@@ -335,12 +340,13 @@ class Endpoint:
 
 def _payload(header: Header, arrival: Arrival) -> memoryview:
     """Return the payload, which has to be as long as the header says."""
+    size = header.size
     if arrival.payload is None:
-        payload = memoryview(arrival.head)[header.size :]
-        alone = False
+        payload = memoryview(arrival.head)[size:]
     else:
         payload = memoryview(arrival.payload)
-        alone = True
-    if len(payload) != header.length or (alone and len(arrival.head) != header.size):
+        if len(arrival.head) != size:
+            raise Malformed("length")
+    if len(payload) != header.length:
         raise Malformed("length")
     return payload
