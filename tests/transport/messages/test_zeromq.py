@@ -18,8 +18,10 @@ import pytest
 import zmq
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
+from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.header import Header, Type
 from wingbeat.transport.messages.zeromq import tos_of
 
@@ -297,6 +299,13 @@ def test_without_keys_strangers_are_refused_frame_by_frame(closing: list[Mailbox
         ({}, {"interfaces": ["eth99"]}, UsageError, "unknown interface 'eth99'"),
         ({1: {"classes": 3}}, {}, UsageError, r"classes=2, rank 1 with classes=3"),
         ({1: {"encrypted": False}}, {}, UsageError, r"encrypted=True, rank 1 with encrypted=False"),
+        ({1: {"limits": Limits(message=1000)}}, {}, UsageError, r"limits.message=4194304, rank 1"),
+        (
+            {1: {"limits": Limits(window=1 << 24)}},
+            {},
+            UsageError,
+            r"limits.window=33554432, rank 1",
+        ),
         ({1: {"room": "other"}}, {"seconds": 0.3}, RendezvousError, "opened no mailbox within"),
     ],
 )
@@ -331,7 +340,8 @@ def test_a_malformed_card_is_named(card: str) -> None:
         ("listens", [["ipc:///tmp/x"]]),
         ("listens", [["tcp://127.0.0.1:99999"]]),
         ("listens", [["tcp://999.0.0.1:80"]]),
-        ("uses", ["eth99"]),
+        ("uses", ["10.99.0.1"]),
+        ("window", "many"),
     ],
 )
 def test_a_card_with_a_wrong_field_is_named(field: str, value: object) -> None:
@@ -342,6 +352,41 @@ def test_a_card_with_a_wrong_field_is_named(field: str, value: object) -> None:
     store.set("messages//1", json.dumps({**card, field: value}))
     with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent a malformed"):
         open_mailbox(store, 0, [1], interfaces=["lo"], seconds=1.0)
+
+
+def test_a_room_is_opened_once(closing: list[Mailbox]) -> None:
+    store = Switchboard()
+    closing += opened(store=store)
+    with pytest.raises(UsageError, match=r"rank 0 has opened a mailbox in room '' before"):
+        open_mailbox(store, 0, [1], interfaces=["lo"], seconds=1.0)
+    closing += opened(store=store, room="second")
+
+
+def test_an_interface_with_two_addresses_is_two() -> None:
+    """Each has a network of its own, and both the card's name for it."""
+    host = Host("a", (eth("eth0", "10.0.0.1"), eth("eth0", "10.1.0.1")))
+    listens = (("tcp://10.0.0.1:5000",), ("tcp://10.1.0.1:5001",))
+    card = Card(host, ("10.0.0.1", "10.1.0.1"), 1, "", listens, 1000, 9000)
+    again = Card.from_json(card.to_json())
+    assert again == card
+    assert [i.address for i in again.interfaces] == ["10.0.0.1", "10.1.0.1"]
+
+
+def test_what_goes_wrong_in_the_keeper_is_raised_by_the_next_call(closing: list[Mailbox]) -> None:
+    a, b = opened()
+    closing += [a, b]
+
+    def broken(seconds: float) -> None:
+        raise RuntimeError("the card was pulled")
+
+    b._carrier.receive = broken
+    until(lambda: b._broken is not None)
+    with pytest.raises(RuntimeError, match="the card was pulled"):
+        b.poll()
+
+
+def eth(name: str, address: str) -> Interface:
+    return Interface(name, address, address.rpartition(".")[0] + ".0/24")
 
 
 def test_the_last_class_is_best_effort() -> None:

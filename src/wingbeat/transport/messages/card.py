@@ -23,10 +23,12 @@ class Card:
 
     Attributes:
         host: its host and that host's interfaces.
-        uses: the names of those that it listens on, in the order of their numbers.
+        uses: the addresses that it listens on, in the order of the interfaces' numbers.
         session: the random number in each of its headers.
         key: its public key in Z85; empty if it sends in the clear.
         listens: TCP endpoints by interface and class.
+        message: bytes that a payload may have.
+        window: bytes that a flow may hold.
     """
 
     host: Host
@@ -34,12 +36,14 @@ class Card:
     session: int
     key: str
     listens: tuple[tuple[str, ...], ...]
+    message: int
+    window: int
 
     @property
     def interfaces(self) -> list[Interface]:
         """The interfaces that it listens on."""
-        by_name = {i.name: i for i in self.host.interfaces}
-        return [by_name[name] for name in self.uses]
+        by_address = {i.address: i for i in self.host.interfaces}
+        return [by_address[address] for address in self.uses]
 
     def to_json(self) -> str:
         """Return it as text for the store."""
@@ -50,6 +54,8 @@ class Card:
                 "session": self.session,
                 "key": self.key,
                 "listens": self.listens,
+                "message": self.message,
+                "window": self.window,
             }
         )
 
@@ -64,10 +70,12 @@ class Card:
             data = json.loads(text)
             card = Card(
                 Host.from_json(data["host"]),
-                tuple(str(name) for name in data["uses"]),
+                tuple(str(address) for address in data["uses"]),
                 int(data["session"]),
                 str(data["key"]),
                 tuple(tuple(_endpoint(each) for each in of) for of in data["listens"]),
+                int(data["message"]),
+                int(data["window"]),
             )
         except (KeyError, TypeError, ValueError, RecursionError) as err:
             raise ValueError(f"malformed card: {err!r:.80}") from None
@@ -76,12 +84,12 @@ class Card:
 
 
 def _check(card: Card, data: Mapping[str, Any]) -> None:
-    names = {i.name for i in card.host.interfaces}
+    addresses = {i.address for i in card.host.interfaces}
     fine = (
         0 <= card.session < 2**64
         and type(data["session"]) is int
         and (not card.key or _KEY.fullmatch(card.key))
-        and names.issuperset(card.uses)
+        and addresses.issuperset(card.uses)
         and len(card.listens) == len(card.uses) > 0
         and len({len(of) for of in card.listens}) == 1
     )

@@ -15,6 +15,7 @@ from wingbeat.transport.messages.carrier import Carrier
 from wingbeat.transport.messages.compose import NO_IDS, compose, farewell
 from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
 from wingbeat.transport.messages.flow import NEVER, Posted
+from wingbeat.transport.messages.keeper import AWAKE_S, BUSY_S, IDLE_S, forget, start
 from wingbeat.transport.messages.routes import Routes
 
 CLOSING = 5.0
@@ -25,12 +26,6 @@ _LINGER_S = 1.0
 
 _AT_ONCE = 64
 """Frames that are taken in before anything else is looked at: more may come without end."""
-
-_BUSY_S, _IDLE_S = 0.005, 0.02
-"""Seconds after which the keeper looks again: while something goes on, and otherwise."""
-
-_AWAKE_S = 1.0
-"""Seconds after a frame for which more are expected."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -45,6 +40,8 @@ def _alone(method: Method) -> Method:
                 raise UsageError(
                     f"{self._routes.me}: this mailbox is closed; open another to {method.__name__}"
                 )
+            if self._broken is not None:
+                raise self._broken
             return method(self, *args, **kwargs)
 
     return cast("Method", inner)
@@ -76,17 +73,15 @@ class Mailbox:
         self._carrier = carrier
         self._clock = clock
         self._closed = False
+        self._broken: Exception | None = None
         self._reported: set[int] = set()
         self._heard = 0.0
         self._routes = Routes(endpoint.flows, endpoint.membership.number, name)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         # The keeper must not keep alive what nobody else uses.
-        self._forgotten = weakref.finalize(self, _forget, self._ended, carrier)
-        self._keeper = threading.Thread(
-            target=_keep, args=(weakref.ref(self), self._ended), name="wingbeat-mail", daemon=True
-        )
-        self._keeper.start()
+        self._forgotten = weakref.finalize(self, forget, self._ended, carrier)
+        self._keeper = start(weakref.ref(self), self._ended)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -272,16 +267,20 @@ class Mailbox:
         self._ended.set()
         self._forgotten()
 
-    def _go_on(self) -> float:
+    def go_on(self) -> float:
         """Do what is to be done while the user does something else; when to look again."""
         if not self._lock.acquire(blocking=False):
-            return _BUSY_S  # whoever is in here does it
+            return BUSY_S  # whoever is in here does it
         try:
             if self._closed:
-                return _IDLE_S
-            self._pump(self._clock())
-            awake = self._endpoint.due() < NEVER or self._clock() < self._heard + _AWAKE_S
-            return _BUSY_S if awake else _IDLE_S
+                return IDLE_S
+            try:
+                self._pump(self._clock())
+            except Exception as error:  # nobody hears it here; the user does with the next call
+                self._broken = error
+                self._ended.set()
+            awake = self._endpoint.due() < NEVER or self._clock() < self._heard + AWAKE_S
+            return BUSY_S if awake else IDLE_S
         finally:
             self._lock.release()
 
@@ -393,20 +392,3 @@ class Mailbox:
             for each in (*flow.out.unsent, *flow.out.under_way)
             if id(each) in wanted
         }
-
-
-def _keep(box: weakref.ref[Mailbox], ended: threading.Event) -> None:
-    """Let a mailbox go on while its user computes."""
-    period = _BUSY_S
-    while not ended.wait(period):
-        own = box()
-        if own is None:
-            return
-        period = own._go_on()
-        del own
-
-
-def _forget(ended: threading.Event, carrier: Carrier) -> None:
-    """End what a mailbox has started, when it is closed or collected."""
-    ended.set()
-    carrier.close()

@@ -45,18 +45,24 @@ def open_mailbox(
             DSCP EF, AF41 and AF21, the last one's none.
         encrypted: whether to encrypt (CURVE), with keys made here and now; the same for all.
             Without it, whoever sees the traffic can send what looks like a peer's.
-        limits: of messages, of windows, and of silence.
+        limits: of messages and of windows, the same for all, and of silence.
         seconds: how long to wait for the others.
         name: what messages call a process of that number.
 
     Raises:
-        UsageError: a value that cannot work.
+        UsageError: a value that cannot work, or not with what a peer has given, or a mailbox that
+            was opened before.
         RendezvousError: a peer did not come, or sent something malformed.
         PeerError: a peer came, and could not be reached over one of the interfaces.
     """
     limits = limits or Limits()
     others = sorted(set(peers) - {number})
     _check(number, others, classes, seconds)
+    if store.has(f"messages/{room}/{number}"):
+        raise UsageError(
+            f"{name(number)} has opened a mailbox in room {room!r} before: give each a room of its "
+            "own, the same on all of them"
+        )
     deadline = time.monotonic() + seconds
     own, mine = _own_interfaces(interfaces)
     keys = Keys.make() if encrypted else None
@@ -66,8 +72,9 @@ def open_mailbox(
     try:
         reach = carrier.reach
         key = "" if keys is None else keys.public.decode()
-        uses = tuple(i.name for i in mine)
-        card = Card(own, uses, secrets.randbits(64), key, reach.endpoints)
+        uses = tuple(i.address for i in mine)
+        session = secrets.randbits(64)
+        card = Card(own, uses, session, key, reach.endpoints, limits.message, limits.window)
         store.set(f"messages/{room}/{number}", card.to_json())
         cards = {}
         for peer in others:
@@ -139,6 +146,8 @@ def _compare(me: str, own: Card, them: str, theirs: Card) -> None:
     for what, a, b in (
         ("classes", len(own.listens[0]), len(theirs.listens[0])),
         ("encrypted", bool(own.key), bool(theirs.key)),
+        ("limits.message", own.message, theirs.message),
+        ("limits.window", own.window, theirs.window),
     ):
         if a != b:
             raise UsageError(
