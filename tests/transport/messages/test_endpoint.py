@@ -251,6 +251,19 @@ def test_an_old_hello_binds_nobody() -> None:
     assert end._place == {Route(0, 0, 0): known}
 
 
+def test_a_member_cannot_introduce_itself_as_another() -> None:
+    """Its own key was proved for the connection, and the hello in it names somebody else."""
+    play = Play(3)
+    for _ in range(6):
+        play.step()
+    end = play.ends[1]
+    places = dict(end._place)
+    place = places[Route(0, 0, 0)]._replace(name="elsewhere")
+    end.accept(Arrival(place, Header(Type.HELLO, 1000, 0, 1, 9).pack(), None, 2), play.clock.now)
+    assert end.refused == {"key": 1}
+    assert end._place == places
+
+
 def test_a_hello_that_is_lost_is_said_again() -> None:
     play = Play()
     play.network.cut_off(0, 1)

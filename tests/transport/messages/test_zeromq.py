@@ -181,6 +181,29 @@ def test_who_is_cut_off_for_good_is_named(closing: list[Mailbox]) -> None:
         a.post(1, 2)
 
 
+def test_who_is_connected_to_reaches_the_other_after_a_cut(closing: list[Mailbox]) -> None:
+    """The one that has connected has nothing to send, and must introduce itself all the same."""
+    store = Diverted()
+    a, b = opened(store=store)
+    closing += [a, b]
+    for relay in store.relays:
+        relay.cut()
+    begin = time.monotonic()
+    b.wait([b.post(0, 7)], PATIENCE)
+    assert a.receive(0).kind == 7
+    assert time.monotonic() - begin < PATIENCE / 4
+    for relay in store.relays:
+        relay.close()
+
+
+def test_packets_carry_the_class(closing: list[Mailbox]) -> None:
+    boxes = opened(classes=3)
+    closing += boxes
+    for box in boxes:
+        sockets = box._carrier._sockets
+        assert {u: s.get(zmq.TOS) for (_, u), s in sockets.items()} == {0: 0xB8, 1: 0x88, 2: 0}
+
+
 def test_a_payload_is_not_copied(closing: list[Mailbox]) -> None:
     """What changes before it has left has changed for the receiver: nobody made a copy."""
     store = Diverted()

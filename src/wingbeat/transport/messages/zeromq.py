@@ -270,8 +270,6 @@ class ZeroMQCarrier:
             zmq.RECONNECT_IVL_MAX: 1000,
             zmq.HEARTBEAT_IVL: 10_000,
             zmq.HEARTBEAT_TIMEOUT: 60_000,
-            # With 0, what a connection has brought is dropped unread when it breaks.
-            zmq.LINGER: -1,
         }
         for option, value in options.items():
             socket.set(option, value)
