@@ -232,7 +232,7 @@ class Endpoint:
             self._next = min(self._next, max(due, now))
 
     def tell(self, now: float) -> None:
-        """Have `frames` say at once what has arrived: this end will not be here later."""
+        """Have `flush` say at once what has arrived: this end will not be here later."""
         for route, flow in self.flows.items():
             if flow.up and flow.into.tell_at < NEVER:
                 flow.into.tell_at = now
@@ -240,7 +240,7 @@ class Endpoint:
 
     @property
     def busy(self) -> bool:
-        """Whether `frames` has something to send."""
+        """Whether `flush` has something to send."""
         return bool(self._busy)
 
     @property

@@ -223,7 +223,7 @@ class Flow:
         self.up = False
 
     def due(self) -> float:
-        """When `tick` or `frames` has something to do, if nothing arrives before."""
+        """When `tick` or `next` has something to do, if nothing arrives before."""
         out = self.out
         lost = NEVER if out.empty else max(out.waiting_since, self._heard) + self.silence
         return min(self.into.tell_at, out.ask_at, lost) if self.up else lost
@@ -251,7 +251,7 @@ class Flow:
             out.ask_at = NEVER
 
     def pending(self) -> bool:
-        """Whether `frames` has something to send whatever the time is."""
+        """Whether `next` returns something whatever the time is."""
         out = self.out
         return bool(self._answers or (out.unsent and out.under_way_bytes < UNDER_WAY))
 
