@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import wingbeat
+from helpers.failing import FailsInBackward
 from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.schedules import Dear
@@ -308,22 +309,13 @@ def test_a_rank_that_has_put_a_gradient_away_unscales_along() -> None:
 
 
 def test_gradients_of_a_backward_that_failed_are_not_unscaled() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError
-
     def body(world: Any) -> None:
         model, optimizer = _made(world)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         scaler.scale(model(torch.ones(2, 4)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        loss = scaler.scale(model[1](Fails.apply(model[0](torch.ones(2, 4)))).sum())
+        loss = scaler.scale(model[1](FailsInBackward.apply(model[0](torch.ones(2, 4)))).sum())
         with pytest.raises(ArithmeticError):
             loss.backward()
         with pytest.raises((UsageError, AssertionError)):

@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 import wingbeat
+from helpers.failing import FailsInBackward
 from helpers.training import (
     TINY_MB,
     Make,
@@ -397,16 +398,6 @@ def test_hooks_of_all_optimizers_run_once_a_step_and_see_the_users_optimizer() -
         assert [sizes for where, sizes in calls if where == thread] == [whole] * 6
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError
-
-
 def test_a_backward_cut_short_on_one_rank_after_a_step_that_used_gradients_up() -> None:
     """Part of the model is another optimizer's, so that all are looked at when backward ends."""
 
@@ -422,7 +413,7 @@ def test_a_backward_cut_short_on_one_rank_after_a_step_that_used_gradients_up() 
 
         def backward(fails: bool) -> None:
             hidden = model[0](torch.ones(2, 4))
-            model[1](_Fails.apply(hidden) if fails else hidden).sum().backward()
+            model[1](FailsInBackward.apply(hidden) if fails else hidden).sum().backward()
 
         for number in range(3):
             backward(fails=False)

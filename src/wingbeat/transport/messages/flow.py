@@ -129,7 +129,7 @@ class Flow:
     @property
     def room(self) -> int:
         """Bytes that can still be posted; negative once the peer's word has been exceeded."""
-        return self.window - (self.out.posted_bytes - self.out.taken_bytes)
+        return self.window - self.waiting_bytes
 
     @property
     def waiting_bytes(self) -> int:

@@ -21,14 +21,11 @@ from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
 from wingbeat.transport.messages.endpoint import INLINE
 from wingbeat.transport.messages.header import LARGEST
 
-TOS = (0xB8, 0x88, 0x48, 0x00)
-"""The byte of the IP header for EF, AF41, AF21 and best effort."""
+TOS = (0xB8, 0x88, 0x48)
+"""The byte of the IP header for EF, AF41 and AF21; 0 is best effort."""
 
 SEND_BUFFER = 1 << 18
 """Bytes of a socket's buffer in the kernel: what is in there cannot be overtaken."""
-
-COPIED_BELOW = INLINE
-"""Bytes up to which a part is copied for sending: it costs less than to lend it."""
 
 _KNOWN = 4096
 """Connections that a socket remembers; of more it asks again whose they are."""
@@ -273,7 +270,7 @@ class ZeroMQCarrier:
         }
         for option, value in options.items():
             socket.set(option, value)
-        socket.copy_threshold = COPIED_BELOW
+        socket.copy_threshold = INLINE  # a header is copied: it costs less than to lend it
         if self._keys is not None:
             socket.curve_secretkey = self._keys.secret
             socket.curve_publickey = self._keys.public
