@@ -21,10 +21,10 @@ from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.lab.realise import CLASSES
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
+from wingbeat.transport.messages import Limits, Mailbox, open_mailbox, zeromq
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.header import Header, Type
-from wingbeat.transport.messages.zeromq import TOS, tos_of
+from wingbeat.transport.messages.zeromq import TOS, Keys, ZeroMQCarrier, tos_of
 
 PATIENCE = 20.0
 
@@ -231,6 +231,26 @@ def test_a_process_that_computes_still_answers(closing: list[Mailbox]) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert b.receive(0).kind == 1
+
+
+def test_no_socket_lingers_but_at_the_close() -> None:
+    """ZeroMQ's own default waits without end for a peer that has gone: one close of 300 hung."""
+    carrier = ZeroMQCarrier(0, ["127.0.0.1"], 2, message=1 << 20, keys=Keys.make())
+    try:
+        assert [each.linger for each in carrier._sockets.values()] == [0, 0]
+    finally:
+        carrier.close()
+
+
+def test_a_close_that_does_not_end_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    carrier = ZeroMQCarrier(0, ["127.0.0.1"], 1, message=1 << 20, keys=None)
+    kept = carrier._context.socket(zmq.PAIR)  # a context ends when its last socket is closed
+    monkeypatch.setattr(zeromq, "CLOSING_S", 0.05)
+    carrier.close()
+    assert "connections are not closed after" in caplog.text
+    kept.close()
 
 
 def test_a_mailbox_that_nobody_uses_goes_away() -> None:

@@ -8,6 +8,8 @@ handed over where it is, and what is sent is read where it lies, unless it is en
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,11 @@ TOS = (0xB8, 0x88, 0x48)
 
 SEND_BUFFER = 1 << 18
 """Bytes of a socket's buffer in the kernel: what is in there cannot be overtaken."""
+
+CLOSING_S = 5.0
+"""Seconds that ZeroMQ may take to close its connections, in addition to the linger."""
+
+_log = logging.getLogger(__name__)
 
 _KNOWN = 4096
 """Connections that a socket remembers; of more it asks again whose they are."""
@@ -202,10 +209,21 @@ class ZeroMQCarrier:
 
         May be called again.
         """
+        if self._context.closed:
+            return
         self._admission.close()
         for socket in self._sockets.values():
             socket.close(linger=round(1e3 * linger))
-        self._context.term()
+        ending = threading.Thread(target=self._context.term, name="wingbeat-closing", daemon=True)
+        ending.start()
+        ending.join(linger + CLOSING_S)
+        if ending.is_alive():
+            _log.warning(
+                "process %d: connections are not closed after %g s; their ports stay taken until "
+                "it ends",
+                self._number,
+                linger + CLOSING_S,
+            )
 
     def _look(self) -> Arrival | None:
         for listener in self._listeners:
@@ -263,6 +281,9 @@ class ZeroMQCarrier:
             zmq.RCVHWM: 1000,
             zmq.SNDBUF: SEND_BUFFER,
             zmq.TOS: tos,
+            # The default is to wait without end. A connection that the peer has ended keeps what
+            # held then, whatever `close` says later, and with it the whole context.
+            zmq.LINGER: 0,
             zmq.RECONNECT_IVL: 50,
             zmq.RECONNECT_IVL_MAX: 1000,
             zmq.HEARTBEAT_IVL: 10_000,
