@@ -316,3 +316,47 @@ def test_interfaces_are_numbered(maker: Callable[..., list[Mailbox]]) -> None:
     a, _ = maker()
     assert a.peers == (1,)
     assert a.interfaces(1) == (0,)
+
+
+def test_a_thread_that_serves_is_interrupted_by_another(
+    maker: Callable[..., list[Mailbox]],
+) -> None:
+    a, _ = maker()
+    interrupt = a.interrupter()
+    waiting = threading.Thread(target=a.next, args=(PATIENCE,), daemon=True)
+    begin = time.monotonic()
+    waiting.start()
+    while waiting.is_alive() and time.monotonic() < begin + PATIENCE / 2:
+        interrupt()
+        waiting.join(0.05)
+    assert not waiting.is_alive()
+
+
+def test_an_interruption_before_the_wait_ends_it_too(maker: Callable[..., list[Mailbox]]) -> None:
+    a, _ = maker()
+    interrupt = a.interrupter()
+    begin = time.monotonic()
+    for _ in range(3):
+        interrupt()
+        assert a.next(PATIENCE) is None
+    assert time.monotonic() < begin + PATIENCE / 2
+
+
+def test_who_serves_takes_messages_and_sees_who_has_left(
+    maker: Callable[..., list[Mailbox]],
+) -> None:
+    a, b = maker()
+    a.interrupter()
+    b.post(0, 7, b"x")
+    begin = time.monotonic()
+    while (message := a.next(1.0)) is None and time.monotonic() < begin + PATIENCE:
+        pass
+    assert message is not None and (message.peer, message.kind) == (1, 7)
+    in_threads(b.close, lambda: until_left(a, 1))
+    assert a.left == {1} and not a.lost
+
+
+def until_left(box: Mailbox, peer: int) -> None:
+    begin = time.monotonic()
+    while peer not in box.left and time.monotonic() < begin + PATIENCE:
+        box.next(0.05)

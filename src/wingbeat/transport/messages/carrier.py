@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 Buffer: TypeAlias = "bytes | memoryview"
@@ -61,6 +61,9 @@ class Carrier(Protocol):
 
     def receive(self, seconds: float) -> Arrival | None:
         """Return the next frame, the most urgent first; None after ``seconds`` without any."""
+
+    def interrupter(self) -> Callable[[], None]:
+        """Return a function for other threads: a `receive` that waits, or waits next, ends."""
 
     def close(self, linger: float = 0.0) -> None:
         """Close every connection, ``linger`` seconds later if frames still leave.

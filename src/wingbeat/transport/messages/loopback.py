@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
@@ -56,6 +57,7 @@ class Network:
         self.clock = clock
         self.changed = threading.Condition()
         self.broken: set[frozenset[int]] = set()
+        self.interrupted: set[int] = set()
         self._random = random.Random(seed)
         self._mail: dict[int, list[tuple[float, int, Arrival]]] = {}
         self._count = itertools.count()
@@ -105,9 +107,16 @@ class Network:
                 if mail and mail[0][0] <= now:
                     return heapq.heappop(mail)[2]
                 until = min(deadline, mail[0][0]) if mail else deadline
-                if now >= deadline:
+                if now >= deadline or number in self.interrupted:
+                    self.interrupted.discard(number)
                     return None
                 self.changed.wait(min(1.0, until - now))
+
+    def interrupt(self, number: int) -> None:
+        """Let a process's `take` return at once."""
+        with self.changed:
+            self.interrupted.add(number)
+            self.changed.notify_all()
 
     def leave(self, number: int) -> None:
         """Take a process off the network."""
@@ -159,6 +168,10 @@ class LoopbackCarrier:
     def receive(self, seconds: float) -> Arrival | None:
         """As `Carrier.receive`."""
         return self._network.take(self._number, seconds)
+
+    def interrupter(self) -> Callable[[], None]:
+        """As `Carrier.interrupter`."""
+        return functools.partial(self._network.interrupt, self._number)
 
     def close(self, linger: float = 0.0) -> None:  # noqa: ARG002  what was sent has arrived
         """As `Carrier.close`."""

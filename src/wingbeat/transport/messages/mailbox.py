@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from wingbeat.errors import PeerError, UsageError
@@ -178,6 +178,34 @@ class Mailbox:
             if self._clock() >= deadline:
                 names = self._routes.names(self.peers if wanted is None else wanted)
                 raise self._error(f"no message from {names} within {seconds:g} s")
+
+    @_alone
+    def next(self, seconds: float) -> Message | None:
+        """Wait for what comes next, and return a message if that is one.
+
+        For a thread that only serves the mailbox: None after ``seconds``, after an interruption,
+        or when something else has come, so that it can look what else there is to do. Of peers
+        that are gone `lost` and `left` tell.
+        """
+        message = self._take(None)
+        if message is None:
+            self._pump(self._clock() + seconds, until_message=True)
+            message = self._take(None)
+        return message
+
+    def interrupter(self) -> Callable[[], None]:
+        """Return a function that ends a wait in `next`, for other threads."""
+        return self._carrier.interrupter()
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """What to say of peers that have fallen silent, by their numbers."""
+        return self._endpoint.lost
+
+    @property
+    def left(self) -> frozenset[int]:
+        """The peers that have closed their mailboxes."""
+        return frozenset(self._endpoint.left)
 
     @_alone
     def poll(self, *, of: Iterable[int] | None = None) -> Message | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import zmq
 
 from wingbeat.errors import UsageError
 from wingbeat.transport.messages.admission import Admission
+from wingbeat.transport.messages.alarm import Alarm
 from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
 from wingbeat.transport.messages.endpoint import INLINE
 from wingbeat.transport.messages.header import LARGEST
@@ -129,6 +130,7 @@ class ZeroMQCarrier:
         self._peers: Mapping[int, Reach] = {}
         self._sockets: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
+        self._alarm: Alarm | None = None
         try:
             for urgency in range(classes):
                 for interface, address in enumerate(addresses):
@@ -165,7 +167,8 @@ class ZeroMQCarrier:
                 self._poller.unregister(listener.socket)
                 del self._sockets[listener.interface, listener.urgency]
                 listener.socket.close(linger=0)
-        self._only = self._listeners[0] if len(self._listeners) == 1 else None
+        alone = len(self._listeners) == 1 and self._alarm is None
+        self._only = self._listeners[0] if alone else None
 
     def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
         """Connect to a peer's interface number ``theirs``; None if the peer connects to us."""
@@ -202,7 +205,19 @@ class ZeroMQCarrier:
             return self._look()
         if self._only is not None:
             return self._wait_at(self._only, seconds)
-        return self._look() if self._poller.poll(int(min(seconds, 3600.0) * 1e3) + 1) else None
+        if not self._poller.poll(int(min(seconds, 3600.0) * 1e3) + 1):
+            return None
+        if self._alarm is not None:
+            self._alarm.heard()
+        return self._look()
+
+    def interrupter(self) -> Callable[[], None]:
+        """Return a function for other threads: a `receive` that waits, or waits next, ends."""
+        if self._alarm is None:
+            self._alarm = Alarm()
+            self._poller.register(self._alarm.fileno(), zmq.POLLIN)
+            self._only = None  # a wait at one socket hears nothing else
+        return self._alarm.ring
 
     def close(self, linger: float = 0.0) -> None:
         """Close every connection, ``linger`` seconds later if frames still leave.
@@ -212,6 +227,8 @@ class ZeroMQCarrier:
         if self._context.closed:
             return
         self._admission.close()
+        if self._alarm is not None:
+            self._alarm.close()
         for socket in self._sockets.values():
             socket.close(linger=round(1e3 * linger))
         ending = threading.Thread(target=self._context.term, name="wingbeat-closing", daemon=True)
