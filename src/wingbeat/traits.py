@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 WHOLE = "whole all-reduces"
-"""Each bucket's sum reaches every worker in one operation."""
+"""Under backward, so that gradients are whole on every worker when it returns."""
+
+ONCE = "sums in one operation"
+"""Each bucket's sum is made and spread by one operation, which any exchange has."""
+
+LATE = "sums that come after backward"
+"""A bucket's sum may still be on its way when the next forward begins."""
+
+KEPT = "sums that are kept until they are pulled"
+"""Somebody else than the workers has them."""
 
 HALVES = "all-reduces in two halves"
 """Reduce-scatter and all-gather are apart, and between them each worker owns blocks of the sum."""

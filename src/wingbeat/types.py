@@ -225,12 +225,38 @@ class Merging:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How gradients go to servers and sums come back (Geryon, sections III and IV).
+
+    Attributes:
+        count: how many servers; 0 for one on each host.
+        whole: whether each bucket is placed on one server, in place of a shard on each.
+        slice: the most elements in a slice; 0: shards are not cut.
+        thresholds: levels of urgency that divide the classes of flows, falling; none: one class.
+        pushes: whether gradients are pushed in the classes in which their sums come back, and not
+            all in the last.
+        order: in which order a sender sends, of `wingbeat.servers.outbox.Order`.
+        shuffled: whether sums are pulled in a random order.
+        encrypted: whether messages are.
+    """
+
+    count: int = 0
+    whole: bool = False
+    slice: int = 1 << 20
+    thresholds: tuple[float, ...] = (0.5,)
+    pushes: bool = False
+    order: str = "ready"
+    shuffled: bool = False
+    encrypted: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """A strategy's answers, as the engine wants them.
 
-    ``schedule`` is ``"wfbp"`` (whole all-reduce under backward) or ``"dear"`` (split in two);
-    ``wire`` is the dtype that gradients have on the links, empty for their own, or a codec;
-    ``shard_optimizer`` updates each parameter on one worker only.
+    ``schedule`` is a name of `wingbeat.schedules.BY_NAME`; gradients go along ``topology``, or to
+    servers if there are ``servers``; ``wire`` is the dtype that gradients have on the links, empty
+    for their own, or a codec; ``shard_optimizer`` updates each parameter on one worker only.
     """
 
     schedule: str
@@ -240,3 +266,4 @@ class Choices:
     merging: Merging | None = None
     wire: str | Coded = ""
     shard_optimizer: bool = False
+    servers: Serving | None = None

@@ -99,15 +99,15 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
     [
         (
             {"update": "sharded"},
-            "Sharded() needs all-reduces in two halves, and schedule WaitFree() has whole "
-            "all-reduces; allowed: Decoupled(), which DeAR has",
+            "Sharded() needs all-reduces in two halves, which none of FixedBuckets(), Ring(), "
+            "WaitFree() has; allowed: schedule=Decoupled(), which DeAR has",
         ),
-        ({"update": "deferred"}, "Deferred() needs all-reduces in two halves"),
+        ({"update": "deferred"}, "Deferred() needs sums that come after backward"),
         ({"schedule": "dear", "update": "whole"}, "Whole() needs whole all-reduces"),
         (
             {"schedule": "dear", "wire": TopK(momentum=0.9)},
-            "TopK(momentum=0.9) needs whole all-reduces, and schedule Decoupled() has all-reduces "
-            "in two halves; allowed: WaitFree(), which AllReduce has",
+            "TopK(momentum=0.9) needs whole all-reduces, which none of FixedBuckets(), Ring(), "
+            "Decoupled(), Deferred() has; allowed: schedule=WaitFree(), which AllReduce has",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from wingbeat.transport.gloo_groups import GlooGroups, _Board
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
 from wingbeat.transport.meeting import NotMet, room_of
-from wingbeat.transport.store import TorchStore
+from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from wingbeat import schedules
-from wingbeat.collectives import Collectives, Handle
+from wingbeat.collectives import Collectives
 from wingbeat.control.drift import Drift
 from wingbeat.control.rules import RULES
 from wingbeat.costs import Workload
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucket import Slot
+from wingbeat.gradients.bucket import Slot, UnderWay
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.gradients.compression import Compression
 from wingbeat.observe.log import log
@@ -64,10 +64,11 @@ class LayerMerging:
         self._bucketing = bucketing
         self._collectives = collectives
         self._device = bucketing.device
-        self._halves = not schedules.BY_NAME[choices.schedule].whole_after_backward
+        self._halves = choices.schedule == "dear"
         # Collectives of a library for GPUs tell nobody when they are done.
         native = self._device.type in collectives.world.native_on
-        self._goes_on = self._halves and not native
+        later = not schedules.BY_NAME[choices.schedule].whole_after_backward
+        self._goes_on = later and not native
         self._drift = Drift(rule.steps, rule.drift)
         self._began = 0.0
         self._ends: list[float] = []
@@ -144,7 +145,7 @@ class LayerMerging:
         if self._drift.watching:
             self._times.end()
 
-    def launched(self, last: Handle | None) -> None:
+    def launched(self, last: UnderWay | None) -> None:
         """All exchanges of a backward have been started; ``last`` is that of the last bucket."""
         if self._goes_on and last is not None:
             began, self._began = self._began, 0.0  # the next backward may begin before that

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.schedules.events import Operation
 from wingbeat.wires import TopK
 
 if TYPE_CHECKING:
+    from wingbeat.collectives import Handle
     from wingbeat.gradients.bucket import Bucket
     from wingbeat.gradients.compression import Compression
     from wingbeat.types import Span
@@ -20,6 +22,9 @@ class CollectiveExchange:
     def __init__(self, collectives: Collectives, compression: Compression) -> None:
         self._collectives = collectives
         self._compression = compression
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
+        """Any buckets will do."""
 
     def owned(self, bucket: Bucket) -> Span:
         """Return the elements of the buffer that a reduce-scatter leaves whole here."""
@@ -40,7 +45,7 @@ class CollectiveExchange:
         if operation is Operation.REDUCE_SCATTER:
             bucket.handle = begin.reduce_scatter(bucket.flat, bucket=number, wire=wire)
         elif operation is Operation.ALL_GATHER:
-            after = bucket.handle if chained else None
+            after = cast("Handle | None", bucket.handle) if chained else None
             bucket.handle = begin.all_gather(bucket.flat, bucket=number, after=after, wire=wire)
         elif operation is Operation.ALL_GATHER_PARAMETERS:
             bucket.handle = begin.all_gather(bucket.flat, bucket=number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from wingbeat.schedules.events import Operation
@@ -24,6 +25,13 @@ class Exchange(Protocol):
 
         Raises:
             PeerError: an earlier exchange failed, so that the workers are no longer in step.
+        """
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
+        """From now on there are these buckets; ``forward``: in the order in which it needs them.
+
+        Raises:
+            UsageError: the exchange cannot carry one of them.
         """
 
     def owned(self, bucket: Bucket) -> Span:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from wingbeat.gradients.convert import check_kind
 
 if TYPE_CHECKING:
-    from wingbeat.collectives import Handle, WireFormat
+    from wingbeat.collectives import WireFormat
 
 TURNS = 4
 """Steps are counted modulo this in the buckets: workers that disagree are found at once."""
@@ -102,6 +102,26 @@ class Slot:
         return True
 
 
+class UnderWay(Protocol):
+    """What is under way on a bucket's buffer."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, without waiting."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Have it called once, when this is done or has failed."""
+
+    def wait(self) -> None:
+        """Block until it is done, and nothing reads or writes the buffer any more.
+
+        Raises:
+            PeerError: somebody failed or was silent for too long; names who.
+        """
+
+    def wait_received(self) -> None:
+        """Block until the result can be read; raises as `wait`."""
+
+
 class Bucket:
     """Parameters of one dtype and device, whose gradients travel in one flat buffer.
 
@@ -136,7 +156,7 @@ class Bucket:
             tail[len(slots) :] = 0
             if turn < TURNS:
                 tail[len(slots) + turn] = 1
-        self.handle: Handle | None = None
+        self.handle: UnderWay | None = None
         self.wire: WireFormat | None = None
         self.due = False
         self.missing = len(slots)

@@ -7,6 +7,7 @@ Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())
 
 from __future__ import annotations
 
+from wingbeat.parts.exchange import Servers
 from wingbeat.parts.plan import (
     Elements,
     FixedBuckets,
@@ -17,7 +18,7 @@ from wingbeat.parts.plan import (
     PlanPart,
     TunedBuckets,
 )
-from wingbeat.parts.schedule import Decoupled, SchedulePart, WaitFree
+from wingbeat.parts.schedule import Decoupled, SchedulePart, Served, WaitFree
 from wingbeat.parts.update import Deferred, Sharded, UpdatePart, Whole
 from wingbeat.topologies import Doubling, Mesh, Ring
 from wingbeat.traits import Part, Traits
@@ -40,6 +41,8 @@ __all__ = [
     "PlanPart",
     "Ring",
     "SchedulePart",
+    "Served",
+    "Servers",
     "Sharded",
     "Sketch",
     "TopK",

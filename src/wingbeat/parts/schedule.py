@@ -11,14 +11,16 @@ from typing import ClassVar
 
 from wingbeat.parts.update import Deferred, UpdatePart, Whole
 from wingbeat.settings import Named, Settings
-from wingbeat.traits import HALVES, WHOLE, Part
+from wingbeat.traits import HALVES, KEPT, LATE, ONCE, WHOLE, Part
+
+PULLS = ("ready", "start")
 
 
 class SchedulePart(Part, Settings):
     """When buckets travel; a subclass is a frozen dataclass.
 
     Attributes:
-        name: of the state machine in `wingbeat.schedules.BY_NAME`.
+        name: what it is called where strategies are spelled.
         bound: which of `wingbeat.bench.bound.BOUNDS` says how short an iteration can be.
         update: who applies the optimizer, unless a strategy says otherwise.
         of: the preset that it is known from.
@@ -29,6 +31,11 @@ class SchedulePart(Part, Settings):
     update: ClassVar[UpdatePart]
     of: ClassVar[str]
 
+    @property
+    def machine(self) -> str:
+        """The state machine in `wingbeat.schedules.BY_NAME`."""
+        return self.name
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class WaitFree(SchedulePart):
@@ -38,7 +45,7 @@ class WaitFree(SchedulePart):
     bound: ClassVar[str] = "whole"
     update: ClassVar[UpdatePart] = Whole()
     of: ClassVar[str] = "AllReduce"
-    has: ClassVar[frozenset[str]] = frozenset({WHOLE})
+    has: ClassVar[frozenset[str]] = frozenset({WHOLE, ONCE})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -49,9 +56,45 @@ class Decoupled(SchedulePart):
     bound: ClassVar[str] = "halves"
     update: ClassVar[UpdatePart] = Deferred()
     of: ClassVar[str] = "DeAR"
-    has: ClassVar[frozenset[str]] = frozenset({HALVES})
+    has: ClassVar[frozenset[str]] = frozenset({HALVES, LATE})
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Served(SchedulePart):
+    """Pushed under backward, waited for when the next forward needs it (Geryon, section II).
+
+    Args:
+        pull: when a sum comes back: ``"ready"``, as soon as it is complete; or ``"start"``, asked
+            for when the next iteration starts, as in the paper's Eqs. 1 to 5.
+
+    Raises:
+        UsageError: another name.
+    """
+
+    name: ClassVar[str] = "served"
+    bound: ClassVar[str] = "late"
+    update: ClassVar[UpdatePart] = Deferred()
+    of: ClassVar[str] = "Geryon"
+    has: ClassVar[frozenset[str]] = frozenset({ONCE, LATE})
+
+    pull: str = "ready"
+
+    def __post_init__(self) -> None:
+        self.check_name("pull", PULLS)
+
+    @property
+    def machine(self) -> str:
+        """The state machine in `wingbeat.schedules.BY_NAME`."""
+        return "served" if self.pull == "ready" else "served_at_start"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Who keeps the sums until they are pulled."""
+        return frozenset() if self.pull == "ready" else frozenset({KEPT})
 
 
 BY_NAME: Mapping[str, Named[SchedulePart]] = {
-    part.name: Named(part) for part in (WaitFree, Decoupled)
+    WaitFree.name: Named(WaitFree),
+    Decoupled.name: Named(Decoupled),
+    Served.name: Named(Served, "pull", str),
 }

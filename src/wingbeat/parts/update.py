@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from wingbeat.settings import Named, Settings
-from wingbeat.traits import HALVES, WHOLE, Part
+from wingbeat.traits import HALVES, LATE, WHOLE, Part
 
 
 class UpdatePart(Part, Settings):
@@ -40,8 +40,8 @@ class Deferred(UpdatePart):
 
     @property
     def needs(self) -> frozenset[str]:
-        """An all-gather that goes on while the next forward has begun."""
-        return frozenset({HALVES})
+        """Sums that still come while the next forward has begun."""
+        return frozenset({LATE})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

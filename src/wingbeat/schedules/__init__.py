@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from wingbeat.schedules.dear import Dear
 from wingbeat.schedules.events import Schedule
+from wingbeat.schedules.served import Served, ServedAtStart
 from wingbeat.schedules.sharded import ShardedDear
 from wingbeat.schedules.wfbp import Wfbp
 
-__all__ = ["BY_NAME", "Dear", "ShardedDear", "Wfbp"]
+__all__ = ["BY_NAME", "Dear", "Served", "ServedAtStart", "ShardedDear", "Wfbp"]
 
-BY_NAME: dict[str, type[Schedule]] = {"wfbp": Wfbp, "dear": Dear, "sharded": ShardedDear}
+BY_NAME: dict[str, type[Schedule]] = {
+    "wfbp": Wfbp,
+    "dear": Dear,
+    "sharded": ShardedDear,
+    "served": Served,
+    "served_at_start": ServedAtStart,
+}
 """Each is made once for a run."""

@@ -21,6 +21,10 @@ class Operation(enum.Enum):
     ALL_GATHER = "all_gather"
     ALL_GATHER_PARAMETERS = "all_gather_parameters"
     """Of what each worker has updated, in place of its gradients."""
+    PUSH = "push"
+    """To the servers, who keep the sum."""
+    PULL = "pull"
+    """Of the sum that the servers keep."""
 
 
 class Phase(enum.Enum):
@@ -30,6 +34,8 @@ class Phase(enum.Enum):
     """Nowhere: used up, dropped, or not made yet."""
     REDUCED = enum.auto()
     """Each worker has (or will have) the sum of its own blocks."""
+    UNDER_WAY = enum.auto()
+    """On their way: all of them will be on each worker."""
     WHOLE = enum.auto()
     """Everywhere: all of them on each worker."""
     LOST = enum.auto()

@@ -8,22 +8,25 @@ from typing import Any, TypeVar, cast
 
 from wingbeat import topologies, wires
 from wingbeat.errors import UsageError
+from wingbeat.parts import exchange as exchanges
 from wingbeat.parts import plan as plans
 from wingbeat.parts import schedule as schedules
 from wingbeat.parts import update as updates
+from wingbeat.parts.exchange import Servers
 from wingbeat.parts.plan import PlanPart
 from wingbeat.parts.schedule import SchedulePart
 from wingbeat.parts.update import UpdatePart
 from wingbeat.settings import Named, Settings, named
 from wingbeat.topologies import Topology
-from wingbeat.traits import HALVES, WHOLE, Part, Traits
+from wingbeat.traits import HALVES, ONCE, Part, Traits
 from wingbeat.types import Choices
 from wingbeat.wires import CodecPart, Wire
 
-P = TypeVar("P", bound=Part)
+T = TypeVar("T")
 
-_TOPOLOGIES: Mapping[str, Named[Topology]] = {
-    name: Named(type(topology)) for name, topology in topologies.BY_NAME.items()
+_EXCHANGES: Mapping[str, Named[Topology | Servers]] = {
+    **{name: Named(type(topology)) for name, topology in topologies.BY_NAME.items()},
+    **exchanges.BY_NAME,
 }
 
 
@@ -37,7 +40,7 @@ class Strategy(Settings):
     Args:
         plan: which tensors travel together.
         wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
-        exchange: along which links.
+        exchange: along which links: a topology, or `wingbeat.parts.Servers`.
         schedule: when, relative to forward and backward.
         update: who applies the optimizer; empty: as the schedule has it.
 
@@ -47,7 +50,7 @@ class Strategy(Settings):
 
     plan: PlanPart | str = "fixed"
     wire: Wire = "fp32"
-    exchange: Topology | str = "ring"
+    exchange: Topology | Servers | str = "ring"
     schedule: SchedulePart | str = "wfbp"
     update: UpdatePart | str = ""
 
@@ -56,7 +59,7 @@ class Strategy(Settings):
         found: dict[str, Any] = {
             "plan": _part("plan", self.plan, PlanPart, plans.BY_NAME),
             "wire": self.wire if self.wire in wires.DTYPES else wires.of(self.wire),
-            "exchange": _part("exchange", self.exchange, Topology, _TOPOLOGIES),
+            "exchange": _part("exchange", self.exchange, (Topology, Servers), _EXCHANGES),
             "schedule": schedule,
         }
         if self.update != "":
@@ -66,8 +69,11 @@ class Strategy(Settings):
             found["update"] = "" if update == schedule.update else update
         for key, part in found.items():
             object.__setattr__(self, key, part)
-        topologies.name_of(found["exchange"])
-        _check_needs(self._parts(), schedule)
+        if isinstance(self.exchange, Servers):
+            _check_served(self)
+        else:
+            topologies.name_of(found["exchange"])
+        _check_needs(self._parts())
 
     def __repr__(self) -> str:
         usual = Strategy()
@@ -97,15 +103,18 @@ class Strategy(Settings):
             bound=schedule.bound,
             halves=HALVES in schedule.has,
             in_parts=self._update.in_parts,
-            gathered=codec is not None and codec.gathers and WHOLE in schedule.has,
+            gathered=codec is not None and codec.gathers and ONCE in schedule.has,
         )
 
     def choices(self) -> Choices:
         """Return the answers to the five questions of the design, for the engine."""
         plan, schedule = cast(PlanPart, self.plan), cast(SchedulePart, self.schedule)
+        exchange = self.exchange
+        served = exchange.serving() if isinstance(exchange, Servers) else None
         return Choices(
-            schedule=schedule.name,
-            topology=topologies.name_of(cast(Topology, self.exchange)),
+            schedule=schedule.machine,
+            topology="ring" if served else topologies.name_of(cast(Topology, exchange)),
+            servers=served,
             fusion=plan.fusion(),
             tuning=plan.tuning(),
             merging=plan.merging(),
@@ -122,14 +131,14 @@ class Strategy(Settings):
         return replace(self, plan=cast(PlanPart, self.plan).scaled(factor))
 
 
-def _part(question: str, value: Any, kind: Any, by_name: Mapping[str, Named[P]]) -> P:
+def _part(question: str, value: Any, kind: Any, by_name: Mapping[str, Named[T]]) -> T:
     """Return the part that is meant, given itself or by name.
 
     Raises:
         UsageError: it is neither.
     """
     if isinstance(value, kind):
-        part: P = value
+        part: T = value
         return part
     if isinstance(value, str):
         return named(question, value, by_name)
@@ -141,14 +150,32 @@ def _part(question: str, value: Any, kind: Any, by_name: Mapping[str, Named[P]])
     )
 
 
-def _check_needs(parts: list[Part], schedule: SchedulePart) -> None:
+def _check_needs(parts: list[Part]) -> None:
     """Raise a `UsageError` unless every part has in another what it needs."""
     offered = frozenset().union(*(part.has for part in parts))
     for part in parts:
         for need in sorted(part.needs - offered):
             fit = [entry.make() for entry in schedules.BY_NAME.values()]
-            having = [f"{one!r}, which {one.of} has" for one in fit if need in one.has]
+            having = [f"schedule={one!r}, which {one.of} has" for one in fit if need in one.has]
+            if need in Servers.has:
+                having.append("exchange=Servers()")
+            others = ", ".join(repr(other) for other in parts if other is not part)
             raise UsageError(
-                f"{part!r} needs {need}, and schedule {schedule!r} has "
-                f"{', '.join(sorted(schedule.has)) or 'none'}; allowed: {'; '.join(having)}"
+                f"{part!r} needs {need}, which none of {others} has; allowed: {'; '.join(having)}"
             )
+
+
+def _check_served(strategy: Strategy) -> None:
+    """Raise a `UsageError` for what servers cannot do."""
+    if wires.of(strategy.wire):
+        raise UsageError(
+            f"Strategy(exchange={strategy.exchange!r}, wire={strategy.wire!r}): servers sum "
+            'gradients as they are; allowed: wire="fp32", or a topology as the exchange'
+        )
+    plan = cast(PlanPart, strategy.plan)
+    if plan.merging() is not None:
+        raise UsageError(
+            f"Strategy(exchange={strategy.exchange!r}, plan={plan!r}): layers are merged by what "
+            "collectives cost, and servers are none; allowed: another plan, such as "
+            "FixedBuckets(), or a topology as the exchange"
+        )

@@ -137,6 +137,7 @@ class Engine(Intake):
             frozenset(slot.index for slot in bucket.slots if owns(slot.param))
             for bucket in self.buckets
         )
+        self.runtime.exchange.planned(self.buckets, self.forward_buckets)
         forward = tuple(bucket.index for bucket in self.forward_buckets)
         self.tell(Planned(forward, tuple(members)))
         self.update.planned()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from wingbeat import schedules
 from wingbeat.exchanges.collective import CollectiveExchange
+from wingbeat.exchanges.exchange import Exchange
+from wingbeat.exchanges.servers import ServerExchange
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.pending import Gatherer
 from wingbeat.gradients.views import HiddenGradients, ShownGradients, Views
@@ -33,13 +35,21 @@ def runtime_of(
         views = HiddenGradients(training.bucketing, gatherer)
     return Runtime(
         schedule,
-        CollectiveExchange(training.collectives, compression),
+        _exchange_of(choices, training, compression),
         training.bucketing,
         views,
         _update_of(choices, training, schedule, views, compression),
         Agreement(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
+
+
+def _exchange_of(choices: Choices, training: Training, compression: Compression) -> Exchange:
+    collectives = training.collectives
+    if choices.servers is None or collectives.world.size == 1:
+        return CollectiveExchange(collectives, compression)
+    nbytes = sum(spec.nbytes for spec in training.bucketing.specs)
+    return ServerExchange(collectives.world, choices.servers, nbytes)
 
 
 def _schedule_of(choices: Choices, workers: int) -> Schedule:

@@ -23,8 +23,8 @@ from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link, Pending
 from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
-from wingbeat.transport.store import SharedStore, TorchStore, read
 from wingbeat.transport.text import first_line
+from wingbeat.transport.torch_store import SharedStore, TorchStore, read
 from wingbeat.types import Group
 
 _SOONEST_S, _LATER_S, _LATEST_S = 0.0001, 0.01, 0.1

@@ -186,6 +186,7 @@ def worlds_on(
             timeout=timeout,
             store=board,
             make_links=functools.partial(_group_links, board, rank, names),
+            threads=True,
         )
         for rank in range(size)
     ]

@@ -25,8 +25,8 @@ from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.gloo_groups import GlooGroups
 from wingbeat.transport.native import nccl_group
 from wingbeat.transport.speed import measure_weights
-from wingbeat.transport.store import TorchStore
 from wingbeat.transport.text import first_line
+from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
 DEFAULT_TIMEOUT = 300.0

@@ -42,6 +42,7 @@ class World:
             ``size`` count its members alone, and `ranks` has their numbers among all.
         group_store: returns a way to the store that groups have for themselves, so that none waits
             for what others ask it; None where all ask by the same.
+        threads: whether the workers are threads of one process.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class World:
     make_links: Callable[[Group, float], tuple[Link, ...]] | None = None
     group: Group | None = None
     group_store: Callable[[], Store] | None = None
+    threads: bool = False
     _native: NativeGroup | None = None
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
@@ -69,6 +71,11 @@ class World:
     def ranks(self) -> tuple[int, ...]:
         """The number of each of these workers among all: what messages call them."""
         return tuple(range(self.size)) if self.group is None else self.group.ranks
+
+    @property
+    def path(self) -> str:
+        """What keeps apart what is exchanged here from what other worlds of this job exchange."""
+        return f"{self._name}{self._exchanges}"
 
     def open_group(self, group: Group) -> World:
         """Make a world of the group's members alone; only they call it, and it waits for nobody.
@@ -145,6 +152,8 @@ class World:
             self.make_native,
             self.native_on,
             number,
+            group_store=self.group_store,
+            threads=self.threads,
             _name=f"{self._name}{self._exchanges}.",
         )
         self._inner.add(inner)

@@ -1,6 +1,7 @@
-"""DeAR's updates: each bucket's is made when somebody is about to read its parameters.
+"""Deferred updates: each bucket's is made when somebody is about to read its parameters.
 
-What starts when is the schedule's (`wingbeat.schedules.dear`, section III-B of the paper).
+What starts when is the schedule's (`wingbeat.schedules.dear`, section III-B of the paper, and
+`wingbeat.schedules.served`).
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class DeferredUpdate(WholeUpdate):
             return self._step_whole(host, closure)
         loss = evaluated(closure)
         host.recover()
-        slots, reduced = training.bucketing.slots, host.phase is Phase.REDUCED
-        if not reduced or replaced(slots, training.stepper.owns):
+        slots = training.bucketing.slots
+        coming = host.phase in (Phase.REDUCED, Phase.UNDER_WAY)
+        if not coming or replaced(slots, training.stepper.owns):
             self._step_whole(host, None)
             return loss
         self._made += 1

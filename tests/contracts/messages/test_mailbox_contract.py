@@ -318,7 +318,7 @@ def test_interfaces_are_numbered(maker: Callable[..., list[Mailbox]]) -> None:
     assert a.interfaces(1) == (0,)
 
 
-def test_a_thread_that_serves_is_interrupted_by_another(
+def test_who_serves_is_interrupted_by_another_thread(
     maker: Callable[..., list[Mailbox]],
 ) -> None:
     a, _ = maker()
@@ -342,7 +342,7 @@ def test_an_interruption_before_the_wait_ends_it_too(maker: Callable[..., list[M
     assert time.monotonic() < begin + PATIENCE / 2
 
 
-def test_who_serves_takes_messages_and_sees_who_has_left(
+def test_who_serves_sees_messages_and_who_has_left(
     maker: Callable[..., list[Mailbox]],
 ) -> None:
     a, b = maker()
@@ -351,9 +351,11 @@ def test_who_serves_takes_messages_and_sees_who_has_left(
     begin = time.monotonic()
     while (message := a.next(1.0)) is None and time.monotonic() < begin + PATIENCE:
         pass
-    assert message is not None and (message.peer, message.kind) == (1, 7)
+    assert message is not None
+    assert (message.peer, message.kind) == (1, 7)
     in_threads(b.close, lambda: until_left(a, 1))
-    assert a.left == {1} and not a.lost
+    assert a.left == {1}
+    assert not a.lost
 
 
 def until_left(box: Mailbox, peer: int) -> None:

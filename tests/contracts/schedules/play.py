@@ -37,6 +37,7 @@ from wingbeat.schedules.intents import Answer, Intent
 
 RS, AG = Operation.REDUCE_SCATTER, Operation.ALL_GATHER
 AR, AP = Operation.ALL_REDUCE, Operation.ALL_GATHER_PARAMETERS
+PUSH, PULL = Operation.PUSH, Operation.PULL
 Said = tuple[Intent, frozenset[int]]
 
 
@@ -44,7 +45,7 @@ class Worker:
     """Performs commands, checks that each makes sense, and pauses where it hears the others.
 
     Attributes:
-        started: the operations on buckets, in order.
+        started: the operations on buckets that all workers start, in order.
         told: all commands.
         updated: what this worker has updated of each bucket since the last backward.
         shared: how often settings were shared, which takes all workers.
@@ -94,10 +95,11 @@ class Worker:
                 self._check_start(operation, bucket, chained)
                 self._last[bucket] = operation
                 self._waited.discard(bucket)
-                self.started.append((operation, bucket))
+                if operation is not PULL:  # which each worker does for itself
+                    self.started.append((operation, bucket))
             case Wait(bucket, whole):
                 last = self._last.get(bucket)
-                assert not whole or last in (None, AG, AR), "others lack parts of it"
+                assert not whole or last in (None, AG, AR, PULL), "others lack parts of it"
                 self._waited.add(bucket)
             case _:
                 self._update(command)
@@ -105,7 +107,9 @@ class Worker:
     def _check_start(self, operation: Operation, bucket: int, chained: bool) -> None:
         assert bucket not in self.due, "its buffer holds what is due"
         assert chained == (operation is AG)
-        if operation in (RS, AR):
+        if operation is PULL:
+            assert self._last[bucket] is PUSH, "there is nothing to pull"
+        elif operation in (RS, AR, PUSH):
             self._placed.discard(bucket)
         elif operation is AG:
             assert self._last[bucket] is RS, "there is nothing to gather"
@@ -126,7 +130,7 @@ class Worker:
                 assert any(number == bucket for number, _ in self.updated), "not updated yet"
                 self._placed.add(bucket)
             case Defer(bucket, used):
-                assert self._last[bucket] in (AG, AP)
+                assert self._last[bucket] in (AG, AP, AR, PULL)
                 assert bucket not in self.due
                 self.due[bucket] = used
             case Update(bucket):
@@ -136,7 +140,7 @@ class Worker:
                 assert spent is not None or self.schedule.phase is not Phase.IDLE
             case Step():
                 assert not self.due, "an older update would come after this one"
-                assert all(last in (AG, AR) for last in self._last.values())
+                assert all(last in (AG, AR, PULL) for last in self._last.values())
 
 
 def together(workers: Sequence[Worker], histories: Sequence[Iterable[Event]]) -> list[Answer]:

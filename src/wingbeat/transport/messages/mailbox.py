@@ -89,6 +89,11 @@ class Mailbox:
         return self._routes.peers
 
     @property
+    def largest(self) -> int:
+        """Bytes of the largest payload that can be posted."""
+        return self._endpoint.limits.message
+
+    @property
     def refused(self) -> Counter[str]:
         """How many frames were dropped, by the reason; see docs/how-to/messages.md."""
         return self._endpoint.refused

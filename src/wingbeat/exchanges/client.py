@@ -1,0 +1,312 @@
+"""A worker's side of the servers: a thread that pushes slices and takes in their sums."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from wingbeat.collectives.callbacks import run_callback
+from wingbeat.errors import PeerError
+from wingbeat.servers.outbox import Flow, Order, Outbox
+from wingbeat.servers.protocol import TEXT, Ids, Kind
+from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.mailbox import Mailbox
+
+_LOOK_S = 0.1
+"""Seconds between two looks at whether something is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A slice as one request has it.
+
+    Attributes:
+        server: the number of its mailbox.
+        ids: which slice of which plan and round, and how its sum is to come.
+        memory: its gradients, where the sum is put.
+        urgency: the class in which the gradients are pushed, 0 the most urgent.
+        position: its place in the order of forward.
+    """
+
+    server: int
+    ids: Ids
+    memory: memoryview
+    urgency: int
+    position: int
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Slices that were pushed, or pulled, together: what a `Handle` is to whoever waits.
+
+    Attributes:
+        kind: push, store or pull.
+        dtype: of the elements.
+        parts: the slices.
+    """
+
+    kind: Kind
+    dtype: str
+    parts: Sequence[Part]
+    what: str
+    missing: int = 0
+    since: float = 0.0
+    error: PeerError | None = None
+    posted: list[Posted] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _callbacks: list[Callable[[Request], None]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, without waiting."""
+        return self._over.is_set()
+
+    def add_done_callback(self, callback: Callable[[Request], None]) -> None:
+        """Have ``callback(request)`` called once, when it is done or has failed."""
+        with self._lock:
+            if not self._over.is_set():
+                self._callbacks.append(callback)
+                return
+        run_callback(lambda: callback(self))
+
+    def wait(self) -> None:
+        """Block until all sums are in the buffer, or all that was stored has arrived.
+
+        Raises:
+            PeerError: a server or a worker failed; names it.
+        """
+        # The thread that serves has the deadlines, and ends every request.
+        self._over.wait()
+        if self.error is not None:
+            raise PeerError(str(self.error))
+
+    wait_received = wait
+
+    def end(self, error: PeerError | None = None) -> None:
+        """Let whoever waits go on; for the thread that serves."""
+        with self._lock:
+            self.error = error
+            self._over.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            run_callback(functools.partial(callback, self))
+
+
+_Wanted: TypeAlias = "dict[tuple[int, int, int], tuple[Request, Part]]"
+
+
+class Client:
+    """Pushes and pulls slices for one worker, in a thread of its own.
+
+    Args:
+        mailbox: joins this worker to the servers; used by that thread alone.
+        servers: the numbers of their mailboxes, in the order of their own.
+        me: what messages call this worker.
+        name: what messages call the process of a number.
+        timeout: seconds that a sum may take.
+        order: in which order slices are pushed that are ready at the same time.
+        watch: says which server's process has ended, and how, if one has.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        servers: Sequence[int],
+        *,
+        me: str,
+        name: Callable[[int], str],
+        timeout: float,
+        order: Order = Order.READY,
+        watch: Callable[[], str | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._mailbox = mailbox
+        self._servers = tuple(servers)
+        self._me, self._name = me, name
+        self._timeout = timeout
+        self._watch = watch
+        self._clock = clock
+        self._new: deque[Request] = deque()
+        self._outbox: Outbox[tuple[Request, Part]] = Outbox(order)
+        self._wanted: _Wanted = {}
+        self._storing: list[Request] = []
+        self._error: PeerError | None = None
+        self._looked = 0.0
+        self._heard = clock()
+        self._ending = False
+        self._interrupt = mailbox.interrupter()
+        self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
+        self._thread.start()
+
+    def start(self, kind: Kind, dtype: str, parts: Iterable[Part], what: str) -> Request:
+        """Push or pull slices; returns at once.
+
+        Raises:
+            PeerError: a server or a worker has failed before.
+        """
+        before = self._failure()
+        if before is not None:
+            raise PeerError(str(before))
+        request = Request(kind, dtype, tuple(parts), what)
+        self._new.append(request)
+        self._interrupt()
+        error = self._failure()
+        if error is not None:  # meanwhile: the thread may not have seen the request
+            request.end(error)
+        return request
+
+    def _failure(self) -> PeerError | None:
+        return self._error
+
+    def close(self) -> None:
+        """End the thread and leave the servers; what is under way fails. May be called again."""
+        self._ending = True
+        self._interrupt()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._ending and self._error is None:
+                message = self._mailbox.next(_LOOK_S if self._busy else 1.0)
+                self._step(message)
+        except PeerError as error:
+            self._error = error
+        except Exception as error:  # nobody hears it here: whoever waits does
+            self._error = PeerError(f"{self._me}: {type(error).__name__}: {error}")
+        self._end_all()
+        self._leave()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._wanted or self._storing or self._outbox.waiting)
+
+    def _step(self, message: Message | None) -> None:
+        while message is not None:
+            self._take(message)
+            message = self._mailbox.poll()
+        while self._new:
+            self._begin(self._new.popleft())
+        if self._outbox.waiting:
+            self._outbox.flush(self._room, self._post)
+        if self._storing:
+            self._see_stored()
+        now = self._clock()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            self._look_after(now)
+
+    def _begin(self, request: Request) -> None:
+        request.since = self._heard = self._clock()
+        request.missing = len(request.parts)
+        pull = request.kind is Kind.PULL
+        for part in request.parts:
+            if request.kind is not Kind.STORE:
+                self._wanted[part.ids[:3]] = request, part
+            nbytes = LARGEST if pull else LARGEST + len(part.memory)
+            urgency = 0 if pull else part.urgency
+            self._outbox.add(Flow(part.server, urgency), part.position, nbytes, (request, part))
+        if request.kind is Kind.STORE:
+            self._storing.append(request)
+
+    def _room(self, flow: Flow) -> int:
+        return self._mailbox.room(flow.peer, urgency=flow.urgency)
+
+    def _post(self, flow: Flow, item: tuple[Request, Part]) -> Callable[[], bool]:
+        request, part = item
+        pull = request.kind is Kind.PULL
+        posted = self._mailbox.post(
+            flow.peer,
+            request.kind,
+            b"" if pull else part.memory,
+            ids=part.ids,
+            dtype="" if pull else request.dtype,
+            urgency=flow.urgency,
+        )
+        if request.kind is Kind.STORE:
+            request.posted.append(posted)
+        return posted.done
+
+    def _take(self, message: Message) -> None:
+        """Put a sum where it belongs.
+
+        Raises:
+            PeerError: it is none that was asked for, or the server says why there will be none.
+        """
+        server = self._name(message.peer)
+        if message.kind == Kind.FAILED:
+            text = bytes(message.payload[:TEXT]).decode(errors="replace")
+            text = "".join(c if c.isprintable() else "?" for c in text)
+            raise PeerError(f"{self._me}: {server}: {text}")
+        ids = Ids(*message.ids)
+        found = self._wanted.pop(ids[:3], None)
+        if message.kind != Kind.SUM or found is None:
+            raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
+        request, part = found
+        if (
+            part.server != message.peer
+            or message.dtype != request.dtype
+            or len(message.payload) != len(part.memory)
+        ):
+            raise PeerError(
+                f"{self._me}: {server} sent a malformed sum of slice {ids.slice}: "
+                f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
+            )
+        part.memory[:] = message.payload
+        self._heard = self._clock()
+        request.missing -= 1
+        if not request.missing:
+            request.end()
+
+    def _see_stored(self) -> None:
+        for request in list(self._storing):
+            if len(request.posted) == len(request.parts) and all(p.arrived for p in request.posted):
+                self._storing.remove(request)
+                request.end()
+
+    def _look_after(self, now: float) -> None:
+        """Find out who is gone, or late.
+
+        Raises:
+            PeerError: somebody is; names the process.
+        """
+        ended = self._watch()
+        if ended is not None:
+            raise PeerError(f"{self._me}: {ended}")
+        for server, why in self._mailbox.lost.items():
+            raise PeerError(f"{self._me}: {self._name(server)} {why}")
+        if not self._busy:
+            return
+        for server in self._mailbox.left:
+            raise PeerError(f"{self._me}: {self._name(server)} has ended")
+        if now - self._heard > self._timeout:
+            late = sorted({part.server for _, part in self._wanted.values()}) or self._servers
+            what = next(iter(self._wanted.values()))[0].what if self._wanted else "gradients"
+            raise PeerError(
+                f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
+                f"{self._timeout:g} s"
+            )
+
+    def _end_all(self) -> None:
+        error = self._error or PeerError(f"{self._me}: the servers were left")
+        self._error = error
+        pending = {id(r): r for r in self._storing}
+        pending.update({id(r): r for r, _ in self._wanted.values()})
+        pending.update({id(r): r for r in self._new})
+        for request in pending.values():
+            request.end(error)
+
+    def _leave(self) -> None:
+        try:
+            self._mailbox.close(1.0)
+        except PeerError:
+            return  # that is why it leaves

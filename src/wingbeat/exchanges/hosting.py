@@ -1,0 +1,127 @@
+"""Starts a job's servers, next to the workers, and connects this worker to all of them."""
+
+from __future__ import annotations
+
+import json
+
+from wingbeat.errors import PeerError
+from wingbeat.exchanges.client import Client
+from wingbeat.servers.config import ServerConfig, name_of
+from wingbeat.servers.launch import InProcess, InThread, Started
+from wingbeat.servers.outbox import Order
+from wingbeat.transport import interfaces
+from wingbeat.transport.messages import Limits, open_mailbox
+from wingbeat.transport.world import World
+from wingbeat.types import Serving
+
+ROOM_FOR = 4
+"""How many times the gradients' bytes all servers together have room for: two buffers for each
+slice, and buckets that were made anew while sums of the old ones are still under way."""
+
+_SPARE = 64 << 20
+
+
+class Hosting:
+    """This worker's servers, and its way to all of them.
+
+    Args:
+        world: the workers; all make one at the same time.
+        serving: how many servers, and how.
+        nbytes: of all gradients.
+
+    Attributes:
+        count: how many servers there are.
+        classes: how many classes of flows.
+        message: bytes of the largest message.
+        client: pushes and pulls.
+    """
+
+    def __init__(self, world: World, serving: Serving, nbytes: int) -> None:
+        identity = json.dumps(interfaces.local().identity)
+        hosts = placement(world.exchange("server hosts", identity), serving.count)
+        self._world, self._hosts = world, hosts
+        self.count, self.classes = len(hosts), len(serving.thresholds) + 1
+        self.message = Limits().message
+        room = f"servers/{world.path}"
+        store = world.store if world.group_store is None else world.group_store()
+        names = ("lo",) if world.threads else tuple(link.name for link in world.links)
+        start = InThread if world.threads else InProcess
+        self._started: list[Started] = [
+            start(
+                ServerConfig(
+                    room=room,
+                    index=index,
+                    workers=world.size,
+                    hosts=hosts,
+                    interfaces=names,
+                    classes=self.classes,
+                    encrypted=serving.encrypted,
+                    timeout=world.timeout,
+                    most=ROOM_FOR * nbytes + _SPARE,
+                    order=serving.order,
+                ),
+                store,
+            )
+            for index, host in enumerate(hosts)
+            if host == world.rank
+        ]
+        mailbox = open_mailbox(
+            store,
+            world.rank,
+            [self.number(index) for index in range(self.count)],
+            room=room,
+            interfaces=names,
+            classes=self.classes,
+            encrypted=serving.encrypted,
+            limits=Limits(silence=world.timeout),
+            seconds=world.timeout,
+            name=self._name,
+        )
+        self.client = Client(
+            mailbox,
+            [self.number(index) for index in range(self.count)],
+            me=f"rank {world.rank}",
+            name=self._name,
+            timeout=world.timeout,
+            order=Order.URGENT if serving.order == Order.URGENT.value else Order.READY,
+            watch=self._ended,
+        )
+
+    def number(self, server: int) -> int:
+        """Return the number of a server's mailbox."""
+        return self._world.size + server
+
+    def close(self) -> None:
+        """Leave the servers, and wait until those that were started here have ended."""
+        self.client.close()
+        for started in self._started:
+            started.close()
+
+    def _name(self, number: int) -> str:
+        return name_of(number, self._world.size, self._hosts)
+
+    def _ended(self) -> str | None:
+        return next(filter(None, (started.ended() for started in self._started)), None)
+
+
+def placement(identities: list[object], count: int) -> tuple[int, ...]:
+    """Return for each server the rank that starts it: hosts in turn, and on each its ranks in turn.
+
+    Args:
+        identities: by rank, what tells its host from others.
+        count: how many servers; 0 for one on each host.
+
+    Raises:
+        PeerError: an identity that is no text.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        if not isinstance(identity, str):
+            raise PeerError(f"rank {rank} sent a malformed identity of its host")
+        ranks.setdefault(identity, []).append(rank)
+    hosts = list(ranks.values())
+    chosen = []
+    for index in range(count or len(hosts)):
+        turn, host = divmod(index, len(hosts))
+        chosen.append(hosts[host][turn % len(hosts[host])])
+    return tuple(chosen)

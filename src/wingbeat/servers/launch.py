@@ -1,0 +1,114 @@
+"""Servers that a worker starts: each in a process, or in a thread where workers are threads too."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from typing import IO, Protocol
+
+from wingbeat.errors import RendezvousError, WingbeatError
+from wingbeat.servers.config import ServerConfig
+from wingbeat.servers.pipes import answer
+from wingbeat.transport.store import Store
+
+_PATIENCE_S = 10.0
+"""Seconds that a server may take to end after all workers have left."""
+
+
+class Started(Protocol):
+    """A server that this worker has started."""
+
+    def ended(self) -> str | None:
+        """Say how it has ended, if it has."""
+
+    def close(self) -> None:
+        """Wait until it has ended; at last, end it."""
+
+
+class InProcess:
+    """A server in a process of its own.
+
+    Args:
+        config: what it is told.
+        store: where it meets the workers; asked by a thread of its own.
+    """
+
+    def __init__(self, config: ServerConfig, store: Store) -> None:
+        self._config, self._store = config, store
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "wingbeat.servers", config.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._helper = threading.Thread(target=self._help, name="wingbeat-server", daemon=True)
+        self._helper.start()
+
+    def ended(self) -> str | None:
+        """Say how it has ended, if it has."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
+        return f"{self._config.name(self._config.number)} has ended {how}"
+
+    def close(self) -> None:
+        """Wait until it has ended; at last, end it."""
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._helper.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _help(self) -> None:
+        """Let it use the store until it has met everyone."""
+        asks, hears = self._process.stdout, self._process.stdin
+        assert asks is not None
+        assert hears is not None
+        with contextlib.suppress(OSError, ValueError, TimeoutError, RuntimeError):
+            self._answer(asks, hears)
+
+    def _answer(self, asks: IO[str], hears: IO[str]) -> None:
+        for line in asks:
+            text, last = answer(line, self._store)
+            hears.write(text + "\n")
+            hears.flush()
+            if last:
+                return
+
+
+class InThread:
+    """A server in a thread, for workers that are threads themselves. For tests."""
+
+    def __init__(self, config: ServerConfig, store: Store) -> None:
+        self._config, self._store = config, store
+        self._why: str | None = None
+        self._leaving = False
+        self._thread = threading.Thread(target=self._run, name="wingbeat-server", daemon=True)
+        self._thread.start()
+
+    def ended(self) -> str | None:
+        """Say how it has ended, if it has."""
+        return self._why
+
+    def close(self) -> None:
+        """Wait until it has ended; at last, end it."""
+        self._thread.join(_PATIENCE_S)
+        self._leaving = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        me = self._config.name(self._config.number)
+        try:
+            mailbox = self._config.open(self._store)
+            with contextlib.suppress(RendezvousError):
+                self._config.serve(mailbox, lambda: not self._leaving)
+        except WingbeatError as error:
+            self._why = f"{me} has ended: {error}"

@@ -1,0 +1,77 @@
+"""A server's way to the rendezvous store: it asks the worker that started it, by pipes.
+
+A server imports no torch, and the store is torch's. Requests and answers are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import IO, Any
+
+from wingbeat.transport.store import Store
+
+_LOOK_S = 0.02
+
+
+class PipeStore:
+    """`Store` of a server, until it has met everyone.
+
+    Args:
+        asks: where requests are written.
+        hears: where answers come from.
+    """
+
+    def __init__(self, asks: IO[str], hears: IO[str]) -> None:
+        self._asks, self._hears = asks, hears
+
+    def set(self, key: str, value: str) -> None:
+        """Publish ``value`` under ``key``."""
+        self._ask({"set": key, "value": value})
+
+    def get(self, key: str, seconds: float) -> str:
+        """Wait for ``key``.
+
+        Raises:
+            TimeoutError: nobody published it within ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+        while (value := self._ask({"read": key})) is None:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(key)
+            time.sleep(_LOOK_S)
+        return str(value)
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has published ``key``; does not wait."""
+        return self._ask({"read": key}) is not None
+
+    def ready(self) -> None:
+        """Tell the one that has started this process that nothing will be asked any more."""
+        self._ask({"ready": True})
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        self._asks.write(json.dumps(request) + "\n")
+        self._asks.flush()
+        line = self._hears.readline()
+        if not line:
+            raise TimeoutError("the worker that started this server is gone")
+        return json.loads(line)
+
+
+def answer(line: str, store: Store) -> tuple[str, bool]:
+    """Return the answer to a request, and whether it was the last one.
+
+    Raises:
+        ValueError: it is no request.
+    """
+    request = json.loads(line)
+    if not isinstance(request, dict):
+        raise ValueError(line[:80])
+    if "set" in request:
+        store.set(str(request["set"]), str(request["value"]))
+        return "true", False
+    if "read" in request:
+        key = str(request["read"])
+        return json.dumps(store.get(key, 1.0) if store.has(key) else None), False
+    return "true", True

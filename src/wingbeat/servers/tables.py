@@ -1,0 +1,59 @@
+"""Which flow a slice travels in: by how urgent it is, and to whom it goes. Pure.
+
+Geryon (Wang et al., 2020), section IV: ``map_table`` gives a parameter's priority, and is filled by
+urgency where an entry is missing; ``channel_table`` gives the flow of a peer and a priority.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from wingbeat.errors import UsageError
+
+
+def urgency_level(position: int, layers: int) -> float:
+    """Return ``1 - l/L``: how urgent the parameters of layer ``position`` are (section III-C).
+
+    Args:
+        position: the layer's place in the order of forward, 1 to ``layers``.
+        layers: how many there are.
+    """
+    return 1 - position / layers
+
+
+class PriorityTable:
+    """The class of each bucket, 0 the most urgent: the paper's ``map_table``.
+
+    An entry is made when it is first asked for, and all are made anew when thresholds change.
+
+    Args:
+        layers: how many buckets there are.
+        thresholds: falling levels of urgency, one less than there are classes: a bucket that is
+            more urgent than the first has class 0, one that is not more urgent than any the last.
+
+    Raises:
+        UsageError: thresholds that do not fall, or are no levels.
+    """
+
+    def __init__(self, layers: int, thresholds: Sequence[float]) -> None:
+        self._layers = layers
+        self.set(thresholds)
+
+    def set(self, thresholds: Sequence[float]) -> None:
+        """Change the thresholds; the entries are forgotten."""
+        levels = tuple(thresholds)
+        fall = all(a > b for a, b in itertools.pairwise(levels))
+        if not fall or not all(0 <= level <= 1 for level in levels):
+            raise UsageError(f"thresholds={levels!r}: allowed are falling numbers from 1 to 0")
+        self.thresholds = levels
+        self._classes: dict[int, int] = {}
+
+    def __getitem__(self, position: int) -> int:
+        """Return the class of the bucket that forward needs in that place, 0 the first."""
+        found = self._classes.get(position)
+        if found is None:
+            level = urgency_level(position + 1, self._layers)
+            found = sum(level <= threshold for threshold in self.thresholds)
+            self._classes[position] = found
+        return found
