@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from profile_devices import LAMBDA, files
 from profile_networks import InceptionV4, LstmPtb, Yolo
 from torch import Tensor, nn
 
-from wingbeat.paced.profile import Parameter, Profile, ProfiledLayer, encode
+from wingbeat.paced.profile import Parameter, Profile, ProfiledLayer, decode, encode
 
 FOLDER = Path(__file__).resolve().parent.parent / "src" / "wingbeat" / "paced" / "profiles"
 DEVICE = "NVIDIA GeForce RTX 2080 Ti, float32"
@@ -42,10 +43,6 @@ SPLIT = (
     "backward is 2x forward"
 )
 
-LAMBDA = (
-    "Lambda, 'RTX 2080 Ti Deep Learning Benchmarks with TensorFlow' (2019), FP32 training, 1 GPU, "
-    "https://lambdalabs.com/blog/2080-ti-deep-learning-benchmarks"
-)
 RTX2080 = (
     "github.com/ggg17226/rtx2080-dl-benchmark (benchmark-tf.md, tf_cnn_benchmarks, batch 64, "
     "RTX 2080)"
@@ -334,15 +331,24 @@ def main(argv: list[str] | None = None) -> int:
     stale = 0
     for row in (*published(), *from_sibling(), *from_dear(), *from_flops()):
         profile = make(*row)
-        path, text = FOLDER / f"{profile.name}.json", encode(profile)
-        same = path.exists() and path.read_text(encoding="utf-8") == text
-        stale += check and not same
-        if not check:
-            path.write_text(text, encoding="utf-8")
-        state = "ok" if same else ("differs" if check else "written")
-        total = profile.forward_ms + profile.backward_ms
-        print(f"{profile.name:13} {profile.params:11,} {total:9.2f} ms  {state}")
-    return 1 if stale else 0
+        stale += not put(profile.name, encode(profile), check)
+    # After the others, whose throughputs they go by.
+    for name, text in files():
+        stale += not put(name, text, check)
+    return int(check and stale > 0)
+
+
+def put(name: str, text: str, check: bool) -> bool:
+    """Write or check one file and print a line; return whether the file was so already."""
+    path = FOLDER / f"{name}.json"
+    same = path.exists() and path.read_text(encoding="utf-8") == text
+    if not check:
+        path.write_text(text, encoding="utf-8")
+    state = "ok" if same else ("differs" if check else "written")
+    profile = decode(text, where=path.name)
+    total = profile.forward_ms + profile.backward_ms
+    print(f"{profile.name:13} {profile.params:11,} {total:9.2f} ms  {state}")
+    return same
 
 
 if __name__ == "__main__":

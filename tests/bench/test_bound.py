@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from wingbeat.bench.bound import (
     BOUNDS,
-    LayerCosts,
     floor,
     low_rank_bytes,
     seconds_per_byte,
     simple,
 )
 from wingbeat.bench.links import reduce_seconds_per_byte, scaled
+from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat.lab.spec import LabSpec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -27,6 +28,15 @@ PUBLISHED = {
     "bert_large": 336.2,
     "lstm_ptb": 66.03,
 }
+# Known networks at another device's pace: the profile whose layers they have, and samples/s.
+LIKE = {
+    "alexnet_k40": ("alexnet", 697.6),
+    "resnet50_k40": ("resnet50", 71.2),
+    "vgg19_k40": ("vgg19", 279.2 / 8 / 0.946),
+    "vgg19_v100": ("vgg19", 208.8),
+    "yolo_k40": ("yolo", 32.4),
+}
+PUBLISHED |= {name: PUBLISHED[like] for name, (like, _) in LIKE.items()}
 # Parameter tensors as DeAR's table I counts them; OMGS-SGD counts 11 for the LSTM.
 TENSORS = {
     "resnet50": 161,
@@ -54,6 +64,15 @@ TINY = {
             "backward_ms": 14.0,
         }
     ],
+}
+
+
+MINE = {
+    "name": "mine",
+    "like": "vgg16",
+    "device": "my GPU",
+    "samples_per_second": 10.0,
+    "source": "invented for a test",
 }
 
 
@@ -169,6 +188,60 @@ def test_parse_refuses_in_one_line(text: str, parts: list[str]) -> None:
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_another_devices_pace_changes_times_alone(name: str) -> None:
+    like, rate = LIKE[name]
+    here, there = load_profile(name), load_profile(like)
+    assert (here.name, here.batch_size) == (name, there.batch_size)
+    assert here.device != there.device
+    assert here.source != there.source
+    assert here.samples_per_second == pytest.approx(rate, rel=1e-3)
+    factor = there.samples_per_second / here.samples_per_second
+    for mine, other in zip(here.layers, there.layers, strict=True):
+        assert (mine.name, mine.kind, mine.parameters) == (other.name, other.kind, other.parameters)
+        assert mine.forward_ms == pytest.approx(other.forward_ms * factor, rel=1e-4)
+        assert mine.backward_ms == pytest.approx(other.backward_ms * factor, rel=1e-4)
+
+
+def test_the_other_devices_files_are_what_the_generator_makes() -> None:
+    root = Path(__file__).resolve().parents[2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(root / "tools"))
+        made = dict(importlib.import_module("profile_devices").files())
+    assert set(made) == set(LIKE)
+    for name, text in made.items():
+        file = root / "src" / "wingbeat" / "paced" / "profiles" / f"{name}.json"
+        assert file.read_text(encoding="utf-8") == text
+
+
+def test_ones_own_pace_of_a_known_network_loads_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**MINE, "batch_size": 4}), encoding="utf-8")
+    profile = parse(f"paced:{path}")
+    assert (profile.name, profile.device, profile.batch_size) == ("mine", "my GPU", 4)
+    assert profile.forward_ms + profile.backward_ms == pytest.approx(400.0)
+    assert profile.params == load_profile("vgg16").params
+    assert decode(encode(profile), where="here") == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"like": "vgg17"}, "unknown model 'vgg17' in profile my.json: like"),
+        ({"like": 3}, "'like' must be a str"),
+        ({"layers": []}, "both 'like' and 'layers'"),
+        ({"samples_per_second": 0}, "must be > 0"),
+        ({"batch_size": 0}, "must be > 0"),
+        ({"source": None}, "'source' must be a str"),
+        ({"params": 5}, "params is 5 but its layers make"),
+    ],
+)
+def test_a_broken_pace_is_refused_naming_the_field(change: dict[str, object], part: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        decode(json.dumps({**MINE, **change}), where="my.json")
+    assert part in str(caught.value)
 
 
 def test_a_profile_of_ones_own_loads_from_a_file(tmp_path: Path) -> None:

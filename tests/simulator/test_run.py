@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from wingbeat import paced, strategies, topologies
 from wingbeat.bench import bound
+from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
@@ -89,7 +90,7 @@ def test_no_iteration_is_shorter_than_the_bound(layers, kind, workers, gbit) -> 
     )
     links = Links(bytes_per_s=gbit * 125e6, latency_s=0.0)
     made = run(KINDS[kind], model, workers, links=links, work=FREE, iterations=3)
-    rows = [bound.LayerCosts(f, b, 4.0 * n) for f, b, n in layers]
+    rows = [LayerCosts(f, b, 4.0 * n) for f, b, n in layers]
     per_byte = bound.seconds_per_byte([links.bytes_per_s] * workers)
     floor = bound.floor(strategies.parse(KINDS[kind]).traits.bound, rows, per_byte)
     assert floor is not None

@@ -14,16 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from wingbeat.costs import LayerCosts, backward_floor, forward_floor
 from wingbeat.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCosts:
-    """One layer's compute time in seconds and the bytes that its gradients take on the wire."""
-
-    forward_s: float
-    backward_s: float
-    nbytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +87,11 @@ def _compute(layers: Sequence[LayerCosts], _per_byte: float) -> float:
 
 
 def _whole(layers: Sequence[LayerCosts], per_byte: float) -> float:
-    return sum(layer.forward_s for layer in layers) + _backward_floor(layers, 2 * per_byte)
+    return sum(layer.forward_s for layer in layers) + backward_floor(layers, 2 * per_byte)
 
 
 def _halves(layers: Sequence[LayerCosts], per_byte: float) -> float:
-    return _backward_floor(layers, per_byte) + _forward_floor(layers, per_byte)
+    return backward_floor(layers, per_byte) + forward_floor(layers, per_byte)
 
 
 def _simple_whole(layers: Sequence[LayerCosts], per_byte: float) -> float:
@@ -116,32 +108,6 @@ def _sums(layers: Sequence[LayerCosts], per_byte: float) -> tuple[float, float, 
     forward = sum(layer.forward_s for layer in layers)
     backward = sum(layer.backward_s for layer in layers)
     return forward, backward, per_byte * sum(layer.nbytes for layer in layers)
-
-
-def _backward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
-    """Time from the start of backward until the last gradient has arrived.
-
-    One link, jobs with release times: the last busy stretch begins at some layer's release and
-    holds everything released from then on, so the floor is the worst such stretch.
-    """
-    ready = 0.0
-    left = sum(layer.nbytes for layer in layers)
-    worst = 0.0
-    for layer in reversed(layers):
-        ready += layer.backward_s
-        worst = max(worst, ready + left * per_byte)
-        left -= layer.nbytes
-    return worst
-
-
-def _forward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
-    """Time from the first gather until forward ends.
-
-    Seen backwards in time a layer's parameters leave when it has run, the last layer first, which
-    is ``_backward_floor`` with forward's times.
-    """
-    mirrored = [LayerCosts(0.0, layer.forward_s, layer.nbytes) for layer in layers]
-    return _backward_floor(mirrored, per_byte)
 
 
 BOUNDS = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wingbeat import paced
-from wingbeat.bench.bound import LayerCosts
 from wingbeat.bench.contenders import Contender
+from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError, unknown
 
 if TYPE_CHECKING:

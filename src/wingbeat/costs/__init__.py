@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from wingbeat.costs.curve import NOTHING, Curve, Line, Pieces, Sorting, curve_of
 from wingbeat.costs.fit import Fit, best_fit, fit_line, fit_of, fit_sorting
+from wingbeat.costs.layers import LayerCosts, backward_floor, forward_floor
 from wingbeat.costs.workload import Costs, Workload
 
 __all__ = [
@@ -11,13 +12,16 @@ __all__ = [
     "Costs",
     "Curve",
     "Fit",
+    "LayerCosts",
     "Line",
     "Pieces",
     "Sorting",
     "Workload",
+    "backward_floor",
     "best_fit",
     "curve_of",
     "fit_line",
     "fit_of",
     "fit_sorting",
+    "forward_floor",
 ]

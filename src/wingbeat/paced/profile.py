@@ -134,6 +134,28 @@ class Profile:
         )
         return replace(self, layers=layers, scale=self.scale * scale)
 
+    def paced_as(
+        self, name: str, device: str, batch_size: int, samples_per_second: float, source: str
+    ) -> Profile:
+        """Give the network another device's throughput; each layer keeps its share of the time."""
+        factor = 1e3 * batch_size / samples_per_second / (self.forward_ms + self.backward_ms)
+        layers = tuple(
+            replace(
+                layer, forward_ms=layer.forward_ms * factor, backward_ms=layer.backward_ms * factor
+            )
+            for layer in self.layers
+        )
+        return replace(
+            self,
+            name=name,
+            device=device,
+            batch_size=batch_size,
+            samples_per_second=samples_per_second,
+            source=source,
+            split=f"the shares of {self.name}'s profile: {self.split}",
+            layers=layers,
+        )
+
 
 def names() -> tuple[str, ...]:
     """Names of the profiles that come with wingbeat, sorted."""
@@ -195,6 +217,8 @@ def parse(text: str) -> Profile:
 def decode(text: str, *, where: str) -> Profile:
     """Read a profile from JSON text; ``where`` names it in messages.
 
+    A field ``like`` names a profile that comes with wingbeat, whose layers it then has.
+
     Raises:
         UsageError: the text is not JSON, lacks a field, or its totals contradict its layers.
     """
@@ -204,6 +228,10 @@ def decode(text: str, *, where: str) -> Profile:
         raise UsageError(f"profile {where}: not JSON ({error})") from error
     if not isinstance(data, dict):
         raise UsageError(f"profile {where}: must be a JSON object")
+    if "like" in data:
+        profile = _like(data, where)
+        _check(profile, data, where)
+        return profile
     rows = _field(data, "layers", list, where)
     profile = Profile(
         name=_field(data, "name", str, where),
@@ -217,6 +245,25 @@ def decode(text: str, *, where: str) -> Profile:
     )
     _check(profile, data, where)
     return profile
+
+
+def _like(data: Mapping[str, Any], where: str) -> Profile:
+    """A known network at the pace of another device."""
+    other = _field(data, "like", str, where)
+    if other not in names():
+        raise unknown("model", other, names(), where=f"profile {where}: like")
+    for key in ("layers", "shapes_from", "split"):
+        if key in data:
+            raise UsageError(
+                f"profile {where}: has both 'like' and {key!r}, which is {other!r}'s; leave one out"
+            )
+    profile = _bundled(other)
+    batch_size = _field({"batch_size": profile.batch_size, **data}, "batch_size", int, where)
+    rate = _time(data, "samples_per_second", where)
+    if batch_size < 1 or rate <= 0:
+        raise UsageError(f"profile {where}: batch_size and samples_per_second must be > 0")
+    texts = {key: _field(data, key, str, where) for key in ("name", "device", "source")}
+    return profile.paced_as(batch_size=batch_size, samples_per_second=rate, **texts)
 
 
 def encode(profile: Profile) -> str:
