@@ -17,11 +17,17 @@ if TYPE_CHECKING:
     from wingbeat.strategies import MGS as MGS
     from wingbeat.strategies import MGWFBP as MGWFBP
     from wingbeat.strategies import OMGS as OMGS
+    from wingbeat.strategies import P3 as P3
     from wingbeat.strategies import PSGD as PSGD
     from wingbeat.strategies import AllReduce as AllReduce
     from wingbeat.strategies import DeAR as DeAR
+    from wingbeat.strategies import Geryon as Geryon
+    from wingbeat.strategies import ParameterServer as ParameterServer
+    from wingbeat.strategies import PartitionedPS as PartitionedPS
     from wingbeat.strategies import Strategy as Strategy
+    from wingbeat.strategies import TicTac as TicTac
     from wingbeat.strategies import TopKSGD as TopKSGD
+    from wingbeat.strategies import VanillaPS as VanillaPS
     from wingbeat.sync import distribute as distribute
     from wingbeat.sync import flush as flush
     from wingbeat.sync import join as join
@@ -35,6 +41,12 @@ if TYPE_CHECKING:
     from wingbeat.wires import TopK as TopK
 
 _HOME = {
+    "VanillaPS": "wingbeat.strategies",
+    "TicTac": "wingbeat.strategies",
+    "PartitionedPS": "wingbeat.strategies",
+    "ParameterServer": "wingbeat.strategies",
+    "P3": "wingbeat.strategies",
+    "Geryon": "wingbeat.strategies",
     "AllReduce": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
     "Group": "wingbeat.types",
@@ -63,15 +75,21 @@ __all__ = [
     "MGS",
     "MGWFBP",
     "OMGS",
+    "P3",
     "PSGD",
     "AllReduce",
     "DeAR",
+    "Geryon",
     "Group",
     "LowRank",
+    "ParameterServer",
+    "PartitionedPS",
     "Sketch",
     "Strategy",
+    "TicTac",
     "TopK",
     "TopKSGD",
+    "VanillaPS",
     "distribute",
     "flush",
     "init",

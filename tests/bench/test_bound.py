@@ -57,6 +57,22 @@ def test_dear_reduces_in_backward_and_gathers_in_forward(per_byte: float, expect
     assert floor("halves", TWO, per_byte) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("per_byte", "expected"),
+    [
+        # Of both layers: what comes after the second is ready, 7, and 8 for their bytes.
+        (0.1, 7.0 + 8.0),
+        # Computation, and the first layer's 2 * 0.01 * 10.
+        (0.01, 10.2),
+        # The card alone: 2 * 1.0 * 40, and before it the second layer's backward and forward.
+        (1.0, 7.0 + 80.0),
+        (0.0, 10.0),
+    ],
+)
+def test_sums_of_servers_come_until_forward_needs_them(per_byte: float, expected: float) -> None:
+    assert floor("late", TWO, per_byte) == pytest.approx(expected)
+
+
 def test_simple_dear_is_the_denominator_of_equation_6() -> None:
     forward, backward, half = 4.0, 6.0, 0.125 * 40
     paper = forward + backward + 2 * half - min(half, backward) - min(half, forward)
@@ -129,7 +145,7 @@ def test_a_simulated_schedule_reaches_the_allreduce_floor(
 
 
 def test_every_kind_has_a_formula_to_print() -> None:
-    assert set(BOUNDS) == {"single", "whole", "halves", "fsdp"}
+    assert set(BOUNDS) == {"single", "whole", "halves", "late", "fsdp"}
 
 
 def test_the_slowest_host_decides() -> None:

@@ -102,6 +102,9 @@ def test_workers_read_what_the_parent_wrote(tmp_path: Path) -> None:
     assert BenchConfig.load(path) == made
 
 
+SERVED = ("parameterserver", "geryon", "vanillaps", "partitionedps", "tictac", "p3")
+
+
 def test_rows_know_their_kind_and_their_bytes() -> None:
     shapes = [(100, 100), (100,)]
     expected = {
@@ -120,6 +123,7 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "lags:density=0.01": ("whole", 606),
         "mgs:density=0.01": ("whole", 606),
         "strategy:wire=sketch@4,schedule=dear": ("halves", 5_050),
+        **dict.fromkeys(SERVED, ("late", 40_400)),
     }
     for text, (kind, nbytes) in expected.items():
         row = contenders.parse(text)

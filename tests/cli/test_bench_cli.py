@@ -85,7 +85,7 @@ def test_help_says_of_each_row_what_it_is() -> None:
         "topksgd: TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section "
         in (shown)
     )
-    assert shown.count("(exact, synchronous)") == 6
+    assert shown.count("(exact, synchronous)") == 12
     assert shown.count("(not exact, synchronous)") == 6
     assert contenders.parse(contenders.COMPOSED).traits.halves
     assert f"as in {contenders.COMPOSED}" in shown

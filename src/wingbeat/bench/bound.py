@@ -94,6 +94,26 @@ def _halves(layers: Sequence[LayerCosts], per_byte: float) -> float:
     return backward_floor(layers, per_byte) + forward_floor(layers, per_byte)
 
 
+def _late(layers: Sequence[LayerCosts], per_byte: float) -> float:
+    """Pushes may begin when backward has made them, and sums must be there when forward reads them.
+
+    A host's card carries its worker's pushes and its server's sums in the same direction.
+    """
+    worst = max(_compute(layers, per_byte), 2 * per_byte * sum(layer.nbytes for layer in layers))
+    behind = 0.0
+    below = sum(layer.nbytes for layer in layers)
+    for layer in reversed(layers):
+        behind += layer.backward_s + layer.forward_s
+        worst = max(worst, behind + 2 * per_byte * below)
+        below -= layer.nbytes
+    return worst
+
+
+def _simple_late(layers: Sequence[LayerCosts], per_byte: float) -> float:
+    forward, backward, half = _sums(layers, per_byte)
+    return max(forward + backward, 2 * half)
+
+
 def _simple_whole(layers: Sequence[LayerCosts], per_byte: float) -> float:
     forward, backward, half = _sums(layers, per_byte)
     return forward + max(backward, 2 * half)
@@ -124,6 +144,12 @@ BOUNDS = {
         " layers l..L), at least t_ff; never less than Eq. 6's max(t_bp, t_rs) + max(t_ff, t_ag)",
         _halves,
         _simple_halves,
+    ),
+    "late": Bound(
+        "max over layers l of (backward and forward of layers l..L + t_ar of layers 1..l), at least"
+        " t_ff + t_bp, and at least t_ar of all",
+        _late,
+        _simple_late,
     ),
     "fsdp": Bound(
         "max(t_ff, t_ag) + max(t_bp, t_rs): parameters gathered once in forward",

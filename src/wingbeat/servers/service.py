@@ -9,7 +9,7 @@ from wingbeat.errors import PeerError
 from wingbeat.servers.dtypes import Array
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.protocol import TEXT, Ids, Kind, position_of, urgency_of
-from wingbeat.servers.sums import Refused, Sums, Total
+from wingbeat.servers.sums import Refused, Sum, Sums
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
@@ -40,7 +40,7 @@ class Answer:
         self.result: Array | None = None
         self._posted: Posted | None = None
 
-    def fill(self, total: Total) -> None:
+    def fill(self, total: Sum) -> None:
         """Take the sum, and have nobody write to it until it has arrived."""
         self.dtype, self.result = total.dtype, total.result
         total.readers.append(self.arrived)

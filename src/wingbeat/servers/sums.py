@@ -21,9 +21,28 @@ class Refused(Exception):
     """A worker has sent what cannot be right; says what."""
 
 
+@dataclass(eq=False, slots=True)
+class Sum:
+    """A complete sum of one slice.
+
+    Attributes:
+        round: how many sums of the slice there were before.
+        dtype: what it travels in.
+        result: as it travels; stays as it is until all readers are done.
+        buffer: what it was made in.
+        readers: who may still read it.
+    """
+
+    round: int
+    dtype: str
+    result: Array
+    buffer: Array
+    readers: list[Free] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class Total:
-    """One slice's sum.
+    """One slice: the sum that is being made, and those that were.
 
     Attributes:
         dtype: what it travels in.
@@ -32,9 +51,8 @@ class Total:
         added: how many workers' gradients are in it, in the order of their ranks.
         waiting: what has come before its turn, by worker.
         since: when the first of this round came, in seconds.
-        buffer: what is summed in.
-        result: the complete sum as it travels; None while it is not complete.
-        readers: for each buffer but the present one, who may still read it.
+        buffer: what is summed in; None when the sum is complete.
+        sums: complete ones whose memory is kept, the last one at the end.
     """
 
     dtype: str
@@ -44,9 +62,7 @@ class Total:
     waiting: dict[int, memoryview] = field(default_factory=dict)
     since: float = 0.0
     buffer: Array | None = None
-    result: Array | None = None
-    readers: list[Free] = field(default_factory=list)
-    spare: list[tuple[Array, list[Free]]] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
 
 
 class Sums:
@@ -72,7 +88,7 @@ class Sums:
         dtype: str,
         payload: memoryview,
         now: float = 0.0,
-    ) -> Total | None:
+    ) -> Sum | None:
         """Add a worker's gradients of a slice; return the sum if they were the last.
 
         Args:
@@ -87,9 +103,9 @@ class Sums:
             Refused: it does not fit what has come before, or is pushed twice.
         """
         total = self._total(worker, key, dtype, payload)
-        if number == total.round + 1 and (total.result is not None or total.round < 0):
+        if number == total.round + 1 and total.buffer is None:
             self._begin(total, number, now)
-        if number != total.round or total.result is not None:
+        if number != total.round or total.buffer is None:
             raise Refused(
                 f"rank {worker} pushed slice {key[1]} of round {number} in round {total.round}"
             )
@@ -100,28 +116,32 @@ class Sums:
             self._add(total, due)
         if total.added < self._workers:
             return None
-        assert total.buffer is not None
-        total.result = narrowed(total.buffer, dtype)
-        return total
+        done = Sum(number, dtype, narrowed(total.buffer, dtype), total.buffer)
+        total.sums.append(done)
+        total.buffer = None
+        if key[0] > self._plan:
+            self._drop_before(key[0])
+        return done
 
-    def finished(self, key: tuple[int, int], number: int) -> Total | None:
+    def finished(self, key: tuple[int, int], number: int) -> Sum | None:
         """Return the sum of that round if it is complete.
+
+        It can be asked for until the next one is: a worker may be late with its pull while others
+        push for the next round already.
 
         Raises:
             Refused: that round is over, or is not the next.
         """
         total = self._totals.get(key)
-        current = -1 if total is None else total.round
-        if number not in (current, current + 1):
-            raise Refused(f"slice {key[1]} of round {number} was pulled in round {current}")
-        return (
-            total if total is not None and number == current and total.result is not None else None
-        )
+        last = total.sums[-1].round if total is not None and total.sums else -1
+        if number not in (last, last + 1):
+            raise Refused(f"slice {key[1]} of round {number} was pulled after round {last}")
+        return total.sums[-1] if total is not None and number == last else None
 
     def missing(self, before: float) -> tuple[tuple[int, int], set[int]] | None:
         """Return a slice that was begun before that moment, and the workers that it waits for."""
         for key, total in self._totals.items():
-            if total.round >= 0 and total.result is None and total.since < before:
+            if total.buffer is not None and total.since < before:
                 there = {*range(total.added), *total.waiting}
                 return key, set(range(self._workers)) - there
         return None
@@ -129,7 +149,7 @@ class Sums:
     def lacking(self, worker: int) -> bool:
         """Whether a sum that has begun waits for that worker."""
         return any(
-            t.round >= 0 and t.result is None and worker >= t.added and worker not in t.waiting
+            t.buffer is not None and worker >= t.added and worker not in t.waiting
             for t in self._totals.values()
         )
 
@@ -141,9 +161,6 @@ class Sums:
         numel, rest = divmod(len(payload), ITEMSIZE[dtype])
         if rest or not numel:
             raise Refused(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
-        if key[0] > self._plan:
-            self._plan = key[0]
-            self._drop_older()
         total = self._totals.get(key)
         if total is None:
             if key[0] < self._plan:
@@ -157,15 +174,12 @@ class Sums:
         return total
 
     def _begin(self, total: Total, number: int, now: float) -> None:
-        """Start a round, in a buffer that nobody reads any more."""
-        if total.buffer is not None:
-            total.spare.append((total.buffer, total.readers))
+        """Start a round, in a buffer that nobody reads any more, and not in the last one's."""
         total.round, total.added, total.since = number, 0, now
-        total.waiting, total.result, total.readers = {}, None, []
-        for index, (buffer, readers) in enumerate(total.spare):
-            if all(free() for free in readers):
-                total.buffer = buffer
-                del total.spare[index]
+        for index, old in enumerate(total.sums[:-1]):
+            if all(free() for free in old.readers):
+                total.buffer = old.buffer
+                del total.sums[index]
                 return
         dtype = sum_dtype(total.dtype)
         need = total.numel * dtype.itemsize
@@ -184,10 +198,10 @@ class Sums:
             add(total.buffer, payload, total.dtype)
         total.added += 1
 
-    def _drop_older(self) -> None:
-        """Forget the complete sums of plans before; whoever still sends one keeps its memory."""
-        done = [k for k, t in self._totals.items() if k[0] < self._plan and t.result is not None]
-        for key in done:
+    def _drop_before(self, plan: int) -> None:
+        """Forget older plans, as every worker has pushed for this one: it wants no older sum."""
+        self._plan = plan
+        for key in [key for key in self._totals if key[0] < plan]:
             total = self._totals.pop(key)
-            buffers = len(total.spare) + (total.buffer is not None)
+            buffers = len(total.sums) + (total.buffer is not None)
             self.nbytes -= buffers * total.numel * sum_dtype(total.dtype).itemsize

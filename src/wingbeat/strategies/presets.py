@@ -363,6 +363,7 @@ class ParameterServer(Preset):
         order: which sum a sender sends first: ``"ready"``, ``"urgent"``, ``"forward"`` or
             ``"random"``; see `wingbeat.parts.Servers`.
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
+        wire: ``"fp32"``, gradients in their own dtype: servers sum nothing else yet.
         encrypted: whether messages are.
 
     Raises:
@@ -378,6 +379,7 @@ class ParameterServer(Preset):
     pushes: bool = False
     order: str = "ready"
     mb: float = 1.0
+    wire: Wire = "fp32"
     encrypted: bool = True
 
     def __post_init__(self) -> None:
@@ -388,6 +390,7 @@ class ParameterServer(Preset):
         """Return the parts that it stands for."""
         return Strategy(
             plan=parts.FixedBuckets(mb=self.mb, first_mb=0.0),
+            wire=self.wire,
             exchange=parts.Servers(
                 count=self.servers,
                 placement=self.placement,

@@ -23,12 +23,16 @@ MEASURED = ("mgwfbp",)
 """Dense gradients in buckets that are planned from what the first iterations show."""
 
 
+SERVED = ("geryon", "geryon-start")
+"""Sums of servers, which come when they are ready or when they are asked for."""
+
+
 @dataclass(frozen=True)
 class Grid:
     """Which worlds, strategies and bucket sizes a case runs with."""
 
     worlds: tuple[int, ...] = (2, 3)
-    strategies: tuple[str, ...] = (*ALL, *CODED, *MEASURED)
+    strategies: tuple[str, ...] = (*ALL, *CODED, *MEASURED, *SERVED)
     mbs: tuple[float, ...] = (TINY, LARGE)
 
 

@@ -43,6 +43,9 @@ def make_strategy(name: str, mb: float) -> Any:
     wire: Any = TopK(density=1.0, auto_disable=False) if "coded" in options else "fp32"
     if kind == "mgwfbp":
         return wingbeat.MGWFBP(steps=1)
+    if kind == "geryon":
+        pull = "start" if "start" in options else "ready"
+        return wingbeat.Geryon(mb=mb, servers=2, pull=pull, encrypted=False)
     if kind == "allreduce":
         return wingbeat.AllReduce(mb=mb, topology=topology, wire=wire)
     sharded = "sharded" in options

@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 from helpers.pool import Pool
 
 from . import cases, play
-from .registry import CHECKS, CODED, MEASURED, SCENARIOS, Check, Grid, Scenario
+from .registry import CHECKS, CODED, MEASURED, SCENARIOS, SERVED, Check, Grid, Scenario
 
 assert cases, "importing the package registers the cases"
 
@@ -62,11 +62,13 @@ def _quick(case: Scenario | Check, turn: int) -> set[Point]:
     simple: list[Point] = []
     sharded: list[Point] = []
     others: list[Point] = []
+    served: list[Point] = []
     for strategy in grid.strategies:
         if strategy in MEASURED:
             chosen |= {(usual[0], strategy, usual[1])} if case.name in PLANNING else set()
-        elif strategy in CODED:
-            others.append((usual[0], strategy, usual[1]))
+        elif strategy in (*SERVED, *CODED):
+            group = served if strategy in SERVED else others
+            group.append((usual[0], strategy, usual[1]))
         else:
             for world in grid.worlds:
                 points = [(world, strategy, mb) for mb in _sizes(grid, world)]
@@ -78,7 +80,7 @@ def _quick(case: Scenario | Check, turn: int) -> set[Point]:
                     chosen.update(points)
                 else:
                     simple += points
-    groups = [points for points in (simple, sharded, simple, others) if points]
+    groups = [points for points in (simple, sharded, simple, others, served) if points]
     if groups:
         points = groups[turn % len(groups)]
         chosen.add(points[turn // len(groups) % len(points)])
