@@ -294,7 +294,7 @@ class Mailbox:
         deadline = now + seconds
         # A peer that has left hears no more: that this end leaves need not arrive there.
         while any(
-            not flow.out.empty and not (flow.into.ended and flow.out.only_leave)
+            not flow.empty and not (flow.ended and flow.only_leave)
             for route, flow in flows.items()
             if route.peer not in endpoint.lost
         ):
@@ -303,7 +303,7 @@ class Mailbox:
             self._pump(deadline)
         endpoint.tell(self._clock())
         endpoint.flush(self._carrier.send, self._clock())
-        late = {route.peer for route, flow in flows.items() if not flow.out.only_leave}
+        late = {route.peer for route, flow in flows.items() if not flow.only_leave}
         if late:
             raise self._error(
                 f"not all messages have arrived at {self._routes.names(late)} within "
@@ -384,11 +384,9 @@ class Mailbox:
         if peer in self._endpoint.left:
             raise self._error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
 
-    def _peers_of(self, waiting: Iterable[Posted]) -> set[int]:
-        wanted = {id(each) for each in waiting}
+    def _peers_of(self, waiting: Sequence[Posted]) -> set[int]:
         return {
             route.peer
             for route, flow in self._endpoint.flows.items()
-            for each in (*flow.out.unsent, *flow.out.under_way)
-            if id(each) in wanted
+            if any(map(flow.holds, waiting))
         }
