@@ -12,6 +12,7 @@ from wingbeat.transport.messages.header import DTYPES, MOST_SPANS, Type
 
 # Looked up once: an enum's members take longer to find than a number.
 _DATA, _LEAVE = int(Type.DATA), int(Type.LEAVE)
+_DTYPES = {name: number for number, name in enumerate(DTYPES)}
 
 NO_IDS = (0, 0, 0, 0)
 
@@ -39,13 +40,14 @@ def compose(
         UsageError: a value that cannot be sent.
     """
     view = _view(payload, most)
-    if dtype not in DTYPES:
+    number = _DTYPES.get(dtype)
+    if number is None:
         raise UsageError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES[1:])} or ''")
     ranges = tuple(spans)
     if len(ranges) > MOST_SPANS:
         raise UsageError(f"{len(ranges)} spans; allowed are up to {MOST_SPANS}")
     try:
-        return Posted(_DATA, kind, ids, DTYPES.index(dtype), ranges, view)
+        return Posted(_DATA, kind, ids, number, ranges, view)
     except (TypeError, OverflowError):
         raise UsageError(
             f"kind={kind!r}, ids={ids!r}, spans={ranges!r:.80}: allowed are a kind and four ids "

@@ -177,8 +177,6 @@ class Endpoint:
             now: seconds.
             of: the peers whose messages count; None for all.
         """
-        if not self.waiting:
-            return None
         for waiting in self._inbox:
             if not waiting:
                 continue

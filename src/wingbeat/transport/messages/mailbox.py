@@ -342,6 +342,8 @@ class Mailbox:
             endpoint.flush(self._carrier.send, now)
 
     def _take(self, of: frozenset[int] | None) -> Message | None:
+        if not self._endpoint.waiting:
+            return None
         now = self._clock()
         message = self._endpoint.take(now, of)
         if message is not None and now >= self._endpoint.due():
