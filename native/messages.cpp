@@ -137,6 +137,7 @@ void bind_header(nb::module_& module) {
       .def_ro("length", &Header::length)
       .def_prop_ro("spans", [](const Header& self) { return nb::tuple(nb::cast(self.spans)); })
       .def_prop_ro("size", &Header::size)
+      .def_prop_ro("frame_bytes", &Header::frame_bytes)
       .def("pack", [](const Header& self) { return packed(self); })
       .def(nb::self == nb::self);
   module.def("unpack", &unpack);

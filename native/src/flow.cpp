@@ -149,7 +149,7 @@ bool Flow::accept_message(const Header& header, double now) {
     if (!std::exchange(into_.missed, true)) answers_.push_back({Type::missing, 0});
     return false;
   }
-  const std::uint64_t size = header.size() + header.length;
+  const std::uint64_t size = header.frame_bytes();
   if (into_.arrived_bytes - into_.taken_bytes + size > window_) throw Malformed("window");
   ++into_.arrived;
   into_.missed = false;

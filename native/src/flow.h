@@ -33,7 +33,7 @@ inline constexpr double resend_after = 0.05;
 
 // A message that was posted; what it refers to must not change until it has arrived.
 struct Posted {
-  explicit Posted(Header of) : header(std::move(of)), size(header.size() + header.length) {}
+  explicit Posted(Header of) : header(std::move(of)), size(header.frame_bytes()) {}
   Posted(const Posted&) = delete;
   Posted& operator=(const Posted&) = delete;
   virtual ~Posted() = default;

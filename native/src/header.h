@@ -44,6 +44,9 @@ struct Header {
   // Bytes with the ranges.
   std::size_t size() const { return header_fixed + span_bytes * spans.size(); }
 
+  // Bytes with ranges and payload, which is what windows count.
+  std::size_t frame_bytes() const { return size() + length; }
+
   bool operator==(const Header&) const = default;
 };
 

@@ -82,7 +82,7 @@ struct Wire {
           ++strangers;
         } else if (to.accept(header, now)) {
           arrived.push_back(header.kind);
-          to.take(header.size() + header.length, now);
+          to.take(header.frame_bytes(), now);
         }
       } catch (const Malformed&) {
         ++malformed;

@@ -91,24 +91,43 @@ class Message:
     """A message as it has arrived.
 
     Attributes:
-        peer: who has sent it.
-        kind: what it is, as its users number it.
-        ids: four numbers that mean what the kind says.
-        dtype: what the payload consists of, or empty.
-        spans: (start, length) pairs, in elements of the dtype.
         payload: the memory that the network wrote to, without another copy.
         route: over which flow it came.
+        size: bytes that it takes of the window.
     """
 
-    __slots__ = ("dtype", "ids", "kind", "payload", "peer", "route", "size", "spans")
+    __slots__ = ("_header", "payload", "route", "size")
 
     def __init__(self, header: Header, payload: memoryview, route: Route) -> None:
-        self.peer = route.peer
-        self.kind, self.ids, self.spans = header.kind, header.ids, header.spans
-        self.dtype = DTYPES[header.dtype]
+        self._header = header
         self.payload = payload
         self.route = route
-        self.size = header.size + header.length
+        self.size = header.frame_bytes
+
+    @property
+    def peer(self) -> int:
+        """Who has sent it."""
+        return self.route.peer
+
+    @property
+    def kind(self) -> int:
+        """What it is, as its users number it."""
+        return self._header.kind
+
+    @property
+    def ids(self) -> tuple[int, int, int, int]:
+        """Four numbers that mean what the kind says."""
+        return self._header.ids
+
+    @property
+    def dtype(self) -> str:
+        """What the payload consists of, or empty."""
+        return DTYPES[self._header.dtype]
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(start, length) pairs, in elements of the dtype."""
+        return self._header.spans
 
     def __repr__(self) -> str:
         return (
@@ -264,7 +283,7 @@ class Endpoint:
                 self._inbox[route.urgency].append(Message(header, payload, route))
                 self.waiting += 1
             else:
-                flow.take(header.size, now)
+                flow.take(header.frame_bytes, now)
                 if all(f.ended for r, f in self.flows.items() if r.peer == route.peer):
                     self.left.add(route.peer)
         if kind == _HELLO:
