@@ -196,20 +196,25 @@ class Mailbox:
         Raises:
             PeerError: one has not arrived in time; names whom it was for.
         """
-        waiting = [each for each in posted if not each.arrived]
+        waiting = list(posted)
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
-        while waiting:
-            late = self._peers_of(waiting)
-            for peer in late:
-                self._check_peer(peer, "wait for it to receive a message")
+        while True:
+            # The last is looked at first: as long as it waits, the others need not be gone through.
+            while waiting and waiting[-1].arrived:
+                waiting.pop()
+            if not waiting:
+                return
+            if self._endpoint.lost or self._endpoint.left:
+                for peer in self._peers_of(waiting):
+                    self._check_peer(peer, "wait for it to receive a message")
             if self._clock() >= deadline:
+                late = [each for each in waiting if not each.arrived]
                 raise self._error(
-                    f"{len(waiting)} messages have not arrived at "
-                    f"{self._routes.names(late)} within {seconds:g} s"
+                    f"{len(late)} messages have not arrived at "
+                    f"{self._routes.names(self._peers_of(late))} within {seconds:g} s"
                 )
             self._pump(deadline)
-            waiting = [each for each in waiting if not each.arrived]
 
     @_alone
     def meet(self, seconds: float) -> None:
