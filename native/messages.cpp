@@ -107,22 +107,8 @@ void flush(Flow& flow, nb::handle send, nb::handle place, double now) {
   }
 }
 
-void bind_header(nb::module_& module) {
-  auto malformed = nb::exception<Malformed>(module, "Malformed", PyExc_ValueError);
-  malformed.attr("__doc__") = "A frame that no job of ours has sent; `str` is the reason.";
-  nb::class_<Header>(module, "Header")
-      .def("__init__",
-           [](Header* self, std::uint8_t type, std::uint64_t session, std::uint32_t sender,
-              std::uint32_t receiver, std::uint64_t sequence, std::uint64_t arrived,
-              std::uint64_t taken, std::uint32_t kind, std::array<std::uint32_t, 4> ids,
-              std::uint8_t dtype, std::uint32_t length, std::vector<Span> spans) {
-             new (self) Header(make_header(type, session, sender, receiver, sequence, arrived,
-                                           taken, kind, ids, dtype, length, std::move(spans)));
-           },
-           "type"_a, "session"_a, "sender"_a, "receiver"_a, "sequence"_a = 0, "arrived"_a = 0,
-           "taken"_a = 0, "kind"_a = 0, "ids"_a = std::array<std::uint32_t, 4>{}, "dtype"_a = 0,
-           "length"_a = 0, "spans"_a = std::vector<Span>{})
-      .def_prop_ro("type", [](const Header& self) { return static_cast<int>(self.type); })
+void bind_fields(nb::class_<Header>& header) {
+  header.def_prop_ro("type", [](const Header& self) { return static_cast<int>(self.type); })
       .def_ro("session", &Header::session)
       .def_ro("sender", &Header::sender)
       .def_ro("receiver", &Header::receiver)
@@ -135,7 +121,26 @@ void bind_header(nb::module_& module) {
                    })
       .def_ro("dtype", &Header::dtype)
       .def_ro("length", &Header::length)
-      .def_prop_ro("spans", [](const Header& self) { return nb::tuple(nb::cast(self.spans)); })
+      .def_prop_ro("spans", [](const Header& self) { return nb::tuple(nb::cast(self.spans)); });
+}
+
+void bind_header(nb::module_& module) {
+  auto malformed = nb::exception<Malformed>(module, "Malformed", PyExc_ValueError);
+  malformed.attr("__doc__") = "A frame that no job of ours has sent; `str` is the reason.";
+  nb::class_<Header> header(module, "Header");
+  bind_fields(header);
+  header
+      .def("__init__",
+           [](Header* self, std::uint8_t type, std::uint64_t session, std::uint32_t sender,
+              std::uint32_t receiver, std::uint64_t sequence, std::uint64_t arrived,
+              std::uint64_t taken, std::uint32_t kind, std::array<std::uint32_t, 4> ids,
+              std::uint8_t dtype, std::uint32_t length, std::vector<Span> spans) {
+             new (self) Header(make_header(type, session, sender, receiver, sequence, arrived,
+                                           taken, kind, ids, dtype, length, std::move(spans)));
+           },
+           "type"_a, "session"_a, "sender"_a, "receiver"_a, "sequence"_a = 0, "arrived"_a = 0,
+           "taken"_a = 0, "kind"_a = 0, "ids"_a = std::array<std::uint32_t, 4>{}, "dtype"_a = 0,
+           "length"_a = 0, "spans"_a = std::vector<Span>{})
       .def_prop_ro("size", &Header::size)
       .def_prop_ro("frame_bytes", &Header::frame_bytes)
       .def("pack", [](const Header& self) { return packed(self); })
@@ -161,14 +166,8 @@ void bind_posted(nb::module_& module) {
       .def_prop_ro("size", [](const PostedObject& self) { return self.size; });
 }
 
-void bind_flow(nb::module_& module) {
-  nb::class_<Flow>(module, "Flow")
-      .def("__init__",
-           [](Flow* self, std::uint64_t session, std::uint32_t own, std::uint64_t peer_session,
-              std::uint32_t peer, std::uint64_t window, double silence) {
-             new (self) Flow({session, own, peer_session, peer}, window, silence);
-           })
-      .def_ro("met", &Flow::met)
+void bind_state(nb::class_<Flow>& flow) {
+  flow.def_ro("met", &Flow::met)
       .def_ro("up", &Flow::up)
       .def_ro("repeated", &Flow::repeated)
       .def_prop_ro("window", &Flow::window)
@@ -185,7 +184,18 @@ void bind_flow(nb::module_& module) {
       .def_prop_ro("ended", &Flow::ended)
       .def_prop_ro("tell_at", &Flow::tell_at)
       .def_prop_ro("pending", &Flow::pending)
-      .def_prop_ro("due", &Flow::due)
+      .def_prop_ro("due", &Flow::due);
+}
+
+void bind_flow(nb::module_& module) {
+  nb::class_<Flow> flow(module, "Flow");
+  bind_state(flow);
+  flow
+      .def("__init__",
+           [](Flow* self, std::uint64_t session, std::uint32_t own, std::uint64_t peer_session,
+              std::uint32_t peer, std::uint64_t window, double silence) {
+             new (self) Flow({session, own, peer_session, peer}, window, silence);
+           })
       .def("holds", [](const Flow& self, const PostedObject& each) { return self.holds(each); })
       .def("names", &Flow::names)
       .def("post",
