@@ -11,6 +11,7 @@
 
 #include "loops.h"
 #include "merge.h"
+#include "messages.h"
 #include "sketch.h"
 #include "topk.h"
 
@@ -84,4 +85,5 @@ NB_MODULE(_native, module) {
   module.def("best_merge", &best_merge);
   module.def("instructions", [] { return wingbeat::loops().name; });
   module.def("prefer_portable", &wingbeat::prefer_portable);
+  bind_messages(module);
 }

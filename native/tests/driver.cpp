@@ -1,4 +1,4 @@
-// Runs the kernels on everything awkward and compares with naive ones. Meant for sanitizers: each
+// Runs the core on everything awkward and compares with what is naive. Meant for sanitizers: each
 // buffer has exactly its size, so that a step too far is seen. Exit code 1 and a line for the
 // first difference.
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "frames.h"
 #include "inputs.h"
 #include "layout.h"
 #include "loops.h"
@@ -360,10 +361,11 @@ void check_threads() {
   }
 }
 
-void check_merges() {
-  for (unsigned number = 0; number < 3000; ++number) {
-    current = "merge of instance " + std::to_string(number);
-    const std::string wrong = naive::wrong_merge(number);
+// Cases that are numbered, each of which says what is wrong with it.
+void check_numbered(const char* what, unsigned count, std::string (*wrong_with)(unsigned)) {
+  for (unsigned number = 0; number < count; ++number) {
+    current = what + std::to_string(number);
+    const std::string wrong = wrong_with(number);
     expect(wrong.empty(), wrong.c_str());
   }
 }
@@ -381,7 +383,9 @@ int main() {
   check_misled_samples();
   check_malformed();
   check_threads();
-  check_merges();
+  check_numbered("merge of instance ", 3000, naive::wrong_merge);
+  check_numbered("header of seed ", 3000, naive::wrong_header);
+  check_numbered("flow of seed ", 300, naive::wrong_flow);
   std::printf("driver: %ld checks passed with %s\n", checks, wingbeat::loops().name);
   return 0;
 }

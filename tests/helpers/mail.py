@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
 from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import FIXED, Type
+from wingbeat.transport.messages.header import Type
 from wingbeat.transport.messages.loopback import Faults, LoopbackCarrier, Network
 
 
@@ -21,7 +21,7 @@ class Clock:
 def message(kind: int, payload: bytes = b"", **fields: object) -> Posted:
     """A message as `Mailbox.post` makes it."""
     ids = fields.get("ids", (0, 0, 0, 0))
-    return Posted(Type.DATA, 0, kind, ids, 0, (), memoryview(payload), FIXED + len(payload))
+    return Posted(Type.DATA, kind, ids, 0, (), payload)
 
 
 class Play:

@@ -304,7 +304,7 @@ def test_urgent_messages_overtake(maker: Callable[..., list[Mailbox]]) -> None:
     def take() -> object:
         deadline = time.monotonic() + PATIENCE
         flows = b._endpoint.flows.values()
-        while sum(flow.into.arrived for flow in flows) < 4:
+        while sum(flow.arrived for flow in flows) < 4:
             assert time.monotonic() < deadline
             b._pump(time.monotonic() + 0.01)
         return drained(b, [b.receive(PATIENCE).kind for _ in range(4)])

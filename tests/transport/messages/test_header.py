@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
+from wingbeat.transport.messages.compose import compose
 from wingbeat.transport.messages.header import FIXED, REASONS, Header, Malformed, Type, unpack
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -87,7 +88,7 @@ def resealed(data: bytes, place: int, value: int) -> bytes:
 def test_each_wrong_field_has_its_reason(place: int, value: int, reason: str) -> None:
     with pytest.raises(Malformed) as caught:
         unpack(resealed(EXAMPLE.pack(), place, value))
-    assert caught.value.reason == reason
+    assert str(caught.value) == reason
 
 
 def test_random_bytes_are_refused_with_a_known_reason() -> None:
@@ -95,12 +96,22 @@ def test_random_bytes_are_refused_with_a_known_reason() -> None:
     for _ in range(2000):
         with pytest.raises(Malformed) as caught:
             unpack(chance.randbytes(chance.randrange(200)))
-        assert caught.value.reason in REASONS
+        assert str(caught.value) in REASONS
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kind": 2**32}, {"ids": (0, 0, 0, -1)}, {"spans": ((0, 2**64),)}, {"spans": ((0,),)}]
+    "wrong",
+    [
+        {"kind": 2**32},
+        {"kind": 1.5},
+        {"ids": (0, 0, 0, -1)},
+        {"ids": (0, 0, 0)},
+        {"spans": ((0, 2**64),)},
+        {"spans": ((0,),)},
+    ],
 )
 def test_numbers_that_do_not_fit_are_named(wrong: dict) -> None:
-    with pytest.raises(UsageError, match="allowed are"):
-        EXAMPLE._replace(**wrong).pack()
+    fields = {"kind": 1, "payload": b"", "ids": (0, 0, 0, 0), "dtype": "", "spans": (), **wrong}
+    with pytest.raises(UsageError, match="allowed are") as caught:
+        compose(**fields, most=1)
+    assert str(caught.value).startswith(f"kind={fields['kind']!r}, ids={fields['ids']!r}")

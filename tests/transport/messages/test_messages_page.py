@@ -46,10 +46,11 @@ def test_the_layout_is_the_codes() -> None:
 
 def test_every_reason_is_explained() -> None:
     """Those of the header, and those that the code raises anywhere else."""
-    source = Path(__file__).parents[3] / "src/wingbeat/transport/messages"
+    root = Path(__file__).parents[3]
+    sources = [*root.glob("src/wingbeat/transport/messages/*.py"), *root.glob("native/src/*.cpp")]
     raised = {
         reason
-        for path in source.glob("*.py")
+        for path in sources
         for reason in re.findall(r'Malformed\("(\w+)"\)', path.read_text(encoding="utf-8"))
     }
     assert raised >= set(REASONS)

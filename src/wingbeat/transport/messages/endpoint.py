@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from wingbeat import _native
 from wingbeat.errors import UsageError
 from wingbeat.transport.messages.carrier import CLASSES, Arrival, Buffer, Place
 from wingbeat.transport.messages.flow import NEVER, Flow, Posted
@@ -20,13 +21,14 @@ from wingbeat.transport.messages.header import (
     Header,
     Malformed,
     Type,
-    pack,
     unpack,
 )
 
-INLINE = 16 * 1024
+INLINE = _native.MOST_INLINE
 """Bytes up to which a payload travels in one piece with its header: a copy is cheaper there."""
 
+# Looked up once: an enum's members take longer to find than a number.
+_DATA, _HELLO = int(Type.DATA), int(Type.HELLO)
 
 Send: TypeAlias = "Callable[[Place, list[Buffer]], bool]"
 """Hands a frame to the carrier; False if nobody is there."""
@@ -89,24 +91,43 @@ class Message:
     """A message as it has arrived.
 
     Attributes:
-        peer: who has sent it.
-        kind: what it is, as its users number it.
-        ids: four numbers that mean what the kind says.
-        dtype: what the payload consists of, or empty.
-        spans: (start, length) pairs, in elements of the dtype.
         payload: the memory that the network wrote to, without another copy.
         route: over which flow it came.
+        size: bytes that it takes of the window.
     """
 
-    __slots__ = ("dtype", "ids", "kind", "payload", "peer", "route", "size", "spans")
+    __slots__ = ("_header", "payload", "route", "size")
 
     def __init__(self, header: Header, payload: memoryview, route: Route) -> None:
-        self.peer = route.peer
-        self.kind, self.ids, self.spans = header.kind, header.ids, header.spans
-        self.dtype = DTYPES[header.dtype]
+        self._header = header
         self.payload = payload
         self.route = route
-        self.size = header.size + header.length
+        self.size = header.frame_bytes
+
+    @property
+    def peer(self) -> int:
+        """Who has sent it."""
+        return self.route.peer
+
+    @property
+    def kind(self) -> int:
+        """What it is, as its users number it."""
+        return self._header.kind
+
+    @property
+    def ids(self) -> tuple[int, int, int, int]:
+        """Four numbers that mean what the kind says."""
+        return self._header.ids
+
+    @property
+    def dtype(self) -> str:
+        """What the payload consists of, or empty."""
+        return DTYPES[self._header.dtype]
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(start, length) pairs, in elements of the dtype."""
+        return self._header.spans
 
     def __repr__(self) -> str:
         return (
@@ -135,7 +156,6 @@ class Endpoint:
         self.waiting = 0
         self._inbox: tuple[deque[Message], ...] = tuple(deque() for _ in range(CLASSES))
         self._place: dict[Route, Place] = {}
-        self._ends: dict[Route, tuple[int, int, int]] = {}
         self._former: dict[Route, Place] = {}
         self._route: dict[Place, Route] = {}
         self._busy: dict[Route, None] = {}
@@ -144,8 +164,14 @@ class Endpoint:
     def add(self, route: Route, place: Place | None, now: float) -> None:
         """Add a flow; ``place`` is None if the peer will connect, and says so with HELLO."""
         own = self.membership
-        self.flows[route] = Flow(self.limits.window, self.limits.silence)
-        self._ends[route] = (own.sessions[route.peer], route.peer, own.number)
+        self.flows[route] = Flow(
+            own.session,
+            own.number,
+            own.sessions[route.peer],
+            route.peer,
+            self.limits.window,
+            self.limits.silence,
+        )
         if place is not None:
             self._bind(route, place)
             self._introduce_self(route, now)
@@ -161,7 +187,7 @@ class Endpoint:
         try:
             self._accept(arrival, now)
         except Malformed as err:
-            self.refused[err.reason] += 1
+            self.refused[str(err)] += 1
 
     def take(self, now: float, of: frozenset[int] | None = None) -> Message | None:
         """Return the oldest message of the most urgent class that has one, or None.
@@ -170,8 +196,6 @@ class Endpoint:
             now: seconds.
             of: the peers whose messages count; None for all.
         """
-        if not self.waiting:
-            return None
         for waiting in self._inbox:
             if not waiting:
                 continue
@@ -186,8 +210,7 @@ class Endpoint:
             self.waiting -= 1
             flow = self.flows[message.route]
             flow.take(message.size, now)
-            if flow.into.tell_at < self._next:
-                self._next = flow.into.tell_at
+            self._look_again(flow)
             return message
         return None
 
@@ -201,14 +224,8 @@ class Endpoint:
         place = self._place.get(route)
         if place is None:
             return
-        while flow.up and (frame := flow.next(now)) is not None:
-            if not send(place, self._parts(route.peer, flow, *frame)):
-                flow.down()
-                break
-            flow.sent(frame[2], now)
-        due = flow.out.ask_at if flow.up else flow.due()
-        if due < self._next:
-            self._next = due
+        flow.flush(send, place, now)
+        self._look_again(flow)
 
     def due(self) -> float:
         """When `tick` is to be called at the latest, if nothing arrives before."""
@@ -226,16 +243,15 @@ class Endpoint:
             if route.peer not in self.left and flow.tick(now):
                 self._lose(route, flow)
                 continue
-            if flow.up and (flow.pending() or flow.into.tell_at <= now):
+            if flow.up and (flow.pending or flow.tell_at <= now):
                 self._busy[route] = None
-            due = flow.into.tell_at if route.peer in self.left else flow.due()
+            due = flow.tell_at if route.peer in self.left else flow.due
             self._next = min(self._next, max(due, now))
 
     def tell(self, now: float) -> None:
         """Have `flush` say at once what has arrived: this end will not be here later."""
         for route, flow in self.flows.items():
-            if flow.up and flow.into.tell_at < NEVER:
-                flow.into.tell_at = now
+            if flow.up and flow.tell(now):
                 self._busy[route] = None
 
     @property
@@ -257,20 +273,20 @@ class Endpoint:
                 self._introduce_self(route, now)
             return
         header = unpack(arrival.head)
-        if route is None or header[1:4] != self._ends[route]:
+        if route is None or not self.flows[route].names(header):
             self._check_sender(header, arrival)
             route = self._introduced(route, header, arrival.place)
         payload = _payload(header, arrival)
-        flow = self.flows[route]
-        if flow.accept(header, header.size + header.length, now):
-            if header.type == Type.DATA:
+        flow, kind = self.flows[route], header.type
+        if flow.accept(header, now):
+            if kind == _DATA:
                 self._inbox[route.urgency].append(Message(header, payload, route))
                 self.waiting += 1
             else:
-                flow.take(header.size, now)
-                if all(f.into.ended for r, f in self.flows.items() if r.peer == route.peer):
+                flow.take(header.frame_bytes, now)
+                if all(f.ended for r, f in self.flows.items() if r.peer == route.peer):
                     self.left.add(route.peer)
-        if header.type == Type.HELLO:
+        if kind == _HELLO:
             self._bind(route, arrival.place)
         self._plan(route, flow)
 
@@ -288,7 +304,7 @@ class Endpoint:
         if known is not None:
             raise Malformed("key")  # a member that says it is another
         route = Route(header.sender, place.interface, place.urgency)
-        if header.type != Type.HELLO or route not in self.flows:
+        if header.type != _HELLO or route not in self.flows:
             raise Malformed("stranger")
         return route
 
@@ -308,34 +324,20 @@ class Endpoint:
 
     def _plan(self, route: Route, flow: Flow) -> None:
         """Remember when the flow wants to be looked at again."""
-        if flow.up and flow.pending():
+        if flow.pending and flow.up:
             self._busy[route] = None
-        if flow.into.tell_at < self._next:
-            self._next = flow.into.tell_at
-        if flow.out.ask_at < self._next:
-            self._next = flow.out.ask_at
+        self._look_again(flow)
+
+    def _look_again(self, flow: Flow) -> None:
+        due = flow.due
+        if due < self._next:
+            self._next = due
 
     def _lose(self, route: Route, flow: Flow) -> None:
-        count = len(flow.out.unsent) + len(flow.out.under_way)
         self.lost[route.peer] = (
-            f"gave no sign for {self.limits.silence:g} s; {count} messages to it "
+            f"gave no sign for {self.limits.silence:g} s; {flow.unarrived} messages to it "
             f"({flow.waiting_bytes} bytes) may not have arrived"
         )
-
-    def _parts(
-        self, peer: int, flow: Flow, kind: int, sequence: int, message: Posted | None
-    ) -> list[Buffer]:
-        """Return a frame as it travels; each says what has arrived, and what was taken."""
-        own, into = self.membership, flow.into
-        common = (own.session, own.number, peer, sequence, into.arrived, into.taken_bytes)
-        if message is None:
-            return [pack(kind, *common)]
-        payload = message.payload
-        length = len(payload)
-        head = pack(kind, *common, message.kind, message.ids, message.dtype, length, message.spans)
-        if length > INLINE:
-            return [head, payload]
-        return [head + payload] if length else [head]
 
 
 def _payload(header: Header, arrival: Arrival) -> memoryview:

@@ -229,20 +229,25 @@ class Mailbox:
         Raises:
             PeerError: one has not arrived in time; names whom it was for.
         """
-        waiting = [each for each in posted if not each.arrived]
+        waiting = list(posted)
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
-        while waiting:
-            late = self._peers_of(waiting)
-            for peer in late:
-                self._check_peer(peer, "wait for it to receive a message")
+        while True:
+            # The last is looked at first: as long as it waits, the others need not be gone through.
+            while waiting and waiting[-1].arrived:
+                waiting.pop()
+            if not waiting:
+                return
+            if self._endpoint.lost or self._endpoint.left:
+                for peer in self._peers_of(waiting):
+                    self._check_peer(peer, "wait for it to receive a message")
             if self._clock() >= deadline:
+                late = [each for each in waiting if not each.arrived]
                 raise self._error(
-                    f"{len(waiting)} messages have not arrived at "
-                    f"{self._routes.names(late)} within {seconds:g} s"
+                    f"{len(late)} messages have not arrived at "
+                    f"{self._routes.names(self._peers_of(late))} within {seconds:g} s"
                 )
             self._pump(deadline)
-            waiting = [each for each in waiting if not each.arrived]
 
     @_alone
     def meet(self, seconds: float) -> None:
@@ -327,7 +332,7 @@ class Mailbox:
         deadline = now + seconds
         # A peer that has left hears no more: that this end leaves need not arrive there.
         while any(
-            not flow.out.empty and not (flow.into.ended and flow.out.only_leave)
+            not flow.empty and not (flow.ended and flow.only_leave)
             for route, flow in flows.items()
             if route.peer not in endpoint.lost
         ):
@@ -336,7 +341,7 @@ class Mailbox:
             self._pump(deadline)
         endpoint.tell(self._clock())
         endpoint.flush(self._carrier.send, self._clock())
-        late = {route.peer for route, flow in flows.items() if not flow.out.only_leave}
+        late = {route.peer for route, flow in flows.items() if not flow.only_leave}
         if late:
             raise self._error(
                 f"not all messages have arrived at {self._routes.names(late)} within "
@@ -375,6 +380,8 @@ class Mailbox:
             endpoint.flush(self._carrier.send, now)
 
     def _take(self, of: frozenset[int] | None) -> Message | None:
+        if not self._endpoint.waiting:
+            return None
         now = self._clock()
         message = self._endpoint.take(now, of)
         if message is not None and now >= self._endpoint.due():
@@ -417,11 +424,9 @@ class Mailbox:
         if peer in self._endpoint.left:
             raise self._error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
 
-    def _peers_of(self, waiting: Iterable[Posted]) -> set[int]:
-        wanted = {id(each) for each in waiting}
+    def _peers_of(self, waiting: Sequence[Posted]) -> set[int]:
         return {
             route.peer
             for route, flow in self._endpoint.flows.items()
-            for each in (*flow.out.unsent, *flow.out.under_way)
-            if id(each) in wanted
+            if any(map(flow.holds, waiting))
         }

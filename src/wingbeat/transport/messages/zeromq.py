@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import zmq
+from zmq.backend import Socket as BareSocket
 
 from wingbeat.errors import UsageError
 from wingbeat.transport.messages.admission import Admission
@@ -43,6 +44,9 @@ _PATIENCES = (1000, 100, 10, 1)
 
 # Joined once: an enum's operators take as long as a call.
 _MORE, _LAST = int(zmq.SNDMORE | zmq.DONTWAIT), int(zmq.DONTWAIT)
+
+# What `zmq.Socket.send` ends in, without what it does for kinds of sockets that are not used here.
+_send = BareSocket.send
 
 
 def tos_of(urgency: int, classes: int) -> int:
@@ -185,18 +189,19 @@ class ZeroMQCarrier:
 
     def send(self, place: Place, parts: Sequence[Buffer]) -> bool:
         """Hand over one frame without waiting; False if nobody is connected there now."""
-        send = self._sockets[place.interface, place.urgency].send
+        interface, urgency, name = place
+        socket = self._sockets[interface, urgency]
         try:
-            send(place.name, _MORE)
+            _send(socket, name, _MORE)
         except zmq.ZMQError as err:
             if err.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
         if len(parts) == 1:
-            send(parts[0], _LAST)
+            _send(socket, parts[0], _LAST)
         else:
-            send(parts[0], _MORE)
-            send(parts[1], _LAST, copy=False)
+            _send(socket, parts[0], _MORE)
+            _send(socket, parts[1], _LAST, copy=False)
         return True
 
     def receive(self, seconds: float) -> Arrival | None:
@@ -245,10 +250,10 @@ class ZeroMQCarrier:
     def _look(self) -> Arrival | None:
         for listener in self._listeners:
             try:
-                named = listener.socket.recv(_LAST, copy=False)
+                name = listener.socket.recv(_LAST)
             except zmq.Again:
                 continue
-            return self._read(listener, named)
+            return self._read(listener, name)
         return None
 
     def _wait_at(self, listener: Listener, seconds: float) -> Arrival | None:
@@ -256,21 +261,23 @@ class ZeroMQCarrier:
 
         For one of a few lengths, perhaps sooner than asked: to set another takes time as well.
         """
-        patience = next(p for p in _PATIENCES if 1e3 * seconds >= p or p == 1)
+        for patience in _PATIENCES:
+            if 1e3 * seconds >= patience:
+                break
         if patience != listener.patience:
             listener.socket.rcvtimeo = listener.patience = patience
         try:
-            named = listener.socket.recv(copy=False)
+            name = listener.socket.recv()
         except zmq.Again:
             return None
-        return self._read(listener, named)
+        return self._read(listener, name)
 
-    def _read(self, listener: Listener, named: Any) -> Arrival:
-        name, receive = named.bytes, listener.socket.recv
+    def _read(self, listener: Listener, name: bytes) -> Arrival:
+        receive = listener.socket.recv
+        head = receive(copy=False)
         place = listener.places.get(name)
         if place is None:
-            place = listener.place(name, self._user(named))
-        head = receive(copy=False)
+            place = listener.place(name, self._user(head))
         if not head.more:
             return Arrival(place.place, head.buffer, None, place.peer)
         payload, whole = receive(copy=False), True
