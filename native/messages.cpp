@@ -203,7 +203,7 @@ void bind_flow(nb::module_& module) {
              self.post(std::move(message), now);
            })
       .def("hello", &Flow::hello)
-      .def("accept", &Flow::accept)
+      .def("accept", &Flow::accept, "header"_a, "now"_a, "renewed"_a = false)
       .def("take", &Flow::take)
       .def("tell", &Flow::tell)
       .def("tick", &Flow::tick)

@@ -33,12 +33,12 @@ void Flow::post(std::shared_ptr<Posted> message, double now) {
 }
 
 void Flow::hello(double now) {
-  up = true;
+  up = unwelcome_ = true;
   out_.ask_at = now + out_.ask_after;
   answers_.push_back({Type::hello, ++out_.hellos});
 }
 
-bool Flow::accept(const Header& header, double now) {
+bool Flow::accept(const Header& header, double now, bool renewed) {
   if (header.type == Type::hello) {
     if (header.sequence <= into_.hellos) throw Malformed("replayed");
     into_.hellos = header.sequence;
@@ -58,16 +58,23 @@ bool Flow::accept(const Header& header, double now) {
       accept_missing(header.arrived, now);
       break;
     case Type::hello:
+      answers_.push_back({Type::welcome, 0});
+      greet(renewed, header.arrived, now);
+      break;
     case Type::welcome:
-      met = up = true;
-      out_.ask_after = ask_after_first;
-      resend(header.arrived, now);
-      if (header.type == Type::hello) answers_.push_back({Type::welcome, 0});
+      greet(std::exchange(unwelcome_, false), header.arrived, now);
       break;
     case Type::acknowledge:
       break;
   }
   return false;
+}
+
+// What a connection that is no more has lost is sent again; what is on its way on this one is not.
+void Flow::greet(bool renewed, std::uint64_t arrived, double now) {
+  met = up = true;
+  out_.ask_after = ask_after_first;
+  if (renewed) resend(arrived, now);
 }
 
 void Flow::take(std::uint64_t size, double now) {
@@ -125,11 +132,10 @@ double Flow::lost_at() const {
   return empty() ? never : std::max(out_.waiting_since, heard_) + silence_;
 }
 
-// Asks what has arrived; who does not answer that may not know who is asking.
+// Asks what has arrived, or once more for a welcome: without one the peer may not know who asks.
 void Flow::ask(double now) {
-  const bool again = out_.ask_after > ask_after_first;
   out_.ask_after = std::min(2 * out_.ask_after, ask_after_latest);
-  if (!met || (again && out_.under_way > 0)) {
+  if (!met || unwelcome_) {
     hello(now);
   } else if (out_.under_way > 0) {
     out_.ask_at = now + out_.ask_after;

@@ -93,8 +93,9 @@ class Flow {
   void hello(double now);
 
   // Takes in a frame that is known to be of this flow; true if it is the next message. Throws
-  // Malformed: it speaks of what was never sent, exceeds the window, or is an old hello.
-  bool accept(const Header& header, double now);
+  // Malformed: it speaks of what was never sent, exceeds the window, or is an old hello. `renewed`:
+  // it came on another connection than what came before.
+  bool accept(const Header& header, double now, bool renewed = false);
 
   // Notes that the user has taken a message of so many bytes.
   void take(std::uint64_t size, double now);
@@ -156,6 +157,7 @@ class Flow {
   double lost_at() const;
   void ask(double now);
   bool accept_message(const Header& header, double now);
+  void greet(bool renewed, std::uint64_t arrived, double now);
   void accept_missing(std::uint64_t arrived, double now);
   void owe(double now);
   void hear(const Header& header, double now);
@@ -163,6 +165,7 @@ class Flow {
   void address(Header& header) const;
 
   Ends ends_;
+  bool unwelcome_ = false;  // whether the peer has not answered a hello
   std::uint64_t window_;
   std::uint64_t much_;
   double silence_;

@@ -80,7 +80,7 @@ struct Wire {
       try {
         if (!to.names(header)) {
           ++strangers;
-        } else if (to.accept(header, now)) {
+        } else if (to.accept(header, now, header.type == Type::hello)) {
           arrived.push_back(header.kind);
           to.take(header.frame_bytes(), now);
         }

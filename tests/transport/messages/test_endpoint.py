@@ -113,6 +113,23 @@ def test_no_fault_means_no_repetition() -> None:
     assert not any(end.refused for end in play.ends)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_slow_connection_repeats_nothing_either(seed: int) -> None:
+    """Messages both ways, each under way for longer than a sender waits before it asks."""
+    play = Play(2, Faults(delay=5.0), seed, PATIENT)
+    while any(end.unmet for end in play.ends) or play.network.next_at() is not None:
+        play.step()
+    for number in range(200):
+        play.step()
+        for source in (0, 1):
+            play.post(source, 1 - source, message(number, payload_of(number)))
+    while any(flow.waiting_bytes for end in play.ends for flow in end.flows.values()):
+        assert play.step()
+        assert play.take(0) is not None
+        assert play.take(1) is not None
+    assert all(flow.repeated == 0 for end in play.ends for flow in end.flows.values())
+
+
 def test_a_cut_loses_nothing() -> None:
     """What was under way when the connection broke is sent again when it stands."""
     play = Play(limits=PATIENT)

@@ -278,7 +278,8 @@ class Endpoint:
             route = self._introduced(route, header, arrival.place)
         payload = _payload(header, arrival)
         flow, kind = self.flows[route], header.type
-        if flow.accept(header, now):
+        renewed = kind == _HELLO and self._place.get(route) != arrival.place
+        if flow.accept(header, now, renewed):
             if kind == _DATA:
                 self._inbox[route.urgency].append(Message(header, payload, route))
                 self.waiting += 1
