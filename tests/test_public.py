@@ -10,8 +10,9 @@ import pytest
 import wingbeat
 
 PUBLIC = [
-    *("AllReduce", "DeAR", "Group", "LAGS", "LowRank", "MGS", "MGWFBP", "OMGS", "PSGD", "Sketch"),
-    *("Strategy", "TopK", "TopKSGD"),
+    *("AllReduce", "DeAR", "Geryon", "Group", "LAGS", "LowRank", "MGS", "MGWFBP", "OMGS", "P3"),
+    *("PSGD", "ParameterServer", "PartitionedPS", "Sketch", "Strategy", "TicTac", "TopK"),
+    *("TopKSGD", "VanillaPS"),
     *("distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
 ]
 

@@ -14,6 +14,10 @@ from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.store import Store
 
 
+SOONER = 0.9
+"""Part of the timeout after which a server says whom it waits for: before workers give it up."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """One server's place in the job, and how it is to work.
@@ -84,7 +88,7 @@ class ServerConfig:
             self.workers,
             most=self.most,
             order=Order(self.order),
-            timeout=self.timeout,
+            timeout=SOONER * self.timeout,
             classes=self.classes,
         )
         service.run(parent)
