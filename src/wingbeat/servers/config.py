@@ -13,7 +13,6 @@ from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.store import Store
 
-
 SOONER = 0.9
 """Part of the timeout after which a server says whom it waits for: before workers give it up."""
 

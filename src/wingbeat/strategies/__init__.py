@@ -7,22 +7,24 @@ Strategy(plan=TunedBuckets(mb=10), schedule=Decoupled())
 
 from __future__ import annotations
 
+from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.presets import (
     LAGS,
     MGS,
     MGWFBP,
     OMGS,
-    P3,
     PRESETS,
     PSGD,
     AllReduce,
     DeAR,
+    TopKSGD,
+)
+from wingbeat.strategies.served import (
+    P3,
     Geryon,
     ParameterServer,
     PartitionedPS,
-    Preset,
     TicTac,
-    TopKSGD,
     VanillaPS,
 )
 from wingbeat.strategies.spelling import names, options, parse

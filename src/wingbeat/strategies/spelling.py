@@ -16,7 +16,8 @@ from dataclasses import fields
 from typing import Any
 
 from wingbeat.errors import UsageError, unknown
-from wingbeat.strategies.presets import PRESETS, Preset
+from wingbeat.strategies.preset import Preset
+from wingbeat.strategies.presets import PRESETS
 from wingbeat.strategies.strategy import Strategy
 
 _CLASSES: dict[str, Any] = {**PRESETS, "strategy": Strategy}

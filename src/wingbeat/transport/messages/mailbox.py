@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.messages.absent import Absent
+from wingbeat.transport.messages.alone import alone
 from wingbeat.transport.messages.carrier import Carrier
 from wingbeat.transport.messages.compose import NO_IDS, compose, farewell
 from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
@@ -26,25 +26,6 @@ _LINGER_S = 1.0
 
 _AT_ONCE = 64
 """Frames that are taken in before anything else is looked at: more may come without end."""
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _alone(method: Method) -> Method:
-    """Let one thread at a time into the mailbox."""
-
-    @functools.wraps(method)
-    def inner(self: Mailbox, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            if self._closed:
-                raise UsageError(
-                    f"{self._routes.me}: this mailbox is closed; open another to {method.__name__}"
-                )
-            if self._broken is not None:
-                raise self._broken
-            return method(self, *args, **kwargs)
-
-    return cast("Method", inner)
 
 
 class Mailbox:
@@ -74,9 +55,9 @@ class Mailbox:
         self._clock = clock
         self._closed = False
         self._broken: Exception | None = None
-        self._reported: set[int] = set()
         self._heard = 0.0
         self._routes = Routes(endpoint.flows, endpoint.membership.number, name)
+        self._absent = Absent(endpoint, self._routes)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         # The keeper must not keep alive what nobody else uses.
@@ -107,12 +88,12 @@ class Mailbox:
         """The numbers of the own interfaces that reach ``peer``."""
         return self._routes.interfaces(peer)
 
-    @_alone
+    @alone
     def room(self, peer: int, *, interface: int | None = None, urgency: int | None = None) -> int:
         """Bytes that can be posted without a wait."""
         return self._endpoint.flows[self._routes.choose(peer, interface, urgency)].room
 
-    @_alone
+    @alone
     def post(
         self,
         peer: int,
@@ -146,15 +127,15 @@ class Mailbox:
         """
         route = self._routes.choose(peer, interface, urgency)
         endpoint = self._endpoint
-        if endpoint.lost or endpoint.left:
-            self._check_peer(peer, "post to it")
+        if self._absent:
+            self._absent.check(peer, "post to it")
         message = compose(kind, payload, ids, dtype, spans, most=endpoint.limits.message)
         if endpoint.flows[route].room < message.size:
             self._wait_for_room(route, message.size, seconds)
         endpoint.post(route, message, self._carrier.send, self._clock())
         return message
 
-    @_alone
+    @alone
     def receive(self, seconds: float | None = None, *, of: Iterable[int] | None = None) -> Message:
         """Wait for the next message, the most urgent first, and take it.
 
@@ -174,17 +155,17 @@ class Mailbox:
         if wanted is not None:
             self._routes.check(wanted)
         while True:
-            if self._endpoint.lost or self._endpoint.left:
-                self._check_waiting(wanted)
+            if self._absent:
+                self._absent.check_waiting(wanted)
             self._pump(deadline, until_message=wanted is None)
             message = self._take(wanted)
             if message is not None:
                 return message
             if self._clock() >= deadline:
                 names = self._routes.names(self.peers if wanted is None else wanted)
-                raise self._error(f"no message from {names} within {seconds:g} s")
+                raise self._absent.error(f"no message from {names} within {seconds:g} s")
 
-    @_alone
+    @alone
     def next(self, seconds: float) -> Message | None:
         """Wait for what comes next, and return a message if that is one.
 
@@ -212,7 +193,7 @@ class Mailbox:
         """The peers that have closed their mailboxes."""
         return frozenset(self._endpoint.left)
 
-    @_alone
+    @alone
     def poll(self, *, of: Iterable[int] | None = None) -> Message | None:
         """Take the next message if one is there; does not wait."""
         wanted = None if of is None else frozenset(of)
@@ -222,7 +203,7 @@ class Mailbox:
             message = self._take(wanted)
         return message
 
-    @_alone
+    @alone
     def wait(self, posted: Iterable[Posted], seconds: float | None = None) -> None:
         """Wait until these messages have arrived, so that their payloads may change.
 
@@ -240,16 +221,16 @@ class Mailbox:
                 return
             if self._endpoint.lost or self._endpoint.left:
                 for peer in self._peers_of(waiting):
-                    self._check_peer(peer, "wait for it to receive a message")
+                    self._absent.check(peer, "wait for it to receive a message")
             if self._clock() >= deadline:
                 late = [each for each in waiting if not each.arrived]
-                raise self._error(
+                raise self._absent.error(
                     f"{len(late)} messages have not arrived at "
                     f"{self._routes.names(self._peers_of(late))} within {seconds:g} s"
                 )
             self._pump(deadline)
 
-    @_alone
+    @alone
     def meet(self, seconds: float) -> None:
         """Wait until every peer has been heard on every interface and in every class.
 
@@ -260,7 +241,7 @@ class Mailbox:
         while unmet := self._endpoint.unmet:
             if self._clock() >= deadline:
                 route = unmet[0]
-                raise self._error(
+                raise self._absent.error(
                     f"{self._routes.name(route.peer)} did not answer over interface "
                     f"{route.interface} within {seconds:g} s: check that it runs and that a "
                     "firewall lets the two speak, or name the interfaces that join all hosts: "
@@ -343,7 +324,7 @@ class Mailbox:
         endpoint.flush(self._carrier.send, self._clock())
         late = {route.peer for route, flow in flows.items() if not flow.only_leave}
         if late:
-            raise self._error(
+            raise self._absent.error(
                 f"not all messages have arrived at {self._routes.names(late)} within "
                 f"{seconds:g} s of close()"
             )
@@ -393,36 +374,13 @@ class Mailbox:
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
         while flow.room < size:
-            self._check_peer(route.peer, "wait for it to take messages")
+            self._absent.check(route.peer, "wait for it to take messages")
             if self._clock() >= deadline:
-                raise self._error(
+                raise self._absent.error(
                     f"{self._routes.name(route.peer)} took nothing for {seconds:g} s: "
                     f"{flow.waiting_bytes} bytes wait for it; allowed are {flow.window}"
                 )
             self._pump(deadline)
-
-    def _error(self, what: str) -> PeerError:
-        return PeerError(f"{self._routes.me}: {what}")
-
-    def _check_waiting(self, wanted: frozenset[int] | None) -> None:
-        """Raise if no message can come, or once for each peer that was lost."""
-        if wanted is not None:
-            for peer in wanted:
-                self._check_peer(peer, "wait for a message of it")
-            return
-        for peer in self._endpoint.lost.keys() - self._reported:
-            self._reported.add(peer)
-            self._check_peer(peer, "wait for messages")
-        if self._endpoint.left.union(self._endpoint.lost).issuperset(self.peers):
-            raise self._error(
-                f"{self._routes.me}: everyone has left: {self._routes.names(self.peers)}"
-            )
-
-    def _check_peer(self, peer: int, what: str) -> None:
-        if peer in self._endpoint.lost:
-            raise self._error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
-        if peer in self._endpoint.left:
-            raise self._error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
 
     def _peers_of(self, waiting: Sequence[Posted]) -> set[int]:
         return {

@@ -1,0 +1,109 @@
+"""The presets with parameter servers: Geryon, and what it is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wingbeat import parts
+from wingbeat.strategies.preset import Preset
+from wingbeat.strategies.strategy import Strategy
+from wingbeat.wires import Wire
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ParameterServer(Preset):
+    """Servers sum the gradients; sums come back in time for the layers that need them.
+
+    Geryon (Wang et al., 2020). wingbeat starts the servers next to the workers, and ends them with
+    the job. Each worker updates a layer's parameters just before the layer runs. Exact: the weights
+    equal DDP's.
+
+    Args:
+        servers: how many; 0: one on each host.
+        placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``.
+        slice: the most elements of what a server sums at a time; 0: shards are not cut.
+        pull: ``"ready"``, a sum comes back as soon as it is complete; or ``"start"``, when the next
+            iteration starts, as in the paper.
+        classes: of flows, 1 to 4, which the network tells apart (DSCP); 1: none.
+        threshold: a bucket is in a more urgent class if its urgency, ``1 - l/L`` for the ``l``-th
+            of ``L`` in the order of forward, is above this; falling numbers for several classes.
+        pushes: whether gradients go to the servers in these classes too.
+        order: which sum a sender sends first: ``"ready"``, ``"urgent"``, ``"forward"`` or
+            ``"random"``; see `wingbeat.parts.Servers`.
+        mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
+        wire: ``"fp32"``, gradients in their own dtype: servers sum nothing else yet.
+        encrypted: whether messages are.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    servers: int = 0
+    placement: str = "sharded"
+    slice: int = 1 << 20
+    pull: str = "ready"
+    classes: int = 1
+    threshold: float | tuple[float, ...] = 0.5
+    pushes: bool = False
+    order: str = "ready"
+    mb: float = 1.0
+    wire: Wire = "fp32"
+    encrypted: bool = True
+
+    def __post_init__(self) -> None:
+        self.check_size("mb")
+        self.compose()
+
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        return Strategy(
+            plan=parts.FixedBuckets(mb=self.mb, first_mb=0.0),
+            wire=self.wire,
+            exchange=parts.Servers(
+                count=self.servers,
+                placement=self.placement,
+                slice=self.slice,
+                classes=self.classes,
+                threshold=self.threshold,
+                pushes=self.pushes,
+                order=self.order,
+                encrypted=self.encrypted,
+            ),
+            schedule=parts.Served(pull=self.pull),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Geryon(ParameterServer):
+    """Servers whose urgent sums travel in flows that the network itself prefers (section III)."""
+
+    classes: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class VanillaPS(ParameterServer):
+    """Whole tensors on one server each, pulled in random order, as TensorFlow does (Fig. 3a)."""
+
+    placement: str = "whole"
+    pull: str = "start"
+    order: str = "random"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PartitionedPS(ParameterServer):
+    """Parameters are divided among the servers and sliced, and sent as they come (section IV)."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TicTac(ParameterServer):
+    """TICTAC: a server sends in the order of forward, and nothing before its turn."""
+
+    pull: str = "start"
+    order: str = "forward"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class P3(ParameterServer):
+    """P3: senders have a queue by urgency, with little under way."""
+
+    order: str = "urgent"
