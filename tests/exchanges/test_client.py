@@ -290,3 +290,12 @@ def test_nothing_is_waited_for_once_a_server_has_ended(monkeypatch: pytest.Monke
     store.set("a", "b")
     assert store.has("a")
     assert store.get("a", 0.0) == board.get("a", 0.0) == "b"
+
+
+def test_time_counts_from_when_a_sum_is_asked_for() -> None:
+    made = rig()
+    made.clock.now = 100.0
+    made.start()
+    made.run()
+    made.clock.now = 104.0
+    made.run()

@@ -234,3 +234,16 @@ def test_a_long_reason_is_cut() -> None:
     made.run(20)
     (letter,) = made.heard(0)
     assert len(letter.payload) <= TEXT
+
+
+@pytest.mark.parametrize(("order", "expected"), [(Order.READY, [1, 0]), (Order.FORWARD, [0, 1])])
+def test_forward_holds_back_what_was_asked_for_later(order: Order, expected: list[int]) -> None:
+    made = rig(order)
+    for number in range(2):
+        made.send(1, Kind.PULL, (0, number, 0, 0))
+    made.run(20)
+    for number in (1, 0):
+        for rank in range(3):
+            made.push(rank, number, kind=Kind.STORE)
+        made.run(50)
+    assert [letter.ids[1] for letter in made.heard(1)] == expected
