@@ -53,6 +53,45 @@ def test_wfbp_in_words() -> None:
         assert lines("wfbp", *BACKWARD, event) == []
 
 
+PULLS = ["pull 1", "pull 0"]
+WAITS = ["wait 1", "wait 0"]
+
+
+def test_served_in_words() -> None:
+    assert lines("served", BackwardBegins()) == ["show"]
+    assert lines("served", *BACKWARD[:2]) == ["all_reduce 0"]
+    assert lines("served", *BACKWARD) == []
+    assert lines("served", *BACKWARD, StepCalled()) == ["defer 1", "defer 0"]
+    assert lines("served", *BACKWARD, GradientsNeeded()) == [*WAITS, "show"]
+    assert lines("served", *BACKWARD, PartsNeeded(), GradientsNeeded()) == [], "they are there"
+    assert lines("served", *BACKWARD, GradientsDropped()) == []
+    stepped = (*BACKWARD, StepCalled())
+    assert lines("served", *stepped, ParametersNeeded((0,))) == ["wait 0", "update 0"]
+    assert lines("served", *stepped, ParametersNeeded((0,)), ParametersNeeded((0,))) == []
+    assert lines("served", *stepped, BackwardBegins()) == [
+        *("wait 1", "update 1", "wait 0", "update 0", "show")
+    ]
+
+
+def test_served_at_start_asks_once_for_each_sum_first_needed_first() -> None:
+    name = "served_at_start"
+    assert lines(name, *BACKWARD[:2]) == ["push 0"]
+    assert lines(name, *BACKWARD) == []
+    assert lines(name, *BACKWARD, StepCalled()) == [*PULLS, "defer 1", "defer 0"]
+    assert lines(name, *BACKWARD, StepCalled(), ParametersNeeded((1,))) == ["wait 1", "update 1"]
+    assert lines(name, *BACKWARD, GradientsNeeded()) == [*PULLS, *WAITS, "show"]
+    assert lines(name, *BACKWARD, GradientsNeeded(), GradientsDropped()) == []
+    assert lines(name, *BACKWARD, StepCalled(in_parts=False)) == [
+        *(*PULLS, *WAITS, "show", "show", "step")
+    ]
+    assert lines(name, *BACKWARD, BackwardBegins()) == [*PULLS, *WAITS, "show"], "it adds to them"
+
+
+def test_sums_that_nobody_wants_are_asked_for_so_that_the_next_are_not_pushed_too_early() -> None:
+    assert lines("served_at_start", *BACKWARD, GradientsDropped()) == PULLS
+    assert lines("served_at_start", *BACKWARD, GradientsDropped(), BackwardBegins()) == ["show"]
+
+
 GATHERS = ["all_gather 1", "all_gather 0"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -103,7 +104,7 @@ _Wanted: TypeAlias = "dict[tuple[int, int, int], tuple[Request, Part]]"
 
 
 class Client:
-    """Pushes and pulls slices for one worker, in a thread of its own.
+    """Pushes and pulls slices for one worker, in a thread of its own once it may `serve`.
 
     Args:
         mailbox: joins this worker to the servers; used by that thread alone.
@@ -143,7 +144,11 @@ class Client:
         self._ending = False
         self._interrupt = mailbox.interrupter()
         self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
+
+    def serve(self) -> Client:
+        """Start the thread."""
         self._thread.start()
+        return self
 
     def start(self, kind: Kind, dtype: str, parts: Iterable[Part], what: str) -> Request:
         """Push or pull slices; returns at once.
@@ -169,7 +174,9 @@ class Client:
         """End the thread and leave the servers; what is under way fails. May be called again."""
         self._ending = True
         self._interrupt()
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is None:  # nobody serves: there is no thread to end it
+            self._end()
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
 
     # -- the thread -----------------------------------------------------------------------
@@ -178,19 +185,23 @@ class Client:
         try:
             while not self._ending and self._error is None:
                 message = self._mailbox.next(_LOOK_S if self._busy else 1.0)
-                self._step(message)
+                self.step(message)
         except PeerError as error:
             self._error = error
         except Exception as error:  # nobody hears it here: whoever waits does
             self._error = PeerError(f"{self._me}: {type(error).__name__}: {error}")
-        self._end_all()
-        self._leave()
+        self._end()
 
     @property
     def _busy(self) -> bool:
         return bool(self._wanted or self._storing or self._outbox.waiting)
 
-    def _step(self, message: Message | None) -> None:
+    def step(self, message: Message | None) -> None:
+        """Do what is to be done now, with the message that has just come if one has.
+
+        Raises:
+            PeerError: a server or a worker has failed; says which.
+        """
         while message is not None:
             self._take(message)
             message = self._mailbox.poll()
@@ -208,6 +219,9 @@ class Client:
     def _begin(self, request: Request) -> None:
         request.since = self._heard = self._clock()
         request.missing = len(request.parts)
+        if not request.parts:
+            request.end()
+            return
         pull = request.kind is Kind.PULL
         for part in request.parts:
             if request.kind is not Kind.STORE:
@@ -296,7 +310,8 @@ class Client:
                 f"{self._timeout:g} s"
             )
 
-    def _end_all(self) -> None:
+    def _end(self) -> None:
+        """Let all requests fail, and leave."""
         error = self._error or PeerError(f"{self._me}: the servers were left")
         self._error = error
         pending = {id(r): r for r in self._storing}
@@ -304,9 +319,5 @@ class Client:
         pending.update({id(r): r for r in self._new})
         for request in pending.values():
             request.end(error)
-
-    def _leave(self) -> None:
-        try:
+        with contextlib.suppress(PeerError):  # that is why it leaves
             self._mailbox.close(1.0)
-        except PeerError:
-            return  # that is why it leaves

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.client import Client
@@ -11,14 +13,19 @@ from wingbeat.servers.launch import InProcess, InThread, Started
 from wingbeat.servers.outbox import Order
 from wingbeat.transport import interfaces
 from wingbeat.transport.messages import Limits, open_mailbox
+from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
 
-ROOM_FOR = 4
-"""How many times the gradients' bytes all servers together have room for: two buffers for each
-slice, and buckets that were made anew while sums of the old ones are still under way."""
+ROOM_FOR = 8
+"""How many times the gradients' bytes a server has room for. Two sums of each slice are kept, in
+twice the bytes where float16 or bfloat16 is summed in float32; and twice that while buckets are
+made anew and sums of the old ones are still under way."""
 
 _SPARE = 64 << 20
+
+_LOOK_S = 1.0
+"""Seconds between two looks at whether a server has ended while its mailbox is waited for."""
 
 
 class Hosting:
@@ -65,18 +72,23 @@ class Hosting:
             for index, host in enumerate(hosts)
             if host == world.rank
         ]
-        mailbox = open_mailbox(
-            store,
-            world.rank,
-            [self.number(index) for index in range(self.count)],
-            room=room,
-            interfaces=names,
-            classes=self.classes,
-            encrypted=serving.encrypted,
-            limits=Limits(silence=world.timeout),
-            seconds=world.timeout,
-            name=self._name,
-        )
+        try:
+            mailbox = open_mailbox(
+                _Watched(store, self._check),
+                world.rank,
+                [self.number(index) for index in range(self.count)],
+                room=room,
+                interfaces=names,
+                classes=self.classes,
+                encrypted=serving.encrypted,
+                limits=Limits(silence=world.timeout),
+                seconds=world.timeout,
+                name=self._name,
+            )
+        except BaseException:
+            for started in self._started:
+                started.kill()
+            raise
         self.client = Client(
             mailbox,
             [self.number(index) for index in range(self.count)],
@@ -85,7 +97,7 @@ class Hosting:
             timeout=world.timeout,
             order=Order.URGENT if serving.order == Order.URGENT.value else Order.READY,
             watch=self._ended,
-        )
+        ).serve()
 
     def number(self, server: int) -> int:
         """Return the number of a server's mailbox."""
@@ -102,6 +114,31 @@ class Hosting:
 
     def _ended(self) -> str | None:
         return next(filter(None, (started.ended() for started in self._started)), None)
+
+    def _check(self) -> None:
+        ended = self._ended()
+        if ended is not None:
+            raise PeerError(f"rank {self._world.rank}: {ended} before it had met everyone")
+
+
+class _Watched:
+    """A store in which nothing is waited for once a server that was started here has ended."""
+
+    def __init__(self, store: Store, check: Callable[[], None]) -> None:
+        self._store, self._check = store, check
+        self.set, self.has = store.set, store.has
+
+    def get(self, key: str, seconds: float) -> str:
+        """As `Store.get`, a second at a time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._store.get(key, max(0.01, min(_LOOK_S, left)))
+            except TimeoutError:
+                self._check()
+                if left <= _LOOK_S:
+                    raise
 
 
 def placement(identities: list[object], count: int) -> tuple[int, ...]:

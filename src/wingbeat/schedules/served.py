@@ -71,9 +71,14 @@ class Served:
             case GradientsNeeded() | PartsNeeded():
                 yield from self._make_whole()
             case GradientsDropped():
-                self.phase = Phase.IDLE
+                yield from self._drop()
             case StepCalled(in_parts):
                 yield from self._step(in_parts)
+
+    def _drop(self) -> Iterator[Command]:
+        if self.phase is Phase.UNDER_WAY:
+            yield from self._ask()  # the next may only be pushed when everybody has pushed these
+        self.phase = Phase.IDLE
 
     def _step(self, in_parts: bool) -> Iterator[Command]:
         if in_parts and self.phase is Phase.UNDER_WAY:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
+from wingbeat.errors import WingbeatError
 from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.pipes import PipeStore
+
+_LOOK_S = 0.25
 
 
 def main(text: str) -> None:
@@ -17,9 +21,23 @@ def main(text: str) -> None:
     parent = os.getppid()
     config = ServerConfig.from_json(text)
     store = PipeStore(sys.stdout, sys.stdin)
-    mailbox = config.open(store)
-    store.ready()
+    sys.stdout = sys.stderr  # what anything prints is no request
+    met = threading.Event()
+    threading.Thread(target=_end_with, args=(parent, met), daemon=True).start()
+    try:
+        mailbox = config.open(store)
+        store.ready()
+    except (WingbeatError, TimeoutError) as error:
+        sys.exit(str(error))
+    met.set()
     config.serve(mailbox, lambda: os.getppid() == parent)
+
+
+def _end_with(parent: int, met: threading.Event) -> None:
+    """End this process if the one that started it does before all have met: nobody else will."""
+    while not met.wait(_LOOK_S):
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import IO, Protocol
 
-from wingbeat.errors import RendezvousError, WingbeatError
+from wingbeat.errors import RendezvousError
 from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.pipes import answer
 from wingbeat.transport.store import Store
@@ -25,6 +25,9 @@ class Started(Protocol):
 
     def close(self) -> None:
         """Wait until it has ended; at last, end it."""
+
+    def kill(self) -> None:
+        """End it, without a wait for what it does."""
 
 
 class InProcess:
@@ -67,6 +70,11 @@ class InProcess:
             with contextlib.suppress(OSError):
                 pipe.close()
 
+    def kill(self) -> None:
+        """End it, without a wait for what it does."""
+        self._process.kill()
+        self.close()
+
     def _help(self) -> None:
         """Let it use the store until it has met everyone."""
         asks, hears = self._process.stdout, self._process.stdin
@@ -74,6 +82,8 @@ class InProcess:
         assert hears is not None
         with contextlib.suppress(OSError, ValueError, TimeoutError, RuntimeError):
             self._answer(asks, hears)
+        with contextlib.suppress(OSError):
+            hears.close()  # a server that waits for an answer has to hear that none comes
 
     def _answer(self, asks: IO[str], hears: IO[str]) -> None:
         for line in asks:
@@ -101,8 +111,12 @@ class InThread:
     def close(self) -> None:
         """Wait until it has ended; at last, end it."""
         self._thread.join(_PATIENCE_S)
-        self._leaving = True
+        self.kill()
         self._thread.join()
+
+    def kill(self) -> None:
+        """Have it end as soon as it looks."""
+        self._leaving = True
 
     def _run(self) -> None:
         me = self._config.name(self._config.number)
@@ -110,5 +124,5 @@ class InThread:
             mailbox = self._config.open(self._store)
             with contextlib.suppress(RendezvousError):
                 self._config.serve(mailbox, lambda: not self._leaving)
-        except WingbeatError as error:
+        except Exception as error:  # nobody hears it here: the workers do
             self._why = f"{me} has ended: {error}"

@@ -57,7 +57,7 @@ def partitioned(
         chosen = sorted(heapq.nsmallest(shards, load), key=lambda entry: entry[1])
         for (start, stop), (before, server) in zip(_even(0, numel, shards), chosen, strict=True):
             load[server] = before + stop - start, server
-            pieces = 1 if threshold is None else -(-(stop - start) // threshold)
+            pieces = -(-(stop - start) // (threshold or max(1, numel)))
             for first, last in _even(start, stop, pieces):
                 found.append(Slice(len(found), bucket, first, last, server))
     return tuple(found)

@@ -51,12 +51,12 @@ class PipeStore:
         self._ask({"ready": True})
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        self._asks.write(json.dumps(request) + "\n")
-        self._asks.flush()
-        line = self._hears.readline()
-        if not line:
-            raise TimeoutError("the worker that started this server is gone")
-        return json.loads(line)
+        try:
+            self._asks.write(json.dumps(request) + "\n")
+            self._asks.flush()
+            return json.loads(self._hears.readline())
+        except (OSError, ValueError):  # nobody reads, or the answer was cut off
+            raise TimeoutError("the worker that started this server is gone") from None
 
 
 def answer(line: str, store: Store) -> tuple[str, bool]:
@@ -66,12 +66,12 @@ def answer(line: str, store: Store) -> tuple[str, bool]:
         ValueError: it is no request.
     """
     request = json.loads(line)
-    if not isinstance(request, dict):
-        raise ValueError(line[:80])
-    if "set" in request:
-        store.set(str(request["set"]), str(request["value"]))
-        return "true", False
-    if "read" in request:
-        key = str(request["read"])
-        return json.dumps(store.get(key, 1.0) if store.has(key) else None), False
-    return "true", True
+    match request:
+        case {"set": str(key), "value": str(value)}:
+            store.set(key, value)
+            return "true", False
+        case {"read": str(key)}:
+            return json.dumps(store.get(key, 1.0) if store.has(key) else None), False
+        case {"ready": True}:
+            return "true", True
+    raise ValueError(f"no request: {line[:80]!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from wingbeat.errors import PeerError
 from wingbeat.servers.dtypes import Array
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.protocol import TEXT, Ids, Kind, position_of, urgency_of
-from wingbeat.servers.sums import Refused, Sum, Sums
+from wingbeat.servers.sums import EACH, Refused, Sum, Sums
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
@@ -30,18 +31,27 @@ class Answer:
         ids: what it has asked for.
         dtype: of the sum.
         result: the sum, which stays as it is while this may read it; None until it is complete.
+        queued: whether it waits to be sent already.
     """
 
-    __slots__ = ("_posted", "dtype", "ids", "result", "worker")
+    __slots__ = ("_posted", "dtype", "ids", "queued", "result", "worker")
 
     def __init__(self, worker: int, ids: Ids) -> None:
         self.worker, self.ids = worker, ids
         self.dtype = ""
         self.result: Array | None = None
+        self.queued = False
         self._posted: Posted | None = None
 
     def fill(self, total: Sum) -> None:
-        """Take the sum, and have nobody write to it until it has arrived."""
+        """Take the sum, and have nobody write to it until it has arrived.
+
+        Raises:
+            Refused: the worker has had it before.
+        """
+        if self.worker in total.asked:
+            raise _twice(self)
+        total.asked.add(self.worker)
         self.dtype, self.result = total.dtype, total.result
         total.readers.append(self.arrived)
 
@@ -66,13 +76,18 @@ class Answer:
         return self._posted is not None and self._posted.arrived
 
 
+def _twice(answer: Answer) -> Refused:
+    ids = answer.ids
+    return Refused(f"rank {answer.worker} wants slice {ids.slice} of round {ids.round} twice")
+
+
 class Service:
     """One server: every worker's pushes and pulls of its slices.
 
     Args:
         mailbox: joins it to all workers, whose numbers are their ranks.
         workers: how many there are.
-        most: bytes that all sums may take.
+        most: bytes that all sums may take; one that is waited for takes some too.
         order: in which order sums are sent.
         timeout: seconds that a sum may wait for a worker.
         classes: how many classes the mailbox has.
@@ -98,6 +113,9 @@ class Service:
         self._sums = Sums(workers, most)
         self._outbox: Outbox[Answer] = Outbox(order)
         self._pulls: dict[tuple[int, int], list[Answer]] = {}
+        self._wants = [0] * workers
+        self._most_wants = most // EACH
+        self._looked = clock()
         self._failed = False
 
     def run(self, parent: Callable[[], bool] = lambda: True) -> None:
@@ -106,24 +124,36 @@ class Service:
         Args:
             parent: whether that one is there.
         """
-        everyone, looked = frozenset(range(self._workers)), 0.0
+        everyone = frozenset(range(self._workers))
         while parent() and not self._mailbox.left.union(self._mailbox.lost) >= everyone:
-            try:
-                self._take_in(self._mailbox.next(_LOOK_S))
-                self._send_out()
-            except (PeerError, Refused) as error:
-                self._fail(str(error))
-            if self._clock() - looked > _LOOK_S:
-                looked = self._clock()
-                self._look_after(looked)
-        self._mailbox.close()
+            self.step(self._mailbox.next(_LOOK_S))
+        # Workers that are gone without a word hear no last one: nobody is left to be told.
+        with contextlib.suppress(PeerError):
+            self._mailbox.close()
 
-    def _take_in(self, message: Message | None) -> None:
-        taken = 0
-        while message is not None:
+    def step(self, message: Message | None) -> None:
+        """Do what is to be done now, with the message that has just come if one has."""
+        try:
+            drained = self._take_in(message)
+            self._send_out()
+        except (PeerError, Refused) as error:
+            self._fail(str(error))
+            return
+        now = self._clock()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            self._look_after(now, drained)
+
+    def _take_in(self, message: Message | None) -> bool:
+        """Take what has come; return whether that was all."""
+        for _ in range(_AT_ONCE):
+            if message is None:
+                return True
             self._take(message)
-            taken += 1
-            message = self._mailbox.poll() if taken < _AT_ONCE else None
+            message = self._mailbox.poll()
+        if message is not None:
+            self._take(message)
+        return False
 
     def _take(self, message: Message) -> None:
         """Add what a worker pushes; remember or answer what it pulls.
@@ -143,27 +173,39 @@ class Service:
         if message.kind not in (Kind.PUSH, Kind.STORE):
             raise Refused(f"rank {worker} sent a message of kind {message.kind}")
         if message.kind == Kind.PUSH:
-            self._pulls.setdefault(key, []).append(Answer(worker, ids))
+            self._want(Answer(worker, ids))
         total = self._sums.push(
             worker, key, ids.round, message.dtype, message.payload, self._clock()
         )
         if total is not None:
             for answer in self._pulls.pop(key, ()):
+                self._wants[answer.worker] -= 1
                 answer.fill(total)
-                if self._order is not Order.FORWARD or message.kind == Kind.PUSH:
+                if not answer.queued:
                     self._queue(answer)
 
     def _pull(self, worker: int, ids: Ids) -> None:
         answer = Answer(worker, ids)
         total = self._sums.finished((ids.plan, ids.slice), ids.round)
         if total is None:
-            self._pulls.setdefault((ids.plan, ids.slice), []).append(answer)
+            self._want(answer)
         else:
             answer.fill(total)
         if total is not None or self._order is Order.FORWARD:
             self._queue(answer)
 
+    def _want(self, answer: Answer) -> None:
+        """Remember who wants a sum that is not complete."""
+        waiting = self._pulls.setdefault(answer.ids[:2], [])
+        if any(answer.worker == other.worker for other in waiting):
+            raise _twice(answer)
+        if self._wants[answer.worker] >= self._most_wants:
+            raise Refused(f"rank {answer.worker} waits for more than {self._most_wants} sums")
+        self._wants[answer.worker] += 1
+        waiting.append(answer)
+
     def _queue(self, answer: Answer) -> None:
+        answer.queued = True
         ids, result = answer.ids, answer.result
         nbytes = LARGEST + (self._mailbox.largest if result is None else result.nbytes)
         flow = Flow(answer.worker, urgency_of(ids.wish))
@@ -178,24 +220,36 @@ class Service:
             return 0
         return self._mailbox.room(flow.peer, urgency=flow.urgency)
 
-    def _send(self, _: Flow, answer: Answer) -> Callable[[], bool]:
-        return answer.post(self._mailbox)
+    def _send(self, flow: Flow, answer: Answer) -> Callable[[], bool]:
+        try:
+            return answer.post(self._mailbox)
+        except PeerError:
+            if self._room(flow):
+                raise
+            return answer.arrived  # it has just left: whoever needs it finds that out by itself
 
-    def _look_after(self, now: float) -> None:
-        """Tell everybody if a sum waits in vain."""
-        gone = [
-            *((n, why) for n, why in self._mailbox.lost.items()),
-            *((n, "has ended") for n in self._mailbox.left),
-        ]
-        for worker, why in gone:
-            if self._sums.lacking(worker):
-                self._fail(f"rank {worker} {why}")
+    def _look_after(self, now: float, drained: bool) -> None:
+        """Tell everybody if a sum waits in vain.
+
+        Args:
+            now: seconds.
+            drained: whether all that has come was taken: what a worker has pushed before it left
+                may still be there.
+        """
+        if drained:
+            self._look_for_gone()
         late = self._sums.missing(now - self._timeout)
         if late is not None:
             ranks = ", ".join(map(str, sorted(late[1])))
             self._fail(
                 f"no gradients of rank {ranks} for slice {late[0][1]} within {self._timeout:g} s"
             )
+
+    def _look_for_gone(self) -> None:
+        left = dict.fromkeys(self._mailbox.left, "has ended")
+        for worker, why in {**left, **self._mailbox.lost}.items():
+            if self._sums.lacking(worker):
+                self._fail(f"rank {worker} {why}")
 
     def _fail(self, why: str) -> None:
         """Tell every worker once why there will be no more sums."""

@@ -16,6 +16,9 @@ from wingbeat.servers.dtypes import ITEMSIZE, Array, add, narrowed, sum_dtype, w
 Free = Callable[[], bool]
 """Whether nobody reads a buffer any more."""
 
+EACH = 1024
+"""Bytes that keeping a slice takes beside its sums: slices of no size are no way to more memory."""
+
 
 class Refused(Exception):
     """A worker has sent what cannot be right; says what."""
@@ -29,15 +32,19 @@ class Sum:
         round: how many sums of the slice there were before.
         dtype: what it travels in.
         result: as it travels; stays as it is until all readers are done.
-        buffer: what it was made in.
         readers: who may still read it.
+        asked: the workers that it was sent to, or will be.
     """
 
     round: int
     dtype: str
     result: Array
-    buffer: Array
     readers: list[Free] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
+
+    def free(self) -> bool:
+        """Whether all that read it are done."""
+        return all(reader() for reader in self.readers)
 
 
 @dataclass(slots=True)
@@ -52,7 +59,9 @@ class Total:
         waiting: what has come before its turn, by worker.
         since: when the first of this round came, in seconds.
         buffer: what is summed in; None when the sum is complete.
+        spare: the same of the sum before, if that travels in another dtype: nobody reads it.
         sums: complete ones whose memory is kept, the last one at the end.
+        nbytes: of all of these.
     """
 
     dtype: str
@@ -62,7 +71,9 @@ class Total:
     waiting: dict[int, memoryview] = field(default_factory=dict)
     since: float = 0.0
     buffer: Array | None = None
+    spare: Array | None = None
     sums: list[Sum] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class Sums:
@@ -71,6 +82,9 @@ class Sums:
     Args:
         workers: how many push each slice.
         most: bytes that all sums together may take; a job that needs more is refused.
+
+    Attributes:
+        nbytes: of the sums that are kept or being made.
     """
 
     def __init__(self, workers: int, most: int) -> None:
@@ -100,28 +114,24 @@ class Sums:
             now: seconds.
 
         Raises:
-            Refused: it does not fit what has come before, or is pushed twice.
+            Refused: it does not fit what has come before, or is pushed twice. Nothing has changed.
         """
         total = self._total(worker, key, dtype, payload)
-        if number == total.round + 1 and total.buffer is None:
-            self._begin(total, number, now)
-        if number != total.round or total.buffer is None:
+        if total.buffer is None and number == total.round + 1:
+            self._begin(total, now)
+            self._totals[key] = total
+        elif total.buffer is None or number != total.round:
             raise Refused(
                 f"rank {worker} pushed slice {key[1]} of round {number} in round {total.round}"
             )
-        if worker < total.added or worker in total.waiting:
+        elif worker < total.added or worker in total.waiting:
             raise Refused(f"rank {worker} pushed slice {key[1]} of round {number} twice")
         total.waiting[worker] = payload
         while (due := total.waiting.pop(total.added, None)) is not None:
-            self._add(total, due)
+            _add(total, due)
         if total.added < self._workers:
             return None
-        done = Sum(number, dtype, narrowed(total.buffer, dtype), total.buffer)
-        total.sums.append(done)
-        total.buffer = None
-        if key[0] > self._plan:
-            self._drop_before(key[0])
-        return done
+        return self._complete(key, total)
 
     def finished(self, key: tuple[int, int], number: int) -> Sum | None:
         """Return the sum of that round if it is complete.
@@ -130,8 +140,10 @@ class Sums:
         push for the next round already.
 
         Raises:
-            Refused: that round is over, or is not the next.
+            Refused: that round is over, or is not the next; or the plan is over.
         """
+        if key[0] < self._plan:
+            raise Refused(f"slice {key[1]} of plan {key[0]} was pulled after plan {self._plan}")
         total = self._totals.get(key)
         last = total.sums[-1].round if total is not None and total.sums else -1
         if number not in (last, last + 1):
@@ -165,7 +177,7 @@ class Sums:
         if total is None:
             if key[0] < self._plan:
                 raise Refused(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
-            total = self._totals[key] = Total(dtype, numel)
+            total = Total(dtype, numel)
         if (dtype, numel) != (total.dtype, total.numel):
             raise Refused(
                 f"rank {worker} pushed {numel} {dtype} of slice {key[1]}, which has "
@@ -173,35 +185,56 @@ class Sums:
             )
         return total
 
-    def _begin(self, total: Total, number: int, now: float) -> None:
-        """Start a round, in a buffer that nobody reads any more, and not in the last one's."""
-        total.round, total.added, total.since = number, 0, now
-        for index, old in enumerate(total.sums[:-1]):
-            if all(free() for free in old.readers):
-                total.buffer = old.buffer
-                del total.sums[index]
-                return
+    def _begin(self, total: Total, now: float) -> None:
+        """Start a round, in memory that nobody reads any more, and not in the last sum's."""
+        over = next((old for old in total.sums[:-1] if old.free()), None)
         dtype = sum_dtype(total.dtype)
-        need = total.numel * dtype.itemsize
-        if self.nbytes + need > self._most:
-            raise Refused(
-                f"sums would take {self.nbytes + need} bytes; the server has room for {self._most}"
-            )
-        self.nbytes += need
-        total.buffer = np.empty(total.numel, dtype)
+        narrow = ITEMSIZE[total.dtype] < dtype.itemsize
+        need = 0 if over is not None else total.numel * ITEMSIZE[total.dtype]
+        if narrow and total.spare is None:
+            need += total.numel * dtype.itemsize
+        if need:
+            self._reserve(total, need)
+        if over is not None:
+            total.sums.remove(over)
+        total.buffer = total.spare if narrow else over.result if over is not None else None
+        if total.buffer is None:
+            total.buffer = np.empty(total.numel, dtype)
+        total.spare = None
+        total.round, total.added, total.since = total.round + 1, 0, now
 
-    def _add(self, total: Total, payload: memoryview) -> None:
+    def _reserve(self, total: Total, need: int) -> None:
+        would = self.nbytes + need
+        if would + EACH * len(self._totals) > self._most:
+            raise Refused(
+                f"{len(self._totals)} sums would take {would} bytes, and {EACH} each besides; the "
+                f"server has room for {self._most}"
+            )
+        self.nbytes = would
+        total.nbytes += need
+
+    def _complete(self, key: tuple[int, int], total: Total) -> Sum:
         assert total.buffer is not None
-        if total.added == 0:
-            np.copyto(total.buffer, widened(payload, total.dtype))
-        else:
-            add(total.buffer, payload, total.dtype)
-        total.added += 1
+        done = Sum(total.round, total.dtype, narrowed(total.buffer, total.dtype))
+        if done.result is not total.buffer:
+            total.spare = total.buffer
+        total.sums.append(done)
+        total.buffer = None
+        if key[0] > self._plan:
+            self._drop_before(key[0])
+        return done
 
     def _drop_before(self, plan: int) -> None:
         """Forget older plans, as every worker has pushed for this one: it wants no older sum."""
         self._plan = plan
         for key in [key for key in self._totals if key[0] < plan]:
-            total = self._totals.pop(key)
-            buffers = len(total.sums) + (total.buffer is not None)
-            self.nbytes -= buffers * total.numel * sum_dtype(total.dtype).itemsize
+            self.nbytes -= self._totals.pop(key).nbytes
+
+
+def _add(total: Total, payload: memoryview) -> None:
+    assert total.buffer is not None
+    if total.added == 0:
+        np.copyto(total.buffer, widened(payload, total.dtype))
+    else:
+        add(total.buffer, payload, total.dtype)
+    total.added += 1

@@ -19,7 +19,8 @@ def urgency_level(position: int, layers: int) -> float:
         position: the layer's place in the order of forward, 1 to ``layers``.
         layers: how many there are.
     """
-    return 1 - position / layers
+    # Not 1 - l / L, which rounds twice: a threshold of 0.3 is met by layer 7 of 10.
+    return (layers - position) / layers
 
 
 class PriorityTable:

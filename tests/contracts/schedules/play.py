@@ -110,6 +110,7 @@ class Worker:
         if operation is PULL:
             assert self._last[bucket] is PUSH, "there is nothing to pull"
         elif operation in (RS, AR, PUSH):
+            assert self._last.get(bucket) is not PUSH, "others may still push for the sum before"
             self._placed.discard(bucket)
         elif operation is AG:
             assert self._last[bucket] is RS, "there is nothing to gather"

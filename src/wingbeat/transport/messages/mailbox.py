@@ -186,7 +186,7 @@ class Mailbox:
     @property
     def lost(self) -> Mapping[int, str]:
         """What to say of peers that have fallen silent, by their numbers."""
-        return self._endpoint.lost
+        return dict(self._endpoint.lost)  # the keeper may find out about more meanwhile
 
     @property
     def left(self) -> frozenset[int]:

@@ -1,0 +1,301 @@
+"""A worker's side: whatever a server says, each request ends, and errors name who and why."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from helpers.mail import Clock
+from helpers.serving import LARGEST, LEAST, Box, Office
+from wingbeat.errors import PeerError
+from wingbeat.exchanges.client import Client, Part, Request
+from wingbeat.exchanges.hosting import _Watched, placement
+from wingbeat.servers.outbox import Order
+from wingbeat.servers.protocol import Ids, Kind, wish_of
+from wingbeat.servers.service import Service
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.messages import Limits, Mailbox
+from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
+from wingbeat.transport.messages.loopback import Faults, Network
+
+
+@dataclass
+class Rig:
+    """One worker and the mailboxes of two servers, 1 and 2."""
+
+    client: Client
+    box: Box
+    servers: list[Box]
+    office: Office
+    clock: Clock
+    memory: np.ndarray  # type: ignore[type-arg]
+    ended: list[str]
+
+    def start(self, kind: Kind = Kind.PUSH, turn: int = 0, count: int = 2) -> Request:
+        view = memoryview(self.memory).cast("B")
+        parts = [
+            Part(1 + n % 2, Ids(0, n, turn, wish_of(0, n)), view[8 * n : 8 * n + 8], 1, n)
+            for n in range(count)
+        ]
+        return self.client.start(kind, "float32", parts, "bucket 7")
+
+    def answer(self, number: int, **more: object) -> None:
+        fields = {"server": 1 + number % 2, "kind": Kind.SUM, "dtype": "float32", "turn": 0}
+        fields |= {"payload": np.full(2, 9.0, "f4"), **more}
+        ids = (0, number, fields["turn"], 0)
+        self.servers[fields["server"] - 1].post(  # type: ignore[operator]
+            0, fields["kind"], fields["payload"], ids=ids, dtype=str(fields["dtype"])  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def run(self) -> None:
+        for _ in range(60):
+            self.office.move()
+            self.client.step(self.box.poll())
+
+
+def rig(timeout: float = 5.0) -> Rig:
+    office, clock, ended = Office(random.Random(0), 1), Clock(), []  # type: ignore[var-annotated]
+    box, *servers = (office.box(number) for number in range(3))
+    client = Client(
+        box, [1, 2], me="rank 0", name="server {}".format, timeout=timeout, clock=clock,
+        watch=lambda: ended[0] if ended else None,
+    )  # type: ignore[arg-type]  # fmt: skip
+    return Rig(client, box, servers, office, clock, np.arange(4, dtype="f4"), ended)
+
+
+def test_a_request_is_done_when_all_sums_are_there() -> None:
+    made = rig()
+    request = made.start()
+    calls: list[Request] = []
+    request.add_done_callback(calls.append)
+    made.run()
+    made.answer(0)
+    made.run()
+    assert not request.done()
+    assert made.memory.tolist() == [9.0, 9.0, 2.0, 3.0]
+    made.answer(1)
+    made.run()
+    assert request.done()
+    request.wait()
+    request.add_done_callback(calls.append)
+    assert calls == [request, request]
+
+
+def test_what_is_stored_is_done_when_all_has_arrived() -> None:
+    made = rig()
+    request = made.start(Kind.STORE)
+    made.client.step(None)
+    assert not request.done()
+    made.run()
+    assert request.done()
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.STORE, Kind.PULL])
+def test_a_request_for_nothing_is_done_at_once(kind: Kind) -> None:
+    made = rig()
+    request = made.start(kind, count=0)
+    made.client.step(None)
+    assert request.done()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"number": 5}, "server 2 sent what was not asked for"),
+        ({"number": 0, "turn": 1}, "server 1 sent what was not asked for"),
+        ({"number": 0, "kind": Kind.PUSH}, "server 1 sent what was not asked for"),
+        ({"number": 0, "server": 2}, "server 2 sent a malformed sum of slice 0"),
+        ({"number": 0, "dtype": "float16"}, "malformed sum of slice 0: 8 bytes of float16"),
+        ({"number": 0, "dtype": ""}, "malformed sum of slice 0: 8 bytes of nothing"),
+        ({"number": 0, "payload": b""}, "malformed sum of slice 0: 0 bytes"),
+        ({"number": 0, "payload": b"x" * 12}, "malformed sum of slice 0: 12 bytes"),
+        ({"number": 0, "kind": Kind.FAILED, "payload": b"a\nb\x1b\xff"}, "server 1: a?b?"),
+    ],
+)
+def test_what_is_no_sum_is_refused_in_a_line_and_not_written(
+    answer: dict[str, object], text: str
+) -> None:
+    made = rig()
+    made.start()
+    made.run()
+    made.answer(**answer)  # type: ignore[arg-type]
+    with pytest.raises(PeerError) as caught:
+        made.run()
+    assert text in str(caught.value)
+    assert str(caught.value).startswith("rank 0: ")
+    assert "\n" not in str(caught.value)
+    assert made.memory.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_sum_that_comes_twice_is_refused() -> None:
+    made = rig()
+    made.start()
+    made.run()
+    made.answer(0)
+    made.answer(0)
+    with pytest.raises(PeerError, match="sent what was not asked for"):
+        made.run()
+
+
+def test_whoever_does_not_answer_is_named() -> None:
+    made = rig()
+    made.start()
+    made.run()
+    made.answer(0)
+    made.clock.now = 4.0
+    made.run()
+    made.clock.now = 8.9
+    made.run()
+    made.clock.now = 9.2
+    with pytest.raises(PeerError, match="no sum of bucket 7 from server 2 within 5 s"):
+        made.run()
+
+
+def test_nobody_is_late_for_whom_nothing_waits() -> None:
+    made = rig()
+    made.clock.now = 100.0
+    made.box.gone.add(1)
+    made.run()
+    made.clock.now = 101.0
+    made.start()
+    with pytest.raises(PeerError, match="server 1 has ended"):
+        made.run()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_process_that_was_started_here_and_has_ended_is_said(waits: bool) -> None:
+    made = rig()
+    if waits:
+        made.start()
+    made.ended.append("server 1 has ended by signal 9")
+    made.clock.now = 1.0
+    with pytest.raises(PeerError, match="rank 0: server 1 has ended by signal 9"):
+        made.run()
+
+
+def test_all_that_is_under_way_fails_when_it_is_closed() -> None:
+    made = rig()
+    requests = [made.start(), made.start(Kind.STORE, turn=1)]
+    made.run()
+    requests.append(made.start(Kind.PULL, turn=1))
+    made.client.close()
+    made.client.close()
+    for request in (requests[0], requests[2]):
+        with pytest.raises(PeerError, match="rank 0: the servers were left"):
+            request.wait()
+    requests[1].wait()
+    with pytest.raises(PeerError, match="the servers were left"):
+        made.start()
+    assert made.box.closed
+
+
+def mailboxes(network: Network, workers: int, servers: int) -> list[Mailbox]:
+    """Of all, each joined to those on the other side; in real time."""
+    size = workers + servers
+    sessions = {number: 100 + number for number in range(size)}
+    carriers = [network.carrier(number) for number in range(size)]
+    limits, made = Limits(message=LARGEST, window=4 * LEAST, silence=30.0), []
+    for number, carrier in enumerate(carriers):
+        endpoint = Endpoint(Membership(number, sessions[number], sessions), limits)
+        for peer in sessions:
+            if (peer < workers) != (number < workers):
+                for urgency in range(2):
+                    place = carrier.place(peer, 0, urgency, theirs=0)
+                    endpoint.add(Route(peer, 0, urgency), place, time.monotonic())
+        made.append(Mailbox(endpoint, carrier))
+    return made
+
+
+@pytest.mark.parametrize("order", Order)
+def test_threads_on_a_network_with_faults_have_all_sums(order: Order) -> None:
+    workers, slices, rounds = 3, 6, 5
+    faults = Faults(repeat=0.1, delay=0.002, reorder=True)
+    boxes = mailboxes(Network(faults, seed=7), workers, 2)
+    services = [Service(box, workers, most=1 << 20, order=order) for box in boxes[workers:]]
+    servers = [threading.Thread(target=each.run) for each in services]
+    clients = [
+        Client(box, [3, 4], me=f"rank {rank}", name="process {}".format, timeout=30.0).serve()
+        for rank, box in enumerate(boxes[:workers])
+    ]
+    for thread in servers:
+        thread.start()
+
+    def work(rank: int) -> None:
+        for turn in range(rounds):
+            memory = np.full(slices * 10, 1.0 + rank + turn, "f4")
+            view = memoryview(memory).cast("B")
+            parts = [
+                Part(
+                    3 + n % 2, Ids(0, n, turn, wish_of(n % 2, n)), view[40 * n : 40 * n + 40], 1, n
+                )
+                for n in range(slices)
+            ]
+            ready = turn % 2 == 0
+            kind = Kind.PUSH if ready else Kind.STORE
+            clients[rank].start(kind, "float32", parts, "all").wait()
+            if not ready:
+                clients[rank].start(Kind.PULL, "float32", parts, "all").wait()
+            total = float(sum(1 + other + turn for other in range(workers)))
+            assert memory.tolist() == [total] * (10 * slices)
+
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:
+            errors.append(error)
+        clients[rank].close()
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in (*threads, *servers):
+        thread.join(30.0)
+        assert not thread.is_alive()
+    assert not errors
+
+
+def test_servers_are_placed_on_hosts_in_turn_and_there_on_ranks_in_turn() -> None:
+    assert placement(["a", "a", "b", "b"], 0) == (0, 2)
+    assert placement(["a", "a", "b", "b"], 6) == (0, 2, 1, 3, 0, 2)
+    assert placement(["a", "b", "a"], 3) == (0, 1, 2)
+    assert placement(["a", "b", "a"], 4) == (0, 1, 2, 1)
+    with pytest.raises(PeerError, match="rank 1 sent a malformed identity"):
+        placement(["a", None], 0)
+
+
+def test_nothing_is_waited_for_once_a_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wingbeat.exchanges.hosting._LOOK_S", 0.01)
+    told: list[str] = []
+
+    def check() -> None:
+        told.append("")
+        if len(told) == 3:
+            raise PeerError("server 0 has ended")
+
+    board = Switchboard()
+    store = _Watched(board, check)
+    with pytest.raises(PeerError, match="server 0 has ended"):
+        store.get("a", 1e9)
+    told.clear()
+    with contextlib.suppress(PeerError), pytest.raises(TimeoutError):
+        store.get("a", 0.015)
+    store.set("a", "b")
+    assert store.has("a")
+    assert store.get("a", 0.0) == board.get("a", 0.0) == "b"
+
+
+def test_time_counts_from_when_a_sum_is_asked_for() -> None:
+    made = rig()
+    made.clock.now = 100.0
+    made.start()
+    made.run()
+    made.clock.now = 104.0
+    made.run()

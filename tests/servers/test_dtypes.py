@@ -1,0 +1,83 @@
+"""What travels in few bits, beside torch."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wingbeat.servers.dtypes import ITEMSIZE, Array, add, narrowed, sum_dtype, widened
+
+TORCH = {name: getattr(torch, name) for name in ITEMSIZE}
+every = pytest.mark.parametrize("dtype", ITEMSIZE)
+
+SPECIAL = [
+    0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 1.2e-38,
+    3.4e38, -3.4e38, 3.3895e38, 3.3953e38, 65504.0, 65519.9, 65520.0, 6e-8, 2.98e-8, 3e-8,
+    1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8 + 2**-20,
+]  # fmt: skip
+"""Zeros, what is not finite, denormals, ends of ranges, and ties of bfloat16 and float16."""
+
+
+def payload_of(values: torch.Tensor) -> memoryview:
+    return values.view(torch.uint8).numpy().data
+
+
+def as_torch(found: Array, dtype: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(found.tobytes()), dtype=TORCH[dtype])
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Bit by bit, but that one NaN is as good as another."""
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found.isnan(), wanted.isnan())
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    there = ~wanted.isnan()
+    assert torch.equal(found.view(bits)[there], wanted.view(bits)[there])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_all_numbers_of_16_bits_are_widened_as_by_torch_and_come_back(dtype: str) -> None:
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(TORCH[dtype])
+    wide = widened(payload_of(values), dtype)
+    assert wide.dtype == np.float32
+    assert_same(as_torch(wide, "float32"), values.float())
+    assert_same(as_torch(narrowed(wide, dtype), dtype), values)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_sums_are_rounded_as_by_torch(dtype: str, bits: list[int]) -> None:
+    ties = [b & 0xFFFF0000 | 0x8000 for b in bits] + [b & 0xFFFFE000 | 0x1000 for b in bits]
+    total = np.array([*bits, *ties], dtype=np.uint32).view(np.float32)
+    total = np.concatenate([total, np.array(SPECIAL, dtype=np.float32)])
+    wanted = torch.from_numpy(total.copy()).to(TORCH[dtype])
+    assert_same(as_torch(narrowed(total, dtype), dtype), wanted)
+
+
+@every
+def test_a_payload_is_added_as_torch_adds_and_nothing_is_printed(dtype: str) -> None:
+    values = torch.tensor(SPECIAL, dtype=torch.float64).to(TORCH[dtype])
+    others = values.flip(0).clone()
+    total = widened(payload_of(values), dtype).copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # overflow and inf - inf are for the workers to see
+        add(total, payload_of(others), dtype)
+        narrowed(total.copy(), dtype)
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    assert total.dtype == sum_dtype(dtype)
+    assert_same(as_torch(total, str(wide)[6:]), values.to(wide) + others.to(wide))
+
+
+@every
+def test_nothing_is_copied_that_is_summed_in_its_own_dtype(dtype: str) -> None:
+    values = torch.arange(8.0).to(TORCH[dtype])
+    wide = widened(payload_of(values), dtype)
+    own = sum_dtype(dtype).itemsize == ITEMSIZE[dtype]
+    assert np.shares_memory(wide, values.view(torch.uint8).numpy()) == own
+    assert (narrowed(wide, dtype) is wide) == own
+    assert narrowed(wide, dtype).nbytes == 8 * ITEMSIZE[dtype]

@@ -1,0 +1,42 @@
+"""Numbers in messages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wingbeat.servers.config import ServerConfig, name_of
+from wingbeat.servers.outbox import Order
+from wingbeat.servers.protocol import position_of, urgency_of, wish_of
+
+
+@given(st.integers(0, 255), st.integers(0, 2**40))
+def test_a_wish_is_one_number_of_32_bits(urgency: int, position: int) -> None:
+    wish = wish_of(urgency, position)
+    assert 0 <= wish < 2**32
+    assert urgency_of(wish) == urgency
+    assert position_of(wish) == min(position, 2**24 - 1)
+
+
+CONFIG = ServerConfig(
+    room="servers/", index=1, workers=4, hosts=(0, 2), interfaces=("eth0", "eth1"), classes=2,
+    encrypted=True, timeout=12.5, most=1 << 40, order="urgent",
+)  # fmt: skip
+
+
+def test_what_a_server_is_told_comes_back_from_text() -> None:
+    found = ServerConfig.from_json(CONFIG.to_json())
+    assert found == CONFIG
+    assert hash(found) == hash(CONFIG), "lists have become tuples again"
+    assert found.number == 5
+    assert Order(found.order) is Order.URGENT
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(0, "rank 0"), (3, "rank 3"), (4, "server 0 (started by rank 0)"),
+     (5, "server 1 (started by rank 2)")],
+)  # fmt: skip
+def test_a_process_is_named_with_its_role(number: int, name: str) -> None:
+    assert CONFIG.name(number) == name_of(number, 4, (0, 2)) == name
