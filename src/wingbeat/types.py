@@ -244,7 +244,7 @@ class Serving:
     whole: bool = False
     slice: int = 1 << 20
     thresholds: tuple[float, ...] = (0.5,)
-    pushes: bool = False
+    pushes: bool = True
     order: str = "ready"
     shuffled: bool = False
     encrypted: bool = True

@@ -49,7 +49,7 @@ class Servers(Part, Settings):
     slice: int = 1 << 20
     classes: int = 2
     threshold: float | tuple[float, ...] = 0.5
-    pushes: bool = False
+    pushes: bool = True
     order: str = "ready"
     encrypted: bool = True
 

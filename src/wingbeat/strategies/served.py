@@ -44,7 +44,7 @@ class ParameterServer(Preset):
     pull: str = "ready"
     classes: int = 1
     threshold: float | tuple[float, ...] = 0.5
-    pushes: bool = False
+    pushes: bool = True
     order: str = "ready"
     mb: float = 1.0
     wire: Wire = "fp32"
