@@ -69,8 +69,8 @@ def placed(sizes: Sequence[int], servers: int, limit: int) -> tuple[Slice, ...]:
     Args:
         sizes: elements of each bucket.
         servers: how many there are.
-        limit: the most elements in a message. A larger bucket takes several, which its server
-            sums and sends as one: only when all have come.
+        limit: the most elements in a message. A larger bucket takes several, each of which is
+            summed and sent by itself: TensorFlow waits for all of it, and is slower for that.
     """
     found: list[Slice] = []
     for bucket, numel in enumerate(sizes):
