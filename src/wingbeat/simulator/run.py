@@ -75,6 +75,10 @@ def simulate(
             "simulate(): strategies with a wire, shard_optimizer or measured merging are not "
             "simulated yet; use AllReduce or DeAR without"
         )
+    if choices.servers is not None:
+        raise UsageError(
+            "simulate(): strategies with servers are not simulated yet; use AllReduce or DeAR"
+        )
     make = schedule or schedules.BY_NAME[choices.schedule]
     agenda = Agenda()
     network = Network(agenda, links)
