@@ -12,6 +12,7 @@ from wingbeat.errors import UsageError
 from wingbeat.schedules.events import Schedule
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.exchange import Collectives
 from wingbeat.simulator.model import Model, buckets_of
 from wingbeat.simulator.network import Network
 from wingbeat.simulator.worker import Worker
@@ -79,6 +80,7 @@ def simulate(
         raise UsageError(
             "simulate(): strategies with servers are not simulated yet; use AllReduce or DeAR"
         )
+    work = work or Work()
     make = schedule or schedules.BY_NAME[choices.schedule]
     agenda = Agenda()
     network = Network(agenda, links)
@@ -90,18 +92,14 @@ def simulate(
     crew = [
         Worker(
             rank,
-            workers,
             model,
             buckets,
             make(),
-            topology,
-            links,
-            work or Work(),
+            Collectives(rank, workers, buckets, topology, links, work, agenda, network, alike),
+            work,
             agenda,
-            network,
             lambda *moment: trace.append(moment),
             slow=(slow or {}).get(rank, 1.0),
-            alike=alike,
         )
         for rank in range(1 if alike else workers)
     ]
