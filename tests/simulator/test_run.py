@@ -147,10 +147,10 @@ def test_one_worker_takes_its_own_time() -> None:
         (lambda: run("dear", iterations=0), "iterations=0"),
         (lambda: run("allreduce:wire=sketch"), "not simulated yet"),
         (lambda: run("dear:shard_optimizer=true"), "not simulated yet"),
-        (lambda: run("geryon"), "servers are not simulated yet"),
         (lambda: Links(bytes_per_s=0.0), "bytes_per_s=0.0"),
         (lambda: Links(bytes_per_s=1.0, latency_s=-1.0), "latency_s=-1.0"),
         (lambda: Links(bytes_per_s=1.0, count=0), "count=0"),
+        (lambda: Links(bytes_per_s=1.0, quantum=0), "quantum=0"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(call, words) -> None:
