@@ -7,8 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wingbeat import paced, strategies
+from wingbeat.schedules.events import (
+    BucketReady,
+    Dialogue,
+    Event,
+    Operation,
+    Phase,
+    Start,
+    Wait,
+)
 from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
+from wingbeat.transport.messages.flow import TELL_AFTER
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.types import TensorSpec
 
@@ -87,6 +97,44 @@ def test_what_is_pulled_at_the_start_is_asked_for_then() -> None:
     pushed = [m for m in made.trace if m[2] == "push"]
     pulled = [m for m in made.trace if m[2] == "pull"]
     assert len(pushed) == len(pulled) == 3 * 2
+
+
+def test_a_bucket_is_there_when_its_last_slice_is() -> None:
+    links = Links(bytes_per_s=RATE, latency_s=LATENCY)
+    strategy = f"geryon:classes=1,encrypted=false,servers=1,slice={NUMEL}"
+    made = run(strategy, model_of([(1.0, 2.0, 2 * NUMEL)]), 2, links, work=FREE, iterations=2)
+    assert made.iterations_s[1] == pytest.approx(3.0 + TRIP + (SLICE + FIXED) / RATE)
+
+
+class Stored:
+    """Pushes to the servers, and waits until they have it; nothing comes back."""
+
+    whole_after_backward = True
+    phase = Phase.IDLE
+
+    def react(self, event: Event) -> Dialogue:
+        if isinstance(event, BucketReady):
+            yield Start(Operation.PUSH, event.bucket)
+            yield Wait(event.bucket)
+
+
+def test_what_is_stored_is_waited_for_until_the_server_says_so() -> None:
+    """It does so after 5 ms, when no sum takes the news along; also to rank 0, beside it."""
+    links = Links(bytes_per_s=RATE, latency_s=LATENCY)
+    model = model_of([(1.0, 2.0, NUMEL)])
+    strategy = "geryon:encrypted=false,servers=1"
+    made = run(strategy, model, 2, links, work=FREE, iterations=2, schedule=Stored)
+    assert made.iterations_s == pytest.approx([3.0 + TELL_AFTER] * 2)
+
+
+def test_a_server_takes_in_more_messages_than_it_does_at_once() -> None:
+    model = model_of([(0.0, 0.01, 5000)] * 100)
+    links = Links(bytes_per_s=RATE)
+    made = run("geryon:mb=0.01,servers=1", model, 1, links, work=FREE, iterations=2)
+    assert sum(m[2] == "update" for m in made.trace) == 2 * 100
+    one = model_of([(0.0, 0.01, 100 * 5000)])  # all slices in one request
+    made = run("geryon:slice=5000,servers=1", one, 1, links, work=FREE, iterations=2)
+    assert made.iterations_s == pytest.approx([0.01] * 2)
 
 
 rows = st.lists(

@@ -94,7 +94,6 @@ class Client(Messenger[tuple[Request, Part]]):
                 self._outbox.add(flow, part.position, nbytes, (request, part))
             if request.kind is Kind.STORE:
                 self._storing.append(request)
-        self._see_stored()
 
     def nbytes(self, item: tuple[Request, Part]) -> int:
         """Return the bytes of a slice that is pushed; none if it is pulled."""
@@ -111,7 +110,8 @@ class Client(Messenger[tuple[Request, Part]]):
             request.posted.append(posted)
         return posted
 
-    def _see_stored(self) -> None:
+    def finish(self) -> None:
+        """End what was stored and has arrived."""
         for request in list(self._storing):
             if len(request.posted) == len(request.parts) and all(p.arrived for p in request.posted):
                 self._storing.remove(request)

@@ -67,6 +67,9 @@ class Messenger(ABC, Generic[Item]):
     def begin(self) -> None:
         """Let what is new wait in the outbox."""
 
+    def finish(self) -> None:
+        """See what has ended, after something was sent or has arrived."""
+
     def _go(self) -> None:
         for pause in self._thread:
             if pause is None:
@@ -83,6 +86,7 @@ class Messenger(ABC, Generic[Item]):
                 yield from self._take_in()
                 self.begin()
                 yield from self._send_out()
+                self.finish()
                 self._woken |= self._mailbox.waiting > 0
             yield None
 
