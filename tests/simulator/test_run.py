@@ -150,6 +150,7 @@ def test_one_worker_takes_its_own_time() -> None:
         (lambda: Links(bytes_per_s=0.0), "bytes_per_s=0.0"),
         (lambda: Links(bytes_per_s=1.0, latency_s=-1.0), "latency_s=-1.0"),
         (lambda: Links(bytes_per_s=1.0, count=0), "count=0"),
+        (lambda: Links(bytes_per_s=1.0, quantum=0), "quantum=0"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(call, words) -> None:

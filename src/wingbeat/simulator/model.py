@@ -9,6 +9,9 @@ from wingbeat import plans
 from wingbeat.paced.profile import FLOAT32_BYTES, Profile
 from wingbeat.types import Fusion, TensorSpec
 
+ITEMSIZE = FLOAT32_BYTES
+"""Bytes of an element of a gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class TimedLayer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from wingbeat import schedules, topologies
@@ -12,8 +12,11 @@ from wingbeat.errors import UsageError
 from wingbeat.schedules.events import Schedule
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.model import Model, buckets_of
+from wingbeat.simulator.exchange import Collectives, Exchange
+from wingbeat.simulator.mailbox import Room
+from wingbeat.simulator.model import Buckets, Model, buckets_of
 from wingbeat.simulator.network import Network
+from wingbeat.simulator.serving import hire
 from wingbeat.simulator.worker import Worker
 from wingbeat.types import Choices
 
@@ -28,10 +31,13 @@ class Run:
     Attributes:
         iterations_s: rank 0's iterations, one after the other, in seconds.
         trace: what was started and updated where, in the order of time.
+        repeated: messages to and from servers that came twice: their sender had waited for an
+            answer for so long that it sent them again.
     """
 
     iterations_s: tuple[float, ...]
     trace: tuple[Moment, ...]
+    repeated: int = 0
 
     @property
     def median_s(self) -> float:
@@ -61,7 +67,8 @@ def simulate(
         links: what joins them.
         work: what communication costs their processors.
         slow: by rank, what a worker's times are multiplied by. Without it all do the same at
-            the same moments, so only rank 0 is simulated, whose messages come back to itself.
+            the same moments, so only rank 0 is simulated, whose messages come back to itself; with
+            servers all are.
         iterations: how many, one at least.
         schedule: makes a worker's schedule, in place of the one that ``choices`` names.
 
@@ -75,31 +82,25 @@ def simulate(
             "simulate(): strategies with a wire, shard_optimizer or measured merging are not "
             "simulated yet; use AllReduce or DeAR without"
         )
+    work = work or Work()
     make = schedule or schedules.BY_NAME[choices.schedule]
     agenda = Agenda()
-    network = Network(agenda, links)
     trace: list[Moment] = []
     buckets = buckets_of(model, choices.fusion)
-    topology = topologies.get(choices.topology)
-    # Where all are alike, each does at every moment what rank 0 does: one stands for all.
-    alike = topology.symmetric and not slow
+    exchanges, room = _exchanges(choices, workers, buckets, links, work, agenda, alike=not slow)
     crew = [
         Worker(
             rank,
-            workers,
             model,
             buckets,
             make(),
-            topology,
-            links,
-            work or Work(),
+            exchange,
+            work,
             agenda,
-            network,
             lambda *moment: trace.append(moment),
             slow=(slow or {}).get(rank, 1.0),
-            alike=alike,
         )
-        for rank in range(1 if alike else workers)
+        for rank, exchange in enumerate(exchanges)
     ]
     for worker in crew:
         worker.begin(iterations)
@@ -108,4 +109,27 @@ def simulate(
         worker.check_through(iterations)
     ends = [0.0, *crew[0].ends]
     spans = tuple(b - a for a, b in itertools.pairwise(ends))
-    return Run(spans, tuple(trace))
+    return Run(spans, tuple(trace), room.repeated if room else 0)
+
+
+def _exchanges(
+    choices: Choices,
+    workers: int,
+    buckets: Buckets,
+    links: Links,
+    work: Work,
+    agenda: Agenda,
+    alike: bool,
+) -> tuple[Sequence[Exchange], Room | None]:
+    """Return what each worker exchanges by, of one alone if it stands for all, and mailboxes."""
+    if choices.servers is not None:
+        return hire(choices.servers, workers, buckets, links, work, agenda)
+    network = Network(agenda, links)
+    topology = topologies.get(choices.topology)
+    # Where all are alike, each does at every moment what rank 0 does: one stands for all.
+    alike = topology.symmetric and alike
+    crew = [
+        Collectives(rank, workers, buckets, topology, links, work, agenda, network, alike)
+        for rank in range(1 if alike else workers)
+    ]
+    return crew, None

@@ -1,11 +1,9 @@
-"""A worker in virtual time: its training thread and the lanes of its links."""
+"""A worker in virtual time: its training thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-from wingbeat.collectives.program import compile_collective
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,
@@ -21,17 +19,12 @@ from wingbeat.schedules.events import (
     Wait,
 )
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.lane import Collective, Lane
-from wingbeat.simulator.model import Buckets, Model
-from wingbeat.simulator.network import Network
+from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.exchange import Exchange, Waitable
+from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
 
-if TYPE_CHECKING:
-    from wingbeat.topologies import Topology
-
-ITEMSIZE = 4
-Pause = float | Collective
-"""What a training thread waits for: so many seconds, or a collective."""
+Pause = float | Waitable
+"""What a training thread waits for: so many seconds, or something under way."""
 
 Note = Callable[[float, int, str, int], None]
 """Called with a moment, a rank, what happens there, and to which bucket (-1: to none)."""
@@ -42,36 +35,26 @@ class Worker:
 
     Args:
         rank: this worker's number.
+        exchange: what its schedule starts operations on.
         slow: what its layers' times are multiplied by.
-        alike: whether this worker stands for all others too.
     """
 
     def __init__(
         self,
         rank: int,
-        workers: int,
         model: Model,
         buckets: Buckets,
         schedule: Schedule,
-        topology: Topology,
-        links: Links,
+        exchange: Exchange,
         work: Work,
         agenda: Agenda,
-        network: Network,
         note: Note,
         slow: float = 1.0,
-        alike: bool = False,
     ) -> None:
-        self._rank, self._workers = rank, workers
-        self._model, self._buckets, self._schedule = model, buckets, schedule
-        self._topology, self._work, self._agenda, self._note = topology, work, agenda, note
+        self._rank, self._model, self._buckets = rank, model, buckets
+        self._schedule, self._exchange = schedule, exchange
+        self._work, self._agenda, self._note = work, agenda, note
         self._slow = slow
-        self._weights = (1.0,) * links.count
-        self._lanes = [
-            Lane(rank, lane, agenda, network, work, workers if alike else 0)
-            for lane in range(links.count)
-        ]
-        self._last: dict[int, list[Collective]] = {}
         self.ends: list[float] = []
         self._thread: Iterator[Pause] = iter(())
 
@@ -89,12 +72,12 @@ class Worker:
 
     def _go(self) -> None:
         for pause in self._thread:
-            if isinstance(pause, Collective):
-                if not pause.over:
-                    pause.when_over(self._go)
+            if isinstance(pause, (int, float)):
+                if pause > 0:
+                    self._agenda.at(self._agenda.now + pause, self._go)
                     return
-            elif pause > 0:
-                self._agenda.at(self._agenda.now + pause, self._go)
+            elif not pause.over:
+                pause.when_over(self._go)
                 return
 
     def _train(self, iterations: int) -> Iterator[Pause]:
@@ -140,7 +123,7 @@ class Worker:
                 case Start():
                     self._start(command)
                 case Wait(bucket):
-                    yield from self._last.get(bucket, ())
+                    yield from self._exchange.under_way(bucket)
                 case Update(bucket):
                     self._note(self._agenda.now, self._rank, "update", bucket)
                     yield self._update_s(self._buckets.numel[bucket])
@@ -154,18 +137,4 @@ class Worker:
     def _start(self, command: Start) -> None:
         bucket = command.bucket
         self._note(self._agenda.now, self._rank, command.operation.value, bucket)
-        numel = -(-self._buckets.numel[bucket] // self._workers) * self._workers
-        programs = compile_collective(
-            command.operation.value,
-            self._topology,
-            self._rank,
-            self._workers,
-            numel,
-            ITEMSIZE,
-            self._weights,
-        )
-        before = self._last.get(bucket) if command.chained else None
-        self._last[bucket] = [
-            lane.submit(program, ITEMSIZE, before[number] if before else None)
-            for number, (lane, program) in enumerate(zip(self._lanes, programs, strict=True))
-        ]
+        self._exchange.start(command.operation, bucket, command.chained)

@@ -1,0 +1,152 @@
+"""Network cards and switch ports that know classes: strictly the most urgent first, in quanta."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Links
+
+
+class Stream(NamedTuple):
+    """A connection in one direction: what it carries arrives in the order in which it was sent.
+
+    Attributes:
+        source: the number of who sends, and ``target`` of who receives.
+        urgency: the class, 0 the most urgent.
+    """
+
+    source: int
+    target: int
+    urgency: int
+
+
+Action = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Frame:
+    """Bytes that wait at a port, and what is done when it begins a quantum and has carried all."""
+
+    left: int
+    begun: Callable[[int, bool], None] | None
+    over: Action | None
+
+
+@dataclass(slots=True)
+class _Class:
+    """The streams of one class that wait at a port, in turn, and their frames."""
+
+    turn: deque[Stream] = field(default_factory=deque)
+    frames: dict[Stream, deque[_Frame]] = field(default_factory=dict)
+
+
+class Port:
+    """One direction of a card: serves the most urgent class that waits, and in it streams in turn.
+
+    What has begun is carried to the end of its quantum.
+    """
+
+    def __init__(self, agenda: Agenda, links: Links) -> None:
+        self._agenda = agenda
+        self._seconds_per_byte = 1 / links.bytes_per_s
+        self._quantum = links.quantum
+        self._blind = not links.priorities
+        self._classes: dict[int, _Class] = {}
+        self._order: list[int] = []
+        self._busy = False
+
+    def offer(
+        self,
+        stream: Stream,
+        nbytes: int,
+        begun: Callable[[int, bool], None] | None,
+        over: Action | None,
+    ) -> None:
+        """Carry so many bytes, behind what the stream has offered before.
+
+        Args:
+            begun: called when a quantum begins, with its bytes and whether it is the last.
+            over: called when all are carried.
+        """
+        urgency = 0 if self._blind else stream.urgency
+        if urgency not in self._classes:
+            self._classes[urgency] = _Class()
+            self._order = sorted(self._classes)
+        waiting = self._classes[urgency]
+        frames = waiting.frames.setdefault(stream, deque())
+        if not frames:
+            waiting.turn.append(stream)
+        frames.append(_Frame(nbytes, begun, over))
+        if not self._busy:
+            self._busy = True
+            self._serve()
+
+    def _serve(self) -> None:
+        waiting = next((c for u in self._order if (c := self._classes[u]).turn), None)
+        if waiting is None:
+            self._busy = False
+            return
+        stream = waiting.turn.popleft()
+        frames = waiting.frames[stream]
+        frame = frames[0]
+        nbytes = min(self._quantum, frame.left)
+        frame.left -= nbytes
+        last = not frame.left
+        if last:
+            frames.popleft()
+        # Whoever comes meanwhile is before this stream's next quantum.
+        again = waiting.turn if frames else None
+        if frame.begun is not None:
+            frame.begun(nbytes, last)
+        ends = self._agenda.now + nbytes * self._seconds_per_byte
+        over = frame.over if last else None
+        self._agenda.at(ends, lambda: self._carried(stream, again, over))
+
+    def _carried(self, stream: Stream, again: deque[Stream] | None, over: Action | None) -> None:
+        if again is not None:
+            again.append(stream)
+        if over is not None:
+            over()
+        self._serve()
+
+
+class Cards:
+    """A card at each host, on a switch that is never the limit but where it sends to a card.
+
+    A quantum begins to arrive one latency after it has begun to leave, if the receiver's port is
+    free by then; ports of a host carry what all its processes send and receive. What stays on a
+    host needs neither card nor time.
+
+    Args:
+        host: of each process, by number.
+    """
+
+    def __init__(self, agenda: Agenda, links: Links, host: Callable[[int], int]) -> None:
+        self._agenda, self._links = agenda, links
+        self._host = host
+        self._out: dict[int, Port] = {}
+        self._in: dict[int, Port] = {}
+
+    def carry(self, stream: Stream, nbytes: int, arrived: Action) -> None:
+        """Carry a frame, behind those of the same stream; ``arrived`` is called at its end."""
+        source, target = self._host(stream.source), self._host(stream.target)
+        if source == target:
+            self._agenda.at(self._agenda.now, arrived)
+            return
+        egress = self._port(self._in, target)
+        agenda, latency = self._agenda, self._links.latency_s
+
+        def begun(part: int, last: bool) -> None:
+            over = arrived if last else None
+            agenda.at(agenda.now + latency, lambda: egress.offer(stream, part, None, over))
+
+        self._port(self._out, source).offer(stream, nbytes, begun, None)
+
+    def _port(self, ports: dict[int, Port], host: int) -> Port:
+        if host not in ports:
+            ports[host] = Port(self._agenda, self._links)
+        return ports[host]

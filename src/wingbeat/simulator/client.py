@@ -1,0 +1,124 @@
+"""A worker's side of the servers in virtual time: pushes slices, and waits for their sums."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from wingbeat.servers.outbox import Flow, Order
+from wingbeat.servers.protocol import Ids, Kind
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.mailbox import Mailbox
+from wingbeat.simulator.messenger import Messenger
+from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.header import LARGEST
+
+
+class Part(NamedTuple):
+    """A slice as one request has it, see `wingbeat.exchanges.client.Part`."""
+
+    server: int
+    ids: Ids
+    nbytes: int
+    urgency: int
+    position: int
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Slices that were pushed, or pulled, together.
+
+    Attributes:
+        missing: how many sums have not come yet.
+        over: whether all have come, or were stored.
+    """
+
+    kind: Kind
+    parts: Sequence[Part]
+    missing: int
+    posted: list[Posted] = field(default_factory=list)
+    over: bool = False
+    waiters: list[Callable[[], None]] = field(default_factory=list)
+
+    def when_over(self, resume: Callable[[], None]) -> None:
+        """Have ``resume`` called when all sums are there."""
+        self.waiters.append(resume)
+
+
+class Client(Messenger[tuple[Request, Part]]):
+    """The thread that a `wingbeat.exchanges.client.Client` has, by the same rules.
+
+    Args:
+        order: in which order slices are pushed that are ready at the same time.
+    """
+
+    def __init__(
+        self, agenda: Agenda, mailbox: Mailbox, work: Work, order: Order, byte_s: float
+    ) -> None:
+        super().__init__(agenda, mailbox, work, order, byte_s)
+        self._new: deque[Request] = deque()
+        self._wanted: dict[tuple[int, int, int], tuple[Request, Part]] = {}
+        self._storing: list[Request] = []
+
+    def start(self, kind: Kind, parts: Sequence[Part]) -> Request:
+        """Push, store or pull slices; returns at once."""
+        request = Request(kind, parts, len(parts))
+        self._new.append(request)
+        self.wake()
+        return request
+
+    def take(self, message: Message) -> Iterator[float]:
+        """Note that a sum has come."""
+        assert message.kind == Kind.SUM, message
+        request, part = self._wanted.pop(Ids(*message.ids)[:3])
+        assert (message.peer, len(message.payload)) == (part.server, part.nbytes), message
+        request.missing -= 1
+        if not request.missing:
+            self._end(request)
+        yield from ()
+
+    def begin(self) -> None:
+        """Let what the training thread has started wait in the outbox."""
+        while self._new:
+            request = self._new.popleft()
+            pull = request.kind is Kind.PULL
+            for part in request.parts:
+                if request.kind is not Kind.STORE:
+                    self._wanted[part.ids[:3]] = request, part
+                nbytes = LARGEST if pull else LARGEST + part.nbytes
+                flow = Flow(part.server, 0 if pull else part.urgency)
+                self._outbox.add(flow, part.position, nbytes, (request, part))
+            if request.kind is Kind.STORE:
+                self._storing.append(request)
+
+    def nbytes(self, item: tuple[Request, Part]) -> int:
+        """Return the bytes of a slice that is pushed; none if it is pulled."""
+        request, part = item
+        return 0 if request.kind is Kind.PULL else part.nbytes
+
+    def post(self, flow: Flow, item: tuple[Request, Part]) -> Posted:
+        """Push or pull one slice."""
+        request, part = item
+        posted = self._mailbox.post(
+            flow.peer, request.kind, self.nbytes(item), part.ids, flow.urgency
+        )
+        if request.kind is Kind.STORE:
+            request.posted.append(posted)
+        return posted
+
+    def finish(self) -> None:
+        """End what was stored and has arrived."""
+        for request in list(self._storing):
+            if len(request.posted) == len(request.parts) and all(p.arrived for p in request.posted):
+                self._storing.remove(request)
+                self._end(request)
+
+    def _end(self, request: Request) -> None:
+        request.over = True
+        for resume in request.waiters:
+            self._agenda.at(self._agenda.now, resume)
+        request.waiters.clear()

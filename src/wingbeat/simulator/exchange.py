@@ -1,0 +1,91 @@
+"""Exchanges in virtual time, and the one along a topology: programs in the lanes of links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from wingbeat.collectives.program import compile_collective
+from wingbeat.schedules.events import Operation
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.lane import Collective, Lane
+from wingbeat.simulator.model import ITEMSIZE, Buckets
+from wingbeat.simulator.network import Network
+
+if TYPE_CHECKING:
+    from wingbeat.topologies import Topology
+
+
+class Waitable(Protocol):
+    """Something under way that a training thread can wait for.
+
+    Attributes:
+        over: whether its result can be read.
+    """
+
+    over: bool
+
+    def when_over(self, resume: Callable[[], None]) -> None:
+        """Have ``resume`` called when it is over."""
+
+
+class Exchange(Protocol):
+    """What a worker's schedule starts operations on."""
+
+    def start(self, operation: Operation, bucket: int, chained: bool) -> None:
+        """Begin an operation on a bucket."""
+
+    def under_way(self, bucket: int) -> Sequence[Waitable]:
+        """Return what was started last on a bucket."""
+
+
+class Collectives:
+    """Collectives of one worker, along a topology.
+
+    Args:
+        alike: whether this worker stands for all others too.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        workers: int,
+        buckets: Buckets,
+        topology: Topology,
+        links: Links,
+        work: Work,
+        agenda: Agenda,
+        network: Network,
+        alike: bool = False,
+    ) -> None:
+        self._rank, self._workers, self._buckets = rank, workers, buckets
+        self._topology = topology
+        self._weights = (1.0,) * links.count
+        self._lanes = [
+            Lane(rank, lane, agenda, network, work, workers if alike else 0)
+            for lane in range(links.count)
+        ]
+        self._last: dict[int, list[Collective]] = {}
+
+    def start(self, operation: Operation, bucket: int, chained: bool) -> None:
+        """Begin an operation on a bucket."""
+        numel = -(-self._buckets.numel[bucket] // self._workers) * self._workers
+        programs = compile_collective(
+            operation.value,
+            self._topology,
+            self._rank,
+            self._workers,
+            numel,
+            ITEMSIZE,
+            self._weights,
+        )
+        before = self._last.get(bucket) if chained else None
+        self._last[bucket] = [
+            lane.submit(program, ITEMSIZE, before[number] if before else None)
+            for number, (lane, program) in enumerate(zip(self._lanes, programs, strict=True))
+        ]
+
+    def under_way(self, bucket: int) -> Sequence[Waitable]:
+        """Return what was started last on a bucket."""
+        return self._last.get(bucket, ())

@@ -1,0 +1,126 @@
+"""A thread that serves a mailbox, in virtual time: takes messages, and sends what waits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from wingbeat.servers.outbox import Flow, Order, Outbox
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.mailbox import Mailbox
+from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.flow import Posted
+
+Item = TypeVar("Item")
+
+
+class Messenger(ABC, Generic[Item]):
+    """What a worker's client and a server have in common.
+
+    It takes messages in, then sends what has room, one after the other, each at its price; so
+    between two it sees nothing of what happens.
+
+    Args:
+        mailbox: its own.
+        order: in which order it sends.
+        byte_s: seconds for each byte that it posts or takes.
+    """
+
+    at_once: int | None = None
+    """Messages that are taken in before something is sent; None: all."""
+
+    def __init__(
+        self, agenda: Agenda, mailbox: Mailbox, work: Work, order: Order, byte_s: float
+    ) -> None:
+        self._agenda, self._mailbox = agenda, mailbox
+        self._message_s, self._byte_s = work.message_s, byte_s
+        self._outbox: Outbox[Item] = Outbox(order)
+        self._resting, self._woken = True, False
+        self._thread = self._run()
+        mailbox.wake = self.wake
+
+    def wake(self) -> None:
+        """Have the thread look at what there is to do."""
+        self._woken = True
+        if self._resting:
+            self._resting = False
+            self._agenda.at(self._agenda.now, self._go)
+
+    @abstractmethod
+    def take(self, message: Message) -> Iterator[float]:
+        """Do what a message says; yields seconds that this takes."""
+
+    @abstractmethod
+    def post(self, flow: Flow, item: Item) -> Posted:
+        """Post something to the mailbox."""
+
+    @abstractmethod
+    def nbytes(self, item: Item) -> int:
+        """Return the bytes of something's payload."""
+
+    def ready(self, item: Item) -> bool:  # noqa: ARG002  not every messenger has to wait
+        """Whether something can be sent."""
+        return True
+
+    def begin(self) -> None:
+        """Let what is new wait in the outbox."""
+
+    def finish(self) -> None:
+        """See what has ended, after something was sent or has arrived."""
+
+    def _go(self) -> None:
+        for pause in self._thread:
+            if pause is None:
+                self._resting = True
+                return
+            if pause > 0:
+                self._agenda.at(self._agenda.now + pause, self._go)
+                return
+
+    def _run(self) -> Iterator[float | None]:
+        while True:
+            while self._woken:
+                self._woken = False
+                yield from self._take_in()
+                self.begin()
+                yield from self._send_out()
+                self.finish()
+                self._woken |= self._mailbox.waiting > 0
+            yield None
+
+    def _take_in(self) -> Iterator[float]:
+        taken = 0
+        while self.at_once is None or taken < self.at_once:
+            message = self._mailbox.poll()
+            if message is None:
+                return
+            yield self._price(len(message.payload))
+            yield from self.take(message)
+            taken += 1
+
+    def _send_out(self) -> Iterator[float]:
+        while (chosen := self._choose()) is not None:
+            flow, item, posted = chosen
+            yield self._price(self.nbytes(item))
+            posted.append(self.post(flow, item))
+
+    def _choose(self) -> tuple[Flow, Item, list[Posted]] | None:
+        """Take what is to be sent next out of the outbox."""
+        chosen: list[tuple[Flow, Item, list[Posted]]] = []
+
+        def room(flow: Flow) -> int:
+            return -1 if chosen else self._mailbox.room(flow.peer, flow.urgency)
+
+        def send(flow: Flow, item: Item) -> Callable[[], bool]:
+            posted: list[Posted] = []
+            chosen.append((flow, item, posted))
+            return lambda: bool(posted) and posted[0].arrived
+
+        if self._outbox.waiting:
+            self._outbox.flush(room, send, self.ready)
+        return chosen[0] if chosen else None
+
+    def _price(self, nbytes: int) -> float:
+        return self._message_s + nbytes * self._byte_s

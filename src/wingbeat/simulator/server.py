@@ -1,0 +1,131 @@
+"""A server in virtual time: counts what workers push, and sends sums when the last has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from wingbeat.servers.outbox import Flow, Order
+from wingbeat.servers.protocol import Ids, Kind, position_of, urgency_of
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.mailbox import LIMITS, Mailbox
+from wingbeat.simulator.messenger import Messenger
+from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.header import LARGEST
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """A sum that a worker is to have, of so many bytes once it is complete; None until then."""
+
+    worker: int
+    ids: Ids
+    nbytes: int | None = None
+
+
+@dataclass(slots=True)
+class Total:
+    """One slice, as `wingbeat.servers.sums.Total` has it but for the numbers.
+
+    Attributes:
+        round: the sum that is being made, or was made last.
+        added: how many workers' gradients are in it, in the order of their ranks.
+        waiting: whose have come before their turn.
+        done: the last that is complete, which can be pulled until the next one is.
+        nbytes: of a sum.
+        answers: who waits for it.
+    """
+
+    round: int = -1
+    added: int = 0
+    waiting: set[int] = field(default_factory=set)
+    done: int = -1
+    nbytes: int = 0
+    answers: list[Answer] = field(default_factory=list)
+
+
+class Server(Messenger[Answer]):
+    """The loop that a `wingbeat.servers.service.Service` is, by the same rules.
+
+    Args:
+        workers: how many push each slice.
+        order: in which order sums are sent.
+    """
+
+    at_once = 32
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        mailbox: Mailbox,
+        work: Work,
+        order: Order,
+        byte_s: float,
+        workers: int,
+    ) -> None:
+        super().__init__(agenda, mailbox, work, order, byte_s)
+        self._workers, self._add_s = workers, work.add_s_per_byte
+        self._forward = order is Order.FORWARD
+        self._totals: dict[int, Total] = {}
+
+    def take(self, message: Message) -> Iterator[float]:
+        """Add what a worker pushes; remember or answer what it pulls."""
+        ids, worker = Ids(*message.ids), message.peer
+        total = self._totals.setdefault(ids.slice, Total())
+        if message.kind == Kind.PULL:
+            self._pull(total, worker, ids)
+            return
+        if message.kind == Kind.PUSH:
+            total.answers.append(Answer(worker, ids))
+        nbytes = len(message.payload)
+        yield self._push(total, worker, ids, nbytes) * nbytes * self._add_s
+        if total.added == self._workers:
+            total.done = total.round
+            answers, total.answers = total.answers, []
+            for answer in answers:
+                answer.nbytes = nbytes
+                if not self._forward or message.kind == Kind.PUSH:
+                    self._queue(answer)
+
+    def _push(self, total: Total, worker: int, ids: Ids, nbytes: int) -> int:
+        """Note what has come; return how many workers' gradients can be added now."""
+        if ids.round == total.round + 1 and total.done == total.round:
+            total.round, total.added, total.nbytes = ids.round, 0, nbytes
+        assert (ids.round, nbytes) == (total.round, total.nbytes), (ids, total)
+        assert worker >= total.added, f"rank {worker} pushed {ids} twice"
+        assert worker not in total.waiting, f"rank {worker} pushed {ids} twice"
+        total.waiting.add(worker)
+        before = total.added
+        while total.added in total.waiting:
+            total.waiting.remove(total.added)
+            total.added += 1
+        return total.added - before
+
+    def _pull(self, total: Total, worker: int, ids: Ids) -> None:
+        assert ids.round in (total.done, total.done + 1), (ids, total)
+        answer = Answer(worker, ids)
+        if ids.round == total.done:
+            answer.nbytes = total.nbytes
+        else:
+            total.answers.append(answer)
+        if answer.nbytes is not None or self._forward:
+            self._queue(answer)
+
+    def _queue(self, answer: Answer) -> None:
+        nbytes = LARGEST + (LIMITS.message if answer.nbytes is None else answer.nbytes)
+        flow = Flow(answer.worker, urgency_of(answer.ids.wish))
+        self._outbox.add(flow, position_of(answer.ids.wish), nbytes, answer)
+
+    def ready(self, item: Answer) -> bool:
+        """Whether the sum is complete."""
+        return item.nbytes is not None
+
+    def nbytes(self, item: Answer) -> int:
+        """Return the bytes of the sum."""
+        return item.nbytes or 0
+
+    def post(self, flow: Flow, item: Answer) -> Posted:
+        """Send a sum."""
+        return self._mailbox.post(flow.peer, Kind.SUM, self.nbytes(item), item.ids, flow.urgency)
