@@ -18,7 +18,6 @@ from wingbeat.schedules.events import (
 )
 from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
-from wingbeat.transport.messages.flow import TELL_AFTER
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.types import TensorSpec
 
@@ -31,6 +30,9 @@ FREE = Work(
     message_s_per_byte=0.0,
     encrypt_s_per_byte=0.0,
 )
+TELL_AFTER = 0.005
+"""Seconds, of ``native/src/flow.h``."""
+
 PRESETS = ("geryon", "geryon:pull=start", "partitionedps", "vanillaps", "tictac", "p3")
 
 
