@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=["vgg19"], choices=PAPER, metavar="MODEL")
+    parser.add_argument("--models", nargs="+", default=list(PAPER), choices=PAPER, metavar="MODEL")
     parser.add_argument("--iterations", type=int, default=6, help="the first does not count (6)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="where to write all figures")
     args = parser.parse_args()
