@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,8 @@ from wingbeat.errors import UsageError
 from wingbeat.exchanges.client import Client, Part
 from wingbeat.exchanges.hosting import Hosting
 from wingbeat.schedules.events import Operation
-from wingbeat.servers.partition import Slice, partitioned, placed
-from wingbeat.servers.protocol import Ids, Kind, wish_of
-from wingbeat.servers.tables import PriorityTable
+from wingbeat.servers.protocol import Kind
+from wingbeat.servers.requests import KINDS, Requests
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
 
@@ -22,11 +20,6 @@ if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
     from wingbeat.types import Span
 
-_KINDS = {
-    Operation.ALL_REDUCE: Kind.PUSH,
-    Operation.PUSH: Kind.STORE,
-    Operation.PULL: Kind.PULL,
-}
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -45,17 +38,10 @@ class ServerExchange:
     """
 
     def __init__(self, world: World, serving: Serving, nbytes: int) -> None:
-        self._world = world
-        self._serving = serving
-        self._random = random.Random(world.rank)
         self._hosting = Hosting(world, serving, nbytes)
         self._client: Client = self._hosting.client
-        self._plans = 0
-        self._slices: dict[int, list[Slice]] = {}
-        self._places: dict[int, int] = {}
-        self._rounds: dict[int, int] = {}
-        self._asked: list[Bucket] = []
-        self.priorities = PriorityTable(1, serving.thresholds)
+        self._requests = Requests(serving, self._hosting.count, seed=world.rank)
+        self._buckets: list[Bucket] = []
         world.on_close(self._hosting.close)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
@@ -67,21 +53,10 @@ class ServerExchange:
                     f"parameter {bucket.slots[0].name!r} is {kind}: servers sum float32, float64, "
                     "float16 and bfloat16 on the CPU; use wingbeat.DeAR() or AllReduce()"
                 )
-        self._plans += 1
-        sizes = [bucket.flat.numel() for bucket in buckets]
+        self._buckets = list(buckets)
         largest = self._hosting.message // max(bucket.flat.element_size() for bucket in buckets)
-        servers = self._hosting.count
-        if self._serving.whole:
-            slices = placed(sizes, servers, largest)
-        else:
-            limit = min(self._serving.slice or largest, largest)
-            slices = partitioned(sizes, servers, limit)
-        self._slices = {bucket.index: [] for bucket in buckets}
-        for each in slices:
-            self._slices[each.bucket].append(each)
-        self._places = {bucket.index: place for place, bucket in enumerate(forward)}
-        self._rounds = {bucket.index: -1 for bucket in buckets}
-        self.priorities = PriorityTable(len(buckets), self.priorities.thresholds)
+        sizes = [bucket.flat.numel() for bucket in buckets]
+        self._requests.planned(sizes, [bucket.index for bucket in forward], largest)
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
         """Begin ``operation`` on the bucket, and keep its handle there.
@@ -94,40 +69,26 @@ class ServerExchange:
         Raises:
             PeerError: a server or a worker has failed before.
         """
-        if operation is Operation.PULL and self._serving.shuffled:
-            self._asked.append(bucket)
-            if len(self._asked) == len(self._slices):
-                self._random.shuffle(self._asked)
-                for each in self._asked:
-                    self._begin(operation, each)
-                self._asked = []
-            return
-        self._begin(operation, bucket)
+        for number in self._requests.begin(operation, bucket.index):
+            self._begin(KINDS[operation], self._buckets[number])
 
     def owned(self, bucket: Bucket) -> Span:
         """Servers leave nothing whole on one worker alone."""
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
-    def _begin(self, operation: Operation, bucket: Bucket) -> None:
-        kind, number = _KINDS[operation], bucket.index
-        if kind is not Kind.PULL:
-            self._rounds[number] += 1
-        place = self._places[number]
-        back = self.priorities[place]
-        out = back if self._serving.pushes else self._hosting.classes - 1
+    def _begin(self, kind: Kind, bucket: Bucket) -> None:
         memory = bucket.flat.detach().view(torch.uint8).numpy().data
         size = bucket.flat.element_size()
-        wish = wish_of(back, place)
         parts = [
             Part(
-                self._hosting.number(each.server),
-                Ids(self._plans, each.number, self._rounds[number], wish),
-                memory[each.start * size : each.stop * size],
-                out,
-                place,
+                self._hosting.number(each.slice.server),
+                each.ids,
+                memory[each.slice.start * size : each.slice.stop * size],
+                each.urgency,
+                each.position,
             )
-            for each in self._slices[number]
+            for each in self._requests.asked(bucket.index)
         ]
         dtype = DTYPES[bucket.flat.dtype]
         # A request is a handle: it can be asked, waited for, and calls back.
-        bucket.handle = self._client.start(kind, dtype, parts, f"bucket {number}")
+        bucket.handle = self._client.start(kind, dtype, parts, f"bucket {bucket.index}")

@@ -1,0 +1,107 @@
+"""What one worker asks of the servers, in slices: which, in which class, in which order. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from wingbeat.schedules.events import Operation
+from wingbeat.servers.partition import Slice, partitioned, placed
+from wingbeat.servers.protocol import Ids, Kind, wish_of
+from wingbeat.servers.tables import PriorityTable
+from wingbeat.types import Serving
+
+KINDS = {
+    Operation.ALL_REDUCE: Kind.PUSH,
+    Operation.PUSH: Kind.STORE,
+    Operation.PULL: Kind.PULL,
+}
+"""What the servers are told of an operation on a bucket."""
+
+
+class Asked(NamedTuple):
+    """A slice that is to be pushed or pulled.
+
+    Attributes:
+        slice: which part of the bucket, and whose.
+        ids: what the message says.
+        urgency: the class in which gradients are pushed, 0 the most urgent.
+        position: the bucket's place in the order of forward.
+    """
+
+    slice: Slice
+    ids: Ids
+    urgency: int
+    position: int
+
+
+class Requests:
+    """Cuts buckets for the servers, and counts what was asked of each.
+
+    Args:
+        serving: how gradients go to the servers.
+        servers: how many there are.
+        seed: of the order of pulls, where that is random.
+
+    Attributes:
+        priorities: the class of each bucket, by its place in the order of forward.
+    """
+
+    def __init__(self, serving: Serving, servers: int, seed: int) -> None:
+        self._serving, self._servers = serving, servers
+        self._random = random.Random(seed)
+        self._plan = 0
+        self._slices: list[list[Slice]] = []
+        self._places: dict[int, int] = {}
+        self._rounds: list[int] = []
+        self._pulls: list[int] = []
+        self.priorities = PriorityTable(1, serving.thresholds)
+
+    def planned(self, sizes: Sequence[int], forward: Sequence[int], largest: int) -> None:
+        """From now on there are these buckets.
+
+        Args:
+            sizes: elements of each.
+            forward: all of them, that first which forward needs first.
+            largest: the most elements in a message.
+        """
+        serving, servers = self._serving, self._servers
+        if serving.whole:
+            slices = placed(sizes, servers, largest)
+        else:
+            slices = partitioned(sizes, servers, min(serving.slice or largest, largest))
+        self._plan += 1
+        self._slices = [[] for _ in sizes]
+        for each in slices:
+            self._slices[each.bucket].append(each)
+        self._places = {bucket: place for place, bucket in enumerate(forward)}
+        self._rounds, self._pulls = [-1] * len(sizes), []
+        self.priorities = PriorityTable(len(sizes), self.priorities.thresholds)
+
+    def begin(self, operation: Operation, bucket: int) -> list[int]:
+        """Note that an operation begins; return the buckets to do it on now, in that order.
+
+        Where pulls are in random order they begin with the last one.
+        """
+        if operation is not Operation.PULL:
+            self._rounds[bucket] += 1
+        elif self._serving.shuffled:
+            self._pulls.append(bucket)
+            if len(self._pulls) < len(self._slices):
+                return []
+            together, self._pulls = self._pulls, []
+            self._random.shuffle(together)
+            return together
+        return [bucket]
+
+    def asked(self, bucket: int) -> list[Asked]:
+        """Return the slices of a bucket, as they are to be pushed or pulled now."""
+        place = self._places[bucket]
+        back = self.priorities[place]
+        out = back if self._serving.pushes else len(self._serving.thresholds)
+        wish = wish_of(back, place)
+        return [
+            Asked(each, Ids(self._plan, each.number, self._rounds[bucket], wish), out, place)
+            for each in self._slices[bucket]
+        ]
