@@ -299,3 +299,15 @@ def test_time_counts_from_when_a_sum_is_asked_for() -> None:
     made.run()
     made.clock.now = 104.0
     made.run()
+
+
+def test_it_leaves_when_what_was_pushed_is_posted_and_not_before() -> None:
+    made = rig()
+    made.start()
+    made.client._ending = True
+    assert not made.client._left(), "the others need what was pushed"
+    made.run()
+    assert made.client._left()
+    made.start(turn=1)
+    made.client._quick = True
+    assert made.client._left()

@@ -66,7 +66,7 @@ def test_a_server_ends_when_all_workers_have_left(started: Callable[..., InProce
     assert server.ended() is None
     for box in boxes:
         box.close()
-    server.close()
+    server.close(20.0)
     assert server.ended() == "server 0 (started by rank 1) has ended with exit status 0"
     assert not server._helper.is_alive()
 
@@ -77,7 +77,7 @@ def test_a_server_that_is_killed_is_said_to_be(started: Callable[..., InProcess]
     os.kill(server._process.pid, signal.SIGKILL)
     until(lambda: server.ended() is not None)
     assert server.ended() == "server 0 (started by rank 1) has ended by signal 9"
-    server.close()
+    server.close(20.0)
     for box in boxes:
         box.abandon()
 
@@ -88,7 +88,7 @@ def test_a_server_that_dies_at_the_start_says_why_in_a_line(
     server = started(Switchboard(), interfaces=("nosuch0",))
     until(lambda: server.ended() is not None)
     assert server.ended() == "server 0 (started by rank 1) has ended with exit status 1"
-    server.close()
+    server.close(20.0)
     told = capfd.readouterr().err.strip()
     assert "nosuch0" in told
     assert "\n" not in told
@@ -100,7 +100,7 @@ def test_an_interrupt_is_for_the_workers(started: Callable[..., InProcess]) -> N
     os.kill(server._process.pid, signal.SIGINT)
     for box in boxes:
         box.close()
-    server.close()
+    server.close(20.0)
     assert str(server.ended()).endswith("exit status 0")
 
 
@@ -147,7 +147,7 @@ def test_a_server_in_a_thread_says_why_it_has_ended() -> None:
     server = InThread(dataclasses.replace(CONFIG, interfaces=("nosuch0",)), Switchboard())
     until(lambda: server.ended() is not None)
     assert str(server.ended()).startswith("server 0 (started by rank 1) has ended: ")
-    server.close()
+    server.close(20.0)
 
 
 def test_a_server_in_a_thread_ends_when_told() -> None:
@@ -155,8 +155,8 @@ def test_a_server_in_a_thread_ends_when_told() -> None:
     server = InThread(CONFIG, store)
     boxes = met(store)
     server.kill()
-    server.close()
+    server.close(20.0)
     assert server.ended() is None
-    assert not any(t.name == "wingbeat-server" for t in threading.enumerate())
+    until(lambda: not any(t.name == "wingbeat-server" for t in threading.enumerate()))
     for box in boxes:
         box.abandon()

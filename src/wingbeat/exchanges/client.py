@@ -20,6 +20,9 @@ from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
 from wingbeat.transport.messages.mailbox import Mailbox
 
+_QUICK_S = 1.0
+"""Seconds that the last words may take after a failure."""
+
 _LOOK_S = 0.1
 """Seconds between two looks at whether something is late."""
 
@@ -114,6 +117,9 @@ class Client:
         timeout: seconds that a sum may take.
         order: in which order slices are pushed that are ready at the same time.
         watch: says which server's process has ended, and how, if one has.
+
+    Attributes:
+        failed: whether a server or a worker has failed.
     """
 
     def __init__(
@@ -141,7 +147,7 @@ class Client:
         self._error: PeerError | None = None
         self._looked = 0.0
         self._heard = clock()
-        self._ending = False
+        self._ending = self._quick = self.failed = False
         self._interrupt = mailbox.interrupter()
         self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
 
@@ -170,9 +176,13 @@ class Client:
     def _failure(self) -> PeerError | None:
         return self._error
 
-    def close(self) -> None:
-        """End the thread and leave the servers; what is under way fails. May be called again."""
-        self._ending = True
+    def close(self, *, quick: bool = False) -> None:
+        """Leave the servers, and end the thread; may be called again.
+
+        What was pushed arrives before, as the others need it, unless it is to be ``quick``. The
+        sums are not waited for.
+        """
+        self._ending, self._quick = True, quick
         self._interrupt()
         if self._thread.ident is None:  # nobody serves: there is no thread to end it
             self._end()
@@ -183,14 +193,21 @@ class Client:
 
     def _run(self) -> None:
         try:
-            while not self._ending and self._error is None:
+            while not self._left():
                 message = self._mailbox.next(_LOOK_S if self._busy else 1.0)
                 self.step(message)
         except PeerError as error:
-            self._error = error
+            self._fail(error)
         except Exception as error:  # nobody hears it here: whoever waits does
-            self._error = PeerError(f"{self._me}: {type(error).__name__}: {error}")
+            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
         self._end()
+
+    def _fail(self, error: PeerError) -> None:
+        self.failed, self._error = True, error
+
+    def _left(self) -> bool:
+        """Whether there is nothing left to do here: all that is under way is the mailbox's."""
+        return self._ending and (self._quick or not (self._outbox.waiting or self._new))
 
     @property
     def _busy(self) -> bool:
@@ -320,4 +337,4 @@ class Client:
         for request in pending.values():
             request.end(error)
         with contextlib.suppress(PeerError):  # that is why it leaves
-            self._mailbox.close(1.0)
+            self._mailbox.close(_QUICK_S if self.failed or self._quick else self._timeout)

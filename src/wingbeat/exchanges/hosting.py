@@ -11,7 +11,7 @@ from wingbeat.exchanges.client import Client
 from wingbeat.servers.config import ServerConfig, name_of
 from wingbeat.servers.launch import InProcess, InThread, Started
 from wingbeat.servers.outbox import Order
-from wingbeat.transport import interfaces
+from wingbeat.transport import interfaces, leaving
 from wingbeat.transport.messages import Limits, open_mailbox
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
@@ -104,10 +104,17 @@ class Hosting:
         return self._world.size + server
 
     def close(self) -> None:
-        """Leave the servers, and wait until those that were started here have ended."""
-        self.client.close()
+        """Leave the servers, and wait until those that were started here have ended.
+
+        Others may need them for longer than this worker. After a failure nobody does.
+        """
+        failing = leaving.failing()
+        self.client.close(quick=failing)
         for started in self._started:
-            started.close()
+            if failing or self.client.failed:
+                started.kill()
+            else:
+                started.close(self._world.timeout)
 
     def _name(self, number: int) -> str:
         return name_of(number, self._world.size, self._hosts)

@@ -13,9 +13,6 @@ from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.pipes import answer
 from wingbeat.transport.store import Store
 
-_PATIENCE_S = 10.0
-"""Seconds that a server may take to end after all workers have left."""
-
 
 class Started(Protocol):
     """A server that this worker has started."""
@@ -23,8 +20,8 @@ class Started(Protocol):
     def ended(self) -> str | None:
         """Say how it has ended, if it has."""
 
-    def close(self) -> None:
-        """Wait until it has ended; at last, end it."""
+    def close(self, seconds: float) -> None:
+        """Wait until it has ended, when all workers have left; after ``seconds`` end it."""
 
     def kill(self) -> None:
         """End it, without a wait for what it does."""
@@ -57,10 +54,10 @@ class InProcess:
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
         return f"{self._config.name(self._config.number)} has ended {how}"
 
-    def close(self) -> None:
-        """Wait until it has ended; at last, end it."""
+    def close(self, seconds: float) -> None:
+        """Wait until it has ended, when all workers have left; after ``seconds`` end it."""
         try:
-            self._process.wait(_PATIENCE_S)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -73,7 +70,7 @@ class InProcess:
     def kill(self) -> None:
         """End it, without a wait for what it does."""
         self._process.kill()
-        self.close()
+        self.close(1.0)
 
     def _help(self) -> None:
         """Let it use the store until it has met everyone."""
@@ -108,11 +105,14 @@ class InThread:
         """Say how it has ended, if it has."""
         return self._why
 
-    def close(self) -> None:
-        """Wait until it has ended; at last, end it."""
-        self._thread.join(_PATIENCE_S)
-        self.kill()
-        self._thread.join()
+    def close(self, seconds: float) -> None:
+        """Let it end when all workers have left, or after ``seconds``.
+
+        It is not waited for: the worker that leaves next may be a thread's that waits here.
+        """
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
 
     def kill(self) -> None:
         """Have it end as soon as it looks."""

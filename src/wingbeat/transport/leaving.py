@@ -23,7 +23,7 @@ _POLL = 0.02
 def close(world: World) -> None:
     """Close a world, and tell the others before whether this rank has finished or failed."""
     # The last callback: by then everything that was queued is sent, and nothing is closed yet.
-    world.on_close(lambda: say_left(world.store, world.rank, not _failing()))
+    world.on_close(lambda: say_left(world.store, world.rank, not failing()))
     world.close()
 
 
@@ -59,19 +59,19 @@ def _end() -> None:
     if this is None or this.pid != os.getpid():  # a fork's threads are its parent's
         return
     _End.begun = True
-    failing = _failing()
+    failed = failing()
     this.shutdown()
     if not this.serves:
         return
     # Who learns that a connection is closed asks the store why, which ends with this process.
-    deadline = time.monotonic() + (PATIENCE if failing else LAST)
+    deadline = time.monotonic() + (PATIENCE if failed else LAST)
     with contextlib.suppress(KeyboardInterrupt):
         for rank in range(1, this.size):
             while not has_left(this.store, rank) and time.monotonic() < deadline:
                 time.sleep(_POLL)
 
 
-def _failing() -> bool:
+def failing() -> bool:
     """Whether an exception is about to end this process, or the block that shuts down."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
