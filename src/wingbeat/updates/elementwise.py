@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.updates.chance import kept_random_state
 from wingbeat.updates.twin import bare_step, close, copied_settings, make_twin, same_settings
 from wingbeat.updates.values import encode
 
@@ -74,7 +75,7 @@ class _Trial:
     def run(self) -> dict[str, bool]:
         cuda = [self._device] if self._device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=cuda):
+            with kept_random_state(cuda):
                 wholes, [state] = self._train([[slice(None), slice(None)]])
                 first, second = [slice(0, c) for c in _CUTS], [slice(c, None) for c in _CUTS]
                 pieces, states = self._train([first, second])

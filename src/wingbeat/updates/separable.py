@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from wingbeat.observe.log import log
+from wingbeat.updates.chance import kept_random_state
 from wingbeat.updates.twin import bare_step, close, copied_settings, make_twin, same_settings
 
 _STEPS = 3
@@ -75,7 +76,7 @@ def _differs(
     """Return what is different between the two ways; empty if nothing is."""
     cuda = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=cuda):
+        with kept_random_state(cuda):
             runs = []
             for together in (True, False):
                 # Others each time: whoever draws some does so in the order of its parameters.
