@@ -61,7 +61,6 @@ class Request:
     parts: Sequence[Part]
     what: str
     missing: int = 0
-    since: float = 0.0
     error: PeerError | None = None
     posted: list[Posted] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -234,7 +233,7 @@ class Client:
             self._look_after(now)
 
     def _begin(self, request: Request) -> None:
-        request.since = self._heard = self._clock()
+        self._heard = self._clock()
         request.missing = len(request.parts)
         if not request.parts:
             request.end()
