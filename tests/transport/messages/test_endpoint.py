@@ -130,6 +130,20 @@ def test_a_slow_connection_repeats_nothing_either(seed: int) -> None:
     assert all(flow.repeated == 0 for end in play.ends for flow in end.flows.values())
 
 
+def test_a_hello_that_is_said_again_on_the_same_connection_repeats_nothing() -> None:
+    play = Play(limits=PATIENT)
+    while any(end.unmet for end in play.ends) or play.network.next_at() is not None:
+        play.step()
+    play.post(1, 0, message(7))  # on its way when the other introduces itself once more
+    play.ends[0]._introduce_self(Route(1, 0, 0), play.clock.now)
+    play.ends[0].flush(play.carriers[0].send, play.clock.now)
+    play._exchange(play.ends[1], play.carriers[1])
+    for _ in range(6):
+        play.step()
+    assert [m.kind for m in play.take(0)] == [7]
+    assert all(flow.repeated == 0 for end in play.ends for flow in end.flows.values())
+
+
 def test_a_cut_loses_nothing() -> None:
     """What was under way when the connection broke is sent again when it stands."""
     play = Play(limits=PATIENT)
