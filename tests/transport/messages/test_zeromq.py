@@ -18,13 +18,12 @@ import pytest
 import zmq
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.lab.realise import CLASSES
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox, zeromq
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.header import Header, Type
-from wingbeat.transport.messages.zeromq import TOS, Keys, ZeroMQCarrier, tos_of
+from wingbeat.transport.messages.zeromq import Keys, ZeroMQCarrier
 
 PATIENCE = 20.0
 
@@ -431,16 +430,3 @@ def test_what_goes_wrong_in_the_keeper_is_raised_by_the_next_call(closing: list[
 
 def eth(name: str, address: str) -> Interface:
     return Interface(name, address, address.rpartition(".")[0] + ".0/24")
-
-
-def test_the_lab_honours_the_same_classes() -> None:
-    assert [tos for _, tos in CLASSES] == list(TOS)
-
-
-def test_the_last_class_is_best_effort() -> None:
-    assert [[tos_of(u, n) for u in range(n)] for n in (1, 2, 3, 4)] == [
-        [0],
-        [0xB8, 0],
-        [0xB8, 0x88, 0],
-        [0xB8, 0x88, 0x48, 0],
-    ]

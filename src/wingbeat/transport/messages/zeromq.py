@@ -19,14 +19,12 @@ import zmq
 from zmq.backend import Socket as BareSocket
 
 from wingbeat.errors import UsageError
+from wingbeat.transport.dscp import tos_of
 from wingbeat.transport.messages.admission import Admission
 from wingbeat.transport.messages.alarm import Alarm
 from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
 from wingbeat.transport.messages.endpoint import INLINE
 from wingbeat.transport.messages.header import LARGEST
-
-TOS = (0xB8, 0x88, 0x48)
-"""The byte of the IP header for EF, AF41 and AF21; 0 is best effort."""
 
 SEND_BUFFER = 1 << 18
 """Bytes of a socket's buffer in the kernel: what is in there cannot be overtaken."""
@@ -47,15 +45,6 @@ _MORE, _LAST = int(zmq.SNDMORE | zmq.DONTWAIT), int(zmq.DONTWAIT)
 
 # What `zmq.Socket.send` ends in, without what it does for kinds of sockets that are not used here.
 _send = BareSocket.send
-
-
-def tos_of(urgency: int, classes: int) -> int:
-    """Return the TOS byte of a class: the last of several is best effort, as is the only one.
-
-    >>> [hex(tos_of(u, 2)) for u in range(2)]
-    ['0xb8', '0x0']
-    """
-    return 0x00 if urgency == classes - 1 else TOS[urgency]
 
 
 @dataclass(frozen=True, slots=True)
