@@ -47,7 +47,7 @@ class InOrder(NativeGroup):
 
 def native_world() -> transport.World:
     world = wingbeat.init(timeout=20)
-    world.make_native = lambda: InOrder(None, world.rank, world.size)
+    world.make_native = lambda _: InOrder(None, world.rank, world.size)
     world.native_on = frozenset({"cpu"})
     return world
 

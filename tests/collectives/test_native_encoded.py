@@ -60,7 +60,7 @@ def native_worlds() -> Iterator[list[World]]:
     rows, barrier = [torch.empty(0)] * SIZE, threading.Barrier(SIZE)
     for world in members:
         group: Any = Group(world.rank, rows, barrier)
-        world.make_native = lambda group=group: group
+        world.make_native = lambda _, group=group: group
         world.native_on = frozenset({"cpu"})
     yield members
     for world in members:

@@ -29,7 +29,7 @@ def pool() -> Iterator[Pool]:
 
 def native_world() -> transport.World:
     world = wingbeat.init(timeout=20)
-    world.make_native = lambda: NativeGroup(None, world.rank, world.size)
+    world.make_native = lambda _: NativeGroup(None, world.rank, world.size)
     world.native_on = frozenset({"cpu"})
     return world
 

@@ -25,7 +25,7 @@ def pool() -> Iterator[Pool]:
 def _trained(native: bool, **options: Any) -> Any:
     world = wingbeat.init(timeout=20)
     if native:
-        world.make_native = lambda: NativeGroup(None, world.rank, world.size)
+        world.make_native = lambda _: NativeGroup(None, world.rank, world.size)
         world.native_on = frozenset({"cpu"})
     model, optimizer = distributed(world, **options)
     train(model, optimizer, range(3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from wingbeat import schedules
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
+from wingbeat.exchanges.gpus import GpuServers
 from wingbeat.exchanges.servers import ServerExchange
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.pending import Gatherer
@@ -48,6 +49,8 @@ def _exchange_of(choices: Choices, training: Training, compression: Compression)
     collectives = training.collectives
     if choices.servers is None or collectives.world.size == 1:
         return CollectiveExchange(collectives, compression)
+    if training.bucketing.device.type in collectives.world.native_on:
+        return GpuServers(collectives.world, choices.servers)
     nbytes = sum(spec.nbytes for spec in training.bucketing.specs)
     return ServerExchange(collectives.world, choices.servers, nbytes)
 

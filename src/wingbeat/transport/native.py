@@ -6,15 +6,13 @@ whole collectives rather than hops. Waiting orders streams; the host is never bl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from wingbeat.errors import RendezvousError
+from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport.text import first_line
-
-if TYPE_CHECKING:
-    import torch
 
 
 class NativeGroup:
@@ -57,16 +55,37 @@ class NativeGroup:
         return buffer[self.rank * block : (self.rank + 1) * block]
 
 
-def nccl_group(rank: int, size: int) -> NativeGroup:
+def nccl_group(rank: int, size: int, traffic_class: int | None = None) -> NativeGroup:
     """Make an NCCL group of all ranks; every rank must call it.
+
+    Args:
+        rank: this worker's number.
+        size: how many there are.
+        traffic_class: the TOS byte of what it sends, on InfiniBand and RoCE, where the network
+            tells classes apart by it; None: whatever NCCL is set to.
 
     Raises:
         RendezvousError: this build of torch has no NCCL, or the ranks did not meet.
+        UsageError: this build of torch cannot set traffic classes.
     """
     try:
-        return NativeGroup(dist.new_group(backend="nccl"), rank, size)
+        options = None if traffic_class is None else _options(traffic_class)
+        return NativeGroup(dist.new_group(backend="nccl", pg_options=options), rank, size)
     except RuntimeError as err:
         raise RendezvousError(
             f"rank {rank}: no NCCL group of {size} ranks: {first_line(err)}; "
             "check that each rank has a GPU of its own (torch.cuda.set_device(LOCAL_RANK))"
         ) from None
+
+
+def _options(traffic_class: int) -> Any:
+    made = getattr(dist, "ProcessGroupNCCL", None)
+    options = None if made is None else made.Options()
+    if options is not None and not hasattr(options.config, "traffic_class"):
+        raise UsageError(
+            f"classes of flows on GPUs need torch 2.8 or later, and this is {torch.__version__}: "
+            "use classes=1"
+        )
+    if options is not None:
+        options.config.traffic_class = traffic_class
+    return options

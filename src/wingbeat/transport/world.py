@@ -33,7 +33,8 @@ class World:
         weights: share of each tensor that each link carries, in proportion to measured speed.
         timeout: seconds after which any wait gives up and names the peer it waited for.
         store: where the workers exchange small texts.
-        make_native: makes the group that runs whole collectives itself; None where there is none.
+        make_native: makes the group that runs whole collectives itself, given the TOS byte of its
+            traffic (None: the usual one); None where there is none.
         native_on: the device types whose tensors go to that group.
         channel: which channel of the links this world's messages go through.
         make_links: makes the links of a group, whose members wait for each other for so many
@@ -51,14 +52,14 @@ class World:
     weights: tuple[float, ...]
     timeout: float
     store: Store
-    make_native: Callable[[], NativeGroup] | None = None
+    make_native: Callable[[int | None], NativeGroup] | None = None
     native_on: frozenset[str] = frozenset({"cuda"})
     channel: int = 0
     make_links: Callable[[Group, float], tuple[Link, ...]] | None = None
     group: Group | None = None
     group_store: Callable[[], Store] | None = None
     threads: bool = False
-    _native: NativeGroup | None = None
+    _natives: dict[int | None, NativeGroup] = field(default_factory=dict)
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
     _users: list[Callable[[], None]] = field(default_factory=list)
@@ -221,13 +222,21 @@ class World:
         Raises:
             UsageError: this world has none.
         """
-        if self._native is None:
+        return self.native_in(None)
+
+    def native_in(self, traffic_class: int | None) -> NativeGroup:
+        """Return the group whose traffic has that TOS byte, made on first use, by all ranks alike.
+
+        Raises:
+            UsageError: this world has none, or none with classes.
+        """
+        if traffic_class not in self._natives:
             if self.group is not None:
                 raise UsageError(f"{self.group} carries CPU tensors only: copy them to the CPU")
             if self.make_native is None:
                 raise UsageError("this world carries CPU tensors only; move the model to the CPU")
-            self._native = self.make_native()
-        return self._native
+            self._natives[traffic_class] = self.make_native(traffic_class)
+        return self._natives[traffic_class]
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once before the links are closed."""

@@ -1,0 +1,99 @@
+"""Parameter servers on GPUs: each worker's GPU serves its block of every bucket.
+
+Geryon (Wang et al., 2020), sections III-A and IV, over NCCL: a flow is a communicator, and each
+class has one of its own, whose traffic class the network honours on InfiniBand and RoCE. A push is
+a reduce-scatter, since the server of a block is the worker that keeps it, and a pull an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from wingbeat.collectives import Handle
+from wingbeat.collectives.native import NativeJob
+from wingbeat.errors import UsageError
+from wingbeat.schedules.events import Operation
+from wingbeat.servers.tables import PriorityTable
+from wingbeat.transport.dscp import tos_of
+from wingbeat.transport.native import NativeGroup
+from wingbeat.transport.world import World
+from wingbeat.types import Serving
+
+if TYPE_CHECKING:
+    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.types import Span
+
+_DOES = {
+    Operation.ALL_REDUCE: "all_reduce",
+    Operation.PUSH: "reduce_scatter",
+    Operation.PULL: "all_gather",
+}
+
+
+class GpuServers:
+    """Sums buckets on the GPUs themselves, each bucket by the communicator of its class.
+
+    Operations begin in the order of the calls, which is the same on all workers, as NCCL asks where
+    several communicators share a GPU.
+
+    Args:
+        world: the workers.
+        serving: the classes; the other options have no meaning here.
+
+    Raises:
+        UsageError: an option that NCCL has no way to follow.
+    """
+
+    def __init__(self, world: World, serving: Serving) -> None:
+        usual = Serving()
+        if serving.count or serving.whole or serving.order != usual.order or serving.shuffled:
+            raise UsageError(
+                "parameters on a GPU: each GPU serves its block of every bucket, in the order in "
+                "which they are ready; use servers=0, placement='sharded' and order='ready', as "
+                "wingbeat.Geryon() does, or keep the model on the CPU"
+            )
+        self._world = world
+        self._serving = serving
+        self._places: dict[int, int] = {}
+        self._classes = PriorityTable(1, serving.thresholds)
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
+        """Find the class of each bucket.
+
+        Raises:
+            UsageError: one of them is not on a GPU.
+        """
+        for bucket in buckets:
+            if bucket.flat.device.type not in self._world.native_on:
+                raise UsageError(
+                    f"parameter {bucket.slots[0].name!r} is on {bucket.flat.device} and others are "
+                    "on a GPU: move all of them to one kind of device, or use wingbeat.AllReduce()"
+                )
+        self._places = {bucket.index: place for place, bucket in enumerate(forward)}
+        self._classes = PriorityTable(len(buckets), self._classes.thresholds)
+
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
+        """Begin ``operation`` on the bucket, and keep its handle there.
+
+        Args:
+            operation: all-reduce, or push or pull.
+            bucket: its buffer is a multiple of the number of workers long.
+            chained: means nothing here: NCCL keeps the order within a class.
+        """
+        urgency = self._classes[self._places[bucket.index]]
+        if operation is not Operation.PULL and not self._serving.pushes:
+            urgency = len(self._serving.thresholds)
+        if operation is Operation.PULL and bucket.handle is not None:
+            bucket.handle.wait()  # another class: nothing else keeps it behind the push
+        what = _DOES[operation]
+        work = getattr(self._group(urgency), what)(bucket.flat)
+        bucket.handle = Handle([NativeJob(work, what, self._world.rank)])
+
+    def owned(self, bucket: Bucket) -> Span:
+        """As with servers of their own: nothing is updated in parts."""
+        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
+
+    def _group(self, urgency: int) -> NativeGroup:
+        classes = len(self._serving.thresholds) + 1
+        return self._world.native_in(None if classes == 1 else tos_of(urgency, classes))
