@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 from wingbeat.errors import UsageError, unknown
@@ -18,6 +18,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 MAX_MB = 4096
 """The largest size of a bucket."""
+
+SIZE = {"size": True}
+"""Metadata of an option that says how much of a model something holds: both scale together."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -54,6 +57,12 @@ class Settings:
             if getattr(self, f.name) != f.default
         ]
         return f"{type(self).__name__}({', '.join(given)})"
+
+    def scaled(self, factor: float) -> Self:
+        """Return the same for a model of ``factor`` times the size: what has `SIZE` follows it."""
+        sizes = [f for f in fields(self) if f.metadata.get("size")]  # type: ignore[arg-type]
+        scaled = {f.name: _scaled(getattr(self, f.name), factor, f.default) for f in sizes}
+        return replace(self, **scaled)  # type: ignore[type-var]
 
     def _refuse(self, key: str, allowed: str) -> UsageError:
         return UsageError(
@@ -172,3 +181,13 @@ def is_number(value: Any) -> TypeGuard[float]:
         return math.isfinite(value)
     except OverflowError:  # a whole number that no float can hold
         return False
+
+
+def _scaled(size: float, factor: float, default: Any) -> float:
+    """Return a size in MB, or, where its default is an int, a number of elements: 1 at least.
+
+    0 says that there is no such size, whatever the model's.
+    """
+    if size and isinstance(default, int):
+        return max(1, round(factor * size))
+    return factor * size if size else size

@@ -42,3 +42,14 @@ def plans_of(strategy: Strategy, scale: float) -> list[Plan]:
 @pytest.mark.parametrize("name", COMPOSED)
 def test_a_scaled_model_has_the_same_buckets(name: str) -> None:
     assert plans_of(COMPOSED[name], 0.5) == plans_of(COMPOSED[name], 1.0)
+
+
+def test_slices_follow_the_model_and_none_stays_none() -> None:
+    def elements(strategy: Strategy) -> int:
+        servers = strategy.scaled(0.05).choices().servers
+        assert servers is not None
+        return servers.slice
+
+    assert elements(wingbeat.Geryon().compose()) == 52_429
+    assert elements(wingbeat.Geryon(slice=8).compose()) == 1
+    assert elements(wingbeat.Geryon(slice=0).compose()) == 0

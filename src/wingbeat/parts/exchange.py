@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from wingbeat.errors import UsageError
-from wingbeat.settings import Named, Settings, is_number
+from wingbeat.settings import SIZE, Named, Settings, is_number
 from wingbeat.traits import KEPT, ONCE, Part
 from wingbeat.types import Serving
 
@@ -46,7 +46,7 @@ class Servers(Part, Settings):
 
     count: int = 0
     placement: str = "sharded"
-    slice: int = 1 << 20
+    slice: int = field(default=1 << 20, metadata=SIZE)
     classes: int = 2
     threshold: float | tuple[float, ...] = 0.5
     pushes: bool = True

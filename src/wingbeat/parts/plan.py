@@ -7,23 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import UsageError
-from wingbeat.settings import Named, Settings
+from wingbeat.settings import SIZE, Named, Settings
 from wingbeat.traits import Part
 from wingbeat.types import Fusion, Merging, Tuning
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 SEARCHES = ("bo", "random", "grid")
 RULES = ("exact", "paper", "wfbp")
-
-SIZE = {"size": True}
-"""Metadata of an option that says how much of a model a bucket holds: both scale together."""
 
 
 class PlanPart(Part, Settings, ABC):
@@ -40,17 +33,6 @@ class PlanPart(Part, Settings, ABC):
     def merging(self) -> Merging | None:
         """Return how layers are merged by what is measured; None where they are not."""
         return None
-
-    def scaled(self, factor: float) -> Self:
-        """Return the same for a model of ``factor`` times the size: what has `SIZE` follows it."""
-        sizes = [f for f in fields(self) if f.metadata.get("size")]  # type: ignore[arg-type]
-        scaled = {f.name: _scaled(getattr(self, f.name), factor, f.default) for f in sizes}
-        return replace(self, **scaled)  # type: ignore[type-var]
-
-
-def _scaled(size: float, factor: float, default: Any) -> float:
-    """Return a size in MB, or a number of elements as its default is one: at least 1 of those."""
-    return max(1, round(factor * size)) if isinstance(default, int) else factor * size
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -127,8 +127,14 @@ class Strategy(Settings):
         return self
 
     def scaled(self, factor: float) -> Strategy:
-        """Return the same for a model of ``factor`` times the size: sizes of buckets follow it."""
-        return replace(self, plan=cast(PlanPart, self.plan).scaled(factor))
+        """Return the same for a model of ``factor`` times the size.
+
+        Sizes of buckets follow it, and of slices where there are servers.
+        """
+        plan, exchange = cast(PlanPart, self.plan).scaled(factor), self.exchange
+        if isinstance(exchange, Servers):
+            exchange = exchange.scaled(factor)
+        return replace(self, plan=plan, exchange=exchange)
 
 
 def _part(question: str, value: Any, kind: Any, by_name: Mapping[str, Named[T]]) -> T:
