@@ -27,6 +27,7 @@ FIELDS = {
     "limited_by_cores",
     "deciding",
     "time_to_loss",
+    "class_bytes_per_iteration",
     "exposed_s",
     "bound_s",
     "fraction_of_bound",
@@ -95,6 +96,13 @@ def test_a_run_has_the_first_plan_that_there_was() -> None:
     blocks = [block(0, 2.0), *(block(1, 1.5, merge=plan) for plan in plans)]
     ddp, dear = runs(checked(), blocks)
     assert (ddp.merge, dear.merge) == (None, {"buckets": 2})
+
+
+def test_bytes_by_class_are_a_worker_s() -> None:
+    by_class = [{"ef": 10.0, "be": 90.0}, {"ef": 30.0, "be": 110.0}]
+    ddp, dear = runs(checked(), [block(0, 2.0, sent_by_class=by_class), block(1, 2.0)])
+    assert ddp.class_bytes_per_iteration == {"ef": 20.0, "be": 100.0}
+    assert dear.class_bytes_per_iteration == {}
 
 
 def test_exposed_time_is_never_negative() -> None:

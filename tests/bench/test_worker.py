@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,20 +161,7 @@ def test_what_other_processes_of_a_host_send_counts(monkeypatch: pytest.MonkeyPa
     model = torch.nn.Linear(1, 1)
     settled: list[int] = []
     made = Attached(model, torch.optim.SGD(model.parameters()), int, lambda: settled.append(1))
-    before = worker._settled_bytes(own, made)
+    before = worker._settled(own, made)
     subprocess.run([sys.executable, "-c", SEND], check=True, timeout=30)
-    assert worker._settled_bytes(own, made) - before >= SENT
+    assert worker._settled(own, made).since(before, 2).sent >= SENT / 2
     assert len(settled) == 2
-
-
-def test_processor_time_is_that_of_all_threads() -> None:
-    def burn() -> None:
-        end = time.thread_time() + 0.05
-        while time.thread_time() < end:
-            pass
-
-    before = training_module.cpu_s()
-    thread = threading.Thread(target=burn)
-    thread.start()
-    thread.join()
-    assert training_module.cpu_s() - before >= 0.049

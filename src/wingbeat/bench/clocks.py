@@ -1,7 +1,7 @@
 """Each worker's own clock, and the processors' time: from a row's blocks to rates and shares.
 
-Every process of a bench stands under its role. All there are today are workers; a process with
-another role has only to report its seconds under a name of its own.
+Every process of a bench stands under its role: those that train, and the servers that these have
+started.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 WORKER = "worker"
 """The role of a process that trains."""
+
+SERVER = "server"
+"""The role of the parameter servers that a worker has started, all in one."""
 
 CORES_FULL = 0.8
 """Share of the cores' time from which a row is said to be limited by them.
@@ -48,7 +51,7 @@ def rates(samples: Sequence[Sequence[float]]) -> Rates:
 def cpu_s_per_iteration(
     blocks: Sequence[Mapping[str, Sequence[float]]], iterations: int
 ) -> dict[str, list[float]]:
-    """CPU seconds of each process an iteration, by role and rank.
+    """CPU seconds of each process an iteration, by role and rank; of each worker's servers in one.
 
     Args:
         blocks: by role, the seconds that each process took in a block.

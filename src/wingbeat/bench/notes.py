@@ -26,8 +26,8 @@ NOTES = {
     ),
     "cpu_s_per_iteration": (
         "by role of a process and in it by rank: CPU seconds of all its threads, in user mode and"
-        " in the kernel (getrusage), over the timed iterations, for each of them; all processes of"
-        " today are workers"
+        " in the kernel, over the timed iterations, for each of them; server: all parameter servers"
+        " that the worker has started"
     ),
     "cores_share": (
         "CPU seconds of all processes of the row over the timed iterations / (machine.cores x"
@@ -42,6 +42,10 @@ NOTES = {
         "bytes one worker puts on its interfaces in an iteration, by the kernel's counters, which"
         " count the headers of each piece of up to 64 KB that TCP hands down, and all processes of"
         " a host whatever their role; mean over workers"
+    ),
+    "class_bytes_per_iteration": (
+        "the same by priority class of the lab's links (ef: DSCP 46; be: best effort), as on the"
+        " wire, the headers of every segment included; empty without classes"
     ),
     "exposed_s": (
         "median iteration time minus the time to compute: forward + backward of a paced model,"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from wingbeat.bench import bound, clocks
@@ -35,6 +35,8 @@ class Block:
         merge: what the row's plan says of itself; None where it plans nothing.
         curves: for each worker, seconds and loss of each iteration, warm-up included; None
             unless the bench has a target loss.
+        sent_by_class: for each worker, ``sent_bytes`` by class of the lab's links, as on the wire;
+            empty without classes.
     """
 
     row: int
@@ -46,6 +48,7 @@ class Block:
     coded: bool | None = None
     merge: dict[str, Any] | None = None
     curves: list[Curve] | None = None
+    sent_by_class: list[dict[str, float]] = field(default_factory=list)
 
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
@@ -55,6 +58,12 @@ class Block:
     def bytes_per_iteration(self, sharing: int) -> float:
         """Bytes per worker and iteration, where ``sharing`` workers share a host's counters."""
         return statistics.fmean(self.sent_bytes) / sharing
+
+    def class_bytes_per_iteration(self, sharing: int) -> dict[str, float]:
+        """The same by class; empty where the lab has none."""
+        names = self.sent_by_class[0] if self.sent_by_class else {}
+        sent = {name: [each[name] for each in self.sent_by_class] for name in names}
+        return {name: statistics.fmean(each) / sharing for name, each in sent.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,7 @@ class Run:
     merge: dict[str, Any] | None = None
     deciding: Deciding | None = None
     time_to_loss: TimeToLoss | None = None
+    class_bytes_per_iteration: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +236,7 @@ def _run(
         merge=next((b.merge for b in own if b.merge is not None), None),
         deciding=deciding,
         time_to_loss=_time_to_loss(checked, own),
+        class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
         **_of_clocks(frame, own),
     )
 
@@ -249,6 +260,10 @@ def _time_to_loss(checked: Checked, blocks: Sequence[Block]) -> TimeToLoss | Non
     if target is None:
         return None
     return time_to_loss(target, [b.curves for b in blocks if b.curves is not None])
+
+
+def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.fmean(one[name] for one in each) for name in each[0]}
 
 
 def _codec(blocks: Sequence[Block]) -> str | None:

@@ -52,8 +52,12 @@ def render(report: Report) -> Table:
     timed = [run.time_to_loss for run in report.runs if run.time_to_loss is not None]
     if timed:
         table.add_column(f"s to\nloss {timed[0].target:g}", justify="right")
+    classes = report.runs[0].class_bytes_per_iteration if report.runs else {}
+    for name in classes:
+        table.add_column(f"{name}\nMB", justify="right")
     for run in report.runs:
-        table.add_row(*cells(run))
+        sent = run.class_bytes_per_iteration
+        table.add_row(*cells(run), *(megabytes(sent[name]) for name in classes))
     table.caption = "\n".join(_caption(report))
     table.caption_justify = "left"
     return table
@@ -62,6 +66,9 @@ def render(report: Report) -> Table:
 def _caption(report: Report) -> list[str]:
     """What the figures are, and what is to be known before they are believed."""
     lines = ["time: median of an iteration; sent: by one worker in an iteration"]
+    classes = report.runs[0].class_bytes_per_iteration if report.runs else {}
+    if classes:
+        lines.append(f"{', '.join(classes)}: what it sent by class, as on the wire")
     if report.normal_iteration_s is not None:
         lines.append(
             f"slow workers: {', '.join(report.config['slow'])}, where a normal iteration is "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -87,9 +86,3 @@ def training(
         if known is not None:
             made.keep(known)
         yield Training(checked, rank, normal_s, built, made)
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process so far, all threads, in user mode and in the kernel."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime

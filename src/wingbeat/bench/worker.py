@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.bench import halves, measure, tracing
+from wingbeat.bench import halves, measure, processes, tracing
 from wingbeat.bench.attached import Attached
-from wingbeat.bench.clocks import WORKER
+from wingbeat.bench.clocks import SERVER, WORKER
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.protocol import ONLY, say
 from wingbeat.bench.results import Block, Deciding
+from wingbeat.bench.sent import Sent
 from wingbeat.bench.speedup import Timings
-from wingbeat.bench.training import Training, cpu_s, training
+from wingbeat.bench.training import Training, training
 from wingbeat.control.decisions import Decisions
 from wingbeat.errors import WingbeatError
-from wingbeat.lab import counters
 from wingbeat.transport.world import World
 
 TRACED = 3
@@ -92,18 +92,20 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
         for i in range(config.warmup - lead):
             own.iterate(i - config.warmup + 1)
             worker.tick(row, round_, i - config.warmup)
-        before = _settled_bytes(worker, own.made)
+        before = _settled(worker, own.made)
         for _ in range(lead):
             own.iterate(0)
             worker.tick(row, round_, -1)
-        used, starts = cpu_s(), [time.monotonic()]
+        used, served = processes.own_cpu_s(), processes.children_cpu_s()
+        starts = [time.monotonic()]
         for i in range(count):
             own.iterate(first + i)
             starts.append(time.monotonic())
             worker.tick(row, round_, i)
-        used = cpu_s() - used
-        sent = (_settled_bytes(worker, own.made) - before) / (count + lead)
-        said: dict[str, Any] = {"starts": starts, "sent": sent, "cpu_s": used}
+        used = processes.own_cpu_s() - used
+        served = processes.children_cpu_s() - served
+        sent = _settled(worker, own.made).since(before, count + lead)
+        said: dict[str, Any] = {"starts": starts, **asdict(sent), "cpu_s": (used, served)}
         said["loss"] = own.curve[-1][1]
         if config.target_loss is not None:
             said["curve"] = own.curve
@@ -148,17 +150,17 @@ def measure_round(worker: Worker, round_: int) -> list[Timings]:
     return [Timings(**each) for each in worker.world.exchange("timings", asdict(own))]
 
 
-def _settled_bytes(worker: Worker, made: Attached) -> int:
-    """What this host's interfaces have sent, once nothing is under way anywhere.
+def _settled(worker: Worker, made: Attached) -> Sent:
+    """What this host has sent, once nothing is under way anywhere.
 
-    The kernel counts them for all processes of a host, whatever their role. Without a lab, what
-    went over the loopback. Work that was put off is waited for, so that a number of iterations has
-    all of its bytes and no other's.
+    Work that was put off is waited for, so that a number of iterations has all of its bytes and no
+    other's.
     """
     made.settle()
     dist.barrier()
-    shaped = worker.checked.lab.shaped
-    return sum(c.tx_bytes for name, c in counters.read().items() if (name != "lo") == shaped)
+    sent = Sent.read(worker.checked.lab)
+    dist.barrier()  # nobody sends before all have read
+    return sent
 
 
 def _gather(worker: Worker, row: int, said: dict[str, Any], about: dict[str, Any]) -> Block | None:
@@ -171,11 +173,21 @@ def _gather(worker: Worker, row: int, said: dict[str, Any], about: dict[str, Any
         row=row,
         starts=[each["starts"] for each in everyone],
         sent_bytes=[each["sent"] for each in everyone],
-        cpu_s={WORKER: [each["cpu_s"] for each in everyone]},
+        sent_by_class=[each["classes"] for each in everyone if each["classes"]],
+        cpu_s=_by_role([each["cpu_s"] for each in everyone]),
         loss=sum(losses) / len(losses),
         curves=[each["curve"] for each in everyone] if "curve" in said else None,
         **about,
     )
+
+
+def _by_role(seconds: list[tuple[float, float]]) -> dict[str, list[float]]:
+    """CPU seconds by role, of workers and what they have started: servers, if anything."""
+    workers, servers = zip(*seconds, strict=True)
+    found = {WORKER: list(workers)}
+    if any(servers):
+        found[SERVER] = list(servers)
+    return found
 
 
 def _trace(worker: Worker, folder: Path) -> None:

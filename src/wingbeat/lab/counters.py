@@ -8,6 +8,7 @@ TCP hands down with its headers once, so it reads 4% lower for bulk traffic: nea
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,6 +120,27 @@ def parse_proc_net_dev(text: str) -> dict[str, InterfaceCounters]:
         n = [int(v) for v in numbers.split()]
         counters[name.strip()] = InterfaceCounters(n[0], n[1], n[8], n[9])
     return counters
+
+
+def read_classes(prio: int) -> dict[str, dict[str, ClassCounters]]:
+    """Classes by device and name in the network namespace of the calling process.
+
+    A worker inside a lab reads what its own host has sent; no rights are needed.
+
+    Args:
+        prio: the lab's number of priority classes.
+
+    Raises:
+        LabError: ``tc`` is missing or failed.
+    """
+    command = ["tc", "-s", "qdisc", "show"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LabError("tc not found: install iproute2") from None
+    if done.returncode:
+        raise LabError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return parse_qdiscs(done.stdout, prio)
 
 
 def parse_qdiscs(text: str, prio: int) -> dict[str, dict[str, ClassCounters]]:

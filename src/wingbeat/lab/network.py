@@ -85,12 +85,12 @@ class Network:
 
     def stats(self) -> counters.LabStats:
         """Read every counter of the lab."""
-        ports = counters.parse_qdiscs(_tc_statistics(), self.plan.prio)
+        ports = counters.read_classes(self.plan.prio)
         interfaces, out = {}, {}
         for host in self.plan.hosts:
             with kernel.inside(self._files[host.index]):
                 interfaces[host.name] = counters.read()
-                out[host.name] = counters.parse_qdiscs(_tc_statistics(), self.plan.prio)
+                out[host.name] = counters.read_classes(self.plan.prio)
         return counters.gather(self.spec.to_text(), self.plan, interfaces, out, ports)
 
     def _select(self, host: int, interface: int | None) -> tuple[Interface, ...]:
@@ -126,15 +126,6 @@ def explain(stderr: str, lines: Sequence[str]) -> str:
     if not where.isdecimal():
         return messages[0]
     return f"{messages[0]} (in: {tuple(lines)[int(where) - 1]})"
-
-
-def _tc_statistics() -> str:
-    done = subprocess.run(
-        ["tc", "-s", "qdisc", "show"], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise LabError(f"tc -s qdisc show failed: {done.stderr.strip()}")
-    return done.stdout
 
 
 def _forward_packets() -> None:

@@ -1,0 +1,42 @@
+"""Bytes that a worker's host has sent, by the kernel's counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from wingbeat.lab import counters
+from wingbeat.lab.spec import LabSpec
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a host has sent; all processes of the host, whatever their role.
+
+    Attributes:
+        sent: by its interfaces; without a lab, over the loopback.
+        classes: by priority class of the lab's links; empty without classes.
+    """
+
+    sent: float
+    classes: dict[str, float]
+
+    @classmethod
+    def read(cls, lab: LabSpec) -> Sent:
+        """Read the counters of the host that this process is on.
+
+        Raises:
+            LabError: this system has no counters.
+        """
+        sent = sum(c.tx_bytes for n, c in counters.read().items() if (n != "lo") == lab.shaped)
+        classes: Counter[str] = Counter()
+        if lab.shaped and lab.prio:
+            for device in counters.read_classes(lab.prio).values():
+                classes.update({name: each.bytes for name, each in device.items()})
+        return cls(sent, dict(classes))
+
+    def since(self, before: Sent, iterations: int) -> Sent:
+        """Return what came after ``before``, an iteration."""
+        sent = (self.sent - before.sent) / iterations
+        passed = {name: n - before.classes[name] for name, n in self.classes.items()}
+        return Sent(sent, {name: n / iterations for name, n in passed.items()})
