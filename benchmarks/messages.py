@@ -2,7 +2,7 @@
 
     python benchmarks/messages.py --json out/messages.json
 
-Four cases; exit code 1 if a limit is missed. The ways of sending take turns in each round, in one
+Five cases; exit code 1 if a limit is missed. The ways of sending take turns in each round, in one
 order and then in the other, and a ratio is the median of the rounds' ratios: what else runs on the
 machine changes from round to round by more than the ways differ, and less between two neighbours.
 Beside it stands the processor time of both processes, all threads, which hardly depends on that.
@@ -13,6 +13,10 @@ trip     64 bytes there and back. Limit: 1.3 times bare pyzmq's.
 line     1 MiB messages on star:2@1gbit, as a share of the line rate. Limit: 0.92.
 urgent   an urgent message of 1 MiB that is posted behind 24 MiB of bulk on star:2@1gbit,prio=2:
          its time over the time that it takes alone. Limit: 1.15.
+meeting  24 MiB from one host that meet 48 MiB from another at the port of a third, on
+         star:3@1gbit,prio=2 (Geryon's Fig. 5: two servers, one worker): their time over the time
+         that they take alone, in one class, as where senders alone have priorities, and in an
+         urgent one. Limit of the latter: 1.15.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ LABS = {
     "trip": "loopback:2",
     "line": "star:2@1gbit",
     "urgent": "star:2@1gbit,prio=2",
+    "meeting": "star:3@1gbit,prio=2",
 }
 LINE = 1e9 / 8
 BULK = 24
@@ -115,7 +120,12 @@ class Mail:
 
         self.peer = 1 - world.rank
         self.box = open_mailbox(
-            world.store, world.rank, [0, 1], room=room, encrypted=encrypted, classes=classes
+            world.store,
+            world.rank,
+            range(world.size),
+            room=room,
+            encrypted=encrypted,
+            classes=classes,
         )
 
     def send(self, count: int, payload: bytes) -> None:
@@ -196,7 +206,7 @@ def urgent(world: Any, args: argparse.Namespace) -> dict[str, Any]:
         if world.rank == 1:
             _send_urgent(mail.box, bulk)
             return 0.0
-        return _take_urgent(mail.box, bulk)
+        return _take_both(mail.box, bulk, 1)
 
     return _rounds(world, ways, once, args.rounds, mail.close)
 
@@ -213,10 +223,34 @@ def _send_urgent(box: Any, bulk: int) -> None:
     box.wait(posted)
 
 
-def _take_urgent(box: Any, bulk: int) -> float:
-    """Return how long the urgent message took; both processes read the same clock."""
+def meeting(world: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds until all of one host's messages have come, alone and beside another host's."""
+    mail = Mail(world, "meeting", encrypted=False, classes=2)
+    ways = {"alone": (0, 0), "one class": (2 * BULK, 1), "two classes": (2 * BULK, 0)}
+
+    def once(way: tuple[int, int]) -> float:
+        bulk, urgency = way
+        world.exchange("go", 0)
+        if world.rank == 0:
+            return _take_both(mail.box, bulk, BULK)
+        if world.rank == 1:
+            mail.box.wait([mail.box.post(0, 1, bytes(MIB), urgency=1) for _ in range(bulk)])
+            return 0.0
+        if bulk:
+            time.sleep(0.02)  # by now the other's fill the port
+        stamp = time.monotonic_ns()
+        ids = (stamp >> 32, stamp & 0xFFFFFFFF, 0, 0)
+        payload = bytes(MIB)
+        mail.box.wait([mail.box.post(0, 2, payload, ids=ids, urgency=urgency) for _ in range(BULK)])
+        return 0.0
+
+    return _rounds(world, ways, once, max(3, args.rounds // 2), mail.close)
+
+
+def _take_both(box: Any, bulk: int, count: int) -> float:
+    """Return how long those of kind 2 took since the first's post; all read the same clock."""
     seconds = 0.0
-    for _ in range(bulk + 1):
+    for _ in range(bulk + count):
         message = box.receive(60.0)
         if message.kind == 2:
             sent = message.ids[0] << 32 | message.ids[1]
@@ -253,7 +287,7 @@ def _rounds(
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One of the two processes; rank 0 writes what it has measured."""
+    """One of the processes; rank 0 writes what it has measured."""
     import wingbeat
 
     world = wingbeat.init(timeout=60)
@@ -263,6 +297,7 @@ def worker(args: argparse.Namespace) -> None:
         "line": lambda: stream(world, args, host),
         "trip": lambda: trip(world, args, host),
         "urgent": lambda: urgent(world, args),
+        "meeting": lambda: meeting(world, args),
     }
     found = cases[args.case]()
     if world.rank == 0:
@@ -304,6 +339,11 @@ def judge(args: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any
     if "urgent" in found:
         each("urgent", "median", "ms", 1e3)
         row("urgent / alone", ratio("urgent", "behind bulk", "alone"), 1.15, at_least=False)
+    if "meeting" in found:
+        each("meeting", "median", "ms", 1e3)
+        row("meeting, one class / alone", ratio("meeting", "one class", "alone"), None)
+        urgent_ = ratio("meeting", "two classes", "alone")
+        row("meeting, two classes / alone", urgent_, 1.15, at_least=False)
     return rows
 
 
