@@ -22,12 +22,12 @@ def geryon() -> Iterator[ModuleType]:
 
 def args(geryon: ModuleType, **values: Any) -> argparse.Namespace:
     usual = {
-        "rows": list(geryon.ROWS),
-        "slices": None,
+        "rows": None,
+        "compare": "systems",
         "iterations": 6,
         "rounds": 2,
         "warmup": 2,
-        "workers": 8,
+        "workers": None,
         "scale": 0.05,
         "stretch": None,
     }
@@ -37,53 +37,95 @@ def args(geryon: ModuleType, **values: Any) -> argparse.Namespace:
 def test_every_model_has_a_profile_and_rows_that_can_run(geryon: ModuleType) -> None:
     for rate in geryon.PAPER:
         for model in geryon.MODELS:
-            checked = geryon.config(rate, model, args(geryon)).check()
+            checked = geryon.config(rate, 8, model, args(geryon)).check()
             assert [row.traits.exact for row in checked.rows] == [True] * len(geryon.ROWS)
 
 
 def test_rows_with_servers_are_in_the_clear_and_others_as_they_are(geryon: ModuleType) -> None:
-    rows = geryon.config(10.0, "vgg19", args(geryon)).strategies
+    rows = geryon.config(10.0, 8, "vgg19", args(geryon)).strategies
     assert [("encrypted=False" in row) for row in rows] == [True, True, True, True, False, False]
 
 
-def test_slices_shrink_with_the_model(geryon: ModuleType) -> None:
-    rows = geryon.config(10.0, "vgg19", args(geryon, slices=[1 << 20])).strategies
-    assert rows == (
-        "geryon:pull=start,slice=52429,encrypted=False",
-        "tictac:pull=start,slice=52429,encrypted=False",
-        "p3:mb=1,slice=52429,encrypted=False",
+def test_senders_are_compared_with_the_papers_slices(geryon: ModuleType) -> None:
+    made = geryon.config(10.0, 8, "vgg19", args(geryon, compare="senders"))
+    assert made.strategies[:4] == (
+        "geryon:pull=start,slice=1048576,encrypted=False",
+        "tictac:slice=1048576,encrypted=False",
+        "geryon:slice=1048576,encrypted=False",
+        "p3:slice=1048576,encrypted=False",
     )
+    assert len(made.strategies) == 12
+    slices = {row.strategy.choices().servers.slice for row in made.check().rows}
+    assert slices == {52_429, 26_214, 13_107}  # as many as in the whole model
+
+
+def test_slicing_is_compared_on_two_workers(geryon: ModuleType) -> None:
+    made = geryon.config(10.0, 2, "vgg19", args(geryon, compare="slicing"))
+    assert made.lab == "star:2@10gbit,prio=2"
+    assert made.strategies[:2] == (
+        "vanillaps:encrypted=False",
+        "partitionedps:pull=start,slice=0,encrypted=False",
+    )
+    assert made.check().rows[1].strategy.choices().servers.slice == 0
+
+
+def row(efficiency: float, of_bound: float | None = None, images: float = 1.0) -> dict[str, Any]:
+    return {
+        "efficiency": efficiency,
+        "images_per_s": images,
+        "of_bound": of_bound,
+        "share_by_class": {"ef": 0.25, "be": 0.75},
+        "limited_by_cores": False,
+    }
 
 
 def found(geryons: float, sliced: float, of_bound: float = 1.0) -> dict[str, Any]:
-    rows = {
-        GERYON: {"efficiency": geryons, "of_bound": of_bound},
-        SLICED: {"efficiency": sliced, "of_bound": None},
-    }
-    return {"rows": rows}
+    return {"rows": {GERYON: row(geryons, of_bound), SLICED: row(sliced)}}
 
 
 @pytest.mark.parametrize(
-    ("figures", "words"),
+    ("model", "figures", "words"),
     [
-        (found(0.95, 0.8), []),
-        (found(0.94, 0.8), ["the paper's is 0.946"]),
-        (found(0.95, 0.8, of_bound=0.94), ["0.940 of the bound"]),
-        (found(0.95, 0.96), ["slower than partition"]),
+        ("vgg19", found(0.95, 0.8), []),
+        ("vgg19", found(0.94, 0.8), ["the paper's is 0.946"]),
+        ("vgg19", found(0.95, 0.8, of_bound=0.94), ["0.940 of the bound"]),
+        ("vgg19", found(0.95, 0.96), ["of partition and slicing; limit 1.0"]),
+        ("resnet50", found(0.97, 0.925), ["1.049 of partition and slicing; limit 1.05"]),
+        ("resnet50", found(0.97, 0.92), []),
     ],
 )
 def test_what_is_missed_is_said(
-    geryon: ModuleType, figures: dict[str, Any], words: list[str]
+    geryon: ModuleType, model: str, figures: dict[str, Any], words: list[str]
 ) -> None:
-    missed = geryon.judged(10.0, "vgg19", figures)
+    missed = geryon.judged("here", model, figures, geryon.paper(10.0, 8, model))
     assert len(missed) == len(words)
     assert all(word in line for word, line in zip(words, missed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("leads", "fine"), [((1.0, 1.1, 1.2), True), ((0.9, 1.1, 1.2), False), ((1.2, 1.1, 1.3), False)]
+)
+def test_the_lead_over_other_senders_is_to_grow(
+    geryon: ModuleType, leads: tuple[float, ...], fine: bool
+) -> None:
+    rows = {}
+    for ours, other in geryon.SENDERS:
+        for n, lead in zip(geryon.SLICES, leads, strict=True):
+            rows[geryon.sliced(ours, n)] = row(0.9, images=10 * lead)
+            rows[geryon.sliced(other, n)] = row(0.9, images=10)
+    missed = geryon.judged_senders("here", {"rows": rows})
+    assert len(missed) == (0 if fine else 2)
 
 
 def test_rows_are_shown_beside_the_papers(
     geryon: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    geryon.show(10.0, "vgg19", found(0.951, 0.8))
+    geryon.show("here", found(0.951, 0.8), geryon.paper(10.0, 8, "vgg19"))
     shown = capsys.readouterr().out
-    assert "0.951  0.946     1.000" in shown
+    assert "0.951  0.946     1.000       1.0   25%   75%" in shown
     assert "0.800  0.793" in shown
+
+
+def test_the_paper_is_of_eight_workers(geryon: ModuleType) -> None:
+    assert geryon.paper(10.0, 4, "vgg19") == {}
+    assert geryon.paper(25.0, 8, "vgg19") == {}
