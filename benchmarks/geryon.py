@@ -16,7 +16,8 @@ message costs at least is the two cores', and neither shrinks nor stretches.
 
 ``efficiency`` is the time of computation alone over that of an iteration; images/s are those of all
 workers without the slow motion. ``bound`` is the best that any order could reach. ``ef`` and ``be``
-are the share of what a host sends in the urgent class and in the other, by the kernel's counters.
+are the share of what a host sends in the urgent class and in the other, by the kernel's counters;
+``simulated`` is how far off virtual time is, with the same plan, schedule, partition and queues.
 Rows do not encrypt, as the paper does not. Exit code 1 if a limit is missed. Tables II and III:
 Geryon's efficiency below the paper's or below 0.95 of the bound, or Geryon slower than partition
 and slicing with pulls at the same time, or less than 1.05 times as fast on resnet50. Table IV:
@@ -33,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wingbeat.bench import estimate, machine, runner
+from wingbeat.bench import estimate, machine, runner, simulated
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError, WingbeatError
@@ -96,7 +97,8 @@ def main() -> int:
         for number, ((rate, workers, model), made) in enumerate(planned.items(), start=1):
             where = f"{model}, {rate:g} Gbit/s, {workers} workers"
             print(f"{number}/{len(planned)}: {where}", file=sys.stderr, flush=True)
-            found = figures(made, model, runner.run(made, command=sys.argv).report)
+            virtual = simulations(made)
+            found = figures(made, model, virtual, runner.run(made, command=sys.argv).report)
             report["found"].append({"rate": rate, "workers": workers, "model": model, **found})
             write(args.json, report)
             show(where, found, paper(rate, workers, model))
@@ -185,12 +187,26 @@ def in_the_clear(row: str) -> str:
     return f"{name}:{options},encrypted=False" if options else f"{name}:encrypted=False"
 
 
-def figures(made: BenchConfig, model: str, report: Report) -> dict[str, Any]:
+def simulations(made: BenchConfig) -> list[float | None]:
+    """Seconds of each row's iteration in virtual time; None where that is not possible."""
+    checked = made.check()
+    found: list[float | None] = []
+    for row in checked.rows:
+        try:
+            found.append(simulated.median_s(checked, row))
+        except UsageError:
+            found.append(None)
+    return found
+
+
+def figures(
+    made: BenchConfig, model: str, virtual: list[float | None], report: Report
+) -> dict[str, Any]:
     """What one bench says, in the paper's terms."""
     assert report.measured is not None
     compute = report.measured.t_ff_s + report.measured.t_bp_s
     rows = {}
-    for run in report.runs:
+    for run, virtual_s in zip(report.runs, virtual, strict=True):
         median, sent = run.iteration_s.median, run.class_bytes_per_iteration
         images = report.workers * IMAGES[model] * made.stretch
         rows[run.strategy.replace(",encrypted=False", "").replace(":encrypted=False", "")] = {
@@ -199,6 +215,8 @@ def figures(made: BenchConfig, model: str, report: Report) -> dict[str, Any]:
             "of_bound": None if run.bound_s is None else run.bound_s / median,
             "bound": None if run.bound_s is None else compute / run.bound_s,
             "iteration_s": asdict(run.iteration_s),
+            "simulated_s": virtual_s,
+            "simulated_off": None if virtual_s is None else virtual_s / median - 1,
             "exposed_s": run.exposed_s,
             "bytes_per_iteration": run.bytes_per_iteration,
             "class_bytes_per_iteration": sent,
@@ -249,12 +267,15 @@ def show(where: str, found: dict[str, Any], papers: dict[str, float]) -> None:
     """Print one bench's rows, beside the paper's."""
     classes = list(next(iter(found["rows"].values()))["share_by_class"])
     print(f"\n{where}")
-    head = f"{'row':42} {'efficiency':>10} {'paper':>6} {'of bound':>9} {'images/s':>9}"
-    print(head + "".join(f"{name:>6}" for name in classes))
+    columns = ("efficiency", "paper", "of bound", "simulated", "images/s", *classes)
+    widths = (10, 6, 9, 9, 9, *(5 for _ in classes))
+    heads = (f"{name:>{width}}" for name, width in zip(columns, widths, strict=True))
+    print(f"{'row':42}", *heads)
     for row, made in found["rows"].items():
         of_bound = "" if made["of_bound"] is None else f"{made['of_bound']:9.3f}"
         theirs = f"{papers[row]:6.3f}" if row in papers else " " * 6
-        line = f"{row:42} {made['efficiency']:10.3f} {theirs} {of_bound:>9}"
+        off = "" if made["simulated_off"] is None else f"{made['simulated_off']:+.1%}"
+        line = f"{row:42} {made['efficiency']:10.3f} {theirs} {of_bound:>9} {off:>9}"
         shares = "".join(f"{made['share_by_class'][name]:6.0%}" for name in classes)
         full = "  limited by this machine's cores" if made["limited_by_cores"] else ""
         print(f"{line} {made['images_per_s']:9.1f}{shares}{full}")

@@ -2,11 +2,14 @@
 
     python benchmarks/simulator.py --json out/simulator.json
     python benchmarks/simulator.py --models vgg16 --rates 1gbit 10gbit --strategies dear:plan=fixed
+    python benchmarks/simulator.py --models vgg19_k40 --rates 10gbit --workers 8 --scale 0.05 \
+        --stretch 4 --strategies geryon:encrypted=false partitionedps:encrypted=false
 
 Each model and rate is one ``wingbeat bench``: real workers, sockets and shaped links, with paced
 compute. The same strategies then run in virtual time, with the same plan, schedule and machine, on
 links of the same rate less what Ethernet, IP and TCP headers take. What communication costs the
-processors is the simulator's default; it is not fitted to the runs that it is compared with.
+processors is the simulator's default; it is not fitted to the runs that it is compared with. Where
+a strategy has servers, the lab's switches have two classes, and so have the simulated ones.
 
 Exit code 1 if a median is more than 10% off, or the strategies are not ranked as in the lab where
 they differ by more than that.
@@ -21,17 +24,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wingbeat import simulator
-from wingbeat.bench import machine, runner
-from wingbeat.bench.config import BenchConfig, Checked
-from wingbeat.bench.contenders import Contender
+from wingbeat.bench import contenders, machine, runner, simulated
+from wingbeat.bench.config import BenchConfig
 from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError
 
 WITHIN = 0.10
-GOODPUT = 1448 / 1538
-"""Payload in what a full frame takes on the wire: preamble, Ethernet, IP and TCP headers with time
-stamps, checksum and the gap between frames."""
 
 
 def main() -> int:
@@ -68,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="+", default=["allreduce", "dear:plan=fixed"])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--scale", type=float, default=0.25, help="of models and rates (0.25)")
+    parser.add_argument("--stretch", type=float, default=1.0, help="slow motion (1)")
     parser.add_argument("--iterations", type=int, default=6, help="timed ones of each row (6)")
     parser.add_argument("--rounds", type=int, default=2, help="how often rows take turns (2)")
     parser.add_argument("--json", type=Path, default=Path("out/simulator.json"))
@@ -76,42 +75,36 @@ def arguments() -> argparse.Namespace:
 
 def compared(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
     """Measure and simulate one model at one rate."""
+    served = any(
+        contender.strategy is not None and contender.strategy.choices().servers is not None
+        for contender in map(contenders.parse, args.strategies)
+    )
     config = BenchConfig(
-        lab=f"star:{args.workers}@{rate}",
+        lab=f"star:{args.workers}@{rate}{',prio=2' if served else ''}",
         model=f"paced:{model}@{args.scale:g}",
         strategies=tuple(args.strategies),
         iterations=args.iterations,
         rounds=args.rounds,
         warmup=2,
         measure=False,
+        stretch=args.stretch,
     )
     checked = config.check()
     # Before anything is measured: what cannot be simulated is refused here.
-    predicted = [simulate(checked, contender) for contender in checked.rows]
+    predicted = [simulated.median_s(checked, contender) for contender in checked.rows]
     raw = runner.run(config, command=sys.argv).report.to_json()
     rows = []
-    for row, simulated in zip(raw["runs"], predicted, strict=True):
+    for row, virtual_s in zip(raw["runs"], predicted, strict=True):
         lab = row["iteration_s"]["median"]
         rows.append(
             {
                 "strategy": row["strategy"],
                 "lab_s": lab,
-                "simulated_s": simulated,
-                "off_percent": 100 * (simulated / lab - 1),
+                "simulated_s": virtual_s,
+                "off_percent": 100 * (virtual_s / lab - 1),
             }
         )
     return {"model": model, "rate": rate, "rows": rows, "missed": list(missed(model, rate, rows))}
-
-
-def simulate(checked: Checked, row: Contender) -> float:
-    """Seconds of the row's median iteration in virtual time, on the lab's links."""
-    if checked.model.profile is None or row.strategy is None:
-        raise UsageError(
-            f"{row.text} with {checked.config.model}: only wingbeat's strategies can be simulated"
-        )
-    links = simulator.Links(bytes_per_s=checked.lab.rate / 8 * GOODPUT, count=checked.lab.rails)
-    model = simulator.of_profile(checked.model.profile)
-    return simulator.simulate(model, row.strategy.choices(), checked.workers, links).median_s
 
 
 def missed(model: str, rate: str, rows: list[dict[str, Any]]) -> Any:

@@ -76,6 +76,7 @@ def row(efficiency: float, of_bound: float | None = None, images: float = 1.0) -
         "of_bound": of_bound,
         "share_by_class": {"ef": 0.25, "be": 0.75},
         "limited_by_cores": False,
+        "simulated_off": -0.012,
     }
 
 
@@ -122,7 +123,7 @@ def test_rows_are_shown_beside_the_papers(
 ) -> None:
     geryon.show("here", found(0.951, 0.8), geryon.paper(10.0, 8, "vgg19"))
     shown = capsys.readouterr().out
-    assert "0.951  0.946     1.000       1.0   25%   75%" in shown
+    assert "0.951  0.946     1.000     -1.2%       1.0   25%   75%" in shown
     assert "0.800  0.793" in shown
 
 

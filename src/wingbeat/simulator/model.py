@@ -56,8 +56,8 @@ class Buckets:
     forward: tuple[int, ...]
 
 
-def of_profile(profile: Profile) -> Model:
-    """Return the model that ``PacedModel(profile)`` is."""
+def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
+    """Return the model that ``PacedModel(profile, time_scale=time_scale)`` is."""
     tensors: list[TensorSpec] = []
     layers = []
     for layer in profile.layers:
@@ -67,7 +67,8 @@ def of_profile(profile: Profile) -> Model:
             for p in layer.parameters
         ]
         numbers = tuple(range(first, len(tensors)))
-        layers.append(TimedLayer(layer.forward_ms / 1e3, layer.backward_ms / 1e3, numbers))
+        seconds = (time_scale * ms / 1e3 for ms in (layer.forward_ms, layer.backward_ms))
+        layers.append(TimedLayer(*seconds, numbers))
     return Model(tuple(layers), tuple(tensors))
 
 
