@@ -8,13 +8,15 @@ nothing before its turn (`Order.FORWARD`: TICTAC, an enforced global order).
 
 from __future__ import annotations
 
+import bisect
 import enum
 import heapq
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
@@ -39,9 +41,18 @@ class Flow(NamedTuple):
 
 @dataclass(slots=True)
 class _Queue(Generic[Item]):
-    """What waits for one flow, and what is on its way there."""
+    """What waits for one flow, and what is on its way there.
 
-    waiting: list[tuple[int, int, int, Item]] = field(default_factory=list)
+    Attributes:
+        flow: whose it is.
+        rank: by what queues are served: the most urgent class first.
+        waiting: bytes and item, as they came; or, by urgency, a heap that begins with the position.
+        under_way: bytes, and whether they have arrived.
+    """
+
+    flow: Flow
+    rank: tuple[int, int]
+    waiting: Any
     under_way: deque[tuple[int, Callable[[], bool]]] = field(default_factory=deque)
     under_way_bytes: int = 0
 
@@ -50,18 +61,26 @@ class Outbox(Generic[Item]):
     """Queues by flow."""
 
     def __init__(self, order: Order = Order.READY, little: int = LITTLE) -> None:
-        self._order = order
+        self._urgent = order is Order.URGENT
         self._little = little
         self._queues: dict[Flow, _Queue[Item]] = {}
+        self._busy: list[_Queue[Item]] = []  # those where something waits, by rank
         self._count = itertools.count()
         self.waiting = 0
 
     def add(self, flow: Flow, position: int, nbytes: int, item: Item) -> None:
         """Let something wait; ``position`` is its place in the order of forward."""
-        queue = self._queues.setdefault(flow, _Queue())
-        number = next(self._count)
-        first = position if self._order is Order.URGENT else number
-        heapq.heappush(queue.waiting, (first, number, nbytes, item))
+        queue = self._queues.get(flow)
+        if queue is None:
+            waiting: Any = [] if self._urgent else deque()
+            queue = _Queue(flow, (flow.urgency, flow.peer), waiting)
+            self._queues[flow] = queue
+        if not queue.waiting:
+            bisect.insort(self._busy, queue, key=_RANK)
+        if self._urgent:
+            heapq.heappush(queue.waiting, (position, next(self._count), nbytes, item))
+        else:
+            queue.waiting.append((nbytes, item))
         self.waiting += 1
 
     def flush(
@@ -78,21 +97,53 @@ class Outbox(Generic[Item]):
             ready: whether something is there to be sent; with `Order.FORWARD` what is behind
                 something that is not waits too, otherwise all is.
         """
-        for flow in sorted(self._queues, key=lambda f: (f.urgency, f.peer)):
-            queue = self._queues[flow]
-            while queue.waiting and self._may(queue) and room(flow) >= queue.waiting[0][2]:
-                if not ready(queue.waiting[0][3]):
-                    break
-                _, _, nbytes, item = heapq.heappop(queue.waiting)
-                self.waiting -= 1
-                arrived = send(flow, item)
-                if self._order is Order.URGENT:
-                    queue.under_way.append((nbytes, arrived))
-                    queue.under_way_bytes += nbytes
+        drain = self._by_urgency if self._urgent else self._in_order
+        emptied = False
+        for queue in self._busy:
+            drain(queue, room, send, ready)
+            emptied |= not queue.waiting
+        if emptied:
+            self._busy = [queue for queue in self._busy if queue.waiting]
+
+    def _in_order(
+        self,
+        queue: _Queue[Item],
+        room: Callable[[Flow], int],
+        send: Callable[[Flow, Item], Callable[[], bool]],
+        ready: Callable[[Item], bool],
+    ) -> None:
+        """Send from one queue as it came."""
+        waiting, flow = queue.waiting, queue.flow
+        while waiting:
+            nbytes, item = waiting[0]
+            if room(flow) < nbytes or not ready(item):
+                break
+            waiting.popleft()
+            self.waiting -= 1
+            send(flow, item)
+
+    def _by_urgency(
+        self,
+        queue: _Queue[Item],
+        room: Callable[[Flow], int],
+        send: Callable[[Flow, Item], Callable[[], bool]],
+        ready: Callable[[Item], bool],
+    ) -> None:
+        """Send from one queue by position while little is under way."""
+        waiting, flow = queue.waiting, queue.flow
+        while waiting and self._may(queue):
+            _, _, nbytes, item = waiting[0]
+            if room(flow) < nbytes or not ready(item):
+                break
+            heapq.heappop(waiting)
+            self.waiting -= 1
+            queue.under_way.append((nbytes, send(flow, item)))
+            queue.under_way_bytes += nbytes
 
     def _may(self, queue: _Queue[Item]) -> bool:
-        if self._order is not Order.URGENT:
-            return True
         while queue.under_way and queue.under_way[0][1]():
             queue.under_way_bytes -= queue.under_way.popleft()[0]
         return queue.under_way_bytes < self._little
+
+
+_RANK = operator.attrgetter("rank")

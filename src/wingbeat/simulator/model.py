@@ -67,8 +67,9 @@ def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
             for p in layer.parameters
         ]
         numbers = tuple(range(first, len(tensors)))
-        seconds = (time_scale * ms / 1e3 for ms in (layer.forward_ms, layer.backward_ms))
-        layers.append(TimedLayer(*seconds, numbers))
+        forward_s = time_scale * (layer.forward_ms / 1e3)
+        backward_s = time_scale * (layer.backward_ms / 1e3)
+        layers.append(TimedLayer(forward_s, backward_s, numbers))
     return Model(tuple(layers), tuple(tensors))
 
 

@@ -1,0 +1,198 @@
+"""What it takes to decide which slice goes next, an iteration: Geryon's Fig. 10.
+
+    python benchmarks/scheduling.py --json out/scheduling.json
+
+The slices of VGG-19 for eight workers and eight servers, at the three thresholds of the paper's
+Table IV. In each iteration a worker looks up the class of each slice that it pushes and puts it
+into its outbox, and a server puts every worker's sums, as they become complete, into its own and
+takes them out: the real tables and outboxes, without messages, so that nothing but deciding is
+timed. The rows' iterations take turns; processor time of one core in milliseconds, worker and
+server together: median, 99th percentile, the longest.
+
+``waiting`` is for how long sums that are complete are held back, for another that is needed sooner
+and is not complete yet, as the slowest sum of an iteration in a server's units of one arriving
+slice: what TICTAC's order costs beyond the deciding. Geryon holds nothing back.
+
+Exit code 1 if Geryon's median is 1 ms or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from wingbeat import paced, simulator, strategies
+from wingbeat.bench import machine
+from wingbeat.cli.bench import check_writable
+from wingbeat.errors import UsageError
+from wingbeat.servers.outbox import Flow, Order, Outbox
+from wingbeat.servers.protocol import position_of, urgency_of
+from wingbeat.servers.requests import Asked, Requests
+from wingbeat.simulator.model import buckets_of
+from wingbeat.types import Choices
+
+WORKERS = 8
+SLICES = (1 << 20, 1 << 19, 1 << 18)
+ROWS = {"Geryon": "geryon:pull=start", "TICTAC": "tictac", "P3": "p3"}
+LIMIT_MS = 1.0
+LARGEST = 1 << 20
+"""Elements in a message at most."""
+
+
+class Side:
+    """One worker's requests of all servers, and one server's outbox for all workers.
+
+    Attributes:
+        held: for how many arrivals the sum that was held back longest waited.
+    """
+
+    def __init__(self, choices: Choices) -> None:
+        assert choices.servers is not None
+        model = simulator.of_profile(paced.load_profile("vgg19_k40"))
+        buckets = buckets_of(model, choices.fusion)
+        self.requests = Requests(choices.servers, WORKERS, seed=0)
+        self.requests.planned(buckets.numel, buckets.forward, LARGEST)
+        self.order = Order(choices.servers.order)
+        self.buckets = range(len(buckets.numel))
+        self.forward = buckets.forward
+        self.late = choices.schedule == "served-start"
+        self.held = 0
+
+    def slices(self) -> int:
+        """How many there are."""
+        return sum(len(self.requests.asked(bucket)) for bucket in self.buckets)
+
+    def worker(self) -> float:
+        """Seconds that a worker takes to decide about its pushes of one iteration."""
+        outbox: Outbox[Asked] = Outbox(self.order if self.order is Order.URGENT else Order.READY)
+        asked = [self.requests.asked(bucket) for bucket in self.buckets]
+        priorities = self.requests.priorities
+        begin = time.thread_time()
+        for slices in asked:
+            for each in slices:
+                urgency = priorities[each.position]
+                outbox.add(Flow(each.slice.server, urgency), each.position, 1, each)
+            outbox.flush(_room, _send)
+        return time.thread_time() - begin
+
+    def server(self) -> float:
+        """Seconds that the first server takes to decide about its sums of one iteration."""
+        mine = [
+            [each for each in self.requests.asked(bucket) if each.slice.server == 0]
+            for bucket in self.buckets
+        ]
+        in_turn = self.order is Order.FORWARD
+        outbox: Outbox[Asked] = Outbox(self.order)
+        arrived: dict[int, int] = {}
+        now = self.held = 0
+
+        def send(_flow: Flow, each: Asked) -> Any:
+            self.held = max(self.held, now - arrived[each.slice.number])
+            return _arrived
+
+        begin = time.thread_time()
+        if in_turn:  # the order is known before: each sum has its place
+            for bucket in self.forward:
+                for each in mine[bucket]:
+                    _add(outbox, each)
+        for slices in mine:
+            for each in slices:
+                now += 1
+                arrived[each.slice.number] = now
+                if not in_turn:
+                    _add(outbox, each)
+                outbox.flush(_room, send, lambda one: one.slice.number in arrived)
+        return time.thread_time() - begin
+
+
+def _add(outbox: Outbox[Asked], each: Asked) -> None:
+    """Put a sum into the outbox for every worker."""
+    wish = each.ids.wish
+    urgency, position = urgency_of(wish), position_of(wish)
+    for worker in range(WORKERS):
+        outbox.add(Flow(worker, urgency), position, 1, each)
+
+
+def _room(_flow: Flow) -> int:
+    return 1 << 40
+
+
+def _arrived() -> bool:
+    return True
+
+
+def _send(_flow: Flow, _each: Asked) -> Any:
+    return _arrived
+
+
+def measured(iterations: int) -> list[dict[str, Any]]:
+    """Return the figures of every row at every threshold; rows take turns."""
+    found = []
+    for elements in SLICES:
+        sides = {
+            name: Side(
+                strategies.parse(f"{row}{',' if ':' in row else ':'}slice={elements}").choices()
+            )
+            for name, row in ROWS.items()
+        }
+        samples: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(iterations):
+            for name, side in sides.items():
+                samples[name].append(1e3 * (side.worker() + side.server()))
+        for name, side in sides.items():
+            ordered = sorted(samples[name])
+            found.append(
+                {
+                    "row": name,
+                    "elements": elements,
+                    "slices": side.slices(),
+                    "median_ms": statistics.median(ordered),
+                    "p99_ms": ordered[int(0.99 * (len(ordered) - 1))],
+                    "longest_ms": ordered[-1],
+                    "held_back": side.held,
+                    "samples_ms": samples[name],
+                }
+            )
+    return found
+
+
+def main() -> int:
+    """Measure, print a table and judge it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--iterations", type=int, default=300, help="of each row (300)")
+    parser.add_argument("--json", type=Path, default=Path("out/scheduling.json"))
+    args = parser.parse_args()
+    try:
+        check_writable(args.json)
+    except UsageError as error:
+        print(f"scheduling.py: {error}", file=sys.stderr)
+        return 2
+    rows = measured(args.iterations)
+    report = {"machine": machine.describe(), "versions": machine.versions(), "rows": rows}
+    args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print(
+        f"{'':8} {'elements':>9} {'slices':>7} {'median':>8} {'p99':>8} {'longest':>8} "
+        f"{'waiting':>8}"
+    )
+    missed = []
+    for row in rows:
+        times = " ".join(f"{row[key]:8.3f}" for key in ("median_ms", "p99_ms", "longest_ms"))
+        print(f"{row['row']:8} {row['elements']:9} {row['slices']:7} {times} {row['held_back']:8}")
+        if row["row"] == "Geryon" and row["median_ms"] >= LIMIT_MS:
+            missed.append(
+                f"{row['elements']} elements: {row['median_ms']:.3f} ms; limit {LIMIT_MS}"
+            )
+    for line in missed:
+        print(f"MISSED: {line}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
