@@ -31,19 +31,20 @@ average of 0.93, never slower than the first row at either, and 1.25x its speed 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from common import end_as_by_ctrl_c, write
 
 from wingbeat import paced
 from wingbeat.bench import bound, estimate, machine, runner
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.results import Report
 from wingbeat.bench.speedup import Measured
+from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError, unknown
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
@@ -86,12 +87,13 @@ USUAL_MB = 25.0
 def main() -> int:
     """Measure what was asked for, print a table and judge it."""
     args = arguments()
-    signal.signal(signal.SIGTERM, _interrupt)  # so that being ended cleans up as Ctrl-C does
+    end_as_by_ctrl_c()
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     report["command"] = sys.argv
     report["rates"] = {}
     missed = []
     try:
+        check_writable(args.json)
         sizes = bucket_sizes(args.mb)
         planned = {rate: configs(rate, args, sizes) for rate in args.rates}
         long = estimate.of_all(config for each in planned.values() for config in each.values())
@@ -287,16 +289,6 @@ def show(rate: str, results: dict[str, Any]) -> None:
             )
     worst = results["worst"]
     print(f"average {results['average']:.3f}, worst {worst['fraction']:.3f} ({worst['model']})")
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Keep what there is; called after each model, so that nothing measured is lost."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -27,35 +27,21 @@ Geryon behind TICTAC or P3, or a lead that does not grow as slices shrink.
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from common import GERYON_TABLES as PAPER
+from common import end_as_by_ctrl_c, write
 
 from wingbeat.bench import estimate, machine, runner, simulated
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
+from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError
 
 MODELS = ("alexnet", "vgg19", "resnet50", "yolo")
-PAPER = {
-    10.0: {
-        "alexnet": (0.364, 0.802, 0.954),
-        "vgg19": (0.269, 0.793, 0.946),
-        "resnet50": (0.876, 0.900, 0.957),
-        "yolo": (0.209, 0.758, 0.915),
-    },
-    40.0: {
-        "alexnet": (0.794, 0.900, 0.951),
-        "vgg19": (0.617, 0.853, 0.948),
-        "resnet50": (0.941, 0.941, 0.961),
-        "yolo": (0.532, 0.842, 0.936),
-    },
-}
-"""Efficiency of vanilla, partition and slicing, Geryon, by Gbit/s: Tables II and III."""
-
 IMAGES = {"alexnet": 512, "vgg19": 64, "resnet50": 64, "yolo": 64}
 """Images that a worker computes in an iteration (section V-A)."""
 
@@ -78,11 +64,12 @@ STRETCH = {10.0: 4.0, 40.0: 8.0}
 def main() -> int:
     """Measure what was asked for, print a table and judge it."""
     args = arguments()
-    signal.signal(signal.SIGTERM, _interrupt)  # so that being ended cleans up as Ctrl-C does
+    end_as_by_ctrl_c()
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     report["command"], report["found"] = sys.argv, []
     missed: list[str] = []
     try:
+        check_writable(args.json)
         planned = {
             (rate, workers, model): config(rate, workers, model, args)
             for rate in args.rates
@@ -279,16 +266,6 @@ def show(where: str, found: dict[str, Any], papers: dict[str, float]) -> None:
         shares = "".join(f"{made['share_by_class'][name]:6.0%}" for name in classes)
         full = "  limited by this machine's cores" if made["limited_by_cores"] else ""
         print(f"{line} {made['images_per_s']:9.1f}{shares}{full}")
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Keep what there is; called after each model, so that nothing measured is lost."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

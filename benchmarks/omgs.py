@@ -32,13 +32,12 @@ prediction is at most 10% off.
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from common import end_as_by_ctrl_c, write
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -113,7 +112,7 @@ _INK, _FAINT, _GRID = "#2b2f36", "#7d848e", "#e4e7eb"
 def main() -> int:
     """Measure each model, print its table, draw the picture and judge."""
     args = arguments()
-    signal.signal(signal.SIGTERM, _interrupt)  # so that being ended cleans up as Ctrl-C does
+    end_as_by_ctrl_c()
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     report |= {"command": sys.argv, "models": {}, "missed": []}
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -133,7 +132,7 @@ def main() -> int:
                 report["missed"] += report["models"][name]["missed"]
                 console.print(table(name, report["models"][name]))
                 # After each model, so that nothing measured is lost.
-                args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                write(args.json, report)
         if args.png is not None:
             draw(report["models"], args.png)
     except WingbeatError as err:
@@ -408,10 +407,6 @@ def draw_model(axes: Axes, title: str, drawn: list[Bar]) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

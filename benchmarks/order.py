@@ -22,12 +22,13 @@ rate than the K40, or an order beats the bound.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from common import GERYON_TABLES as PAPER
+from common import write
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -46,21 +47,6 @@ AT_GBIT, PAPER_SPEEDUP, PAPER_ENOUGH_GBIT, WITHIN = 8.0, 0.31, 100.0, 0.05
 """Section II-C: 31% at 8 Gbit/s with a K40; without scheduling more than 100 Gbit/s are needed."""
 WORKERS = 8
 SLICE = 4 << 20
-PAPER = {
-    10.0: {
-        "alexnet": (0.364, 0.802, 0.954),
-        "vgg19": (0.269, 0.793, 0.946),
-        "resnet50": (0.876, 0.900, 0.957),
-        "yolo": (0.209, 0.758, 0.915),
-    },
-    40.0: {
-        "alexnet": (0.794, 0.900, 0.951),
-        "vgg19": (0.617, 0.853, 0.948),
-        "resnet50": (0.941, 0.941, 0.961),
-        "yolo": (0.532, 0.842, 0.936),
-    },
-}
-"""Tables II and III: vanilla, partition + slicing, Geryon."""
 OURS = ("reverse", "random", "conv first", "best two", "forward", "ready", "ready, half")
 
 
@@ -267,7 +253,7 @@ def run(args: argparse.Namespace) -> int:
             "command": sys.argv, "versions": machine.versions(), "missed": lines,
             "figure_4b": figure, "points": said, "tables": tables,
         }  # fmt: skip
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(args.json, report)
     for line in lines:
         print(f"MISSED: {line}")
     return int(bool(lines))

@@ -56,7 +56,8 @@ class Side:
         model = simulator.of_profile(paced.load_profile("vgg19_k40"))
         buckets = buckets_of(model, choices.fusion)
         self.requests = Requests(choices.servers, WORKERS, seed=0)
-        self.requests.planned(buckets.numel, buckets.forward, LARGEST)
+        kinds = buckets.fully_connected
+        self.requests.planned(buckets.numel, buckets.forward, kinds, LARGEST)
         self.order = Order(choices.servers.order)
         self.buckets = range(len(buckets.numel))
         self.forward = buckets.forward
@@ -71,11 +72,11 @@ class Side:
         """Seconds that a worker takes to decide about its pushes of one iteration."""
         outbox: Outbox[Asked] = Outbox(self.order if self.order is Order.URGENT else Order.READY)
         asked = [self.requests.asked(bucket) for bucket in self.buckets]
-        priorities = self.requests.priorities
+        urgency_of_push = self.requests.priorities.of_push
         begin = time.thread_time()
         for slices in asked:
             for each in slices:
-                urgency = priorities[each.position]
+                urgency = urgency_of_push(each.position)
                 outbox.add(Flow(each.slice.server, urgency), each.position, 1, each)
             outbox.flush(_room, _send)
         return time.thread_time() - begin

@@ -18,10 +18,11 @@ Exit code 1 if they are not in the paper's order, or Geryon's efficiency is belo
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from common import GERYON_TABLES, write
 
 from wingbeat import paced, simulator, strategies
 from wingbeat.bench import machine
@@ -36,13 +37,7 @@ ROWS = {
     "geryon": "geryon:pull=start,encrypted=false",
     "ready": "geryon:encrypted=false",
 }
-PAPER = {
-    "alexnet": (0.364, 0.802, 0.954),
-    "vgg19": (0.269, 0.793, 0.946),
-    "resnet50": (0.876, 0.900, 0.957),
-    "yolo": (0.209, 0.758, 0.915),
-}
-"""Table II: 8 workers, 10GbE."""
+PAPER = GERYON_TABLES[10.0]
 
 
 def efficiencies(name: str, iterations: int) -> dict[str, float]:
@@ -93,7 +88,7 @@ def main() -> int:
         return 2
     report["missed"] = lines
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(args.json, report)
     for line in lines:
         print(f"MISSED: {line}")
     return int(bool(lines))

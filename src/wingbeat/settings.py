@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+READ = "read"
+"""Metadata of an option: what makes its value from text, where its default's type does not."""
+
 MAX_MB = 4096
 """The largest size of a bucket."""
 

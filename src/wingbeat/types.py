@@ -225,6 +225,18 @@ class Merging:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdTuning:
+    """How thresholds are tried out while training goes on (Geryon, section III-C).
+
+    A trial is ``steps`` iterations with the same thresholds. With a ``file``, what was found is
+    kept there, and taken from there.
+    """
+
+    steps: int = 5
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """How gradients go to servers and sums come back (Geryon, sections III and IV).
 
@@ -232,7 +244,10 @@ class Serving:
         count: how many servers; 0 for one on each host.
         whole: whether each bucket is placed on one server, in place of a shard on each.
         slice: the most elements in a slice; 0: shards are not cut.
-        thresholds: levels of urgency that divide the classes of flows, falling; none: one class.
+        thresholds: levels of urgency that divide the classes of flows, falling; none: one class,
+            or classes by kind of layer.
+        coarse: whether there are two classes, fully connected layers in the second.
+        tuning: how thresholds are tuned, which start at ``thresholds``; None where they are not.
         pushes: whether gradients are pushed in the classes in which their sums come back, and not
             all in the last.
         order: in which order a sender sends, of `wingbeat.servers.outbox.Order`.
@@ -244,10 +259,17 @@ class Serving:
     whole: bool = False
     slice: int = 1 << 20
     thresholds: tuple[float, ...] = (0.5,)
+    coarse: bool = False
+    tuning: ThresholdTuning | None = None
     pushes: bool = True
     order: str = "ready"
     shuffled: bool = False
     encrypted: bool = True
+
+    @property
+    def classes(self) -> int:
+        """How many classes of flows there are."""
+        return 2 if self.coarse else len(self.thresholds) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

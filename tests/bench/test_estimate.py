@@ -91,6 +91,9 @@ def test_what_a_row_finds_out_first_counts() -> None:
         for more in ({}, {"lab": "loopback:2", "model": "digits"}, {"lab": "star:1@1gbit"})
     )
     assert (both, small, alone) == (25 + 140, 25 + 2, 0)
+    tuned = ("geryon:threshold=tuned", "geryon:threshold=tuned,classes=3,steps=2")
+    found = [row.deciding for row in estimate.of(checked(strategies=tuned)).rows]
+    assert found == [2 + (14 + 3) * (1 + 5 + 2), 2 + (14 + 9 + 3) * (1 + 2 + 2)]
 
 
 def test_slow_workers_make_iterations_longer() -> None:

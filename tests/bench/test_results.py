@@ -273,6 +273,7 @@ def test_the_table_says_what_deciding_cost_and_what_came_of_it() -> None:
     said = "codec on, buckets of 2.6 MB, layers merged into 3 buckets"
     assert f"dear: decided before it was timed, in 131 iterations (58.0 s): {said}" in caption
     assert "decided" not in str(table.render(report()).caption)
+    assert table.decided({"thresholds": [0.8125, 0.25]}) == "thresholds 0.8125+0.25"
 
 
 def test_the_table_says_who_was_slow() -> None:

@@ -96,7 +96,9 @@ def exchange(serving: Serving) -> tuple[GpuServers, list[Any], list[tuple[str, i
     world.make_native = lambda traffic_class: Recorded(log, traffic_class)  # type: ignore[assignment,return-value]
     world.native_on = frozenset({"cpu"})
     flat = torch.zeros(2)
-    buckets: list[Any] = [SimpleNamespace(index=i, flat=flat, handle=None) for i in range(4)]
+    buckets: list[Any] = [
+        SimpleNamespace(index=i, flat=flat, handle=None, slots=[]) for i in range(4)
+    ]
     made = GpuServers(world, serving)
     made.planned(buckets, buckets)
     return made, buckets, log

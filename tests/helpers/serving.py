@@ -326,13 +326,14 @@ class Drama:
 
     def start(self, rank: int, kind: Kind, bucket: int, turn: int) -> Request:
         memory = memoryview(self.memory[rank][bucket]).cast("B")
-        urgency = min(bucket, self.job.classes - 1)
+        # Thresholds may change between a push and its pull, and classes differ between workers.
+        urgency, out = (self.chance.randrange(self.job.classes) for _ in range(2))
         parts = [
             Part(
                 self.job.workers + each.server,
                 Ids(0, each.number, turn, wish_of(urgency, bucket)),
                 memory[4 * each.start : 4 * each.stop],
-                self.job.classes - 1,
+                out,
                 bucket,
             )
             for each in self.job.slices

@@ -66,6 +66,22 @@ def rig(order: Order = Order.READY, most: int = 1 << 20) -> Rig:
     return Rig(service, box, workers, office, clock)
 
 
+@pytest.mark.parametrize("kind", [Kind.STORE, Kind.PUSH])
+def test_a_sum_comes_in_the_class_that_was_asked_for_last(kind: Kind) -> None:
+    made = rig()
+    for rank in range(3):
+        made.send(rank, kind, (0, 0, 0, wish_of(rank % 2, 4)), payload=ONES, dtype="float32")
+    if kind is Kind.STORE:
+        made.run()
+        for rank in range(3):  # thresholds have changed since
+            made.send(rank, Kind.PULL, (0, 0, 0, wish_of(1 - rank % 2, 4)))
+    made.run()
+    letters = [made.heard(rank) for rank in range(3)]
+    asked = [0, 1, 0] if kind is Kind.PUSH else [1, 0, 1]
+    assert [[each.urgency for each in own] for own in letters] == [[each] for each in asked]
+    assert all(bytes(own[0].payload) == (3 * ONES).tobytes() for own in letters)
+
+
 def assert_all_are_told(made: Rig, text: str) -> None:
     made.run()
     for lines in made.reasons():

@@ -130,7 +130,8 @@ class Contender:
             return False
         choices = self.strategy.choices()
         tried = isinstance(choices.wire, wires.Coded) and choices.wire.auto_disable
-        return tried or choices.tuning is not None or choices.merging is not None
+        parts = choices.tuning, choices.merging, choices.servers and choices.servers.tuning
+        return tried or any(part is not None for part in parts)
 
     @property
     def alone(self) -> bool:

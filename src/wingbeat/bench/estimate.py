@@ -18,6 +18,8 @@ from wingbeat.bench.bound import floor
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
+from wingbeat.plans.thresholds.search import usual_trials
+from wingbeat.plans.thresholds.tuner import LAG, SETTLING
 
 OF_LINE_RATE = 0.93
 """Share of the line rate that collectives reach, headers and the starts of messages included."""
@@ -164,6 +166,9 @@ def _deciding(contender: Contender, nbytes: int) -> int:
         tuning = choices.tuning
         # A model that the smallest size holds has one plan only, which the first iteration shows.
         count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
+    if choices.servers is not None and choices.servers.tuning is not None:
+        trial = SETTLING + choices.servers.tuning.steps + LAG
+        count += LAG + usual_trials(choices.servers.classes) * trial
     if choices.merging is not None:
         count += 2 * (choices.merging.steps + 2)
     return count

@@ -12,6 +12,7 @@ from wingbeat.bench.machine import disturbed
 from wingbeat.bench.results import Report, Run
 from wingbeat.bench.speedup import Measured
 from wingbeat.plans.result import as_mb
+from wingbeat.plans.thresholds.result import written
 
 MISSING = "-"
 """Stands where there is no figure; the JSON says why."""
@@ -111,6 +112,8 @@ def decided(decision: dict[str, Any]) -> str:
         said.append(f"buckets of {as_mb(decision['bucket_bytes'])} MB")
     if "buckets" in decision:
         said.append(f"layers merged into {decision['buckets']} buckets")
+    if "thresholds" in decision:
+        said.append(f"thresholds {written(tuple(decision['thresholds']))}")
     return ", ".join(said)
 
 

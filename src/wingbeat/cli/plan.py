@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from wingbeat.plans.result import Result
+    from wingbeat.plans.thresholds.result import Result as Thresholds
 
 HELP = """Show what a run has found out before it chose its plan: what was tried or measured.
 
 \b
-FILE is the plan_file that a run with DeAR(plan_file=...) or OMGS(plan_file=...) has written.
+FILE is the plan_file that a run with DeAR(plan_file=...), OMGS(plan_file=...) or
+Geryon(threshold="tuned", plan_file=...) has written.
 
 \b
 Examples:
@@ -24,6 +26,7 @@ Examples:
   wingbeat plan plan.json --png out/plan.png      and as a picture
   wingbeat plan merged.json                       OMGS: backward, codec and links, with errors
   wingbeat plan merged.json --png out/merged.png  measured points and fits
+  wingbeat plan urgent.json --png out/urgent.png  Geryon: iteration time by threshold
 """
 
 
@@ -37,10 +40,13 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Draw what was found here.")] = None,
 ) -> None:
     """Show a plan file."""
-    from wingbeat.plans.planfile import was_measured
+    from wingbeat.plans.planfile import MEASURED, THRESHOLDS, kind_of
 
-    if was_measured(file):
+    kind = kind_of(file)
+    if kind is MEASURED:
         _show_measured(file, png)
+    elif kind is THRESHOLDS:
+        _show_thresholds(file, png)
     else:
         _show_tuned(file, png)
     if png is not None:
@@ -71,6 +77,53 @@ def _show_tuned(file: Path, png: Path | None) -> None:
     print("tuned for " + ", ".join(f"{name} {value}" for name, value in known.key.items()))
     if png is not None:
         picture.draw_png(known.result, png)
+
+
+def _show_thresholds(file: Path, png: Path | None) -> None:
+    from rich.console import Console
+
+    from wingbeat.plans.thresholds import picture, saved
+
+    known = saved.load(file)
+    if known.result.samples:
+        console = Console(width=None if sys.stdout.isatty() else 100)
+        console.print(render_thresholds(known.result))
+    print(known.result.explain())
+    print("tuned for " + ", ".join(f"{name} {value}" for name, value in known.key.items()))
+    if png is not None:
+        picture.draw_png(known.result, png)
+
+
+def render_thresholds(result: Thresholds) -> Table:
+    """Return one row for each division that was tried, the fastest first; the chosen is bold."""
+    from rich import box
+    from rich.table import Table
+
+    from wingbeat.plans.thresholds.cuts import divided, levels_of
+    from wingbeat.plans.thresholds.result import written
+
+    table = Table(
+        title=f"Thresholds: {len(result.samples)} divisions of {result.layers} buckets",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for name in ("threshold", "buckets", "ms", "iterations", ""):
+        table.add_column(name, justify="right")
+    for sample in sorted(result.samples, key=lambda sample: sample.seconds):
+        chosen = sample.cuts == result.chosen
+        levels = levels_of(sample.cuts, result.layers, result.classes)
+        table.add_row(
+            written(levels) if sample.cuts else "one class",
+            divided(sample.cuts, result.layers),
+            f"{1e3 * sample.seconds:.4g}",
+            str(sample.iterations),
+            "chosen" if chosen else "",
+            style="bold" if chosen else "",
+        )
+    return table
 
 
 def render(result: Result) -> Table:

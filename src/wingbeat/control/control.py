@@ -15,6 +15,7 @@ from wingbeat.control.codec import CodecTrial
 from wingbeat.control.decisions import Decisions
 from wingbeat.control.merging import LayerMerging
 from wingbeat.control.stopwatch import Stopwatch
+from wingbeat.control.thresholds import Prioritised, ThresholdTuning
 from wingbeat.control.tuning import SizeTuning
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.gradients.compression import Compression
@@ -52,6 +53,7 @@ class Control:
         trial: whether the codec makes iterations shorter; None where it is not asked.
         tuning: how large buckets are; None where that is given.
         merging: which layers are merged; None where that is given.
+        thresholds: what divides the classes of flows; None where that is given.
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class Control:
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
+        exchange: Prioritised,
     ) -> None:
         world = collectives.world
         self.trial: CodecTrial | None = None
         self.tuning: SizeTuning | None = None
         self.merging: LayerMerging | None = None
+        self.thresholds: ThresholdTuning | None = None
         coded = compression.coded
         if coded is not None and coded.auto_disable:
             self.trial = CodecTrial(compression, world.rank, world.size)
@@ -74,6 +78,8 @@ class Control:
             self.merging = LayerMerging(
                 choices.merging, choices, bucketing, compression, collectives, self.trial is None
             )
+        if choices.servers is not None and choices.servers.tuning is not None:
+            self.thresholds = ThresholdTuning(choices, bucketing, collectives, exchange)
         self._collectives = collectives
         self._stopwatch = Stopwatch(bucketing.device)
         self._said: list[tuple[Controller, int]] = []
@@ -82,8 +88,10 @@ class Control:
     def deciding(self) -> bool:
         """Whether it is still being found out how to train."""
         trying = self.trial is not None and self.trial.active()
-        tuning = self.tuning is not None and self.tuning.active()
-        return trying or tuning or (self.merging is not None and self.merging.deciding())
+        if self.merging is not None and self.merging.deciding():
+            return True
+        tuned = (self.tuning, self.thresholds)
+        return trying or any(each is not None and each.active() for each in tuned)
 
     def decisions(self) -> Decisions:
         """Return what has been found out, once it is no longer `deciding`."""
@@ -94,6 +102,7 @@ class Control:
             bucket_bytes=None if tuning is None else tuning.bucket_bytes,
             merged=None if merging is None else merging.probe,
             buckets=None if timeline is None else len(timeline.rows),
+            thresholds=None if self.thresholds is None else self.thresholds.thresholds,
         )
 
     def keep(self, known: Decisions) -> None:
@@ -108,6 +117,8 @@ class Control:
             self.tuning.decide(known.bucket_bytes)
         if self.merging is not None and known.merged is not None:
             self.merging.decide(known.merged)
+        if self.thresholds is not None and known.thresholds is not None:
+            self.thresholds.decide(known.thresholds)
 
     def boundary(self) -> None:
         """Between two iterations: hear what was said, and let everyone act on it.
@@ -144,8 +155,13 @@ class Control:
             self._rows = Rows(self._collectives, row, "control")
 
     def _controllers(self) -> list[Controller]:
-        """Return who counts at present: nothing else is measured while a codec is on trial."""
+        """Return who counts at present: what changes iterations is tried alone.
+
+        First whether a codec stays, then the size of buckets, which thresholds divide.
+        """
         if self.trial is not None and self.trial.active():
             return [self.trial]
-        others: tuple[Controller | None, ...] = (self.tuning, self.merging)
+        sized = self.tuning is None or not self.tuning.active()
+        others: tuple[Controller | None, ...]
+        others = (self.tuning, self.merging, self.thresholds if sized else None)
         return [each for each in others if each is not None and each.active()]

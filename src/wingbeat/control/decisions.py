@@ -16,6 +16,7 @@ class Decisions:
         coded: whether the codec stays on; None where that was not asked.
         bucket_bytes: the size of buckets that was found; None where none was looked for.
         merged: what merged layers were planned from; None where nothing was planned.
+        thresholds: between the classes of flows, that were found; None where none were looked for.
         buckets: into how many buckets layers were merged; None where nothing was planned.
     """
 
@@ -23,6 +24,7 @@ class Decisions:
     bucket_bytes: int | None = None
     merged: Probe | None = None
     buckets: int | None = None
+    thresholds: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what was decided as plain values; nothing of what was not asked."""
@@ -30,5 +32,6 @@ class Decisions:
             "codec": None if self.coded is None else "on" if self.coded else "off",
             "bucket_bytes": self.bucket_bytes,
             "buckets": self.buckets,
+            "thresholds": None if self.thresholds is None else list(self.thresholds),
         }
         return {key: value for key, value in found.items() if value is not None}

@@ -26,6 +26,10 @@ class CollectiveExchange:
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Any buckets will do."""
 
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """Collectives have no classes."""
+        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
+
     def owned(self, bucket: Bucket) -> Span:
         """Return the elements of the buffer that a reduce-scatter leaves whole here."""
         return self._collectives.owned(bucket.flat.numel())

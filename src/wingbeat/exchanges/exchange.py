@@ -34,5 +34,12 @@ class Exchange(Protocol):
             UsageError: the exchange cannot carry one of them.
         """
 
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """Divide the classes of flows by other levels of urgency from now on.
+
+        Raises:
+            NotImplementedError: it has no classes.
+        """
+
     def owned(self, bucket: Bucket) -> Span:
         """Return the elements of ``bucket.flat`` that a reduce-scatter leaves whole here."""

@@ -14,7 +14,7 @@ from wingbeat.collectives import Handle
 from wingbeat.collectives.native import NativeJob
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import Operation
-from wingbeat.servers.tables import PriorityTable
+from wingbeat.servers.priorities import Priorities
 from wingbeat.transport.dscp import tos_of
 from wingbeat.transport.native import NativeGroup
 from wingbeat.transport.world import World
@@ -56,7 +56,7 @@ class GpuServers:
         self._world = world
         self._serving = serving
         self._places: dict[int, int] = {}
-        self._classes = PriorityTable(1, serving.thresholds)
+        self._priorities = Priorities(serving)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Find the class of each bucket.
@@ -71,7 +71,13 @@ class GpuServers:
                     "on a GPU: move all of them to one kind of device, or use wingbeat.AllReduce()"
                 )
         self._places = {bucket.index: place for place, bucket in enumerate(forward)}
-        self._classes = PriorityTable(len(buckets), self._classes.thresholds)
+        self._priorities.planned(
+            [all(slot.fully_connected for slot in bucket.slots) for bucket in forward]
+        )
+
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """Divide the classes by other thresholds from now on; see `Priorities.change`."""
+        self._priorities.change(thresholds)
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
         """Begin ``operation`` on the bucket, and keep its handle there.
@@ -81,10 +87,10 @@ class GpuServers:
             bucket: its buffer is a multiple of the number of workers long.
             chained: means nothing here: NCCL keeps the order within a class.
         """
-        urgency = self._classes[self._places[bucket.index]]
-        if operation is not Operation.PULL and not self._serving.pushes:
-            urgency = len(self._serving.thresholds)
-        if operation is Operation.PULL and bucket.handle is not None:
+        priorities, place = self._priorities, self._places[bucket.index]
+        pulls = operation is Operation.PULL
+        urgency = priorities.of_sum(place) if pulls else priorities.of_push(place)
+        if pulls and bucket.handle is not None:
             bucket.handle.wait()  # another class: nothing else keeps it behind the push
         what = _DOES[operation]
         work = getattr(self._group(urgency), what)(bucket.flat)
@@ -95,5 +101,5 @@ class GpuServers:
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     def _group(self, urgency: int) -> NativeGroup:
-        classes = len(self._serving.thresholds) + 1
+        classes = self._serving.classes
         return self._world.native_in(None if classes == 1 else tos_of(urgency, classes))

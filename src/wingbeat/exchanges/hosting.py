@@ -47,7 +47,7 @@ class Hosting:
         identity = json.dumps(interfaces.local().identity)
         hosts = placement(world.exchange("server hosts", identity), serving.count)
         self._world, self._hosts = world, hosts
-        self.count, self.classes = len(hosts), len(serving.thresholds) + 1
+        self.count, self.classes = len(hosts), serving.classes
         self.message = Limits().message
         room = f"servers/{world.path}"
         store = world.store if world.group_store is None else world.group_store()

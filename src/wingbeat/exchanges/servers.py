@@ -10,9 +10,11 @@ import torch
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.client import Client, Part
 from wingbeat.exchanges.hosting import Hosting
+from wingbeat.observe.log import log
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.protocol import Kind
 from wingbeat.servers.requests import KINDS, Requests
+from wingbeat.servers.tables import CoarseTable
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
 
@@ -26,6 +28,11 @@ DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
+
+_UNDIVIDED = (
+    'threshold="coarse": of the buckets of this model %s is of fully connected layers alone, so '
+    'all are in one class and nothing goes first; use threshold="tuned" or a number'
+)
 
 
 class ServerExchange:
@@ -42,6 +49,7 @@ class ServerExchange:
         self._client: Client = self._hosting.client
         self._requests = Requests(serving, self._hosting.count, seed=world.rank)
         self._buckets: list[Bucket] = []
+        self._told = world.rank != 0
         world.on_close(self._hosting.close)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
@@ -56,7 +64,16 @@ class ServerExchange:
         self._buckets = list(buckets)
         largest = self._hosting.message // max(bucket.flat.element_size() for bucket in buckets)
         sizes = [bucket.flat.numel() for bucket in buckets]
-        self._requests.planned(sizes, [bucket.index for bucket in forward], largest)
+        kinds = [all(slot.fully_connected for slot in bucket.slots) for bucket in buckets]
+        self._requests.planned(sizes, [bucket.index for bucket in forward], kinds, largest)
+        table = self._requests.priorities.table
+        if isinstance(table, CoarseTable) and not table.divides and not self._told:
+            self._told = True
+            log.warning(_UNDIVIDED, "each" if all(kinds) else "none")
+
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """Divide the classes by other thresholds from now on; see `Requests.prioritise`."""
+        self._requests.prioritise(thresholds)
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
         """Begin ``operation`` on the bucket, and keep its handle there.

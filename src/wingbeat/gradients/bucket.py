@@ -28,12 +28,14 @@ class Slot:
             has no such time.
         ready: whether its gradient has been taken in, in this backward.
         used: whether this worker had a gradient for it.
+        fully_connected: whether only fully connected layers have it.
     """
 
     __slots__ = (
         "__weakref__",
         "address",
         "bucket",
+        "fully_connected",
         "index",
         "name",
         "param",
@@ -45,8 +47,11 @@ class Slot:
         "view",
     )
 
-    def __init__(self, index: int, name: str, param: torch.nn.Parameter) -> None:
+    def __init__(
+        self, index: int, name: str, param: torch.nn.Parameter, fully_connected: bool = False
+    ) -> None:
         self.index = index
+        self.fully_connected = fully_connected
         self.name = name
         self.param = param
         self.pending: Any = None

@@ -9,6 +9,7 @@ import torch
 from wingbeat import plans
 from wingbeat.errors import PeerError
 from wingbeat.gradients.bucket import Bucket, Slot
+from wingbeat.gradients.layers import fully_connected
 from wingbeat.transport.world import World
 from wingbeat.types import Fusion, Plan, TensorSpec
 
@@ -34,7 +35,10 @@ class Bucketing:
 
     def __init__(self, model: torch.nn.Module, fusion: Fusion, world: World) -> None:
         trained = [(n, p) for n, p in synchronised(model) if p.requires_grad]
-        self.slots = [Slot(i, name, param) for i, (name, param) in enumerate(trained)]
+        connected = fully_connected(model)
+        self.slots = [
+            Slot(i, name, param, param in connected) for i, (name, param) in enumerate(trained)
+        ]
         self.specs = [spec_of(name, param) for name, param in trained]
         self.slot_of: dict[torch.Tensor, Slot] = {slot.param: slot for slot in self.slots}
         self._readers = list(_readers(model, self.slot_of))

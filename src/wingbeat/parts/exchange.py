@@ -6,15 +6,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from wingbeat.errors import UsageError
-from wingbeat.settings import SIZE, Named, Settings, is_number
+from wingbeat.errors import UsageError, unknown
+from wingbeat.settings import READ, SIZE, Named, Settings, is_number
 from wingbeat.traits import KEPT, ONCE, Part
-from wingbeat.types import Serving
+from wingbeat.types import Serving, ThresholdTuning
 
 ORDERS = ("ready", "urgent", "forward", "random")
 PLACEMENTS = ("sharded", "whole")
 CLASSES = 4
 """The most classes of flows that there are."""
+
+COARSE, TUNED = "coarse", "tuned"
+Threshold = float | tuple[float, ...] | str
+THRESHOLD: Threshold = 0.5
+"""What divides the classes unless it is said: here and in the presets."""
+
+STEPS = 5
+
+
+def threshold_of(text: str) -> Threshold:
+    """Read a threshold as the command line has it: a name, a number, or several with ``+``.
+
+    >>> threshold_of("tuned"), threshold_of("0.5"), threshold_of("0.8+0.4")
+    ('tuned', 0.5, (0.8, 0.4))
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    if text in (COARSE, TUNED):
+        return text
+    try:
+        levels = tuple(map(float, text.split("+")))
+    except ValueError:
+        raise UsageError(
+            f"threshold={text!r}: allowed are a number from 1 to 0, several that fall, such as "
+            f"0.8+0.4, {COARSE} and {TUNED}"
+        ) from None
+    return levels if len(levels) > 1 else levels[0]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -31,7 +59,11 @@ class Servers(Part, Settings):
         classes: of flows, 1 to 4, each with a priority that the network honours (DSCP). 1: none.
         threshold: a bucket travels in a more urgent class if its urgency, ``1 - l/L`` for the
             ``l``-th of ``L`` in the order of forward, is above this; for more than two classes,
-            falling numbers.
+            falling numbers. ``"tuned"``: found out while training goes on (section III-C).
+            ``"coarse"``: two classes, fully connected layers in the second (section III-B).
+        steps: iterations in which each threshold is tried, with ``"tuned"``.
+        file: where rank 0 keeps the thresholds that were found; a run that finds it there does not
+            tune.
         pushes: whether gradients go to the servers in these classes too, and not in the last.
         order: which sum a sender sends first: ``"ready"``, as they come; ``"urgent"``, by when
             forward needs it, with little under way (P3); ``"forward"``, in that order alone
@@ -48,7 +80,9 @@ class Servers(Part, Settings):
     placement: str = "sharded"
     slice: int = field(default=1 << 20, metadata=SIZE)
     classes: int = 2
-    threshold: float | tuple[float, ...] = 0.5
+    threshold: Threshold = field(default=THRESHOLD, metadata={READ: threshold_of})
+    steps: int = STEPS
+    file: str = ""
     pushes: bool = True
     order: str = "ready"
     encrypted: bool = True
@@ -61,7 +95,14 @@ class Servers(Part, Settings):
         self.check_flag("pushes")
         self.check_name("order", ORDERS)
         self.check_flag("encrypted")
+        self.check_count("steps", 1, 10_000)
+        self.check_file("file")
         self.thresholds()
+        if self.file and self.threshold != TUNED:
+            raise UsageError(
+                f"Servers(threshold={self.threshold!r}, file={self.file!r}): only thresholds that "
+                f"are tuned have a file; allowed is threshold={TUNED!r}, or no file"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -69,8 +110,10 @@ class Servers(Part, Settings):
         return frozenset({ONCE})
 
     def thresholds(self) -> tuple[float, ...]:
-        """Return what divides the classes, one less than there are classes."""
+        """Return what divides the classes at first; nothing where they go by kind of layer."""
         given = self.threshold
+        if isinstance(given, str):
+            return self._named_thresholds(given)
         levels = tuple(given) if isinstance(given, (tuple, list)) else (given,)
         if self.classes == 1:
             return ()
@@ -78,18 +121,34 @@ class Servers(Part, Settings):
         if not fine or list(levels) != sorted(set(levels), reverse=True):
             raise UsageError(
                 f"Servers(classes={self.classes}, threshold={given!r}): allowed are "
-                f"{self.classes - 1} falling numbers from 1 to 0"
+                f"{self.classes - 1} falling numbers from 1 to 0, {TUNED!r}, and with two classes "
+                f"{COARSE!r}"
             )
         return levels
 
+    def _named_thresholds(self, name: str) -> tuple[float, ...]:
+        if name not in (COARSE, TUNED):
+            raise unknown("threshold", name, (COARSE, TUNED), where=f"Servers(threshold={name!r})")
+        fine = self.classes == 2 if name == COARSE else self.classes > 1
+        if not fine:
+            raise UsageError(
+                f"Servers(classes={self.classes}, threshold={name!r}): allowed with it are "
+                + ("classes=2" if name == COARSE else f"classes from 2 to {CLASSES}")
+            )
+        if name == COARSE:
+            return ()
+        return tuple(1 - (i + 1) / self.classes for i in range(self.classes - 1))
+
     def serving(self) -> Serving:
         """Return the same for the engine."""
-        random = self.order == "random"
+        random, tuned = self.order == "random", self.threshold == TUNED
         return Serving(
             count=self.count,
             whole=self.placement == "whole",
             slice=self.slice,
             thresholds=self.thresholds(),
+            coarse=self.threshold == COARSE,
+            tuning=ThresholdTuning(steps=self.steps, file=self.file) if tuned else None,
             pushes=self.pushes,
             order="ready" if random else self.order,
             shuffled=random,

@@ -109,16 +109,18 @@ class Kind:
 
 
 TUNED = Kind("plan file", "wingbeat bucket plan", 1, "tune again")
+THRESHOLDS = Kind("plan file", "wingbeat thresholds", 1, "tune again")
 MEASURED = Kind("probe file", "wingbeat probe", 1, "measure again")
 
 
-def was_measured(path: Path) -> bool:
-    """Whether it is a file of measurements; what cannot be read is not."""
+def kind_of(path: Path) -> Kind:
+    """Return which kind of file it is; of what cannot be read, that of tuned bucket sizes."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and data.get("format") == MEASURED.format
+        return TUNED
+    said = data.get("format") if isinstance(data, dict) else None
+    return next((kind for kind in (MEASURED, THRESHOLDS) if kind.format == said), TUNED)
 
 
 def known(file: str, load: Callable[[Path], _Content]) -> _Content | None:

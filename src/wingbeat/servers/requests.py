@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.partition import Slice, partitioned, placed
+from wingbeat.servers.priorities import Priorities
 from wingbeat.servers.protocol import Ids, Kind, wish_of
-from wingbeat.servers.tables import PriorityTable
 from wingbeat.types import Serving
 
 KINDS = {
@@ -56,14 +56,21 @@ class Requests:
         self._places: dict[int, int] = {}
         self._rounds: list[int] = []
         self._pulls: list[int] = []
-        self.priorities = PriorityTable(1, serving.thresholds)
+        self.priorities = Priorities(serving)
 
-    def planned(self, sizes: Sequence[int], forward: Sequence[int], largest: int) -> None:
+    def planned(
+        self,
+        sizes: Sequence[int],
+        forward: Sequence[int],
+        fully_connected: Sequence[bool],
+        largest: int,
+    ) -> None:
         """From now on there are these buckets.
 
         Args:
             sizes: elements of each.
             forward: all of them, that first which forward needs first.
+            fully_connected: of each, whether it is of fully connected layers alone.
             largest: the most elements in a message.
         """
         serving, servers = self._serving, self._servers
@@ -77,7 +84,19 @@ class Requests:
             self._slices[each.bucket].append(each)
         self._places = {bucket: place for place, bucket in enumerate(forward)}
         self._rounds, self._pulls = [-1] * len(sizes), []
-        self.priorities = PriorityTable(len(sizes), self.priorities.thresholds)
+        self.priorities.planned([fully_connected[bucket] for bucket in forward])
+
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """Change the thresholds between the classes.
+
+        What is under way stays in its class. What is asked for from now on goes by the new ones,
+        also where its gradients were pushed before: servers go by what each request says.
+
+        Raises:
+            UsageError: not one less than there are classes, or none that fall; or classes are by
+                kind of layer.
+        """
+        self.priorities.change(thresholds)
 
     def begin(self, operation: Operation, bucket: int) -> list[int]:
         """Note that an operation begins; return the buckets to do it on now, in that order.
@@ -98,9 +117,8 @@ class Requests:
     def asked(self, bucket: int) -> list[Asked]:
         """Return the slices of a bucket, as they are to be pushed or pulled now."""
         place = self._places[bucket]
-        back = self.priorities[place]
-        out = back if self._serving.pushes else len(self._serving.thresholds)
-        wish = wish_of(back, place)
+        out = self.priorities.of_push(place)
+        wish = wish_of(self.priorities.of_sum(place), place)
         return [
             Asked(each, Ids(self._plan, each.number, self._rounds[bucket], wish), out, place)
             for each in self._slices[bucket]

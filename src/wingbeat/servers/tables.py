@@ -23,6 +23,27 @@ def urgency_level(position: int, layers: int) -> float:
     return (layers - position) / layers
 
 
+class CoarseTable:
+    """The class of each bucket by its kind of layer: two (section III-B).
+
+    Args:
+        fully_connected: for each bucket, first needed first, whether it holds nothing but
+            parameters of fully connected layers: these have class 1.
+    """
+
+    def __init__(self, fully_connected: Sequence[bool]) -> None:
+        self._classes = tuple(map(int, fully_connected))
+
+    @property
+    def divides(self) -> bool:
+        """Whether there are buckets of both classes."""
+        return len(set(self._classes)) > 1
+
+    def __getitem__(self, position: int) -> int:
+        """Return the class of the bucket that forward needs in that place, 0 the first."""
+        return self._classes[position]
+
+
 class PriorityTable:
     """The class of each bucket, 0 the most urgent: the paper's ``map_table``.
 

@@ -15,11 +15,19 @@ ITEMSIZE = FLOAT32_BYTES
 
 @dataclass(frozen=True, slots=True)
 class TimedLayer:
-    """One layer: its times for a batch in seconds, and its parameters as numbers of tensors."""
+    """One layer.
+
+    Attributes:
+        forward_s: its time for a batch, in seconds.
+        backward_s: the same.
+        tensors: its parameters, as numbers of tensors.
+        fully_connected: whether it is a fully connected layer.
+    """
 
     forward_s: float
     backward_s: float
     tensors: tuple[int, ...]
+    fully_connected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,14 @@ class Buckets:
         members: how many tensors a bucket has.
         numel: how many elements, padding and flags left out.
         forward: the buckets, first needed first.
+        fully_connected: of each, whether it is of fully connected layers alone.
     """
 
     of: tuple[int, ...]
     members: tuple[int, ...]
     numel: tuple[int, ...]
     forward: tuple[int, ...]
+    fully_connected: tuple[bool, ...]
 
 
 def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
@@ -69,7 +79,7 @@ def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
         numbers = tuple(range(first, len(tensors)))
         forward_s = time_scale * (layer.forward_ms / 1e3)
         backward_s = time_scale * (layer.backward_ms / 1e3)
-        layers.append(TimedLayer(forward_s, backward_s, numbers))
+        layers.append(TimedLayer(forward_s, backward_s, numbers, layer.kind == "linear"))
     return Model(tuple(layers), tuple(tensors))
 
 
@@ -82,6 +92,7 @@ def buckets_of(model: Model, fusion: Fusion) -> Buckets:
         for tensor in bucket.tensors:
             of[tensor] = number
     place = {tensor: position for position, tensor in enumerate(reversed(order))}
+    connected = {t for layer in model.layers if layer.fully_connected for t in layer.tensors}
     return Buckets(
         tuple(of),
         tuple(len(bucket.tensors) for bucket in plan.buckets),
@@ -92,6 +103,7 @@ def buckets_of(model: Model, fusion: Fusion) -> Buckets:
                 key=lambda b: min(place[t] for t in plan.buckets[b].tensors),
             )
         ),
+        tuple(connected.issuperset(bucket.tensors) for bucket in plan.buckets),
     )
 
 

@@ -82,6 +82,11 @@ def simulate(
             "simulate(): strategies with a wire, shard_optimizer or measured merging are not "
             "simulated yet; use AllReduce or DeAR without"
         )
+    if choices.servers is not None and choices.servers.tuning is not None:
+        raise UsageError(
+            "simulate(): thresholds are not tuned within a run; use "
+            "simulator.Thresholds(...).tuned(), or threshold=NUMBER"
+        )
     work = work or Work()
     make = schedule or schedules.BY_NAME[choices.schedule]
     agenda = Agenda()

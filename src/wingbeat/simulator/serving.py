@@ -39,7 +39,9 @@ class ServerExchange:
     ) -> None:
         self._workers, self._client = workers, client
         self._requests = Requests(serving, servers, seed=rank)
-        self._requests.planned(buckets.numel, buckets.forward, LIMITS.message // ITEMSIZE)
+        self._requests.planned(
+            buckets.numel, buckets.forward, buckets.fully_connected, LIMITS.message // ITEMSIZE
+        )
         self._last: dict[int, Request] = {}
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:  # noqa: ARG002
@@ -76,7 +78,7 @@ def hire(
     servers = serving.count or workers
     # Each worker has a host of its own; servers sit on them in turn.
     cards = Cards(agenda, links, lambda number: number if number < workers else number % workers)
-    room = Room(agenda, cards, len(serving.thresholds) + 1)
+    room = Room(agenda, cards, serving.classes)
     numbers = range(workers, workers + servers)
     order = Order(serving.order)
     byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * serving.encrypted

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wingbeat import parts
+from wingbeat.parts.exchange import STEPS, THRESHOLD, Threshold, threshold_of
+from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
 from wingbeat.wires import Wire
@@ -27,6 +29,11 @@ class ParameterServer(Preset):
         classes: of flows, 1 to 4, which the network tells apart (DSCP); 1: none.
         threshold: a bucket is in a more urgent class if its urgency, ``1 - l/L`` for the ``l``-th
             of ``L`` in the order of forward, is above this; falling numbers for several classes.
+            ``"tuned"`` finds them out while training goes on; ``"coarse"`` has fully connected
+            layers in the second of two classes, and all others in the first.
+        steps: iterations in which each threshold is tried, with ``threshold="tuned"``.
+        plan_file: where rank 0 keeps thresholds that were found; a run that finds it there does
+            not tune.
         pushes: whether gradients go to the servers in these classes too.
         order: which sum a sender sends first: ``"ready"``, ``"urgent"``, ``"forward"`` or
             ``"random"``; see `wingbeat.parts.Servers`.
@@ -43,7 +50,9 @@ class ParameterServer(Preset):
     slice: int = 1 << 20
     pull: str = "ready"
     classes: int = 1
-    threshold: float | tuple[float, ...] = 0.5
+    threshold: Threshold = field(default=THRESHOLD, metadata={READ: threshold_of})
+    steps: int = STEPS
+    plan_file: str = ""
     pushes: bool = True
     order: str = "ready"
     mb: float = 1.0
@@ -65,6 +74,8 @@ class ParameterServer(Preset):
                 slice=self.slice,
                 classes=self.classes,
                 threshold=self.threshold,
+                steps=self.steps,
+                file=self.plan_file,
                 pushes=self.pushes,
                 order=self.order,
                 encrypted=self.encrypted,

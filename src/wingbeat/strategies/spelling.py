@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import Any
 
 from wingbeat.errors import UsageError, unknown
+from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.presets import PRESETS
 from wingbeat.strategies.strategy import Strategy
@@ -38,7 +39,7 @@ def parse(text: str) -> Preset | Strategy:
     if name.lower() not in _CLASSES:
         raise unknown("strategy", name, _CLASSES)
     cls = _CLASSES[name.lower()]
-    kinds = {f.name: type(f.default) for f in fields(cls)}
+    kinds = {f.name: f.metadata.get(READ, type(f.default)) for f in fields(cls)}
     made: Preset | Strategy = cls(**options(rest, kinds, where=text))
     return made
 
@@ -69,6 +70,8 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
         return _groups(key, value, where)
     try:
         return kind(value)
+    except UsageError:  # it says more
+        raise
     except ValueError:
         kind_name = getattr(kind, "__name__", "value")
         raise UsageError(f"option {key}={value!r} in {where!r} is no valid {kind_name}") from None

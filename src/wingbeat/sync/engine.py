@@ -120,7 +120,8 @@ class Engine(Intake):
         return type(None), ()
 
     def _start(self) -> None:
-        self.control = Control(self.choices, self.bucketing, self.compression, self.collectives)
+        exchange, links = self.runtime.exchange, self.collectives
+        self.control = Control(self.choices, self.bucketing, self.compression, links, exchange)
         self.bucketing.build()
         self._planned()
         self.hooks = Hooks(self)

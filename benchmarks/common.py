@@ -1,0 +1,40 @@
+"""What several benchmarks share: a paper's tables, and how figures are kept."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any, NoReturn
+
+GERYON_TABLES = {
+    10.0: {
+        "alexnet": (0.364, 0.802, 0.954),
+        "vgg19": (0.269, 0.793, 0.946),
+        "resnet50": (0.876, 0.900, 0.957),
+        "yolo": (0.209, 0.758, 0.915),
+    },
+    40.0: {
+        "alexnet": (0.794, 0.900, 0.951),
+        "vgg19": (0.617, 0.853, 0.948),
+        "resnet50": (0.941, 0.941, 0.961),
+        "yolo": (0.532, 0.842, 0.936),
+    },
+}
+"""Geryon's Tables II and III, eight workers: scaling efficiency of vanilla, partition and slicing,
+Geryon, by Gbit/s and model."""
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Keep what there is; called after each part, so that nothing measured is lost."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def end_as_by_ctrl_c() -> None:
+    """Let a SIGTERM clean up as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,94 @@
+"""Thresholds in virtual time: what each would do, and which the tuner of real runs would keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+
+from wingbeat.errors import UsageError
+from wingbeat.plans.thresholds.cuts import Cuts, cuts_of, levels_of
+from wingbeat.plans.thresholds.result import Result, nothing
+from wingbeat.plans.thresholds.tuner import ThresholdTuner
+from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.model import Model, buckets_of
+from wingbeat.simulator.run import simulate
+from wingbeat.types import Choices
+
+
+class Thresholds:
+    """Iteration times of a strategy with servers, by what divides its classes.
+
+    Each division is simulated once.
+
+    Args:
+        model: layers and their times.
+        choices: a strategy's answers; the number of its classes counts, its thresholds do not.
+        workers: how many.
+        links: what joins them.
+        work: what communication costs their processors.
+        iterations: of each run; the first does not count.
+
+    Attributes:
+        layers: how many buckets there are.
+        classes: how many classes.
+
+    Raises:
+        UsageError: no servers, or classes that thresholds do not divide.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        choices: Choices,
+        workers: int,
+        links: Links,
+        *,
+        work: Work | None = None,
+        iterations: int = 3,
+    ) -> None:
+        serving = choices.servers
+        if serving is None or not serving.thresholds:
+            raise UsageError(
+                "simulator.Thresholds(): no thresholds divide the classes of this strategy; use "
+                "Geryon() or another ParameterServer with classes=2 or more"
+            )
+        self.layers = len(buckets_of(model, choices.fusion).forward)
+        self.classes = serving.classes
+
+        def simulated(cuts: Cuts) -> float:
+            levels = levels_of(cuts, self.layers, self.classes)
+            own = replace(choices, servers=replace(serving, thresholds=levels, tuning=None))
+            run = simulate(model, own, workers, links, work=work, iterations=iterations)
+            return run.median_s
+
+        self._simulated = cache(simulated)
+
+    def seconds(self, thresholds: Sequence[float]) -> float:
+        """Return the median iteration with these thresholds."""
+        return self._simulated(cuts_of(thresholds, self.layers))
+
+    def sweep(self, thresholds: Iterable[float]) -> dict[float, float]:
+        """Return the median iteration in seconds for each of several thresholds of two classes."""
+        return {level: self.seconds((level,)) for level in thresholds}
+
+    def all_levels(self) -> list[float]:
+        """Return one threshold for each division into two classes, the most urgent level first."""
+        return [
+            level
+            for place in range(self.layers)
+            for level in levels_of((place,) if place else (), self.layers, 2)
+        ]
+
+    def tuned(self) -> Result:
+        """Return what the tuner of a real run makes of these times, which do not scatter."""
+        if self.layers < 2:
+            return nothing(self.layers, self.classes)
+        start = levels_of((), self.layers, self.classes)
+        tuner = ThresholdTuner(self.layers, start, steps=1, rank=0, size=1)
+        used, seconds = start, 0.0
+        while not tuner.done:
+            used = tuner.take([tuner.report(seconds)]) or used
+            seconds = self.seconds(used)
+        assert tuner.result is not None
+        return tuner.result

@@ -1,0 +1,205 @@
+"""Thresholds tuned while training: all workers change together, and no bit of the weights does."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wingbeat
+from helpers.training import TINY_MB, backward, engine, net, sgd
+from wingbeat import sync
+from wingbeat.control.decisions import Decisions
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.exchanges.servers import ServerExchange
+from wingbeat.plans.thresholds import saved
+from wingbeat.plans.thresholds.cuts import cuts_of
+from wingbeat.plans.thresholds.tuner import most_iterations
+from wingbeat.transport import loopback
+
+LEARNING = 2
+"""Iterations until the order of the buckets is known."""
+
+Found = dict[str, Any]
+
+
+def geryon(**options: Any) -> Any:
+    settings = {
+        "mb": TINY_MB / 20,
+        "threshold": "tuned",
+        "steps": 1,
+        "encrypted": False,
+        "servers": 1,
+    }
+    return wingbeat.Geryon(**{**settings, **options})
+
+
+def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = None) -> Found:
+    """Weights, and the thresholds in use in each iteration; 0 iterations: until it is decided."""
+    model = net()
+    model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+    own = engine(model)
+    if known is not None:
+        own.control.keep(known)
+    used = []
+    while len(used) < (iterations or 500) and (iterations or own.control.deciding()):
+        optimizer.zero_grad()
+        backward(model, world.rank, len(used))
+        optimizer.step()
+        table = own.runtime.exchange._requests.priorities.table
+        used.append(getattr(table, "thresholds", None))
+    model.flush()
+    weights = [param.detach().clone() for param in model.parameters()]
+    buckets, tuning, decisions = len(own.buckets), own.control.thresholds, own.control.decisions()
+    sync.release(model, optimizer)
+    return {"weights": weights, "used": used, "buckets": buckets, "decisions": decisions,
+            "result": tuning and tuning.result}  # fmt: skip
+
+
+def on(strategy: Any, iterations: int = 0, known: Decisions | None = None) -> list[Found]:
+    return loopback.run(loopback.worlds(2), lambda world: train(world, strategy, iterations, known))
+
+
+@pytest.mark.parametrize(
+    ("pull", "classes"), [("ready", 2), ("start", 3), ("start", 2), ("ready", 4)]
+)
+def test_workers_change_thresholds_together_and_weights_stay(pull: str, classes: int) -> None:
+    found = on(geryon(pull=pull, classes=classes))
+    first, second = found
+    assert first["used"] == second["used"]
+    assert len(first["used"]) <= LEARNING + most_iterations(first["buckets"], classes, 1)
+    assert len(set(first["used"])) > 4
+    assert first["used"][-1] == first["result"].thresholds == first["decisions"].thresholds
+    assert first["decisions"] == second["decisions"]
+    assert second["result"] is None
+    assert first["result"].layers == first["buckets"] > 4
+    level = tuple(1 - (i + 1) / classes for i in range(classes - 1))
+    given = level if classes > 2 else level[0]
+    same = on(geryon(pull=pull, classes=classes, threshold=given), len(first["used"]))
+    for own in found:
+        for got, want in zip(own["weights"], same[0]["weights"], strict=True):
+            assert torch.equal(got, want)
+
+
+def test_the_fastest_threshold_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watch:
+        """Says what an iteration takes by the thresholds in use: best with six buckets."""
+
+        def __init__(self, _device: torch.device) -> None:
+            pass
+
+        def lap(self) -> float:
+            return 1 + 0.1 * abs(urgent["count"] - 6)
+
+        def restart(self) -> None:
+            pass
+
+    urgent = {"count": 0}
+    prioritise = ServerExchange.prioritise
+
+    def noted(exchange: ServerExchange, levels: Any) -> None:
+        urgent["count"] = sum(cuts_of(levels, len(exchange._buckets)))
+        prioritise(exchange, levels)
+
+    monkeypatch.setattr(ServerExchange, "prioritise", noted)
+    monkeypatch.setattr("wingbeat.control.control.Stopwatch", Watch)
+    [own, _] = on(geryon())
+    assert own["result"].chosen == (6,)
+    assert own["result"].seconds((6,)) == 1
+
+
+def test_what_was_found_is_kept_in_a_file_and_taken_from_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "urgent.json"
+    [first, _] = on(geryon(plan_file=str(path)))
+    known = saved.load(path)
+    assert known.result == first["result"]
+    assert known.key["workers"] == 2
+    with caplog.at_level(logging.INFO, logger="wingbeat"):
+        again = on(geryon(plan_file=str(path)), 3)
+    assert [own["used"] for own in again] == [[first["result"].thresholds] * 3] * 2
+    assert f"as plan file {path} has them" in caplog.text
+    with caplog.at_level(logging.WARNING, logger="wingbeat"):
+        other = on(geryon(plan_file=str(path), mb=3 * TINY_MB))
+    assert "is for another model, cluster or strategy: tuning anew" in caplog.text
+    assert saved.load(path).result == other[0]["result"] != first["result"]
+
+
+def test_a_file_that_is_none_is_refused_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "urgent.json"
+    path.write_text("{}")
+    for file, named in ((path, "is no plan file"), (tmp_path / "no" / "x.json", "no folder")):
+        for world_error in errors(geryon(plan_file=str(file))):
+            assert named in str(world_error)
+            assert isinstance(world_error, UsageError)
+
+
+def errors(strategy: Any) -> list[BaseException | None]:
+    def attempt(world: Any) -> BaseException | None:
+        try:
+            train(world, strategy, 1)
+        except (UsageError, PeerError) as error:
+            return error
+        finally:
+            world.close()
+        return None
+
+    return loopback.run(loopback.worlds(2), attempt)
+
+
+@pytest.mark.parametrize("answer", [7, [0.5, 0.2], [2.0], ["a"], [True], None, {}])
+def test_thresholds_that_rank_0_sends_are_not_believed(
+    answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wingbeat.control.thresholds._read", lambda *_: answer)
+    for error in errors(geryon(plan_file=str(tmp_path / "x.json"))):
+        assert isinstance(error, PeerError)
+        assert "malformed thresholds" in str(error)
+
+
+def test_one_bucket_leaves_nothing_to_tune(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="wingbeat"):
+        found = on(geryon(mb=1))
+    assert [len(own["used"]) for own in found] == [3, 3]
+    assert caplog.text.count("nothing to tune: 1 bucket") == 1
+
+
+def test_a_decision_is_kept_from_the_first_iteration_on() -> None:
+    known = Decisions(thresholds=(0.31,))
+    found = on(geryon(), 4, known)
+    assert [own["used"] for own in found] == [[(0.31,)] * 4] * 2
+    assert [own["decisions"] for own in found] == [known] * 2
+    assert known.to_json() == {"thresholds": [0.31]}
+
+
+def test_bucket_sizes_are_tuned_first() -> None:
+    plan = wingbeat.parts.TunedBuckets(
+        search="grid", mb=TINY_MB / 2, min_mb=TINY_MB / 8, max_mb=TINY_MB, trials=2, steps=1,
+        first_mb=0, last_mb=0,
+    )  # fmt: skip
+    exchange = wingbeat.parts.Servers(count=1, threshold="tuned", steps=1, encrypted=False)
+    strategy = wingbeat.Strategy(plan=plan, exchange=exchange, schedule="served")
+    first, second = on(strategy)
+    assert first["decisions"] == second["decisions"]
+    assert first["decisions"].bucket_bytes
+    assert first["decisions"].thresholds == first["used"][-1]
+    assert first["result"].layers == first["buckets"] > 1
+    sized = next(i for i, used in enumerate(first["used"]) if used != (0.5,))
+    assert sized >= 2 * 4
+
+
+def test_coarse_divides_by_kind_and_says_so_where_it_cannot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="wingbeat"):
+        found = on(geryon(threshold="coarse"), 3)
+    assert [own["used"] for own in found] == [[None] * 3] * 2
+    assert not caplog.text, "a scalar parameter stands beside linear layers"
+    with caplog.at_level(logging.WARNING, logger="wingbeat"):
+        on(geryon(threshold="coarse", mb=1), 3)
+    assert caplog.text.count("is of fully connected layers alone") == 1
+    assert "none is of" in caplog.text

@@ -1,0 +1,82 @@
+"""Curves of iteration times by threshold, and workers that tune on them in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from wingbeat.plans.thresholds.cuts import Cuts, cuts_of
+from wingbeat.plans.thresholds.result import Result
+from wingbeat.plans.thresholds.tuner import ThresholdTuner
+
+Curve = Callable[[float], float]
+"""Seconds of an iteration by the share of buckets on the urgent side."""
+
+CURVES: dict[str, Curve] = {
+    "vee": lambda x: 1 + (0.3 * (0.7 - x) if x < 0.7 else 0.5 * (x - 0.7)),
+    "vee far left": lambda x: 1 + (0.8 * (0.15 - x) if x < 0.15 else 0.2 * (x - 0.15)),
+    "parabola": lambda x: 1 + 0.6 * (x - 0.4) ** 2,
+    "a large layer at the end": lambda x: 1.2 - 0.2 * x if x < 0.83 else 1.35,
+    "a huge layer": lambda x: 1.2 - 0.2 * x if x < 0.62 else 2.0,
+    "a step down": lambda x: 1.3 if x < 0.3 else 1.0 + 0.1 * (x - 0.3),
+    "flat": lambda _: 1.0,
+    "falls": lambda x: 1.5 - 0.4 * x,
+    "rises": lambda x: 1 + 0.4 * x,
+    "few at the front": lambda x: 1.4 - 0.3 * (x >= 0.01) + 0.05 * (x > 0.08) + 0.1 * (x > 0.5),
+    "narrow": lambda x: 1 + min(0.3, 2 * abs(x - 0.55)),
+    "a bump": lambda x: 1 + 0.3 * abs(x - 0.6) + (0.05 if 0.3 < x < 0.4 else 0),
+}
+
+
+def seconds_of(curve: Curve, cuts: Cuts, layers: int) -> float:
+    """Return the time with at most one cut."""
+    return curve((cuts[0] if cuts else 0) / (layers - 1))
+
+
+def play(
+    seconds: Callable[[Cuts, int], Sequence[float]],
+    layers: int,
+    start: Sequence[float] = (0.5,),
+    steps: int = 5,
+    size: int = 1,
+) -> tuple[Result, list[Cuts]]:
+    """Let workers tune; ``seconds`` of cuts and an iteration are those of each worker.
+
+    As in training: what is measured in one iteration is said in the next and heard after that.
+
+    Returns:
+        What rank 0 has found, and the cuts of each iteration, which were the same on all workers.
+    """
+    tuners = [ThresholdTuner(layers, start, steps, rank, size) for rank in range(size)]
+    used = [tuple(start)] * size
+    measured = [0.0] * size
+    history: list[Cuts] = []
+    said: list[list[float]] | None = None
+    for iteration in range(100_000):
+        if said is not None:
+            for rank, tuner in enumerate(tuners):
+                changed = tuner.take(said)
+                if changed is not None:
+                    used[rank], measured[rank] = changed, 0.0
+        assert len(set(used)) == 1
+        assert len({tuner.done for tuner in tuners}) == 1
+        if tuners[0].done:
+            assert tuners[0].result is not None
+            assert all(tuner.result is None for tuner in tuners[1:])
+            assert cuts_of(used[0], layers) == tuners[0].result.chosen
+            return tuners[0].result, history
+        said = [tuner.report(s) for tuner, s in zip(tuners, measured, strict=True)]
+        history.append(cuts_of(used[0], layers))
+        measured = list(seconds(history[-1], iteration))
+    raise AssertionError("tuning did not end")
+
+
+def noisy(curve: Curve, layers: int, noise: float, seed: int, size: int = 1) -> Callable[..., list]:
+    """Return times that scatter by a share of ``noise``, the same for all workers and then some."""
+    chance = random.Random(seed)
+
+    def seconds(cuts: Cuts, _iteration: int) -> list[float]:
+        common = seconds_of(curve, cuts, layers) * max(0.1, chance.gauss(1, noise))
+        return [common * chance.uniform(1, 1.001) for _ in range(size)]
+
+    return seconds
