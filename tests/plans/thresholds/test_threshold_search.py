@@ -113,6 +113,14 @@ def test_a_further_cut_has_a_valley_on_each_side_of_the_one_that_stays() -> None
     assert line.ranked(times)[0] == 15
 
 
+def test_what_stays_is_expected_to_take_what_it_took() -> None:
+    line = Line((10,), 21)
+    times = {line.at(place): [s] for place, s in ((0, 2.0), (12, 2.2), (15, 1.8), (20, 1.9))}
+    expected = line.expected(times)
+    assert expected[12] == pytest.approx(2.1), "no curve that falls and then rises has a hill"
+    assert expected[0] == expected[10] == 2.0
+
+
 def test_it_is_looked_in_the_wider_gap_beside_the_best() -> None:
     line = Line((), 40)
     times = {line.at(place): [1.0 + abs(place - 20) / 40] for place in (0, 10, 18, 30, 39)}

@@ -1,0 +1,65 @@
+"""``benchmarks/served.py``: how it judges, and that it looks first where it is to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from helpers.scripts import benchmark
+
+OURS = {"vanilla": 0.5, "slicing": 0.8, "geryon": 0.96, "ready": 0.99, "coarse": 0.9}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ModuleType]:
+    with benchmark("served") as module:
+        yield module
+
+
+def tuned(**values: Any) -> dict[int, dict[str, Any]]:
+    return {2: {"efficiency": 0.97, "of_best": 1.0, **values}, 3: {"efficiency": 0.98}}
+
+
+@pytest.mark.parametrize(
+    ("ours", "found", "named"),
+    [
+        ({}, {}, []),
+        ({"slicing": 0.4}, {}, ["paper's order"]),
+        ({"geryon": 0.95}, {}, ["Geryon at 0.5 95.0%, the paper 95.4%"]),
+        ({}, {"efficiency": 0.95}, ["Geryon tuned 95.0%"]),
+        ({}, {"of_best": 1.03}, ["takes 1.030 of the best one's time"]),
+    ],
+)
+def test_each_mark_that_is_missed_is_said(
+    served: ModuleType, ours: dict[str, float], found: dict[str, float], named: list[str]
+) -> None:
+    lines = served.missed("alexnet", OURS | ours, tuned(**found))
+    assert len(lines) == len(named)
+    assert all(words in line for words, line in zip(named, lines, strict=True))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    served: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(served, "Setting", None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.argv", ["served.py", "--json", str(tmp_path / "file" / "x.json")])
+    assert served.main() == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_model_is_shown_with_its_sweep(
+    served: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = tuned(thresholds=(0.9,), trials=14, sweep={0.9: 0.97, 0.5: 0.95})
+    found[3] |= {"thresholds": (0.9, 0.2), "trials": 23}
+    served.show("alexnet", OURS, found)
+    said = capsys.readouterr().out
+    assert "tuned 3   98.0%   the paper  95.4%" in said
+    assert "2 classes: 0.900 after 14 trials, 1.000 of the best swept" in said
+    assert "0.90 97.0%, 0.50 95.0%" in said
