@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.client import Client
-from wingbeat.servers.config import ServerConfig, name_of
+from wingbeat.servers.config import ServerConfig, limits_of, name_of
 from wingbeat.servers.launch import InProcess, InThread, Started
 from wingbeat.servers.outbox import Order
 from wingbeat.transport import interfaces, leaving
-from wingbeat.transport.messages import Limits, open_mailbox
+from wingbeat.transport.messages import open_mailbox
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
@@ -48,7 +48,8 @@ class Hosting:
         hosts = placement(world.exchange("server hosts", identity), serving.count)
         self._world, self._hosts = world, hosts
         self.count, self.classes = len(hosts), len(serving.thresholds) + 1
-        self.message = Limits().message
+        limits = limits_of(world.size, self.classes, world.timeout)
+        self.message = limits.message
         room = f"servers/{world.path}"
         store = world.store if world.group_store is None else world.group_store()
         names = ("lo",) if world.threads else tuple(link.name for link in world.links)
@@ -81,7 +82,7 @@ class Hosting:
                 interfaces=names,
                 classes=self.classes,
                 encrypted=serving.encrypted,
-                limits=Limits(silence=world.timeout),
+                limits=limits,
                 seconds=world.timeout,
                 name=self._name,
             )
