@@ -6,8 +6,9 @@ import json
 import time
 from collections.abc import Callable
 
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, WingbeatError
 from wingbeat.exchanges.client import Client
+from wingbeat.exchanges.news import News
 from wingbeat.servers.config import ServerConfig, limits_of, name_of
 from wingbeat.servers.launch import InProcess, InThread, Started
 from wingbeat.servers.outbox import Order
@@ -73,6 +74,7 @@ class Hosting:
             for index, host in enumerate(hosts)
             if host == world.rank
         ]
+        self._news = News(store, f"{room}/failed")
         try:
             mailbox = open_mailbox(
                 _Watched(store, self._check),
@@ -86,9 +88,12 @@ class Hosting:
                 seconds=world.timeout,
                 name=self._name,
             )
-        except BaseException:
+        except BaseException as error:
             for started in self._started:
                 started.kill()
+            if isinstance(error, WingbeatError):
+                self._news.tell(str(error).removeprefix(f"rank {world.rank}: "))
+            self._news.close(_LOOK_S)
             raise
         self.client = Client(
             mailbox,
@@ -98,6 +103,8 @@ class Hosting:
             timeout=world.timeout,
             order=Order.URGENT if serving.order == Order.URGENT.value else Order.READY,
             watch=self._ended,
+            tell=self._news.tell,
+            hear=self._news.hear,
         ).serve()
 
     def number(self, server: int) -> int:
@@ -111,6 +118,7 @@ class Hosting:
         """
         failing = leaving.failing()
         self.client.close(quick=failing)
+        self._news.close(_LOOK_S)
         for started in self._started:
             if failing or self.client.failed:
                 started.kill()
@@ -127,6 +135,9 @@ class Hosting:
         ended = self._ended()
         if ended is not None:
             raise PeerError(f"rank {self._world.rank}: {ended} before it had met everyone")
+        told = self._news.hear()
+        if told is not None:
+            raise PeerError(f"rank {self._world.rank}: {told}")
 
 
 class _Watched:
