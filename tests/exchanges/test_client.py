@@ -36,6 +36,8 @@ class Rig:
     clock: Clock
     memory: np.ndarray  # type: ignore[type-arg]
     ended: list[str]
+    told: list[str]
+    news: list[str]
 
     def start(self, kind: Kind = Kind.PUSH, turn: int = 0, count: int = 2) -> Request:
         view = memoryview(self.memory).cast("B")
@@ -60,13 +62,17 @@ class Rig:
 
 
 def rig(timeout: float = 5.0) -> Rig:
-    office, clock, ended = Office(random.Random(0), 1), Clock(), []  # type: ignore[var-annotated]
+    office, clock = Office(random.Random(0), 1), Clock()
+    ended: list[str] = []
+    told: list[str] = []
+    news: list[str] = []
     box, *servers = (office.box(number) for number in range(3))
     client = Client(
         box, [1, 2], me="rank 0", name="server {}".format, timeout=timeout, clock=clock,
-        watch=lambda: ended[0] if ended else None,
+        watch=lambda: ended[0] if ended else None, tell=told.append,
+        hear=lambda: news[0] if news else None,
     )  # type: ignore[arg-type]  # fmt: skip
-    return Rig(client, box, servers, office, clock, np.arange(4, dtype="f4"), ended)
+    return Rig(client, box, servers, office, clock, np.arange(4, dtype="f4"), ended, told, news)
 
 
 def test_a_request_is_done_when_all_sums_are_there() -> None:
@@ -177,6 +183,58 @@ def test_a_process_that_was_started_here_and_has_ended_is_said(waits: bool) -> N
     made.clock.now = 1.0
     with pytest.raises(PeerError, match="rank 0: server 1 has ended by signal 9"):
         made.run()
+
+
+def test_what_another_worker_tells_is_said_once_it_is_quiet() -> None:
+    """A server that is gone can tell nobody; who has started it can."""
+    made = rig()
+    made.news.append("server 2 (started by rank 1) has ended by signal 9")
+    made.clock.now = 1.0
+    made.run()
+    made.start()
+    made.run()
+    made.clock.now = 1.4
+    made.run()
+    made.clock.now = 1.6
+    with pytest.raises(PeerError) as caught:
+        made.run()
+    assert str(caught.value) == "rank 0: server 2 (started by rank 1) has ended by signal 9"
+
+
+def test_others_are_told_why_it_has_failed_without_its_own_name_before() -> None:
+    made = rig()
+    made.client._fail(PeerError("rank 0: server 1 has ended by signal 9"))
+    assert made.told == ["server 1 has ended by signal 9"]
+    assert made.client.failed
+
+
+def test_the_last_words_of_a_server_count_more_than_that_it_has_left() -> None:
+    made = rig()
+    made.start()
+    made.run()
+    for _ in range(2):
+        made.answer(0, kind=Kind.FAILED, payload=b"rank 1 has ended")
+    for _ in range(100):
+        made.office.move()
+    made.box.gone.add(1)
+    made.clock.now = 0.3
+    with pytest.raises(PeerError, match="server 1: rank 1 has ended"):
+        made.client.step(None)
+
+
+def test_sums_that_came_before_a_server_left_are_taken() -> None:
+    made = rig()
+    request = made.start()
+    made.run()
+    made.answer(0)
+    made.answer(1)
+    for _ in range(100):
+        made.office.move()
+    made.box.gone.update((1, 2))
+    made.clock.now = 0.3
+    made.client.step(None)
+    assert request.done()
+    request.wait()
 
 
 def test_all_that_is_under_way_fails_when_it_is_closed() -> None:

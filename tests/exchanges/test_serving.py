@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from helpers.mail import Clock, Play
-from helpers.serving import LARGEST, LEAST, Drama, Job, Office, VirtualBox
+from helpers.serving import LARGEST, SLICE, TIGHT, Drama, Job, Office, VirtualBox
+from wingbeat.servers.outbox import Order
+from wingbeat.servers.partition import partitioned
+from wingbeat.transport.messages import header
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
 
@@ -17,15 +21,37 @@ GAMES = 2500
 
 @pytest.mark.parametrize("block", range(4))
 def test_whatever_the_order_all_workers_have_all_sums(block: int) -> None:
-    checked = 0
+    checked = held_back = 0
     for seed in range(GAMES * block, GAMES * (block + 1)):
         chance = random.Random(seed)
         job = Job.drawn(chance)
-        office = Office(chance, job.workers, chance.choice([LEAST, 2 * LEAST]))
+        office = Office(chance, job.workers, chance.choice([TIGHT, TIGHT + 2 * SLICE]), SLICE)
         drama = Drama(chance, job, office.box, office.move, Clock())
         drama.play()
         checked += drama.checked
+        held_back += drama.held_back > 0
     assert checked > 4 * GAMES
+    assert held_back > GAMES // 20, "windows are so small that who is ahead has to wait"
+
+
+def test_a_slow_rank_0_costs_a_server_no_more_than_the_windows() -> None:
+    """However much the others have pushed; and all goes on when it comes."""
+    sizes, window = (400,) * 4, header.LARGEST + 1000
+    job = Job(3, 1, 1, sizes, 2, partitioned(sizes, 1, 100), Order.READY, ready=True)
+    for seed in range(20):
+        chance = random.Random(seed)
+        office = Office(chance, job.workers, window)
+        drama = Drama(chance, job, office.box, office.move, Clock())
+        begun = {rank: drama.act(rank) for rank in (1, 2)}
+        for act in begun.values():
+            for _ in sizes:
+                next(act)
+        for _ in range(500):
+            office.move()
+            drama.step(chance.randrange(1, 4))
+        assert drama.waiting(0) == 2 * 2 * 400, "two slices of each, of sixteen"
+        drama.play(begun=begun)
+        assert drama.checked == 3 * 2 * len(sizes)
 
 
 FAULTS = {
@@ -39,6 +65,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_whatever_the_network_does_all_workers_have_all_sums(faults: Faults) -> None:
+    """And what was wrong is counted: frames cut short, and those that came twice."""
+    refused: Counter[str] = Counter()
+    repeated = 0
     for seed in range(100):
         chance = random.Random(seed)
         job = Job.drawn(chance)
@@ -46,3 +75,7 @@ def test_whatever_the_network_does_all_workers_have_all_sums(faults: Faults) -> 
         play = Play(job.workers + job.servers, faults, seed, limits, job.classes)
         drama = Drama(chance, job, lambda n, play=play: VirtualBox(play, n), play.step, play.clock)
         drama.play()
+        refused.update(sum((end.refused for end in play.ends), Counter()))
+        repeated += sum(flow.repeated for end in play.ends for flow in end.flows.values())
+    assert bool(refused["length"]) == bool(refused["size"]) == bool(faults.cut)
+    assert repeated or not faults.repeat

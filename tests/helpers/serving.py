@@ -20,11 +20,20 @@ from wingbeat.transport.messages import header
 from wingbeat.transport.messages.compose import compose
 from wingbeat.transport.messages.endpoint import Route
 
+Act = Generator[Callable[[], bool], None, None]
+"""What a worker does: it says after each thing when it can go on."""
+
 LARGEST = 600
 """Bytes of the largest payload."""
 
 LEAST = header.LARGEST + LARGEST
 """Bytes of the smallest window."""
+
+SLICE = 4 * 30
+"""Bytes of the largest slice that `Job.drawn` makes."""
+
+TIGHT = header.LARGEST + SLICE
+"""Bytes of a window that holds one of them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +48,7 @@ class Letter:
     urgency: int
     size: int = 0
     arrived: bool = False
+    kept: bool = False
 
     def done(self) -> bool:
         return self.arrived
@@ -47,9 +57,15 @@ class Letter:
 class Office:
     """Carries letters, each flow in its order and none before another's; `move` does one thing."""
 
-    def __init__(self, chance: random.Random, workers: int, window: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        chance: random.Random,
+        workers: int,
+        window: int = 1 << 20,
+        largest: int = LARGEST,
+    ) -> None:
         self.chance, self.workers = chance, workers
-        self.window = window
+        self.window, self.largest = window, largest
         self.boxes: dict[int, Box] = {}
         self._flows: dict[tuple[int, int, int], deque[Letter]] = {}
         self._late: list[tuple[Letter, bytes]] = []
@@ -97,10 +113,9 @@ class Office:
 class Box:
     """What a `Mailbox` is to a server or a worker, in an `Office`."""
 
-    largest = LARGEST
-
     def __init__(self, office: Office, number: int) -> None:
         self._office, self._number = office, number
+        self.largest = office.largest
         self._used: dict[tuple[int, int], int] = {}
         self.inbox: dict[int, deque[Letter]] = {}
         self.gone: set[int] = set()
@@ -137,13 +152,20 @@ class Box:
         self._office.put(self._number, peer, letter)
         return letter
 
-    def poll(self) -> Any:
+    def poll(self, *, keep: bool = False) -> Any:
         for _, letters in sorted(self.inbox.items()):
             if letters:
                 letter = letters.popleft()
-                self._office.boxes[letter.peer]._used[self._number, letter.urgency] -= letter.size
+                letter.kept = True
+                if not keep:
+                    self.free(letter)
                 return letter
         return None
+
+    def free(self, letter: Letter) -> None:
+        if letter.kept:
+            letter.kept = False
+            self._office.boxes[letter.peer]._used[self._number, letter.urgency] -= letter.size
 
     def close(self, seconds: float = 0.0) -> None:
         if not self.closed:
@@ -188,8 +210,11 @@ class VirtualBox:
         message = compose(kind, payload, ids, dtype, (), most=LARGEST)
         return self._play.post(self._number, peer, message, urgency)
 
-    def poll(self) -> Any:
-        return self._end.take(self._play.clock.now)
+    def poll(self, *, keep: bool = False) -> Any:
+        return self._end.take(self._play.clock.now, keep=keep)
+
+    def free(self, message: Any) -> None:
+        self._end.free(message, self._play.clock.now)
 
     def close(self, seconds: float = 0.0) -> None:
         self.closed = True
@@ -271,11 +296,11 @@ class Drama:
             for rank in range(job.workers)
         ]  # fmt: skip
         self.memory = [[np.zeros(n, "f4") for n in job.sizes] for _ in range(job.workers)]
-        self.checked = 0
+        self.checked = self.held_back = 0
 
-    def play(self, most: int = 20_000) -> None:
+    def play(self, most: int = 20_000, begun: Mapping[int, Act] | None = None) -> None:
         """Let things happen until all workers are done; fail if that does not come to pass."""
-        acts = {rank: self.act(rank) for rank in range(self.job.workers)}
+        acts = {rank: self.act(rank) for rank in range(self.job.workers)} | dict(begun or {})
         waits: dict[int, Callable[[], bool]] = {}
         for _ in range(most):
             self.clock.now += 0.01
@@ -297,11 +322,22 @@ class Drama:
     def step(self, number: int) -> None:
         box = self.boxes[number]
         if number >= self.job.workers:
-            self.services[number - self.job.workers].step(box.poll())
+            self.services[number - self.job.workers].step(box.poll(keep=True))
         elif not box.closed:
             self.clients[number].step(box.poll())
+            self.held_back += self.ahead(number) and self.clients[number]._outbox.waiting > 0
 
-    def act(self, rank: int) -> Generator[Callable[[], bool], None, None]:
+    def ahead(self, rank: int) -> bool:
+        """Whether gradients of this worker wait at a server for those of lower ranks."""
+        totals = [t for each in self.services for t in each._sums._totals.values()]
+        return any(rank in total.waiting for total in totals)
+
+    def waiting(self, server: int) -> int:
+        """Bytes that wait at a server for their turn."""
+        totals = self.services[server]._sums._totals.values()
+        return sum(len(each) for total in totals for each, _ in total.waiting.values())
+
+    def act(self, rank: int) -> Act:
         """What a worker does: push, and have the sums; perhaps not the last ones."""
         buckets = list(range(len(self.job.sizes)))
         for turn in range(self.job.rounds):

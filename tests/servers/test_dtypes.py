@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat.servers.dtypes import _BLOCK as BLOCK
 from wingbeat.servers.dtypes import ITEMSIZE, Array, add, narrowed, sum_dtype, widened
 
 TORCH = {name: getattr(torch, name) for name in ITEMSIZE}
@@ -66,7 +67,7 @@ def test_a_payload_is_added_as_torch_adds_and_nothing_is_printed(dtype: str) -> 
     total = widened(payload_of(values), dtype).copy()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # overflow and inf - inf are for the workers to see
-        add(total, payload_of(others), dtype)
+        add(total, (payload_of(others),), dtype)
         narrowed(total.copy(), dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
     assert total.dtype == sum_dtype(dtype)
@@ -81,3 +82,37 @@ def test_nothing_is_copied_that_is_summed_in_its_own_dtype(dtype: str) -> None:
     assert np.shares_memory(wide, values.view(torch.uint8).numpy()) == own
     assert (narrowed(wide, dtype) is wide) == own
     assert narrowed(wide, dtype).nbytes == 8 * ITEMSIZE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+def test_several_at_a_time_give_the_bits_of_one_after_the_other(dtype: str, numel: int) -> None:
+    rng = np.random.default_rng(numel)
+    drawn = [
+        rng.standard_normal(numel).astype("f4") * 10.0 ** rng.integers(-4, 5) for _ in range(4)
+    ]
+    payloads = [
+        memoryview(narrowed(each.astype(sum_dtype(dtype)), dtype)).cast("B") for each in drawn
+    ]
+    one = np.full(numel, 7.0, sum_dtype(dtype))
+    for number, payload in enumerate(payloads):
+        add(one, (payload,), dtype, begin=number == 0)
+    wanted = widened(payloads[0], dtype).copy()
+    for payload in payloads[1:]:
+        wanted = wanted + widened(payload, dtype)
+    assert one.tobytes() == wanted.tobytes()
+    for split in range(1, 5):
+        together = np.full(numel, 7.0, sum_dtype(dtype))
+        add(together, payloads[:split], dtype, begin=True)
+        if split < 4:
+            add(together, payloads[split:], dtype)
+        assert together.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_sum_is_narrowed_into_memory_that_is_given(dtype: str) -> None:
+    wide = np.random.default_rng(0).standard_normal(2 * BLOCK + 3).astype("f4")
+    fresh = narrowed(wide, dtype)
+    out = np.zeros_like(fresh)
+    assert narrowed(wide, dtype, out) is out
+    assert out.tobytes() == fresh.tobytes()

@@ -42,7 +42,7 @@ class Rig:
         for _ in range(rounds):
             for _ in range(5):
                 self.office.move()
-            self.service.step(self.box.poll())
+            self.service.step(self.box.poll(keep=True))
 
     def heard(self, rank: int) -> list[Letter]:
         out = []
@@ -190,6 +190,84 @@ def test_a_worker_that_never_pushes_is_named_when_time_is_over() -> None:
     assert_all_are_told(made, "no gradients of rank 0, 2 for slice 0 within 5 s")
 
 
+def test_a_worker_that_is_ahead_may_push_what_its_window_holds_and_no_more() -> None:
+    """With one that is slow a server would else have to keep all gradients of all others."""
+    made = rig()
+    made.office.window = 5 * 66
+    room = [made.workers[rank].room(SERVER, urgency=0) for rank in range(3)]
+    for number in range(4):
+        made.push(2, number)
+    made.run(50)
+    assert made.workers[2].room(SERVER, urgency=0) == room[2] - 4 * 66, "all wait"
+    made.push(1, 0)
+    made.run(50)
+    assert made.workers[1].room(SERVER, urgency=0) == room[1] - 66
+    made.push(0, 0)
+    made.push(0, 1)
+    made.run(50)
+    left = [made.workers[rank].room(SERVER, urgency=0) for rank in range(3)]
+    assert left == [room[0], room[1], room[2] - 3 * 66], "rank 0 never waits, nor what was added"
+    for number in (2, 3):
+        made.push(0, number)
+    for number in (1, 2, 3):
+        made.push(1, number)
+    made.run(100)
+    assert [made.workers[rank].room(SERVER, urgency=0) for rank in range(3)] == room
+
+
+@pytest.mark.parametrize("kind", [Kind.PULL, Kind.STORE])
+def test_after_a_failure_nothing_holds_a_window(kind: Kind) -> None:
+    made = rig()
+    room = made.workers[2].room(SERVER, urgency=0)
+    made.service._fail("over")
+    for number in range(3):
+        if kind is Kind.PULL:
+            made.send(2, kind, (0, number, 0, 0))
+        else:
+            made.push(2, number, kind=kind)
+    made.run(50)
+    assert made.workers[2].room(SERVER, urgency=0) == room
+
+
+def test_a_pull_holds_no_window() -> None:
+    made = rig()
+    room = made.workers[2].room(SERVER, urgency=0)
+    made.send(2, Kind.PULL, (0, 0, 0, 0))
+    made.run(50)
+    assert made.workers[2].room(SERVER, urgency=0) == room
+
+
+def test_who_is_ahead_with_another_slice_is_not_named_as_late() -> None:
+    made = rig()
+    made.push(1, 0)
+    made.push(2, 1)
+    made.run(20)
+    made.clock.now = 5.2
+    assert_all_are_told(made, "no gradients of rank 0 for slice")
+
+
+def test_whoever_lacks_is_named_though_all_of_them_are_ahead() -> None:
+    """They have pushed in different orders: it is better to name them than nobody."""
+    made = rig()
+    made.push(0, 0)
+    made.push(2, 0)
+    made.push(1, 1)
+    made.run(20)
+    made.clock.now = 5.2
+    assert_all_are_told(made, "no gradients of rank 1 for slice 0")
+
+
+def test_workers_are_told_that_the_one_that_started_it_is_gone() -> None:
+    made = rig()
+    made.box.next = lambda seconds, keep: made.box.poll(keep=keep)  # type: ignore[attr-defined]
+    there = iter([True, True, False, False])
+    made.service.run(lambda: next(there))
+    for _ in range(100):
+        made.office.move()
+    assert made.reasons() == 3 * [["the worker that started it is gone"]]
+    assert made.box.closed
+
+
 def test_a_worker_that_has_left_is_named_if_a_sum_waits_for_it() -> None:
     made = rig()
     made.push(0)
@@ -222,7 +300,7 @@ def test_what_a_worker_pushed_before_it_left_counts() -> None:
     assert 2 in made.box.left
     for _ in range(20):
         made.clock.now += 1.0
-        made.service.step(made.box.poll())
+        made.service.step(made.box.poll(keep=True))
     made.run(500)
     assert [each.kind for each in made.heard(0)] == 60 * [Kind.SUM]
 

@@ -92,7 +92,9 @@ class Game:
         self.size, self.slices = pick(1, 4), pick(1, 3)
         self.rounds, self.plans = pick(1, 4), pick(1, 2)
         self.prompt = self.chance.random() < 0.5
-        self.sums = Sums(self.size, PLENTY)
+        self.held = self.chance.choice([0, 8, 24, 1 << 20])
+        self.sums = Sums(self.size, PLENTY, self.held)
+        self.credited: set[tuple[int, int, int, int]] = set()
         self.shapes: dict[Key, tuple[str, int]] = {}
         self.sent: dict[tuple[int, int, int], dict[int, bytes]] = {}
         self.bits: dict[tuple[int, int, int], bytes] = {}
@@ -137,10 +139,16 @@ class Game:
         sent = self.sent.setdefault((*key, turn), {})
         sent[rank] = payload
         lent = bytearray(payload)
-        done = self.sums.push(rank, key, turn, dtype, memoryview(lent), 1.5)
+        name = (*key, turn, rank)
+        done = self.sums.push(
+            rank, key, turn, dtype, memoryview(lent), 1.5, lambda: self.credited.add(name)
+        )
         worker.pushed[number] = True
         assert (done is not None) == (len(sent) == self.size)
-        if done is not None or rank < self.sums._totals[key].added:
+        total = self.sums._totals[key]
+        there = {r for r in sent if done is not None or r < total.added}
+        assert {r for r in sent if (*key, turn, r) in self.credited} == there
+        if (done is not None or rank < total.added) and not total.held:
             lent[:] = b"\xff" * len(lent)  # it was added, so nobody reads it any more
         if done is not None:
             assert (done.round, done.dtype) == (turn, dtype)
@@ -185,6 +193,8 @@ class Game:
             arrays += [each for each in (total.buffer, total.spare) if each is not None]
             held += sum(each.nbytes for each in arrays)
         assert self.sums.nbytes >= held
+        kept = sum(sum(map(len, total.held)) for total in self.sums._totals.values())
+        assert self.sums._held == kept <= self.held
 
     def do_wrong(self) -> None:
         worker = self.chance.choice(self.workers)

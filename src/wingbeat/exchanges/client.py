@@ -13,8 +13,9 @@ from typing import TypeAlias
 
 from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError
+from wingbeat.exchanges.news import printable
 from wingbeat.servers.outbox import Flow, Order, Outbox
-from wingbeat.servers.protocol import TEXT, Ids, Kind
+from wingbeat.servers.protocol import Ids, Kind
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
@@ -25,6 +26,9 @@ _QUICK_S = 1.0
 
 _LOOK_S = 0.1
 """Seconds between two looks at whether something is late."""
+
+_QUIET_S = 0.5
+"""Seconds without a sum after which it is asked whether another worker knows why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,8 @@ class Client:
         timeout: seconds that a sum may take.
         order: in which order slices are pushed that are ready at the same time.
         watch: says which server's process has ended, and how, if one has.
+        tell: has the other workers know why this one has failed.
+        hear: says what another worker has told.
 
     Attributes:
         failed: whether a server or a worker has failed.
@@ -131,13 +137,15 @@ class Client:
         timeout: float,
         order: Order = Order.READY,
         watch: Callable[[], str | None] = lambda: None,
+        tell: Callable[[str], None] = lambda _: None,
+        hear: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mailbox = mailbox
         self._servers = tuple(servers)
         self._me, self._name = me, name
         self._timeout = timeout
-        self._watch = watch
+        self._watch, self._tell, self._hear = watch, tell, hear
         self._clock = clock
         self._new: deque[Request] = deque()
         self._outbox: Outbox[tuple[Request, Part]] = Outbox(order)
@@ -203,6 +211,7 @@ class Client:
 
     def _fail(self, error: PeerError) -> None:
         self.failed, self._error = True, error
+        self._tell(str(error).removeprefix(f"{self._me}: "))
 
     def _left(self) -> bool:
         """Whether there is nothing left to do here: all that is under way is the mailbox's."""
@@ -274,9 +283,7 @@ class Client:
         """
         server = self._name(message.peer)
         if message.kind == Kind.FAILED:
-            text = bytes(message.payload[:TEXT]).decode(errors="replace")
-            text = "".join(c if c.isprintable() else "?" for c in text)
-            raise PeerError(f"{self._me}: {server}: {text}")
+            raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
         ids = Ids(*message.ids)
         found = self._wanted.pop(ids[:3], None)
         if message.kind != Kind.SUM or found is None:
@@ -316,7 +323,13 @@ class Client:
             raise PeerError(f"{self._me}: {self._name(server)} {why}")
         if not self._busy:
             return
-        for server in self._mailbox.left:
+        told = self._hear() if now - self._heard > _QUIET_S else None
+        if told is not None:
+            raise PeerError(f"{self._me}: {told}")
+        left = self._mailbox.left
+        while left and (message := self._mailbox.poll()) is not None:
+            self._take(message)  # its last words may say why
+        for server in left if self._busy else ():
             raise PeerError(f"{self._me}: {self._name(server)} has ended")
         if now - self._heard > self._timeout:
             late = sorted({part.server for _, part in self._wanted.values()}) or self._servers

@@ -6,13 +6,14 @@ import json
 import time
 from collections.abc import Callable
 
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, WingbeatError
 from wingbeat.exchanges.client import Client
-from wingbeat.servers.config import ServerConfig, name_of
+from wingbeat.exchanges.news import News
+from wingbeat.servers.config import ServerConfig, limits_of, name_of
 from wingbeat.servers.launch import InProcess, InThread, Started
 from wingbeat.servers.outbox import Order
 from wingbeat.transport import interfaces, leaving
-from wingbeat.transport.messages import Limits, open_mailbox
+from wingbeat.transport.messages import open_mailbox
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
@@ -48,7 +49,8 @@ class Hosting:
         hosts = placement(world.exchange("server hosts", identity), serving.count)
         self._world, self._hosts = world, hosts
         self.count, self.classes = len(hosts), serving.classes
-        self.message = Limits().message
+        limits = limits_of(world.size, self.classes, world.timeout)
+        self.message = limits.message
         room = f"servers/{world.path}"
         store = world.store if world.group_store is None else world.group_store()
         names = ("lo",) if world.threads else tuple(link.name for link in world.links)
@@ -72,6 +74,7 @@ class Hosting:
             for index, host in enumerate(hosts)
             if host == world.rank
         ]
+        self._news = News(store, f"{room}/failed")
         try:
             mailbox = open_mailbox(
                 _Watched(store, self._check),
@@ -81,13 +84,16 @@ class Hosting:
                 interfaces=names,
                 classes=self.classes,
                 encrypted=serving.encrypted,
-                limits=Limits(silence=world.timeout),
+                limits=limits,
                 seconds=world.timeout,
                 name=self._name,
             )
-        except BaseException:
+        except BaseException as error:
             for started in self._started:
                 started.kill()
+            if isinstance(error, WingbeatError):
+                self._news.tell(str(error).removeprefix(f"rank {world.rank}: "))
+            self._news.close(_LOOK_S)
             raise
         self.client = Client(
             mailbox,
@@ -97,6 +103,8 @@ class Hosting:
             timeout=world.timeout,
             order=Order.URGENT if serving.order == Order.URGENT.value else Order.READY,
             watch=self._ended,
+            tell=self._news.tell,
+            hear=self._news.hear,
         ).serve()
 
     def number(self, server: int) -> int:
@@ -110,6 +118,7 @@ class Hosting:
         """
         failing = leaving.failing()
         self.client.close(quick=failing)
+        self._news.close(_LOOK_S)
         for started in self._started:
             if failing or self.client.failed:
                 started.kill()
@@ -126,6 +135,9 @@ class Hosting:
         ended = self._ended()
         if ended is not None:
             raise PeerError(f"rank {self._world.rank}: {ended} before it had met everyone")
+        told = self._news.hear()
+        if told is not None:
+            raise PeerError(f"rank {self._world.rank}: {told}")
 
 
 class _Watched:

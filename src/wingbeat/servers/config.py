@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.service import Service
 from wingbeat.transport.messages.endpoint import Limits
+from wingbeat.transport.messages.header import LARGEST
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.store import Store
+
+_log = logging.getLogger(__name__)
+
+WINDOW = 128 << 20
+"""Bytes that may wait at a server for their turn to be added, over all workers and classes."""
+
+_LEAST = 2
+"""Messages that one flow may hold at least: one is added while the next arrives."""
 
 SOONER = 0.9
 """Part of the timeout after which a server says whom it waits for: before workers give it up."""
@@ -75,7 +85,7 @@ class ServerConfig:
             interfaces=self.interfaces,
             classes=self.classes,
             encrypted=self.encrypted,
-            limits=Limits(silence=self.timeout),
+            limits=limits_of(self.workers, self.classes, self.timeout),
             seconds=self.timeout,
             name=self.name,
         )
@@ -91,6 +101,29 @@ class ServerConfig:
             classes=self.classes,
         )
         service.run(parent)
+        away = mailbox.turned_away + mailbox.refused
+        if away:
+            _log.warning(
+                "%s refused %d connections or frames of strangers: %s",
+                self.name(self.number),
+                away.total(),
+                ", ".join(f"{why} {n}" for why, n in sorted(away.items())),
+            )
+
+
+def limits_of(workers: int, classes: int, timeout: float) -> Limits:
+    """Return what may be under way between a job's workers and servers.
+
+    All flows to one server together hold `WINDOW` bytes at most, but where there are so many that
+    none could hold two messages: then two messages each.
+
+    >>> [limits_of(n, 2, 60.0).window >> 20 for n in (1, 2, 4, 8, 64)]
+    [32, 32, 16, 8, 8]
+    """
+    usual = Limits(silence=timeout)
+    least = _LEAST * (usual.message + LARGEST)
+    window = min(usual.window, max(least, WINDOW // (workers * classes)))
+    return Limits(message=usual.message, window=window, silence=timeout)
 
 
 def name_of(number: int, workers: int, hosts: tuple[int, ...]) -> str:

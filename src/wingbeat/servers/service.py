@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 
@@ -126,13 +127,19 @@ class Service:
         """
         everyone = frozenset(range(self._workers))
         while parent() and not self._mailbox.left.union(self._mailbox.lost) >= everyone:
-            self.step(self._mailbox.next(_LOOK_S))
+            self.step(self._mailbox.next(_LOOK_S, keep=True))
+        if not parent():
+            self._fail("the worker that started it is gone")
         # Workers that are gone without a word hear no last one: nobody is left to be told.
         with contextlib.suppress(PeerError):
             self._mailbox.close()
 
     def step(self, message: Message | None) -> None:
-        """Do what is to be done now, with the message that has just come if one has."""
+        """Do what is to be done now, with the message that has just come if one has.
+
+        Args:
+            message: kept in the mailbox, so that it counts there until it is added or answered.
+        """
         try:
             drained = self._take_in(message)
             self._send_out()
@@ -150,7 +157,7 @@ class Service:
             if message is None:
                 return True
             self._take(message)
-            message = self._mailbox.poll()
+            message = self._mailbox.poll(keep=True)
         if message is not None:
             self._take(message)
         return False
@@ -161,21 +168,25 @@ class Service:
         Raises:
             Refused: it is nothing that a worker may send.
         """
+        free = functools.partial(self._mailbox.free, message)
         if self._failed:
+            free()
             return
         ids, worker = Ids(*message.ids), message.peer
         if urgency_of(ids.wish) >= self._classes:
             raise Refused(f"rank {worker} asks for class {urgency_of(ids.wish)}")
         key = ids.plan, ids.slice
         if message.kind == Kind.PULL:
+            free()
             self._pull(worker, ids)
             return
         if message.kind not in (Kind.PUSH, Kind.STORE):
             raise Refused(f"rank {worker} sent a message of kind {message.kind}")
         if message.kind == Kind.PUSH:
             self._want(Answer(worker, ids))
+        # A worker that is ahead may push no more than its window holds until the others follow.
         total = self._sums.push(
-            worker, key, ids.round, message.dtype, message.payload, self._clock()
+            worker, key, ids.round, message.dtype, message.payload, self._clock(), free
         )
         if total is not None:
             for answer in self._pulls.pop(key, ()):

@@ -1,7 +1,8 @@
 """A server's arithmetic: sums of slices over all workers, in the same order every time. Pure.
 
 A slice is added as it arrives, but for one thing: workers are added in the order of their ranks, so
-that the same gradients give the same bits in every run. What comes before its turn waits.
+that the same gradients give the same bits in every run. What comes before its turn waits, and it is
+said when it is added: meanwhile its sender can be kept from sending more.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from wingbeat.servers.dtypes import ITEMSIZE, Array, add, narrowed, sum_dtype, widened
+from wingbeat.servers.dtypes import ITEMSIZE, Array, add, narrowed, sum_dtype
 
 Free = Callable[[], bool]
 """Whether nobody reads a buffer any more."""
+
+Added = Callable[[], object]
+"""Is called when a payload was added, or at least its turn has come."""
+
+HELD = 16 << 20
+"""Bytes of gradients, over all slices, that are kept where they have arrived until the next ones
+are there, to be added together: so a sum goes through memory half as often."""
 
 EACH = 1024
 """Bytes that keeping a slice takes beside its sums: slices of no size are no way to more memory."""
@@ -57,9 +65,11 @@ class Total:
         round: which sum it is: how many there were before.
         added: how many workers' gradients are in it, in the order of their ranks.
         waiting: what has come before its turn, by worker.
+        held: the last worker's of those, if it waits to be added with the next.
         since: when the first of this round came, in seconds.
         buffer: what is summed in; None when the sum is complete.
         spare: the same of the sum before, if that travels in another dtype: nobody reads it.
+        out: memory for the sum in that dtype, of an earlier one that nobody reads.
         sums: complete ones whose memory is kept, the last one at the end.
         nbytes: of all of these.
     """
@@ -68,10 +78,12 @@ class Total:
     numel: int
     round: int = -1
     added: int = 0
-    waiting: dict[int, memoryview] = field(default_factory=dict)
+    waiting: dict[int, tuple[memoryview, Added]] = field(default_factory=dict)
+    held: list[memoryview] = field(default_factory=list)
     since: float = 0.0
     buffer: Array | None = None
     spare: Array | None = None
+    out: Array | None = None
     sums: list[Sum] = field(default_factory=list)
     nbytes: int = 0
 
@@ -82,16 +94,18 @@ class Sums:
     Args:
         workers: how many push each slice.
         most: bytes that all sums together may take; a job that needs more is refused.
+        held: bytes of all that may wait to be added with the next worker's.
 
     Attributes:
         nbytes: of the sums that are kept or being made.
     """
 
-    def __init__(self, workers: int, most: int) -> None:
+    def __init__(self, workers: int, most: int, held: int = HELD) -> None:
         self._workers = workers
-        self._most = most
+        self._most, self._most_held = most, held
         self._totals: dict[tuple[int, int], Total] = {}
         self._plan = -1
+        self._held = 0
         self.nbytes = 0
 
     def push(
@@ -102,6 +116,7 @@ class Sums:
         dtype: str,
         payload: memoryview,
         now: float = 0.0,
+        added: Added = lambda: None,
     ) -> Sum | None:
         """Add a worker's gradients of a slice; return the sum if they were the last.
 
@@ -112,6 +127,7 @@ class Sums:
             dtype: of the payload.
             payload: kept, if it comes before its turn, until it is added.
             now: seconds.
+            added: called as soon as that is so.
 
         Raises:
             Refused: it does not fit what has come before, or is pushed twice. Nothing has changed.
@@ -126,9 +142,14 @@ class Sums:
             )
         elif worker < total.added or worker in total.waiting:
             raise Refused(f"rank {worker} pushed slice {key[1]} of round {number} twice")
-        total.waiting[worker] = payload
-        while (due := total.waiting.pop(total.added, None)) is not None:
-            _add(total, due)
+        total.waiting[worker] = payload, added
+        due: list[tuple[memoryview, Added]] = []
+        while (found := total.waiting.pop(total.added + len(due), None)) is not None:
+            due.append(found)
+        if due:
+            self._add(total, [each for each, _ in due])
+        for _, told in due:
+            told()
         if total.added < self._workers:
             return None
         return self._complete(key, total)
@@ -151,12 +172,20 @@ class Sums:
         return total.sums[-1] if total is not None and number == last else None
 
     def missing(self, before: float) -> tuple[tuple[int, int], set[int]] | None:
-        """Return a slice that was begun before that moment, and the workers that it waits for."""
+        """Return a slice that was begun before that moment, and the workers that it waits for.
+
+        Those that are ahead with another slice are left out: they may push no more until the others
+        follow.
+        """
         for key, total in self._totals.items():
             if total.buffer is not None and total.since < before:
                 there = {*range(total.added), *total.waiting}
-                return key, set(range(self._workers)) - there
+                late = set(range(self._workers)) - there
+                return key, late - self._ahead() or late
         return None
+
+    def _ahead(self) -> set[int]:
+        return {worker for total in self._totals.values() for worker in total.waiting}
 
     def lacking(self, worker: int) -> bool:
         """Whether a sum that has begun waits for that worker."""
@@ -197,7 +226,8 @@ class Sums:
             self._reserve(total, need)
         if over is not None:
             total.sums.remove(over)
-        total.buffer = total.spare if narrow else over.result if over is not None else None
+        total.out = over.result if over is not None else None
+        total.buffer = total.spare if narrow else total.out
         if total.buffer is None:
             total.buffer = np.empty(total.numel, dtype)
         total.spare = None
@@ -215,26 +245,32 @@ class Sums:
 
     def _complete(self, key: tuple[int, int], total: Total) -> Sum:
         assert total.buffer is not None
-        done = Sum(total.round, total.dtype, narrowed(total.buffer, total.dtype))
+        result = narrowed(total.buffer, total.dtype, total.out)
+        done = Sum(total.round, total.dtype, result)
         if done.result is not total.buffer:
             total.spare = total.buffer
         total.sums.append(done)
-        total.buffer = None
+        total.buffer = total.out = None
         if key[0] > self._plan:
             self._drop_before(key[0])
         return done
+
+    def _add(self, total: Total, payloads: list[memoryview]) -> None:
+        assert total.buffer is not None
+        held = [*total.held, *payloads]
+        self._held -= sum(map(len, total.held))
+        total.added, total.held = total.added + len(payloads), []
+        last = total.added == self._workers
+        if len(held) == 1 and not last and self._held + len(held[0]) <= self._most_held:
+            total.held = held
+            self._held += len(held[0])
+        else:
+            add(total.buffer, held, total.dtype, begin=total.added == len(held))
 
     def _drop_before(self, plan: int) -> None:
         """Forget older plans, as every worker has pushed for this one: it wants no older sum."""
         self._plan = plan
         for key in [key for key in self._totals if key[0] < plan]:
-            self.nbytes -= self._totals.pop(key).nbytes
-
-
-def _add(total: Total, payload: memoryview) -> None:
-    assert total.buffer is not None
-    if total.added == 0:
-        np.copyto(total.buffer, widened(payload, total.dtype))
-    else:
-        add(total.buffer, payload, total.dtype)
-    total.added += 1
+            total = self._totals.pop(key)
+            self.nbytes -= total.nbytes
+            self._held -= sum(map(len, total.held))

@@ -253,6 +253,35 @@ def test_a_replayed_frame_is_dropped() -> None:
     assert end.flows[Route(0, 0, 0)].repeated == 2
 
 
+def test_what_is_kept_counts_against_the_window_until_it_is_let_free() -> None:
+    play = Play(limits=Limits(message=800, window=6000))
+    flow = play.ends[0].flows[Route(1, 0, 0)]
+    whole = flow.room
+    for number in range(3):
+        play.post(0, 1, message(number, bytes(800)))
+    settle(play)
+    first, second = (play.ends[1].take(play.clock.now, keep=True) for _ in range(2))
+    third = play.ends[1].take(play.clock.now)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    settle(play)
+    assert whole - flow.room == first.size + second.size
+    for each in (second, second, third):  # in any order, and once
+        play.ends[1].free(each, play.clock.now)
+    settle(play)
+    assert whole - flow.room == first.size
+    play.ends[1].free(first, play.clock.now)
+    settle(play)
+    assert flow.room == whole
+
+
+def settle(play: Play) -> None:
+    """Let everything arrive, and the news of it."""
+    for _ in range(30):
+        play.step()
+
+
 def test_more_than_the_window_is_not_kept() -> None:
     """A member that ignores the limit cannot fill this one's memory."""
     play = Play(limits=Limits(message=800, window=6000))

@@ -220,6 +220,20 @@ def test_a_payload_is_not_copied(closing: list[Mailbox]) -> None:
     assert message.payload.readonly or message.payload.obj is not None
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_payload_may_be_as_large_as_the_limit_says(
+    closing: list[Mailbox], encrypted: bool
+) -> None:
+    """Encryption makes a part larger, and ZeroMQ ends connections on which larger ones come."""
+    a, b = opened(classes=1, encrypted=encrypted, limits=Limits(message=1 << 20))
+    closing += [a, b]
+    payload = bytes(range(256)) * (1 << 12)
+    sent = [a.post(1, 1, payload), b.post(0, 1, payload)]
+    assert bytes(b.receive(PATIENCE).payload) == bytes(a.receive(PATIENCE).payload) == payload
+    a.wait(sent[:1], PATIENCE)
+    b.wait(sent[1:], PATIENCE)
+
+
 def test_a_process_that_computes_still_answers(closing: list[Mailbox]) -> None:
     """The other's payload is free, although this one's user does not call."""
     a, b = opened()

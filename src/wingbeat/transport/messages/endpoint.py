@@ -94,15 +94,17 @@ class Message:
         payload: the memory that the network wrote to, without another copy.
         route: over which flow it came.
         size: bytes that it takes of the window.
+        kept: whether it was taken, but still counts against the window.
     """
 
-    __slots__ = ("_header", "payload", "route", "size")
+    __slots__ = ("_header", "kept", "payload", "route", "size")
 
     def __init__(self, header: Header, payload: memoryview, route: Route) -> None:
         self._header = header
         self.payload = payload
         self.route = route
         self.size = header.frame_bytes
+        self.kept = False
 
     @property
     def peer(self) -> int:
@@ -189,12 +191,15 @@ class Endpoint:
         except Malformed as err:
             self.refused[str(err)] += 1
 
-    def take(self, now: float, of: frozenset[int] | None = None) -> Message | None:
+    def take(
+        self, now: float, of: frozenset[int] | None = None, *, keep: bool = False
+    ) -> Message | None:
         """Return the oldest message of the most urgent class that has one, or None.
 
         Args:
             now: seconds.
             of: the peers whose messages count; None for all.
+            keep: whether it goes on counting against the window, until it is let `free`.
         """
         for waiting in self._inbox:
             if not waiting:
@@ -208,11 +213,19 @@ class Endpoint:
                 message = found
                 waiting.remove(message)
             self.waiting -= 1
+            message.kept = True
+            if not keep:
+                self.free(message, now)
+            return message
+        return None
+
+    def free(self, message: Message, now: float) -> None:
+        """Let the sender of a message that was taken post as many bytes more; once."""
+        if message.kept:
+            message.kept = False
             flow = self.flows[message.route]
             flow.take(message.size, now)
             self._look_again(flow)
-            return message
-        return None
 
     def flush(self, send: Send, now: float) -> None:
         """Hand over what is to be sent now; what ``send`` does not take waits for the peer."""

@@ -166,17 +166,17 @@ class Mailbox:
                 raise self._absent.error(f"no message from {names} within {seconds:g} s")
 
     @alone
-    def next(self, seconds: float) -> Message | None:
+    def next(self, seconds: float, *, keep: bool = False) -> Message | None:
         """Wait for what comes next, and return a message if that is one.
 
         For a thread that only serves the mailbox: None after ``seconds``, after an interruption,
         or when something else has come, so that it can look what else there is to do. Of peers
-        that are gone `lost` and `left` tell.
+        that are gone `lost` and `left` tell. With ``keep`` see `poll`.
         """
-        message = self._take(None)
+        message = self._take(None, keep)
         if message is None:
             self._pump(self._clock() + seconds, until_message=True)
-            message = self._take(None)
+            message = self._take(None, keep)
         return message
 
     def interrupter(self) -> Callable[[], None]:
@@ -194,14 +194,22 @@ class Mailbox:
         return frozenset(self._endpoint.left)
 
     @alone
-    def poll(self, *, of: Iterable[int] | None = None) -> Message | None:
-        """Take the next message if one is there; does not wait."""
+    def poll(self, *, of: Iterable[int] | None = None, keep: bool = False) -> Message | None:
+        """Take the next message if one is there; does not wait.
+
+        With ``keep`` it counts against the window of its flow until it is let `free`.
+        """
         wanted = None if of is None else frozenset(of)
-        message = self._take(wanted)
+        message = self._take(wanted, keep)
         if message is None:
             self._pump(self._clock())
-            message = self._take(wanted)
+            message = self._take(wanted, keep)
         return message
+
+    @alone
+    def free(self, message: Message) -> None:
+        """Let a message that was kept count no longer, as its memory is not needed any more."""
+        self._endpoint.free(message, self._clock())
 
     @alone
     def wait(self, posted: Iterable[Posted], seconds: float | None = None) -> None:
@@ -360,11 +368,11 @@ class Mailbox:
         if endpoint.busy:
             endpoint.flush(self._carrier.send, now)
 
-    def _take(self, of: frozenset[int] | None) -> Message | None:
+    def _take(self, of: frozenset[int] | None, keep: bool = False) -> Message | None:
         if not self._endpoint.waiting:
             return None
         now = self._clock()
-        message = self._endpoint.take(now, of)
+        message = self._endpoint.take(now, of, keep=keep)
         if message is not None and now >= self._endpoint.due():
             self._go_over(now)
         return message

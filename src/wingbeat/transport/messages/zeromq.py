@@ -29,6 +29,9 @@ from wingbeat.transport.messages.header import LARGEST
 SEND_BUFFER = 1 << 18
 """Bytes of a socket's buffer in the kernel: what is in there cannot be overtaken."""
 
+SEALED = 64
+"""Bytes, with some to spare, by which encryption makes a part larger: its limit counts them."""
+
 CLOSING_S = 5.0
 """Seconds that ZeroMQ may take to close its connections, in addition to the linger."""
 
@@ -289,7 +292,7 @@ class ZeroMQCarrier:
         options = {
             zmq.ROUTER_MANDATORY: 1,
             zmq.PROBE_ROUTER: 1,  # tells a peer that its connection has been made anew
-            zmq.MAXMSGSIZE: max(message, LARGEST + INLINE),
+            zmq.MAXMSGSIZE: max(message, LARGEST + INLINE) + SEALED * (self._keys is not None),
             zmq.SNDHWM: 0,  # the windows are the limit
             zmq.RCVHWM: 1000,
             zmq.SNDBUF: SEND_BUFFER,

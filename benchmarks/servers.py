@@ -1,0 +1,439 @@
+"""One parameter server on loopback: how fast it sums, and what memory it takes.
+
+    python benchmarks/servers.py --json out/servers.json
+
+Three cases; exit code 1 if a limit is missed. What is compared takes turns in each round, in one
+order and then in the other, and a ratio is the median of the rounds' ratios.
+
+push    Workers, each a process, push slices of the default size to a server, and to a process that
+        takes the same messages and drops them; both in the clear and encrypted. Limit: the server
+        sums 0.7 of the bytes a second that the message layer delivers to the other.
+sum     What a server does with pushed slices, beside torch's `copy_` and `add_` on the same sizes
+        with one thread. Limit: 0.8 for float32; the others are shown.
+memory  Of the servers of `push`, beyond what they take once they have met all workers: when workers
+        are even, and when rank 0 comes late. Limit: twice the shards, and the window
+        (`wingbeat.servers.config.limits_of`) of each flow to the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from wingbeat.servers.config import ServerConfig, limits_of
+from wingbeat.servers.pipes import PipeStore, answer
+from wingbeat.servers.protocol import Kind, wish_of
+from wingbeat.types import Serving
+
+MIB = 1 << 20
+PATIENCE = 60.0
+CLASSES = 2
+SMALL = 4096
+"""Bytes of the last slice of each class: its sum says that all others of the class are there."""
+
+WAYS = ("server", "sink", "server, encrypted", "sink, encrypted")
+LATE = 2.0
+"""Seconds that rank 0 comes after the others."""
+
+
+def slices_of(mib: int) -> list[tuple[int, int]]:
+    """Return start and stop of each slice, in bytes; the last of each class is small."""
+    size, found, start = 4 * Serving().slice, [], 0
+    for each in [size] * max(CLASSES, mib * MIB // size) + [SMALL] * CLASSES:
+        found.append((start, start + each))
+        start += each
+    return found
+
+
+def config_of(way: str, workers: int, mib: int) -> ServerConfig:
+    """Return what the process behind ``way`` is told."""
+    return ServerConfig(
+        room=way.replace(", ", "-"),
+        index=0,
+        workers=workers,
+        hosts=(0,),
+        interfaces=("lo",),
+        classes=CLASSES,
+        encrypted="encrypted" in way,
+        timeout=PATIENCE,
+        most=8 * mib * MIB + 64 * MIB,
+        order="ready",
+    )
+
+
+# -- the processes ------------------------------------------------------------------------
+
+
+def sink(text: str) -> None:
+    """Take what workers push and drop it; answer the pulls of a slice when all have come."""
+    config = ServerConfig.from_json(text)
+    store = PipeStore(sys.stdout, sys.stdin)
+    box = config.open(store)
+    store.ready()
+    pulls: dict[int, list[Any]] = {}
+    parent = os.getppid()
+    while len(box.left) < config.workers and os.getppid() == parent:
+        message = box.next(0.25)
+        while message is not None:
+            if message.kind == Kind.PULL:
+                waiting = pulls.setdefault(message.ids[1], [])
+                waiting.append(message)
+                if len(waiting) == config.workers:
+                    for each in pulls.pop(message.ids[1]):
+                        urgency = each.route.urgency
+                        box.post(each.peer, Kind.SUM, bytes(SMALL), ids=each.ids, urgency=urgency)
+            message = box.poll()
+    box.close()
+
+
+def sender(rank: int, workers: int, mib: int) -> None:
+    """Push whenever told to, and say from when to when that took."""
+    import numpy as np
+
+    from wingbeat.transport.messages import open_mailbox
+
+    store = PipeStore(sys.stdout, sys.stdin)
+    limits = limits_of(workers, CLASSES, PATIENCE)
+    boxes = {}
+    for way in WAYS:
+        config = config_of(way, workers, mib)
+        boxes[way] = open_mailbox(
+            store, rank, [workers], room=config.room, interfaces=["lo"], classes=CLASSES,
+            encrypted=config.encrypted, limits=limits, seconds=PATIENCE,
+        )  # fmt: skip
+    store.ready()
+    parts = slices_of(mib)
+    values = np.random.default_rng(rank).standard_normal(parts[-1][1] // 4).astype("f4")
+    memory = values.data.cast("B")
+    for line in sys.stdin:
+        way, number, late = json.loads(line)
+        time.sleep(late)
+        begin = time.monotonic()
+        push(boxes[way], workers, [memory[a:b] for a, b in parts], number)
+        print(json.dumps([begin, time.monotonic()]), flush=True)
+    for box in boxes.values():
+        box.close()
+
+
+def push(box: Any, server: int, parts: list[memoryview], number: int) -> None:
+    """Push all slices, those of one class after those of another in turns; wait for the last."""
+    last = range(len(parts) - CLASSES, len(parts))
+    for n, part in enumerate(parts):
+        urgency = n % CLASSES
+        ids = (0, n, number, wish_of(urgency, n))
+        fields = {"ids": ids, "urgency": urgency, "seconds": PATIENCE}
+        box.post(server, Kind.STORE, part, dtype="float32", **fields)
+        if n in last:
+            box.post(server, Kind.PULL, **fields)
+    for _ in last:
+        message = box.receive(PATIENCE)
+        assert message.kind == Kind.SUM, bytes(message.payload)
+        assert len(message.payload) == SMALL
+
+
+class Child:
+    """A process of this benchmark, which finds the others through this one."""
+
+    def __init__(self, words: list[str], store: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.helper = threading.Thread(target=self._help, args=(store,), daemon=True)
+        self.helper.start()
+
+    def _help(self, store: Any) -> None:
+        last = False
+        while not last:
+            line = self.process.stdout.readline()  # type: ignore[union-attr]
+            if not line:
+                return
+            text, last = answer(line, store)
+            self.tell(text)
+
+    def tell(self, text: str) -> None:
+        self.process.stdin.write(text + "\n")  # type: ignore[union-attr]
+        self.process.stdin.flush()  # type: ignore[union-attr]
+
+    def hear(self) -> Any:
+        line = self.process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            raise SystemExit(f"a worker has ended with exit status {self.process.wait()}")
+        return json.loads(line)
+
+    def memory(self, what: str) -> int:
+        """Return bytes of resident memory: now (``VmRSS``), or the most so far (``VmHWM``)."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(status.split(f"{what}:")[1].split()[0])
+
+    def close(self) -> None:
+        self.process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self.process.wait(PATIENCE)
+        finally:
+            self.process.kill()
+            self.process.stdout.close()  # type: ignore[union-attr]
+
+
+class Job:
+    """Servers, sinks and workers."""
+
+    def __init__(self, workers: int, mib: int) -> None:
+        from wingbeat.transport.loopback import Switchboard
+
+        store = Switchboard()
+        self.receivers, self.mib = {}, mib
+        for way in WAYS:
+            text = config_of(way, workers, mib).to_json()
+            own = ["-m", "wingbeat.servers"] if "server" in way else [__file__, "--sink"]
+            self.receivers[way] = Child([*own, text], store)
+        self.senders = [
+            Child([__file__, "--sender", json.dumps([rank, workers, mib])], store)
+            for rank in range(workers)
+        ]
+        for child in (*self.receivers.values(), *self.senders):
+            child.helper.join(PATIENCE)
+        self.met = {way: child.memory("VmRSS") for way, child in self.receivers.items()}
+        self.rounds = dict.fromkeys(WAYS, 0)
+
+    def once(self, way: str, late: float = 0.0) -> float:
+        """Have all push once; return bytes a second of all together."""
+        for rank, child in enumerate(self.senders):
+            child.tell(json.dumps([way, self.rounds[way], 0.0 if rank else late]))
+        self.rounds[way] += 1
+        begins, ends = zip(*(child.hear() for child in self.senders), strict=True)
+        nbytes = slices_of(self.mib)[-1][1] * len(self.senders)
+        return nbytes / (max(ends) - min(begins))
+
+    def grown(self, way: str) -> int:
+        """Bytes that a server has taken at most, beyond what it had when it had met all."""
+        return self.receivers[way].memory("VmHWM") - self.met[way]
+
+    def close(self) -> None:
+        for child in (*self.senders, *self.receivers.values()):
+            child.close()
+
+
+# -- what is measured ---------------------------------------------------------------------
+
+
+def pushes(workers: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Bytes a second of each way, and the servers' memory."""
+    job = Job(workers, args.mib)
+    try:
+        for way in WAYS:
+            job.once(way)
+        used = {way: _used(job, way) for way in WAYS}
+        samples = alternate({way: lambda w=way: job.once(w) for way in WAYS}, args.rounds)
+        used = {way: _used(job, way) - before for way, before in used.items()}
+        servers = [way for way in WAYS if "server" in way]
+        even = {way: job.grown(way) for way in servers}
+        for way in servers:
+            job.once(way, LATE)
+        late = {way: job.grown(way) for way in servers}
+    finally:
+        job.close()
+    window = workers * CLASSES * limits_of(workers, CLASSES, PATIENCE).window
+    return {
+        "bytes_a_second": samples,
+        "processor_s": used,
+        "shards": slices_of(args.mib)[-1][1],
+        "window": window,
+        "met": job.met,
+        "even": even,
+        "late": late,
+    }
+
+
+def _used(job: Job, way: str) -> float:
+    times = psutil.Process(job.receivers[way].process.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def alternate(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Measure each way once a round, in one order and then in the other."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in list(ways)[:: -1 if number % 2 else 1]:
+            samples[name].append(ways[name]())
+    return samples
+
+
+def sums(args: argparse.Namespace, workers: int = 4) -> dict[str, dict[str, list[float]]]:
+    """Pushed bytes a second of a server's arithmetic and of torch's, by dtype."""
+    import torch
+
+    torch.set_num_threads(1)
+    return {
+        name: alternate(
+            {"server": _ours(dtype, args.mib, workers), "torch": _torchs(dtype, args.mib, workers)},
+            args.rounds,
+        )
+        for name, dtype in (
+            ("float32", torch.float32),
+            ("bfloat16", torch.bfloat16),
+            ("float16", torch.float16),
+        )
+    }
+
+
+def _payloads(dtype: Any, workers: int) -> list[Any]:
+    import torch
+
+    chance = torch.Generator().manual_seed(0)
+    return [torch.randn(Serving().slice, generator=chance).to(dtype) for _ in range(workers)]
+
+
+def _timed(nbytes: int, work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return nbytes / (time.perf_counter() - begin)
+
+
+def _ours(dtype: Any, mib: int, workers: int) -> Callable[[], float]:
+    import torch
+
+    from wingbeat.servers.sums import Sums
+
+    payloads = _payloads(dtype, workers)
+    views = [memoryview(each.view(torch.uint8).numpy()).cast("B") for each in payloads]
+    made = Sums(workers, 1 << 40)
+    count = max(1, mib * MIB // len(views[0]))
+    rounds: Iterator[int] = iter(range(1 << 30))
+    name = str(dtype).removeprefix("torch.")
+
+    def once() -> None:
+        number = next(rounds)
+        for rank, view in enumerate(views):
+            for n in range(count):
+                made.push(rank, (0, n), number, name, view)
+
+    once()
+    once()
+    return lambda: _timed(count * sum(map(len, views)), once)
+
+
+def _torchs(dtype: Any, mib: int, workers: int) -> Callable[[], float]:
+    import torch
+
+    payloads = _payloads(dtype, workers)
+    count = max(1, mib * MIB // payloads[0].nbytes)
+    totals = [torch.zeros(len(payloads[0])) for _ in range(2 * count)]
+    results = [torch.zeros(len(payloads[0]), dtype=dtype) for _ in range(count)]
+
+    def once() -> None:
+        totals[:] = totals[count:] + totals[:count]  # as with a server: two buffers a slice
+        for rank, payload in enumerate(payloads):
+            for total in totals[:count]:
+                if rank == 0:
+                    total.copy_(payload)
+                else:
+                    total.add_(payload)
+        if dtype is not torch.float32:
+            for total, result in zip(totals, results, strict=False):
+                result.copy_(total)
+
+    once()
+    return lambda: _timed(count * sum(each.nbytes for each in payloads), once)
+
+
+# -- what is judged -----------------------------------------------------------------------
+
+
+def judge(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each figure with its limit; None where there is none."""
+    rows: list[dict[str, Any]] = []
+
+    def row(what: str, value: float, limit: float | None = None, at_least: bool = True) -> None:
+        ok = limit is None or (value >= limit if at_least else value <= limit)
+        rows.append({"what": what, "value": round(value, 4), "limit": limit, "ok": ok})
+
+    for workers, case in found["push"].items():
+        speeds = case["bytes_a_second"]
+        for way, values in speeds.items():
+            row(f"push, {workers} workers, {way}: GB/s", statistics.median(values) / 1e9)
+            moved = len(values) * case["shards"] * int(workers)
+            row("    its s of processor a GB", case["processor_s"][way] / moved * 1e9)
+        for kind in ("", ", encrypted"):
+            value = ratio(speeds["server" + kind], speeds["sink" + kind])
+            row(f"push, {workers} workers{kind}: server / sink", value, 0.7)
+        most = (2 * case["shards"] + case["window"]) / MIB
+        for when in ("even", "late"):
+            for way, grown in case[when].items():
+                row(f"memory, {workers} workers, {when}, {way}: MiB", grown / MIB, most, False)
+    for dtype, speeds in found.get("sum", {}).items():
+        for name, values in speeds.items():
+            row(f"sum, {dtype}, {name}: GB/s", statistics.median(values) / 1e9)
+        limit = 0.8 if dtype == "float32" else None
+        row(f"sum, {dtype}: server / torch", ratio(speeds["server"], speeds["torch"]), limit)
+    return rows
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Run the cases, print a table, and judge it."""
+    from wingbeat.bench import machine
+
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text("{}")
+    found: dict[str, Any] = {"push": {}}
+    if "sum" in args.cases:
+        found["sum"] = sums(args)
+    if "push" in args.cases:
+        for workers in args.workers:
+            print(f"push: {workers} workers", file=sys.stderr)
+            found["push"][str(workers)] = pushes(workers, args)
+    rows = judge(found)
+    report = {
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "found": found,
+        "rows": rows,
+    }
+    args.json.write_text(json.dumps(report, indent=1))
+    for row in rows:
+        limit = "" if row["limit"] is None else f"  limit {row['limit']:g}"
+        print(f"{row['what']:58} {row['value']:10.3f}{limit}{'' if row['ok'] else '  MISSED'}")
+    return int(not all(row["ok"] for row in rows))
+
+
+def main() -> int:
+    """Parse the command line; in one of the processes, be that."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", nargs="+", default=["sum", "push"], choices=["sum", "push"],
+        help="push measures memory as well",
+    )  # fmt: skip
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--mib", type=int, default=64, help="of the gradients (64)")
+    parser.add_argument("--json", type=Path, default=Path("out/servers.json"))
+    parser.add_argument("--sink", help=argparse.SUPPRESS)
+    parser.add_argument("--sender", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.sink:
+        sink(args.sink)
+        return 0
+    if args.sender:
+        sender(*json.loads(args.sender))
+        return 0
+    return launch(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

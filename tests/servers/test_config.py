@@ -1,0 +1,50 @@
+"""What a server is told, and what may be under way to it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from wingbeat.servers.config import WINDOW, ServerConfig, limits_of
+from wingbeat.servers.service import Service
+from wingbeat.transport.messages.header import LARGEST
+
+CONFIG = ServerConfig(
+    room="servers/", index=1, workers=2, hosts=(0, 1), interfaces=("lo",), classes=2,
+    encrypted=True, timeout=5.0, most=1 << 20, order="ready",
+)  # fmt: skip
+
+
+def test_it_comes_through_as_text() -> None:
+    assert ServerConfig.from_json(CONFIG.to_json()) == CONFIG
+
+
+@pytest.mark.parametrize("classes", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 16, 64, 500])
+def test_all_flows_to_a_server_hold_the_stated_window(workers: int, classes: int) -> None:
+    limits = limits_of(workers, classes, 7.0)
+    least = 2 * (limits.message + LARGEST)
+    assert limits.silence == 7.0
+    assert least <= limits.window <= 32 << 20
+    assert workers * classes * limits.window <= max(WINDOW, workers * classes * least)
+
+
+@pytest.mark.parametrize("strangers", [{}, {"key": 2, "protocol": 1}])
+def test_strangers_that_were_refused_are_counted_in_a_line(
+    strangers: dict[str, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Box:
+        turned_away, refused = Counter(strangers), Counter({"magic": 4} if strangers else {})
+        interrupter = left = lost = None
+
+    monkeypatch.setattr(Service, "run", lambda *_: None)
+    mailbox: Any = Box()
+    with caplog.at_level(logging.WARNING):
+        CONFIG.serve(mailbox, lambda: True)
+    assert caplog.messages == (
+        ["server 1 (started by rank 1) refused 7 connections or frames of strangers: "
+         "key 2, magic 4, protocol 1"] if strangers else []
+    )  # fmt: skip
