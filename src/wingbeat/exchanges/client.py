@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError
+from wingbeat.exchanges.part import Part
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.protocol import TEXT, Ids, Kind
 from wingbeat.transport.messages.endpoint import Message
@@ -27,39 +28,23 @@ _LOOK_S = 0.1
 """Seconds between two looks at whether something is late."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A slice as one request has it.
-
-    Attributes:
-        server: the number of its mailbox.
-        ids: which slice of which plan and round, and how its sum is to come.
-        memory: its gradients, where the sum is put.
-        urgency: the class in which the gradients are pushed, 0 the most urgent.
-        position: its place in the order of forward.
-    """
-
-    server: int
-    ids: Ids
-    memory: memoryview
-    urgency: int
-    position: int
-
-
 @dataclass(eq=False, slots=True)
 class Request:
     """Slices that were pushed, or pulled, together: what a `Handle` is to whoever waits.
 
     Attributes:
-        kind: push, store or pull.
+        kind: push, store, pull or take.
         dtype: of the elements.
         parts: the slices.
+        what: what messages call all of them.
+        finish: called by the thread that serves when all sums have come, before anybody hears so.
     """
 
     kind: Kind
     dtype: str
     parts: Sequence[Part]
     what: str
+    finish: Callable[[], None] = lambda: None
     missing: int = 0
     error: PeerError | None = None
     posted: list[Posted] = field(default_factory=list)
@@ -101,6 +86,11 @@ class Request:
         for callback in callbacks:
             run_callback(functools.partial(callback, self))
 
+
+_EMPTY = (Kind.PULL, Kind.TAKE)
+"""What says it all without a payload."""
+
+_NOTHING = memoryview(b"")
 
 _Wanted: TypeAlias = "dict[tuple[int, int, int], tuple[Request, Part]]"
 
@@ -155,8 +145,15 @@ class Client:
         self._thread.start()
         return self
 
-    def start(self, kind: Kind, dtype: str, parts: Iterable[Part], what: str) -> Request:
-        """Push or pull slices; returns at once.
+    def start(
+        self,
+        kind: Kind,
+        dtype: str,
+        parts: Iterable[Part],
+        what: str,
+        finish: Callable[[], None] = lambda: None,
+    ) -> Request:
+        """Push or pull slices, or take what their sums lack; returns at once.
 
         Raises:
             PeerError: a server or a worker has failed before.
@@ -164,7 +161,7 @@ class Client:
         before = self._failure()
         if before is not None:
             raise PeerError(str(before))
-        request = Request(kind, dtype, tuple(parts), what)
+        request = Request(kind, dtype, tuple(parts), what, finish)
         self._new.append(request)
         self._interrupt()
         error = self._failure()
@@ -238,11 +235,11 @@ class Client:
         if not request.parts:
             request.end()
             return
-        pull = request.kind is Kind.PULL
+        pull = request.kind in _EMPTY
         for part in request.parts:
             if request.kind is not Kind.STORE:
                 self._wanted[part.ids[:3]] = request, part
-            nbytes = LARGEST if pull else LARGEST + len(part.memory)
+            nbytes = LARGEST if pull else LARGEST + part.nbytes
             urgency = 0 if pull else part.urgency
             self._outbox.add(Flow(part.server, urgency), part.position, nbytes, (request, part))
         if request.kind is Kind.STORE:
@@ -253,14 +250,13 @@ class Client:
 
     def _post(self, flow: Flow, item: tuple[Request, Part]) -> Callable[[], bool]:
         request, part = item
-        pull = request.kind is Kind.PULL
+        payload, dtype = part.memory, request.dtype
+        if request.kind in _EMPTY:
+            payload, dtype = _NOTHING, ""
+        elif part.form is not None:
+            payload, dtype = part.form.packed(), part.form.dtype
         posted = self._mailbox.post(
-            flow.peer,
-            request.kind,
-            b"" if pull else part.memory,
-            ids=part.ids,
-            dtype="" if pull else request.dtype,
-            urgency=flow.urgency,
+            flow.peer, request.kind, payload, ids=part.ids, dtype=dtype, urgency=flow.urgency
         )
         if request.kind is Kind.STORE:
             request.posted.append(posted)
@@ -279,22 +275,19 @@ class Client:
             raise PeerError(f"{self._me}: {server}: {text}")
         ids = Ids(*message.ids)
         found = self._wanted.pop(ids[:3], None)
-        if message.kind != Kind.SUM or found is None:
+        answer = Kind.SUM if found is None or found[0].kind is not Kind.TAKE else Kind.REST
+        if message.kind != answer or found is None:
             raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
         request, part = found
-        if (
-            part.server != message.peer
-            or message.dtype != request.dtype
-            or len(message.payload) != len(part.memory)
-        ):
+        if not part.put(message, request.dtype):
             raise PeerError(
                 f"{self._me}: {server} sent a malformed sum of slice {ids.slice}: "
                 f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
             )
-        part.memory[:] = message.payload
         self._heard = self._clock()
         request.missing -= 1
         if not request.missing:
+            request.finish()
             request.end()
 
     def _see_stored(self) -> None:

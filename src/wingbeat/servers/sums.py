@@ -82,13 +82,15 @@ class Sums:
     Args:
         workers: how many push each slice.
         most: bytes that all sums together may take; a job that needs more is refused.
+        dense: whether sums go back in the dtype that they were made in.
 
     Attributes:
         nbytes: of the sums that are kept or being made.
     """
 
-    def __init__(self, workers: int, most: int) -> None:
+    def __init__(self, workers: int, most: int, *, dense: bool = False) -> None:
         self._workers = workers
+        self._dense = dense
         self._most = most
         self._totals: dict[tuple[int, int], Total] = {}
         self._plan = -1
@@ -128,7 +130,7 @@ class Sums:
             raise Refused(f"rank {worker} pushed slice {key[1]} of round {number} twice")
         total.waiting[worker] = payload
         while (due := total.waiting.pop(total.added, None)) is not None:
-            _add(total, due)
+            self._add(total, due)
         if total.added < self._workers:
             return None
         return self._complete(key, total)
@@ -150,6 +152,10 @@ class Sums:
             raise Refused(f"slice {key[1]} of round {number} was pulled after round {last}")
         return total.sums[-1] if total is not None and number == last else None
 
+    def take(self, key: tuple[int, int]) -> Array | None:  # noqa: ARG002
+        """Return what the sums of a slice still lack: nothing, as they are sent as they are."""
+        return None
+
     def missing(self, before: float) -> tuple[tuple[int, int], set[int]] | None:
         """Return a slice that was begun before that moment, and the workers that it waits for."""
         for key, total in self._totals.items():
@@ -166,17 +172,10 @@ class Sums:
         )
 
     def _total(self, worker: int, key: tuple[int, int], dtype: str, payload: memoryview) -> Total:
-        if dtype not in ITEMSIZE:
-            raise Refused(
-                f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}"
-            )
-        numel, rest = divmod(len(payload), ITEMSIZE[dtype])
-        if rest or not numel:
-            raise Refused(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
+        numel = elements(worker, dtype, payload)
         total = self._totals.get(key)
         if total is None:
-            if key[0] < self._plan:
-                raise Refused(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
+            self._refuse_old(worker, key)
             total = Total(dtype, numel)
         if (dtype, numel) != (total.dtype, total.numel):
             raise Refused(
@@ -185,12 +184,17 @@ class Sums:
             )
         return total
 
+    def _refuse_old(self, worker: int, key: tuple[int, int]) -> None:
+        if key[0] < self._plan:
+            raise Refused(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
+
     def _begin(self, total: Total, now: float) -> None:
         """Start a round, in memory that nobody reads any more, and not in the last sum's."""
         over = next((old for old in total.sums[:-1] if old.free()), None)
         dtype = sum_dtype(total.dtype)
-        narrow = ITEMSIZE[total.dtype] < dtype.itemsize
-        need = 0 if over is not None else total.numel * ITEMSIZE[total.dtype]
+        back = ITEMSIZE[self._back_in(total.dtype)]
+        narrow = back < dtype.itemsize
+        need = 0 if over is not None else total.numel * back
         if narrow and total.spare is None:
             need += total.numel * dtype.itemsize
         if need:
@@ -215,7 +219,7 @@ class Sums:
 
     def _complete(self, key: tuple[int, int], total: Total) -> Sum:
         assert total.buffer is not None
-        done = Sum(total.round, total.dtype, narrowed(total.buffer, total.dtype))
+        done = self._made(total)
         if done.result is not total.buffer:
             total.spare = total.buffer
         total.sums.append(done)
@@ -230,11 +234,34 @@ class Sums:
         for key in [key for key in self._totals if key[0] < plan]:
             self.nbytes -= self._totals.pop(key).nbytes
 
+    def _add(self, total: Total, payload: memoryview) -> None:
+        assert total.buffer is not None
+        if total.added == 0:
+            np.copyto(total.buffer, widened(payload, total.dtype))
+        else:
+            add(total.buffer, payload, total.dtype)
+        total.added += 1
 
-def _add(total: Total, payload: memoryview) -> None:
-    assert total.buffer is not None
-    if total.added == 0:
-        np.copyto(total.buffer, widened(payload, total.dtype))
-    else:
-        add(total.buffer, payload, total.dtype)
-    total.added += 1
+    def _made(self, total: Total) -> Sum:
+        """Return what is complete, as it is to travel."""
+        assert total.buffer is not None
+        dtype = self._back_in(total.dtype)
+        return Sum(total.round, dtype, narrowed(total.buffer, dtype))
+
+    def _back_in(self, dtype: str) -> str:
+        """Return what a sum of ``dtype`` travels in."""
+        return sum_dtype(dtype).name if self._dense else dtype
+
+
+def elements(worker: int, dtype: str, payload: memoryview) -> int:
+    """Return how many elements a payload has.
+
+    Raises:
+        Refused: it has no elements of that dtype.
+    """
+    if dtype not in ITEMSIZE:
+        raise Refused(f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}")
+    numel, rest = divmod(len(payload), ITEMSIZE[dtype])
+    if rest or not numel:
+        raise Refused(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
+    return numel
