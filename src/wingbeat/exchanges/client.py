@@ -92,7 +92,7 @@ _EMPTY = (Kind.PULL, Kind.TAKE)
 
 _NOTHING = memoryview(b"")
 
-_Wanted: TypeAlias = "dict[tuple[int, int, int], tuple[Request, Part]]"
+_Wanted: TypeAlias = "dict[tuple[int, ...], tuple[Request, Part]]"
 
 
 class Client:
@@ -236,9 +236,11 @@ class Client:
             request.end()
             return
         pull = request.kind in _EMPTY
+        answer = Kind.REST if request.kind is Kind.TAKE else Kind.SUM
         for part in request.parts:
             if request.kind is not Kind.STORE:
-                self._wanted[part.ids[:3]] = request, part
+                key = answer, *part.ids[:3]
+                self._wanted[key] = request, part
             nbytes = LARGEST if pull else LARGEST + part.nbytes
             urgency = 0 if pull else part.urgency
             self._outbox.add(Flow(part.server, urgency), part.position, nbytes, (request, part))
@@ -274,9 +276,8 @@ class Client:
             text = "".join(c if c.isprintable() else "?" for c in text)
             raise PeerError(f"{self._me}: {server}: {text}")
         ids = Ids(*message.ids)
-        found = self._wanted.pop(ids[:3], None)
-        answer = Kind.SUM if found is None or found[0].kind is not Kind.TAKE else Kind.REST
-        if message.kind != answer or found is None:
+        found = self._wanted.pop((message.kind, *ids[:3]), None)
+        if found is None:
             raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
         request, part = found
         if not part.put(message, request.dtype):

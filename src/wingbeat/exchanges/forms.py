@@ -101,7 +101,7 @@ class Encoded:
     def packed(self) -> memoryview:
         """Encode the gradients and what was not sent of earlier ones."""
         plan, first = self.plan, len(self.plan.head)
-        payload = torch.empty(plan.nbytes, dtype=torch.uint8)
+        payload = torch.zeros(plan.nbytes, dtype=torch.uint8)  # what fills up pieces is sent too
         payload[:first] = torch.frombuffer(bytearray(plan.head), dtype=torch.uint8)
         whole = Span(0, self.part.numel())
         plan.coding.encode(self.part, whole, payload[first:], self.residual)

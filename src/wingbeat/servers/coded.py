@@ -206,7 +206,7 @@ class CodedSums(Sums):
             return Sum(total.round, self._back(form), self._plain(total, form))
         if self._codec.feedback and total.rest is None:
             total.rest = np.zeros(form.numel, np.float32)
-        result = np.empty(form.nbytes, np.uint8)
+        result = np.zeros(form.nbytes, np.uint8)  # what fills up pieces is sent too
         first = len(form.head)
         result[:first] = np.frombuffer(form.head, np.uint8)
         form.coding.encode(

@@ -224,7 +224,7 @@ class Service:
     def _want(self, answer: Answer) -> None:
         """Remember who wants a sum that is not complete."""
         waiting = self._pulls.setdefault(answer.ids[:2], [])
-        if any(answer.worker == other.worker for other in waiting):
+        if any((answer.worker, answer.kind) == (each.worker, each.kind) for each in waiting):
             raise _twice(answer)
         if self._wants[answer.worker] >= self._most_wants:
             raise Refused(f"rank {answer.worker} waits for more than {self._most_wants} sums")

@@ -173,6 +173,12 @@ def _check_served(strategy: Strategy) -> None:
             "other elements, and servers sum all; allowed: Sketch(), LowRank(), Half(), "
             '"bf16", "fp32", or a topology as the exchange, as in AllReduce(wire="topk") and OMGS()'
         )
+    exchange = cast(Servers, strategy.exchange)
+    if exchange.back == "dense" and not wires.of(strategy.wire):
+        raise UsageError(
+            f"Strategy(exchange={exchange!r}, wire={strategy.wire!r}): sums are dense as it is; "
+            'back="dense" is for another wire, such as "bf16" or Sketch()'
+        )
     plan = cast(PlanPart, strategy.plan)
     if plan.merging() is not None:
         raise UsageError(
