@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from helpers.mail import Clock, Play
-from helpers.serving import LARGEST, LEAST, Drama, Job, Office, VirtualBox
+from helpers.serving import LARGEST, LEAST, Box, Drama, Job, Letter, Office, VirtualBox
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.exchanges import forms
 from wingbeat.exchanges.client import Request
 from wingbeat.exchanges.part import Part
-from wingbeat.servers.coded import CodedSums
+from wingbeat.servers.coded import CodedSums, bytes_of
 from wingbeat.servers.partition import Slice
 from wingbeat.servers.protocol import Ids, Kind, wish_of
+from wingbeat.servers.service import Service
+from wingbeat.servers.sums import Sums
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
 from wingbeat.types import Span
@@ -196,3 +198,142 @@ def test_whatever_the_network_does_nothing_is_lost() -> None:
         )
         drama.play()
         drama.check_kept()
+
+
+# -- one server or one worker, and what nobody should send ------------------------------------
+
+
+@dataclass
+class Rig:
+    """One server and the mailboxes of two workers."""
+
+    service: Service
+    box: Box
+    workers: list[Box]
+    office: Office
+
+    def send(self, rank: int, kind: Kind, number: int = 0, turn: int = 0, **more: Any) -> None:
+        self.workers[rank].post(2, kind, ids=(0, number, turn, 0), **more)
+
+    def push(self, rank: int, number: int = 0, turn: int = 0) -> None:
+        form = forms.Encoded(torch.tensor([1.0, 2.0, 4.0 + rank, 7.0]), None, PLAN)
+        self.send(rank, Kind.PUSH, number, turn, payload=form.packed(), dtype=form.dtype)
+
+    def heard(self, rank: int) -> list[Letter]:
+        for _ in range(200):
+            for _ in range(5):
+                self.office.move()
+            self.service.step(self.box.poll())
+        out = []
+        while (letter := self.workers[rank].poll()) is not None:
+            out.append(letter)
+        return out
+
+
+PLAN = forms.Plan(WIRE, coding(40), Span(20, 24))
+LOSSY = forms.Plan(WIRE, coding(40), Span(0, 30))
+
+
+def rig(sums: Sums | None = None) -> Rig:
+    office = Office(random.Random(0), 2)
+    boxes = [office.box(number) for number in range(3)]
+    sums = CodedSums(2, 1 << 20, wire=WIRE, largest=LARGEST) if sums is None else sums
+    service = Service(boxes[2], 2, most=1 << 20, sums=sums, clock=Clock())  # type: ignore[arg-type]
+    return Rig(service, boxes[2], boxes[:2], office)
+
+
+@pytest.mark.parametrize(
+    ("send", "why"),
+    [
+        (lambda r: r.send(1, Kind.TAKE), "rank 1 wants what sums of slice 0 lack"),
+        (lambda r: r.send(0, Kind.TAKE, turn=1), "slice 0 of round 1 was pulled after round -1"),
+        (lambda r: [r.send(0, Kind.TAKE) for _ in "ab"], "rank 0 wants slice 0 of round 0 twice"),
+        (lambda r: r.send(0, Kind.REST), "rank 0 sent a message of kind 33"),
+        (lambda r: r.send(0, Kind.STORE, dtype="uint8", payload=b"\x01"), "malformed: 1 bytes are"),
+    ],
+)  # fmt: skip
+def test_what_no_worker_may_send_ends_the_sums_and_all_are_told_why(send: Any, why: str) -> None:
+    made = rig()
+    send(made)
+    for rank in range(2):
+        (letter,) = made.heard(rank)
+        assert letter.kind == Kind.FAILED
+        assert why in bytes(letter.payload).decode()
+
+
+def test_what_a_sum_lacks_is_sent_when_the_sum_is_complete() -> None:
+    made = rig()
+    gradients = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    form = forms.Encoded(gradients, None, LOSSY)
+    for rank in range(2):
+        made.send(0, Kind.TAKE) if rank else None
+        made.send(rank, Kind.STORE, payload=form.packed(), dtype=form.dtype)
+        letters = made.heard(0)
+        assert [letter.kind for letter in letters] == [Kind.REST] * rank
+    (letter,) = letters
+    assert (letter.dtype, len(letter.payload)) == ("float32", 4 * 30)
+    made.send(0, Kind.TAKE)
+    (letter,) = made.heard(0)
+    assert (letter.kind, letter.dtype, len(letter.payload)) == (Kind.REST, "", 0)
+
+
+def test_a_server_that_keeps_nothing_says_so() -> None:
+    made = rig(Sums(2, 1 << 20))
+    for rank in range(2):
+        made.send(rank, Kind.STORE, payload=bytes(16), dtype="float32")
+    made.heard(0)
+    made.send(0, Kind.TAKE)
+    (letter,) = made.heard(0)
+    assert (letter.kind, letter.dtype, len(letter.payload)) == (Kind.REST, "", 0)
+
+
+GOOD = forms.Encoded(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, PLAN).packed()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "payload"),
+    [
+        ("uint8", bytes(GOOD)[:-1]),
+        ("uint8", bytes(GOOD) + b"\0"),
+        ("uint8", b"\x02" + bytes(GOOD)[1:]),
+        ("uint8", bytes(GOOD)[:19] + b"\x01" + bytes(GOOD)[20:]),
+        ("uint8", b""),
+        ("", bytes(GOOD)),
+        ("float32", bytes(16)),
+    ],
+    ids=["short", "long", "version", "dense", "empty", "dtype", "float32"],
+)
+def test_an_encoded_sum_of_another_form_is_refused_and_not_written(
+    dtype: str, payload: bytes
+) -> None:
+    part = torch.arange(4.0)
+    with pytest.raises(ValueError, match="another form"):
+        forms.Encoded(part, None, PLAN).unpack(dtype, memoryview(payload))
+    assert part.tolist() == [0.0, 1.0, 2.0, 3.0]
+    forms.Encoded(part, None, PLAN).unpack("uint8", GOOD)
+    assert part[0] > 1.0, "two values stand for the four"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    [("float32", 12), ("float32", 20), ("bfloat16", 16), ("", 16), ("uint8", 0)],
+)
+def test_a_dense_sum_or_a_rest_of_another_form_is_refused_and_not_written(
+    dtype: str, nbytes: int
+) -> None:
+    part = torch.arange(4.0)
+    made: list[Any] = [forms.Cast(part, "bfloat16", "float32"), forms.Rest(part)]
+    made.append(forms.Encoded(part, None, PLAN, "float32"))
+    for form in made:
+        with pytest.raises(ValueError, match="another form"):
+            form.unpack(dtype, memoryview(b"\x01" * nbytes))
+    assert part.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_payload_that_cannot_be_read_where_it_is_is_copied() -> None:
+    values = torch.arange(300.0).numpy().tobytes()
+    for offset in range(5):
+        padded = bytearray(offset) + values
+        read = bytes_of(memoryview(padded)[offset:]).view(torch.float32)
+        assert torch.equal(read, torch.arange(300.0))
+    assert bytes_of(memoryview(values)).numpy().tobytes() == values

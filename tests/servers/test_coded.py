@@ -46,7 +46,7 @@ class Pushed:
         self.head = head.pack(wire, pieces)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> bytes:
-        room = torch.empty(self.coding.room(Span(0, N)), dtype=torch.uint8)
+        room = torch.zeros(self.coding.room(Span(0, N)), dtype=torch.uint8)
         self.coding.encode(x, Span(0, N), room, residual)
         return self.head + room.numpy().tobytes()
 
