@@ -253,6 +253,8 @@ class Serving:
         order: in which order a sender sends, of `wingbeat.servers.outbox.Order`.
         shuffled: whether sums are pulled in a random order.
         encrypted: whether messages are.
+        dense: whether sums come back in float32, or float64, where gradients travel as another
+            dtype or through a codec.
     """
 
     count: int = 0
@@ -265,6 +267,7 @@ class Serving:
     order: str = "ready"
     shuffled: bool = False
     encrypted: bool = True
+    dense: bool = False
 
     @property
     def classes(self) -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
-from wingbeat.errors import UsageError
+from wingbeat.errors import UsageError, unknown
 from wingbeat.settings import Named, Settings, is_number, named
 from wingbeat.traits import WHOLE, Part
 
@@ -189,6 +189,32 @@ def of(wire: Wire) -> str | Coded:
         return wire
     text = str(wire)
     return DTYPES[text] if text in DTYPES else named("wire", text, _CODECS, also=DTYPES)
+
+
+def to_json(wire: Coded) -> list[Any]:
+    """Return a codec's settings as JSON has it: the class's name and its fields.
+
+    >>> to_json(Half())
+    ['Half', {'auto_disable': False}]
+    """
+    return [type(wire).__name__, asdict(wire)]
+
+
+def from_json(listed: Sequence[Any]) -> Coded:
+    """Return what `to_json` has made.
+
+    >>> from_json(to_json(Sketch(bits=4)))
+    Sketch(bits=4)
+
+    Raises:
+        UsageError: no such codec, or a value out of range.
+    """
+    name, fields = listed
+    kinds = {kind.__name__: kind for kind in get_args(Coded)}
+    if name not in kinds:
+        raise unknown("wire", name, kinds)
+    made: Coded = kinds[name](**fields)
+    return made
 
 
 def pairs(groups: Any) -> tuple[tuple[str, float], ...]:

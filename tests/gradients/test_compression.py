@@ -26,8 +26,28 @@ ALWAYS = [
 LOSSY = [wire for wire in ALWAYS if not isinstance(wire, Half)]
 SIZE = 3
 
+SERVED = ("geryon", "geryon-start", "geryon-dense")
+KINDS = ("allreduce", "dear", *SERVED)
+
+
+def pairs(wires: list[Any], kinds: tuple[str, ...] = KINDS, slow: tuple[str, ...] = ()) -> Any:
+    """Every kind of strategy with every wire that it has."""
+    found = [
+        pytest.param(
+            kind, wire, id=f"{kind}-{wire!r}", marks=pytest.mark.slow if kind in slow else ()
+        )
+        for kind in kinds
+        for wire in wires
+        if not (kind in SERVED and isinstance(wire, TopK))
+    ]
+    return pytest.mark.parametrize(("kind", "wire"), found)
+
 
 def strategy(kind: str, wire: Any, mb: float = 0.02) -> Any:
+    if kind in SERVED:
+        pull, back = "start" if "start" in kind else "ready", "dense" if "dense" in kind else "wire"
+        options: dict[str, Any] = {"mb": mb, "servers": 2, "slice": 20_000, "encrypted": False}
+        return wingbeat.Geryon(wire=wire, pull=pull, back=back, **options)
     if kind == "allreduce":
         return wingbeat.AllReduce(wire=wire, mb=mb, first_mb=mb)
     return wingbeat.DeAR(wire=wire, plan="fixed", mb=mb, edge_mb=mb)
@@ -90,8 +110,7 @@ def assert_nothing_lost(results: list[Any], steps: int, size: int) -> None:
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "dear"])
-@pytest.mark.parametrize("wire", LOSSY, ids=repr)
+@pairs(LOSSY)
 def test_what_has_not_arrived_is_in_a_residual(kind, wire) -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy(kind, wire))
@@ -104,8 +123,7 @@ def test_what_has_not_arrived_is_in_a_residual(kind, wire) -> None:
 
 
 @pytest.mark.parametrize("new_buckets", [False, True])
-@pytest.mark.parametrize("kind", ["allreduce", "dear"])
-@pytest.mark.parametrize("wire", LOSSY, ids=repr)
+@pairs(LOSSY)
 def test_what_is_left_of_a_parameter_waits_until_it_is_used_again(kind, wire, new_buckets) -> None:
     """Nobody uses what workers send for a parameter that has no gradient anywhere."""
     idle = {1: {1, 2, 3}, 4: {2}}  # parameters and the steps in which nobody uses them
@@ -136,8 +154,7 @@ def test_what_is_left_of_a_parameter_waits_until_it_is_used_again(kind, wire, ne
         torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "dear"])
-@pytest.mark.parametrize("wire", LOSSY, ids=repr)
+@pairs(LOSSY)
 def test_rebucketing_loses_nothing(kind, wire) -> None:
     sizes = [random.Random(3).choice([400, 5000, 60_000, 1 << 20]) for _ in range(8)]
 
@@ -156,9 +173,8 @@ def test_rebucketing_loses_nothing(kind, wire) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["allreduce", "dear"])
-def test_another_number_of_workers_takes_over_what_is_owed(kind, after) -> None:
-    wire = TopK(density=0.05, warmup=0, auto_disable=False)
+@pairs(LOSSY[1:3])
+def test_another_number_of_workers_takes_over_what_is_owed(kind, wire, after) -> None:
 
     def before(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy(kind, wire))
@@ -244,8 +260,7 @@ def _gathered(world: Any, state: Any) -> list[Any]:
     return list(_board.values())
 
 
-@pytest.mark.parametrize("kind", ["allreduce", pytest.param("dear", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("wire", ALWAYS, ids=repr)
+@pairs(ALWAYS, slow=("dear", "geryon-start", "geryon-dense"))
 def test_training_ends_near_where_dense_training_does(kind, wire) -> None:
     def body(world: Any, chosen: Any) -> Any:
         model = net()
@@ -264,7 +279,7 @@ def test_training_ends_near_where_dense_training_does(kind, wire) -> None:
     assert results[0][1] < dense + 0.1 * start, (results[0][1], dense)
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_nobody_uses_stay_as_they_are(kind) -> None:
     """Who has used a parameter travels unrounded."""
 
@@ -331,8 +346,7 @@ def test_one_worker_has_the_momentum_that_many_have() -> None:
     assert_same(corrected, on(1, lambda w: body(w, "fp32", 0.9))[0], 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "dear"])
-@pytest.mark.parametrize("wire", ALWAYS, ids=repr)
+@pairs(ALWAYS, slow=("geryon-start", "geryon-dense"))
 def test_a_scaler_sees_what_overflowed_and_training_goes_on(kind, wire) -> None:
     def body(world: Any) -> Any:
         model = net()
@@ -394,12 +408,13 @@ def test_shards_take_sketched_gradients_and_whole_parameters() -> None:
         assert (value.double() + wanted).norm() < 0.05 * wanted.norm() + 1e-3
 
 
-def test_a_codec_that_is_not_faster_is_switched_off_on_all_workers(monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("kind", ["dear", "geryon", "geryon-start"])
+def test_a_codec_that_is_not_faster_is_switched_off_on_all_workers(kind, caplog) -> None:
     """Virtual time: an iteration with the codec takes twice as long on one of the workers."""
     caplog.set_level("INFO", "wingbeat")
 
     def body(world: Any) -> Any:
-        model, optimizer = distributed_pull(world, strategy("dear", Sketch()))
+        model, optimizer = distributed_pull(world, strategy(kind, Sketch()))
         compression, control = engine(model).compression, engine(model).control
 
         class Watch:

@@ -16,6 +16,7 @@ from wingbeat.servers.outbox import Order
 from wingbeat.servers.partition import Slice, partitioned
 from wingbeat.servers.protocol import Ids, Kind, wish_of
 from wingbeat.servers.service import Service
+from wingbeat.servers.sums import Sums
 from wingbeat.transport.messages import header
 from wingbeat.transport.messages.compose import compose
 from wingbeat.transport.messages.endpoint import Route
@@ -282,7 +283,7 @@ class Drama:
         self.services = [
             Service(
                 self.boxes[job.workers + index], job.workers, most=1 << 20, order=job.order,
-                timeout=1e9, classes=job.classes, clock=clock,
+                timeout=1e9, classes=job.classes, sums=self.sums(), clock=clock,
             )
             for index in range(job.servers)
         ]  # fmt: skip
@@ -297,6 +298,10 @@ class Drama:
         ]  # fmt: skip
         self.memory = [[np.zeros(n, "f4") for n in job.sizes] for _ in range(job.workers)]
         self.checked = self.held_back = 0
+
+    def sums(self) -> Sums | None:
+        """What a server sums by; None for its own."""
+        return None
 
     def play(self, most: int = 20_000, begun: Mapping[int, Act] | None = None) -> None:
         """Let things happen until all workers are done; fail if that does not come to pass."""

@@ -43,7 +43,7 @@ def test_strangers_that_were_refused_are_counted_in_a_line(
     monkeypatch.setattr(Service, "run", lambda *_: None)
     mailbox: Any = Box()
     with caplog.at_level(logging.WARNING):
-        CONFIG.serve(mailbox, lambda: True)
+        CONFIG.serve(mailbox, CONFIG.sums(), lambda: True)
     assert caplog.messages == (
         ["server 1 (started by rank 1) refused 7 connections or frames of strangers: "
          "key 2, magic 4, protocol 1"] if strangers else []

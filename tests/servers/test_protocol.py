@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat.servers.coded import CodedSums
 from wingbeat.servers.config import ServerConfig, name_of
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.protocol import position_of, urgency_of, wish_of
+from wingbeat.wires import Coded, Half, LowRank, Sketch
 
 
 @given(st.integers(0, 255), st.integers(0, 2**40))
@@ -31,6 +37,24 @@ def test_what_a_server_is_told_comes_back_from_text() -> None:
     assert hash(found) == hash(CONFIG), "lists have become tuples again"
     assert found.number == 5
     assert Order(found.order) is Order.URGENT
+
+
+@pytest.mark.parametrize("wire", [Sketch(bits=3, level="ends"), LowRank(rank=7), Half()], ids=repr)
+def test_a_codec_comes_back_from_text(wire: Coded) -> None:
+    config = dataclasses.replace(CONFIG, wire=wire, dense=True)
+    assert ServerConfig.from_json(config.to_json()) == config
+    sums = config.sums()
+    assert isinstance(sums, CodedSums)
+    assert sums._wire == wire
+    assert sums._dense
+
+
+def test_a_server_without_a_codec_loads_no_torch() -> None:
+    code = (
+        "import sys; from wingbeat.servers.config import ServerConfig; "
+        f"ServerConfig.from_json({CONFIG.to_json()!r}).sums(); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import wingbeat
-from wingbeat import Strategy, parts, strategies
+from wingbeat import Strategy, parts, strategies, wires
 from wingbeat.errors import UsageError
+from wingbeat.strategies import parse
 from wingbeat.types import Choices, Fusion, Merging
 from wingbeat.wires import Half, Sketch, TopK
 
@@ -103,6 +104,15 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
             "WaitFree() has; allowed: schedule=Decoupled(), which DeAR has",
         ),
         ({"update": "deferred"}, "Deferred() needs sums that come after backward"),
+        (
+            {"exchange": "servers", "schedule": "served", "wire": "topk@0.1"},
+            "wire=TopK(density=0.1)): each worker sends other elements, and servers sum all; "
+            'allowed: Sketch(), LowRank(), Half(), "bf16", "fp32", or a topology as the exchange',
+        ),
+        (
+            {"exchange": parts.Servers(back="dense"), "schedule": "served"},
+            "wire='fp32'): sums are dense as it is; back=\"dense\" is for another wire",
+        ),
         ({"schedule": "dear", "update": "whole"}, "Whole() needs whole all-reduces"),
         (
             {"schedule": "dear", "wire": TopK(momentum=0.9)},
@@ -116,6 +126,10 @@ def test_parts_that_do_not_fit_are_refused_in_one_line(options: Any, words: str)
 
 
 def test_a_preset_refuses_what_its_parts_do() -> None:
+    with pytest.raises(UsageError, match=r"TopK.*as in AllReduce\(wire=.topk.\) and OMGS"):
+        wingbeat.Geryon(wire="topk")
+    with pytest.raises(UsageError, match="unknown Servers back 'thin'; allowed: dense, wire"):
+        wingbeat.Geryon(wire="bf16", back="thin")
     with pytest.raises(UsageError, match="needs whole all-reduces"):
         wingbeat.DeAR(wire=TopK(momentum=0.9))
     assert wingbeat.AllReduce(wire=TopK(momentum=0.9)).choices().wire == TopK(momentum=0.9)
@@ -218,3 +232,19 @@ def test_an_option_that_would_change_nothing_is_refused(
         wingbeat.DeAR(**options)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wire", "back"),
+    [("bf16", "wire"), ("sketch@4", "dense"), ("lowrank", "wire"), ("fp16", "wire")],
+)
+def test_servers_take_these_wires(wire: str, back: str) -> None:
+    made = parse(f"geryon:wire={wire},back={back}")
+    assert made == wingbeat.Geryon(wire=wire, back=back)
+    assert not made.traits.exact
+    assert made.traits.synchronous
+    assert not made.traits.gathered
+    choices = made.choices()
+    assert choices.wire == wires.of(wire)
+    assert choices.servers is not None
+    assert choices.servers.dense == (back == "dense")

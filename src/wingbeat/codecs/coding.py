@@ -56,6 +56,16 @@ class Coding:
         """Return the exact size of the payload of ``span`` in bytes."""
         return sum(_aligned(part.nbytes) for part in self._parts_of(span))
 
+    def cut(self, span: Span) -> Coding:
+        """Return the coding of ``buffer[span]`` by itself; it makes the same payload of it."""
+        start = span.start
+        return Coding(
+            [
+                Region(Span(part.span.start - start, part.span.stop - start), part.codec, part.cols)
+                for part in self._parts_of(span)
+            ]
+        )
+
     def encode(
         self,
         buffer: torch.Tensor,

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.news import printable
+from wingbeat.exchanges.part import Part
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.protocol import Ids, Kind
 from wingbeat.transport.messages.endpoint import Message
@@ -31,39 +32,23 @@ _QUIET_S = 0.5
 """Seconds without a sum after which it is asked whether another worker knows why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A slice as one request has it.
-
-    Attributes:
-        server: the number of its mailbox.
-        ids: which slice of which plan and round, and how its sum is to come.
-        memory: its gradients, where the sum is put.
-        urgency: the class in which the gradients are pushed, 0 the most urgent.
-        position: its place in the order of forward.
-    """
-
-    server: int
-    ids: Ids
-    memory: memoryview
-    urgency: int
-    position: int
-
-
 @dataclass(eq=False, slots=True)
 class Request:
     """Slices that were pushed, or pulled, together: what a `Handle` is to whoever waits.
 
     Attributes:
-        kind: push, store or pull.
+        kind: push, store, pull or take.
         dtype: of the elements.
         parts: the slices.
+        what: what messages call all of them.
+        finish: called by the thread that serves when all sums have come, before anybody hears so.
     """
 
     kind: Kind
     dtype: str
     parts: Sequence[Part]
     what: str
+    finish: Callable[[], None] = lambda: None
     missing: int = 0
     error: PeerError | None = None
     posted: list[Posted] = field(default_factory=list)
@@ -106,7 +91,12 @@ class Request:
             run_callback(functools.partial(callback, self))
 
 
-_Wanted: TypeAlias = "dict[tuple[int, int, int], tuple[Request, Part]]"
+_EMPTY = (Kind.PULL, Kind.TAKE)
+"""What says it all without a payload."""
+
+_NOTHING = memoryview(b"")
+
+_Wanted: TypeAlias = "dict[tuple[int, ...], tuple[Request, Part]]"
 
 
 class Client:
@@ -163,8 +153,15 @@ class Client:
         self._thread.start()
         return self
 
-    def start(self, kind: Kind, dtype: str, parts: Iterable[Part], what: str) -> Request:
-        """Push or pull slices; returns at once.
+    def start(
+        self,
+        kind: Kind,
+        dtype: str,
+        parts: Iterable[Part],
+        what: str,
+        finish: Callable[[], None] = lambda: None,
+    ) -> Request:
+        """Push or pull slices, or take what their sums lack; returns at once.
 
         Raises:
             PeerError: a server or a worker has failed before.
@@ -172,7 +169,7 @@ class Client:
         before = self._failure()
         if before is not None:
             raise PeerError(str(before))
-        request = Request(kind, dtype, tuple(parts), what)
+        request = Request(kind, dtype, tuple(parts), what, finish)
         self._new.append(request)
         self._interrupt()
         error = self._failure()
@@ -247,11 +244,13 @@ class Client:
         if not request.parts:
             request.end()
             return
-        pull = request.kind is Kind.PULL
+        pull = request.kind in _EMPTY
+        answer = Kind.REST if request.kind is Kind.TAKE else Kind.SUM
         for part in request.parts:
             if request.kind is not Kind.STORE:
-                self._wanted[part.ids[:3]] = request, part
-            nbytes = LARGEST if pull else LARGEST + len(part.memory)
+                key = answer, *part.ids[:3]
+                self._wanted[key] = request, part
+            nbytes = LARGEST if pull else LARGEST + part.nbytes
             urgency = 0 if pull else part.urgency
             self._outbox.add(Flow(part.server, urgency), part.position, nbytes, (request, part))
         if request.kind is Kind.STORE:
@@ -262,14 +261,13 @@ class Client:
 
     def _post(self, flow: Flow, item: tuple[Request, Part]) -> Callable[[], bool]:
         request, part = item
-        pull = request.kind is Kind.PULL
+        payload, dtype = part.memory, request.dtype
+        if request.kind in _EMPTY:
+            payload, dtype = _NOTHING, ""
+        elif part.form is not None:
+            payload, dtype = part.form.packed(), part.form.dtype
         posted = self._mailbox.post(
-            flow.peer,
-            request.kind,
-            b"" if pull else part.memory,
-            ids=part.ids,
-            dtype="" if pull else request.dtype,
-            urgency=flow.urgency,
+            flow.peer, request.kind, payload, ids=part.ids, dtype=dtype, urgency=flow.urgency
         )
         if request.kind is Kind.STORE:
             request.posted.append(posted)
@@ -285,23 +283,19 @@ class Client:
         if message.kind == Kind.FAILED:
             raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
         ids = Ids(*message.ids)
-        found = self._wanted.pop(ids[:3], None)
-        if message.kind != Kind.SUM or found is None:
+        found = self._wanted.pop((message.kind, *ids[:3]), None)
+        if found is None:
             raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
         request, part = found
-        if (
-            part.server != message.peer
-            or message.dtype != request.dtype
-            or len(message.payload) != len(part.memory)
-        ):
+        if not part.put(message, request.dtype):
             raise PeerError(
                 f"{self._me}: {server} sent a malformed sum of slice {ids.slice}: "
                 f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
             )
-        part.memory[:] = message.payload
         self._heard = self._clock()
         request.missing -= 1
         if not request.missing:
+            request.finish()
             request.end()
 
     def _see_stored(self) -> None:

@@ -19,6 +19,7 @@ from wingbeat.transport.dscp import tos_of
 from wingbeat.transport.native import NativeGroup
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
+from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
@@ -40,12 +41,18 @@ class GpuServers:
     Args:
         world: the workers.
         serving: the classes; the other options have no meaning here.
+        wire: what gradients travel as.
 
     Raises:
         UsageError: an option that NCCL has no way to follow.
     """
 
-    def __init__(self, world: World, serving: Serving) -> None:
+    def __init__(self, world: World, serving: Serving, wire: str | Coded = "") -> None:
+        if wire:
+            raise UsageError(
+                f"wire={wire!r} with parameters on a GPU: as servers, GPUs sum gradients in their "
+                "own dtype only; use wire='fp32', or wingbeat.AllReduce or DeAR with this wire"
+            )
         usual = Serving()
         if serving.count or serving.whole or serving.order != usual.order or serving.shuffled:
             raise UsageError(

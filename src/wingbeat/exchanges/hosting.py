@@ -17,6 +17,7 @@ from wingbeat.transport.messages import open_mailbox
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
+from wingbeat.wires import Coded
 
 ROOM_FOR = 8
 """How many times the gradients' bytes a server has room for. Two sums of each slice are kept, in
@@ -36,6 +37,7 @@ class Hosting:
         world: the workers; all make one at the same time.
         serving: how many servers, and how.
         nbytes: of all gradients.
+        wire: what gradients travel as: empty for their own dtype, the name of one, or a codec.
 
     Attributes:
         count: how many servers there are.
@@ -44,7 +46,7 @@ class Hosting:
         client: pushes and pulls.
     """
 
-    def __init__(self, world: World, serving: Serving, nbytes: int) -> None:
+    def __init__(self, world: World, serving: Serving, nbytes: int, wire: str | Coded = "") -> None:
         identity = json.dumps(interfaces.local().identity)
         hosts = placement(world.exchange("server hosts", identity), serving.count)
         self._world, self._hosts = world, hosts
@@ -68,6 +70,8 @@ class Hosting:
                     timeout=world.timeout,
                     most=ROOM_FOR * nbytes + _SPARE,
                     order=serving.order,
+                    wire=None if isinstance(wire, str) else wire,
+                    dense=bool(serving.dense and wire),
                 ),
                 store,
             )

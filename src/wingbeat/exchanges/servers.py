@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from wingbeat.collectives import Encoded
+from wingbeat.collectives.cast import narrower
 from wingbeat.errors import UsageError
-from wingbeat.exchanges.client import Client, Part
+from wingbeat.exchanges import forms
+from wingbeat.exchanges.client import Client
+from wingbeat.exchanges.forms import DTYPES
 from wingbeat.exchanges.hosting import Hosting
+from wingbeat.exchanges.part import Form, Part
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Operation
+from wingbeat.servers import head
+from wingbeat.servers.dtypes import sum_dtype
+from wingbeat.servers.partition import Slice
 from wingbeat.servers.protocol import Kind
-from wingbeat.servers.requests import KINDS, Requests
+from wingbeat.servers.requests import KINDS, Asked, Requests
 from wingbeat.servers.tables import CoarseTable
 from wingbeat.transport.world import World
-from wingbeat.types import Serving
+from wingbeat.types import Serving, Span
+from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
-    from wingbeat.types import Span
 
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
+FLOAT32 = 4
+
+_NOTHING = memoryview(b"")
 
 _UNDIVIDED = (
     'threshold="coarse": of the buckets of this model %s is of fully connected layers alone, so '
@@ -42,14 +48,20 @@ class ServerExchange:
         world: the workers.
         serving: how many servers there are, and how gradients go to them.
         nbytes: of all gradients: what the servers make room for.
+        wire: what gradients travel as: empty for their own dtype, the name of one, or a codec.
     """
 
-    def __init__(self, world: World, serving: Serving, nbytes: int) -> None:
-        self._hosting = Hosting(world, serving, nbytes)
+    def __init__(self, world: World, serving: Serving, nbytes: int, wire: str | Coded = "") -> None:
+        self._hosting = Hosting(world, serving, nbytes, wire)
         self._client: Client = self._hosting.client
         self._requests = Requests(serving, self._hosting.count, seed=world.rank)
+        self._rank, self._workers = world.rank, world.size
+        self._wire, self._dense = wire, bool(serving.dense and wire)
         self._buckets: list[Bucket] = []
         self._told = world.rank != 0
+        self._plans: dict[int, forms.Plan] = {}
+        self._residuals: dict[int, torch.Tensor] = {}
+        self._due: set[int] = set()
         world.on_close(self._hosting.close)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
@@ -62,7 +74,11 @@ class ServerExchange:
                     "float16 and bfloat16 on the CPU; use wingbeat.DeAR() or AllReduce()"
                 )
         self._buckets = list(buckets)
+        self._plans, self._residuals, self._due = {}, {}, set()
         largest = self._hosting.message // max(bucket.flat.element_size() for bucket in buckets)
+        if self._wire:  # what a codec cannot make smaller, and sums that are sent as they are
+            room = self._hosting.message - head.ROOM
+            largest = min(largest, room // FLOAT32)
         sizes = [bucket.flat.numel() for bucket in buckets]
         kinds = [all(slot.fully_connected for slot in bucket.slots) for bucket in buckets]
         self._requests.planned(sizes, [bucket.index for bucket in forward], kinds, largest)
@@ -80,7 +96,8 @@ class ServerExchange:
 
         Args:
             operation: all-reduce, or push or pull.
-            bucket: its ``flat`` must not change until the handle says so.
+            bucket: its ``flat`` must not change until the handle says so; its ``wire`` says what
+                gradients travel as.
             chained: means nothing here: servers keep the order by themselves.
 
         Raises:
@@ -93,19 +110,89 @@ class ServerExchange:
         """Servers leave nothing whole on one worker alone."""
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
+    def collect(self) -> None:
+        """Add what the servers' sums still lack to this worker's residuals.
+
+        Each slice's is one worker's, so that all of it is taken over if all workers do so; nothing
+        may be under way here. Until the last sum is complete it is waited for.
+
+        Raises:
+            PeerError: a server or a worker has failed.
+        """
+        due, self._due = sorted(self._due), set()
+        requests = [
+            self._client.start(Kind.TAKE, "", self._lacking(number), f"bucket {number}")
+            for number in due
+        ]
+        for request in requests:
+            request.wait()
+
+    def _lacking(self, number: int) -> list[Part]:
+        residual = self._residuals[number]
+        return [
+            self._part(each, _NOTHING, forms.Rest(residual[each.slice.start : each.slice.stop]))
+            for each in self._requests.asked(number)
+            if self._mine(each.slice)
+        ]
+
+    def _mine(self, each: Slice) -> bool:
+        return each.number % self._workers == self._rank
+
     def _begin(self, kind: Kind, bucket: Bucket) -> None:
+        wire = bucket.wire
+        if isinstance(wire, Encoded) and wire.residual is not None:
+            self._residuals[bucket.index] = wire.residual
+            if not self._dense:
+                self._due.add(bucket.index)
         memory = bucket.flat.detach().view(torch.uint8).numpy().data
         size = bucket.flat.element_size()
-        parts = [
-            Part(
-                self._hosting.number(each.slice.server),
-                each.ids,
-                memory[each.slice.start * size : each.slice.stop * size],
-                each.urgency,
-                each.position,
-            )
-            for each in self._requests.asked(bucket.index)
-        ]
+        asked = self._requests.asked(bucket.index)
+        parts = []
+        for each in asked:
+            first, last = each.slice.start * size, each.slice.stop * size
+            parts.append(self._part(each, memory[first:last], self._form(bucket, each.slice)))
         dtype = DTYPES[bucket.flat.dtype]
+        finish = functools.partial(self._keep_unused, bucket, [each.slice for each in asked])
         # A request is a handle: it can be asked, waited for, and calls back.
-        bucket.handle = self._client.start(kind, dtype, parts, f"bucket {bucket.index}")
+        bucket.handle = self._client.start(kind, dtype, parts, f"bucket {bucket.index}", finish)
+
+    def _part(self, each: Asked, memory: memoryview, form: Form | None) -> Part:
+        server = self._hosting.number(each.slice.server)
+        return Part(server, each.ids, memory, each.urgency, each.position, form)
+
+    def _form(self, bucket: Bucket, each: Slice) -> Form | None:
+        """Return how a slice travels; None for as it is."""
+        wire, flat = bucket.wire, bucket.flat.detach()
+        part = flat[each.start : each.stop]
+        if isinstance(wire, Encoded):
+            return self._encoded(wire, part, each)
+        own, cast = DTYPES[flat.dtype], narrower(wire, flat)
+        dtype = own if cast is None else DTYPES[cast]
+        back = sum_dtype(dtype).name if self._dense else dtype
+        return None if own == dtype == back else forms.Cast(part, dtype, back)
+
+    def _encoded(self, wire: Encoded, part: torch.Tensor, each: Slice) -> Form:
+        assert not isinstance(self._wire, str)
+        plan = self._plans.get(each.number)
+        if plan is None:
+            plan = forms.Plan(self._wire, wire.coding, Span(each.start, each.stop))
+            self._plans[each.number] = plan
+        residual = None if wire.residual is None else wire.residual[each.start : each.stop]
+        return forms.Encoded(part, residual, plan, "float32" if self._dense else "")
+
+    def _keep_unused(self, bucket: Bucket, slices: Sequence[Slice]) -> None:
+        """Take back what came of parameters that no worker had a gradient for: nobody will use it.
+
+        It is what was left of earlier gradients, and one worker keeps it for all.
+        """
+        residual = self._residuals.get(bucket.index)
+        if residual is None or bucket.dense:
+            return
+        start = 0
+        for slot, flag in zip(bucket.slots, bucket.flags.tolist(), strict=True):
+            stop = start + slot.param.numel()
+            for each in slices if not flag else ():
+                common = slice(max(start, each.start), min(stop, each.stop))
+                if self._mine(each) and common.start < common.stop:
+                    residual[common].add_(bucket.flat[common])
+            start = stop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,10 @@ class Compression:
         coded: the codec's settings; None for a mere dtype.
         on: whether gradients go through the codec at present, if there is one.
         residuals: what this worker's gradients still lack; None where nothing is kept.
+        collect: adds to residuals here what others keep of them while training goes on.
     """
+
+    collect: Callable[[], None] | None = None
 
     def __init__(self, wire: str | Coded, slots: Sequence[Slot], collectives: Collectives) -> None:
         world = collectives.world
@@ -154,6 +157,8 @@ class Compression:
             if bucket.handle is not None:
                 bucket.handle.wait()
             self._give_back(bucket)
+        if self.collect is not None:
+            self.collect()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return this worker's residuals and the steps made; None where nothing is kept."""

@@ -12,6 +12,7 @@ from wingbeat.traits import KEPT, ONCE, Part
 from wingbeat.types import Serving, ThresholdTuning
 
 ORDERS = ("ready", "urgent", "forward", "random")
+BACKS = ("wire", "dense")
 PLACEMENTS = ("sharded", "whole")
 CLASSES = 4
 """The most classes of flows that there are."""
@@ -68,6 +69,8 @@ class Servers(Part, Settings):
         order: which sum a sender sends first: ``"ready"``, as they come; ``"urgent"``, by when
             forward needs it, with little under way (P3); ``"forward"``, in that order alone
             (TICTAC); ``"random"``, as workers happen to ask (TensorFlow).
+        back: what sums come back as where the wire is not ``"fp32"``: ``"wire"``, the same as
+            gradients; or ``"dense"``, in float32 (float64 where that is summed).
         encrypted: whether messages are; without it whoever sees the traffic can send in them.
 
     Raises:
@@ -85,6 +88,7 @@ class Servers(Part, Settings):
     file: str = ""
     pushes: bool = True
     order: str = "ready"
+    back: str = "wire"
     encrypted: bool = True
 
     def __post_init__(self) -> None:
@@ -94,6 +98,7 @@ class Servers(Part, Settings):
         self.check_count("classes", 1, CLASSES)
         self.check_flag("pushes")
         self.check_name("order", ORDERS)
+        self.check_name("back", BACKS)
         self.check_flag("encrypted")
         self.check_count("steps", 1, 10_000)
         self.check_file("file")
@@ -153,6 +158,7 @@ class Servers(Part, Settings):
             order="ready" if random else self.order,
             shuffled=random,
             encrypted=self.encrypted,
+            dense=self.back == "dense",
         )
 
 

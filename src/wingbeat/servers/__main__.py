@@ -25,12 +25,13 @@ def main(text: str) -> None:
     met = threading.Event()
     threading.Thread(target=_end_with, args=(parent, met), daemon=True).start()
     try:
+        sums = config.sums()  # before workers count on it
         mailbox = config.open(store)
         store.ready()
     except (WingbeatError, TimeoutError) as error:
         sys.exit(str(error))
     met.set()
-    config.serve(mailbox, lambda: os.getppid() == parent)
+    config.serve(mailbox, sums, lambda: os.getppid() == parent)
 
 
 def _end_with(parent: int, met: threading.Event) -> None:

@@ -7,13 +7,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from wingbeat import wires
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.service import Service
+from wingbeat.servers.sums import Sums
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.header import LARGEST
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.store import Store
+from wingbeat.wires import Coded
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ class ServerConfig:
         timeout: seconds that any wait may take.
         most: bytes that all sums together may take.
         order: in which order sums are sent.
+        wire: the codec that gradients may go through; None for none.
+        dense: whether sums go back in the dtype that they were made in, whatever gradients come in.
     """
 
     room: str
@@ -54,6 +59,8 @@ class ServerConfig:
     timeout: float
     most: int
     order: str
+    wire: Coded | None = None
+    dense: bool = False
 
     @property
     def number(self) -> int:
@@ -66,13 +73,16 @@ class ServerConfig:
 
     def to_json(self) -> str:
         """Return all of it as text."""
-        return json.dumps(asdict(self))
+        wire = None if self.wire is None else wires.to_json(self.wire)
+        return json.dumps({**asdict(self), "wire": wire})
 
     @staticmethod
     def from_json(text: str) -> ServerConfig:
         """Return what `to_json` has made."""
         fields = json.loads(text)
         fields["hosts"], fields["interfaces"] = tuple(fields["hosts"]), tuple(fields["interfaces"])
+        if fields["wire"] is not None:
+            fields["wire"] = wires.from_json(fields["wire"])
         return ServerConfig(**fields)
 
     def open(self, store: Store) -> Mailbox:
@@ -90,7 +100,16 @@ class ServerConfig:
             name=self.name,
         )
 
-    def serve(self, mailbox: Mailbox, parent: Callable[[], bool]) -> None:
+    def sums(self) -> Sums:
+        """Return what makes the sums; with a codec it takes a second to load."""
+        if self.wire is None:
+            return Sums(self.workers, self.most, dense=self.dense)
+        from wingbeat.servers.coded import CodedSums  # torch, which only a codec needs
+
+        largest = Limits().message
+        return CodedSums(self.workers, self.most, wire=self.wire, largest=largest, dense=self.dense)
+
+    def serve(self, mailbox: Mailbox, sums: Sums, parent: Callable[[], bool]) -> None:
         """Work until all workers have left, or the one that started it is gone."""
         service = Service(
             mailbox,
@@ -99,6 +118,7 @@ class ServerConfig:
             order=Order(self.order),
             timeout=SOONER * self.timeout,
             classes=self.classes,
+            sums=sums,
         )
         service.run(parent)
         away = mailbox.turned_away + mailbox.refused

@@ -121,8 +121,9 @@ class InThread:
     def _run(self) -> None:
         me = self._config.name(self._config.number)
         try:
+            sums = self._config.sums()
             mailbox = self._config.open(self._store)
             with contextlib.suppress(RendezvousError):
-                self._config.serve(mailbox, lambda: not self._leaving)
+                self._config.serve(mailbox, sums, lambda: not self._leaving)
         except Exception as error:  # nobody hears it here: the workers do
             self._why = f"{me} has ended: {error}"

@@ -19,6 +19,10 @@ class Kind(enum.IntEnum):
     """Server to worker: the sum of a slice over all workers."""
     FAILED = 5
     """Server to worker: why there will be no more sums, in UTF-8."""
+    TAKE = 32
+    """Worker to server: send what the sums of a slice, up to this round, still lack; forget it."""
+    REST = 33
+    """Server to worker: that, in float32; empty if it is nothing."""
 
 
 class Ids(NamedTuple):

@@ -7,6 +7,8 @@ import functools
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from wingbeat.errors import PeerError
 from wingbeat.servers.dtypes import Array
 from wingbeat.servers.outbox import Flow, Order, Outbox
@@ -20,6 +22,8 @@ from wingbeat.transport.messages.mailbox import Mailbox
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, sums that are late."""
 
+_NOTHING = np.empty(0, np.float32)
+
 _AT_ONCE = 32
 """Messages that are taken in before sums are sent."""
 
@@ -30,15 +34,16 @@ class Answer:
     Attributes:
         worker: its rank.
         ids: what it has asked for.
+        kind: what it is sent: the sum, or what that still lacks.
         dtype: of the sum.
         result: the sum, which stays as it is while this may read it; None until it is complete.
         queued: whether it waits to be sent already.
     """
 
-    __slots__ = ("_posted", "dtype", "ids", "queued", "result", "worker")
+    __slots__ = ("_posted", "dtype", "ids", "kind", "queued", "result", "worker")
 
-    def __init__(self, worker: int, ids: Ids) -> None:
-        self.worker, self.ids = worker, ids
+    def __init__(self, worker: int, ids: Ids, kind: Kind = Kind.SUM) -> None:
+        self.worker, self.ids, self.kind = worker, ids, kind
         self.dtype = ""
         self.result: Array | None = None
         self.queued = False
@@ -56,6 +61,10 @@ class Answer:
         self.dtype, self.result = total.dtype, total.result
         total.readers.append(self.arrived)
 
+    def fill_rest(self, rest: Array | None) -> None:
+        """Take what the sum lacks, which is nobody else's any more."""
+        self.dtype, self.result = ("float32", rest) if rest is not None else ("", _NOTHING)
+
     def complete(self) -> bool:
         """Whether it can be sent."""
         return self.result is not None
@@ -64,7 +73,7 @@ class Answer:
         """Send it; return what tells whether it has arrived."""
         self._posted = mailbox.post(
             self.worker,
-            Kind.SUM,
+            self.kind,
             self.result,
             ids=self.ids,
             dtype=self.dtype,
@@ -92,6 +101,7 @@ class Service:
         order: in which order sums are sent.
         timeout: seconds that a sum may wait for a worker.
         classes: how many classes the mailbox has.
+        sums: makes the sums; those of gradients as they are if None.
     """
 
     def __init__(
@@ -103,6 +113,7 @@ class Service:
         order: Order = Order.READY,
         timeout: float = 300.0,
         classes: int = 2,
+        sums: Sums | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mailbox = mailbox
@@ -111,7 +122,7 @@ class Service:
         self._timeout = timeout
         self._classes = classes
         self._clock = clock
-        self._sums = Sums(workers, most)
+        self._sums = sums or Sums(workers, most)
         self._outbox: Outbox[Answer] = Outbox(order)
         self._pulls: dict[tuple[int, int], list[Answer]] = {}
         self._wants = [0] * workers
@@ -178,7 +189,11 @@ class Service:
         key = ids.plan, ids.slice
         if message.kind == Kind.PULL:
             free()
-            self._pull(worker, ids)
+            self._pull(Answer(worker, ids))
+            return
+        if message.kind == Kind.TAKE:
+            free()
+            self._take_rest(Answer(worker, ids, Kind.REST))
             return
         if message.kind not in (Kind.PUSH, Kind.STORE):
             raise Refused(f"rank {worker} sent a message of kind {message.kind}")
@@ -191,24 +206,37 @@ class Service:
         if total is not None:
             for answer in self._pulls.pop(key, ()):
                 self._wants[answer.worker] -= 1
-                answer.fill(total)
+                self._fill(answer, total)
                 if not answer.queued:
                     self._queue(answer)
 
-    def _pull(self, worker: int, ids: Ids) -> None:
-        answer = Answer(worker, ids)
+    def _pull(self, answer: Answer) -> None:
+        ids = answer.ids
         total = self._sums.finished((ids.plan, ids.slice), ids.round)
         if total is None:
             self._want(answer)
         else:
-            answer.fill(total)
+            self._fill(answer, total)
         if total is not None or self._order is Order.FORWARD:
             self._queue(answer)
+
+    def _take_rest(self, answer: Answer) -> None:
+        """Send what sums lack to the one worker that asks for this slice's."""
+        ids = answer.ids
+        if answer.worker != ids.slice % self._workers:
+            raise Refused(f"rank {answer.worker} wants what sums of slice {ids.slice} lack")
+        self._pull(answer)
+
+    def _fill(self, answer: Answer, total: Sum) -> None:
+        if answer.kind is Kind.REST:
+            answer.fill_rest(self._sums.take((answer.ids.plan, answer.ids.slice)))
+        else:
+            answer.fill(total)
 
     def _want(self, answer: Answer) -> None:
         """Remember who wants a sum that is not complete."""
         waiting = self._pulls.setdefault(answer.ids[:2], [])
-        if any(answer.worker == other.worker for other in waiting):
+        if any((answer.worker, answer.kind) == (each.worker, each.kind) for each in waiting):
             raise _twice(answer)
         if self._wants[answer.worker] >= self._most_wants:
             raise Refused(f"rank {answer.worker} waits for more than {self._most_wants} sums")

@@ -95,13 +95,15 @@ class Sums:
         workers: how many push each slice.
         most: bytes that all sums together may take; a job that needs more is refused.
         held: bytes of all that may wait to be added with the next worker's.
+        dense: whether sums go back in the dtype that they were made in.
 
     Attributes:
         nbytes: of the sums that are kept or being made.
     """
 
-    def __init__(self, workers: int, most: int, held: int = HELD) -> None:
+    def __init__(self, workers: int, most: int, held: int = HELD, *, dense: bool = False) -> None:
         self._workers = workers
+        self._dense = dense
         self._most, self._most_held = most, held
         self._totals: dict[tuple[int, int], Total] = {}
         self._plan = -1
@@ -171,6 +173,10 @@ class Sums:
             raise Refused(f"slice {key[1]} of round {number} was pulled after round {last}")
         return total.sums[-1] if total is not None and number == last else None
 
+    def take(self, key: tuple[int, int]) -> Array | None:  # noqa: ARG002
+        """Return what the sums of a slice still lack: nothing, as they are sent as they are."""
+        return None
+
     def missing(self, before: float) -> tuple[tuple[int, int], set[int]] | None:
         """Return a slice that was begun before that moment, and the workers that it waits for.
 
@@ -195,17 +201,10 @@ class Sums:
         )
 
     def _total(self, worker: int, key: tuple[int, int], dtype: str, payload: memoryview) -> Total:
-        if dtype not in ITEMSIZE:
-            raise Refused(
-                f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}"
-            )
-        numel, rest = divmod(len(payload), ITEMSIZE[dtype])
-        if rest or not numel:
-            raise Refused(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
+        numel = elements(worker, dtype, payload)
         total = self._totals.get(key)
         if total is None:
-            if key[0] < self._plan:
-                raise Refused(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
+            self._refuse_old(worker, key)
             total = Total(dtype, numel)
         if (dtype, numel) != (total.dtype, total.numel):
             raise Refused(
@@ -214,12 +213,17 @@ class Sums:
             )
         return total
 
+    def _refuse_old(self, worker: int, key: tuple[int, int]) -> None:
+        if key[0] < self._plan:
+            raise Refused(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
+
     def _begin(self, total: Total, now: float) -> None:
         """Start a round, in memory that nobody reads any more, and not in the last sum's."""
         over = next((old for old in total.sums[:-1] if old.free()), None)
         dtype = sum_dtype(total.dtype)
-        narrow = ITEMSIZE[total.dtype] < dtype.itemsize
-        need = 0 if over is not None else total.numel * ITEMSIZE[total.dtype]
+        back = ITEMSIZE[self._back_in(total.dtype)]
+        narrow = back < dtype.itemsize
+        need = 0 if over is not None else total.numel * back
         if narrow and total.spare is None:
             need += total.numel * dtype.itemsize
         if need:
@@ -245,8 +249,7 @@ class Sums:
 
     def _complete(self, key: tuple[int, int], total: Total) -> Sum:
         assert total.buffer is not None
-        result = narrowed(total.buffer, total.dtype, total.out)
-        done = Sum(total.round, total.dtype, result)
+        done = self._made(total)
         if done.result is not total.buffer:
             total.spare = total.buffer
         total.sums.append(done)
@@ -274,3 +277,27 @@ class Sums:
             total = self._totals.pop(key)
             self.nbytes -= total.nbytes
             self._held -= sum(map(len, total.held))
+
+    def _made(self, total: Total) -> Sum:
+        """Return what is complete, as it is to travel."""
+        assert total.buffer is not None
+        dtype = self._back_in(total.dtype)
+        return Sum(total.round, dtype, narrowed(total.buffer, dtype, total.out))
+
+    def _back_in(self, dtype: str) -> str:
+        """Return what a sum of ``dtype`` travels in."""
+        return sum_dtype(dtype).name if self._dense else dtype
+
+
+def elements(worker: int, dtype: str, payload: memoryview) -> int:
+    """Return how many elements a payload has.
+
+    Raises:
+        Refused: it has no elements of that dtype.
+    """
+    if dtype not in ITEMSIZE:
+        raise Refused(f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}")
+    numel, rest = divmod(len(payload), ITEMSIZE[dtype])
+    if rest or not numel:
+        raise Refused(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
+    return numel

@@ -80,7 +80,7 @@ def simulate(
     if choices.wire or choices.shard_optimizer or choices.merging is not None:
         raise UsageError(
             "simulate(): strategies with a wire, shard_optimizer or measured merging are not "
-            "simulated yet; use AllReduce or DeAR without"
+            "simulated yet; simulate one without"
         )
     if choices.servers is not None and choices.servers.tuning is not None:
         raise UsageError(

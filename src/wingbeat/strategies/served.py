@@ -17,8 +17,8 @@ class ParameterServer(Preset):
     """Servers sum the gradients; sums come back in time for the layers that need them.
 
     Geryon (Wang et al., 2020). wingbeat starts the servers next to the workers, and ends them with
-    the job. Each worker updates a layer's parameters just before the layer runs. Exact: the weights
-    equal DDP's.
+    the job. Each worker updates a layer's parameters just before the layer runs. Exact with
+    ``wire="fp32"``: the weights equal DDP's.
 
     Args:
         servers: how many; 0: one on each host.
@@ -38,7 +38,10 @@ class ParameterServer(Preset):
         order: which sum a sender sends first: ``"ready"``, ``"urgent"``, ``"forward"`` or
             ``"random"``; see `wingbeat.parts.Servers`.
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
-        wire: ``"fp32"``, gradients in their own dtype: servers sum nothing else yet.
+        wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
+            ``"sketch"`` or ``"lowrank"``; or such a codec with its settings, as
+            ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
+        back: what sums come back as then: ``"wire"``, the same; or ``"dense"``, in float32.
         encrypted: whether messages are.
 
     Raises:
@@ -57,6 +60,7 @@ class ParameterServer(Preset):
     order: str = "ready"
     mb: float = 1.0
     wire: Wire = "fp32"
+    back: str = "wire"
     encrypted: bool = True
 
     def __post_init__(self) -> None:
@@ -78,6 +82,7 @@ class ParameterServer(Preset):
                 file=self.plan_file,
                 pushes=self.pushes,
                 order=self.order,
+                back=self.back,
                 encrypted=self.encrypted,
             ),
             schedule=parts.Served(pull=self.pull),

@@ -20,7 +20,7 @@ from wingbeat.settings import Named, Settings, named
 from wingbeat.topologies import Topology
 from wingbeat.traits import HALVES, ONCE, Part, Traits
 from wingbeat.types import Choices
-from wingbeat.wires import CodecPart, Wire
+from wingbeat.wires import CodecPart, TopK, Wire
 
 T = TypeVar("T")
 
@@ -173,10 +173,17 @@ def _check_needs(parts: list[Part]) -> None:
 
 def _check_served(strategy: Strategy) -> None:
     """Raise a `UsageError` for what servers cannot do."""
-    if wires.of(strategy.wire):
+    if isinstance(strategy.wire, TopK):
         raise UsageError(
-            f"Strategy(exchange={strategy.exchange!r}, wire={strategy.wire!r}): servers sum "
-            'gradients as they are; allowed: wire="fp32", or a topology as the exchange'
+            f"Strategy(exchange={strategy.exchange!r}, wire={strategy.wire!r}): each worker sends "
+            "other elements, and servers sum all; allowed: Sketch(), LowRank(), Half(), "
+            '"bf16", "fp32", or a topology as the exchange, as in AllReduce(wire="topk") and OMGS()'
+        )
+    exchange = cast(Servers, strategy.exchange)
+    if exchange.back == "dense" and not wires.of(strategy.wire):
+        raise UsageError(
+            f"Strategy(exchange={exchange!r}, wire={strategy.wire!r}): sums are dense as it is; "
+            'back="dense" is for another wire, such as "bf16" or Sketch()'
         )
     plan = cast(PlanPart, strategy.plan)
     if plan.merging() is not None:

@@ -6,7 +6,7 @@ from wingbeat import schedules
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
 from wingbeat.exchanges.gpus import GpuServers
-from wingbeat.exchanges.servers import ServerExchange
+from wingbeat.exchanges.servers import FLOAT32, ServerExchange
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.pending import Gatherer
 from wingbeat.gradients.views import HiddenGradients, ShownGradients, Views
@@ -50,9 +50,13 @@ def _exchange_of(choices: Choices, training: Training, compression: Compression)
     if choices.servers is None or collectives.world.size == 1:
         return CollectiveExchange(collectives, compression)
     if training.bucketing.device.type in collectives.world.native_on:
-        return GpuServers(collectives.world, choices.servers)
-    nbytes = sum(spec.nbytes for spec in training.bucketing.specs)
-    return ServerExchange(collectives.world, choices.servers, nbytes)
+        return GpuServers(collectives.world, choices.servers, choices.wire)
+    # With another wire sums are made, and sent if need be, in float32 whatever their own dtype.
+    least = FLOAT32 if choices.wire else 1
+    nbytes = sum(spec.numel * max(spec.itemsize, least) for spec in training.bucketing.specs)
+    exchange = ServerExchange(collectives.world, choices.servers, nbytes, choices.wire)
+    compression.collect = exchange.collect
+    return exchange
 
 
 def _schedule_of(choices: Choices, workers: int) -> Schedule:

@@ -26,13 +26,16 @@ MEASURED = ("mgwfbp",)
 SERVED = ("geryon", "geryon-start")
 """Sums of servers, which come when they are ready or when they are asked for."""
 
+SERVED_CODED = ("geryon-coded",)
+"""The same through a codec that loses nothing, at a server that takes seconds to start."""
+
 
 @dataclass(frozen=True)
 class Grid:
     """Which worlds, strategies and bucket sizes a case runs with."""
 
     worlds: tuple[int, ...] = (2, 3)
-    strategies: tuple[str, ...] = (*ALL, *CODED, *MEASURED, *SERVED)
+    strategies: tuple[str, ...] = (*ALL, *CODED, *MEASURED, *SERVED, *SERVED_CODED)
     mbs: tuple[float, ...] = (TINY, LARGE)
 
 

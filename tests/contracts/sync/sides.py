@@ -40,11 +40,15 @@ def make_strategy(name: str, mb: float) -> Any:
     kind, *options = name.split("-")
     topology = "mesh" if "mesh" in options else "ring"
     # All of the largest are all: everything goes through the codec's machinery, and exactly.
-    wire: Any = TopK(density=1.0, auto_disable=False) if "coded" in options else "fp32"
+    coded = "coded" in options and kind != "geryon"
+    wire: Any = TopK(density=1.0, auto_disable=False) if coded else "fp32"
     if kind == "mgwfbp":
         return wingbeat.MGWFBP(steps=1)
     if kind == "geryon":
         pull = "start" if "start" in options else "ready"
+        if "coded" in options:  # sketches of so few values are the values themselves
+            wire = wingbeat.Sketch(auto_disable=False)
+            return wingbeat.Geryon(mb=mb, servers=1, slice=300, encrypted=False, wire=wire)
         return wingbeat.Geryon(mb=mb, servers=2, pull=pull, encrypted=False)
     if kind == "allreduce":
         return wingbeat.AllReduce(mb=mb, topology=topology, wire=wire)

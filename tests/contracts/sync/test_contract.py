@@ -11,7 +11,17 @@ from _pytest.mark import ParameterSet
 from helpers.pool import Pool
 
 from . import cases, play
-from .registry import CHECKS, CODED, MEASURED, SCENARIOS, SERVED, Check, Grid, Scenario
+from .registry import (
+    CHECKS,
+    CODED,
+    MEASURED,
+    SCENARIOS,
+    SERVED,
+    SERVED_CODED,
+    Check,
+    Grid,
+    Scenario,
+)
 
 assert cases, "importing the package registers the cases"
 
@@ -28,7 +38,8 @@ PLANNING = frozenset(
         "distribute_again_after_release",
     }
 )
-"""Cases that planning in the midst of training might disturb; each takes a second to measure."""
+"""Cases that planning in the midst of training might disturb, or a codec at servers; each takes
+seconds to measure, or to start."""
 
 
 MORE_MODELS = frozenset(f"random_model_{seed}" for seed in range(6, 20))
@@ -64,7 +75,7 @@ def _quick(case: Scenario | Check, turn: int) -> set[Point]:
     others: list[Point] = []
     served: list[Point] = []
     for strategy in grid.strategies:
-        if strategy in MEASURED:
+        if strategy in (*MEASURED, *SERVED_CODED):
             chosen |= {(usual[0], strategy, usual[1])} if case.name in PLANNING else set()
         elif strategy in (*SERVED, *CODED):
             group = served if strategy in SERVED else others
