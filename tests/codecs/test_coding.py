@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from wingbeat import wires
 from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import Region
@@ -46,3 +48,19 @@ def test_a_span_is_cut_where_whole_rows_begin_and_end() -> None:
     assert room(0.25, 0.75) == half
     assert room(0.5, 1.5) == codec.nbytes(row)
     assert room(0.25, 1.75) == codec.nbytes(row + row // 2)
+
+
+def test_a_part_that_is_cut_out_makes_the_same_payload() -> None:
+    codec = make(wires.of("lowrank@2"))
+    coding = Coding([Region(Span(3, 643), codec, cols=64), Region(Span(643, 700), Dense())])
+    x = torch.randn(700, generator=torch.Generator().manual_seed(0))
+    for span in (Span(3, 700), Span(0, 643), Span(70, 650), Span(100, 110), Span(650, 660)):
+        alone = coding.cut(span)
+        whole = torch.zeros(coding.room(span), dtype=torch.uint8)
+        part = torch.zeros(alone.room(Span(0, len(span))), dtype=torch.uint8)
+        coding.encode(x, span, whole)
+        alone.encode(x[span.start : span.stop], Span(0, len(span)), part)
+        assert torch.equal(whole, part)
+        again = alone.cut(Span(0, len(span)))
+        assert [r.cols for r in again.regions] == [r.cols for r in alone.regions]
+    assert [r.cols for r in coding.cut(Span(70, 650)).regions] == [0, 64, 0]

@@ -15,6 +15,7 @@ from torch import nn
 import wingbeat
 from helpers.training import assert_same, engine, on, weights
 from wingbeat import sync
+from wingbeat.exchanges.hosting import ROOM_FOR
 from wingbeat.wires import Half, LowRank, Sketch
 
 SIZE = 3
@@ -127,6 +128,27 @@ def test_bytes_both_ways(wire, back, up, down) -> None:
         assert came / dense == pytest.approx(down, rel=0.04)
 
 
+@pytest.mark.parametrize(("wire", "back"), [("bf16", "dense"), (SKETCH, "dense"), (SKETCH, "wire")])
+def test_slices_that_are_not_cut_have_room_for_float32(wire: Any, back: str) -> None:
+    """What comes back, or is left, may take twice the bytes of the gradients."""
+
+    def body(world: Any) -> Any:
+        model = nn.Linear(1100, 8000, bias=False).to(torch.bfloat16)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        how = wingbeat.Geryon(wire=wire, back=back, servers=1, slice=0, encrypted=False)
+        sync.distribute(model, optimizer, how, world=world)
+        model(torch.ones(1, 1100, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        sync.flush(model)
+        optimizer.state_dict()
+        for started in engine(model).runtime.exchange._hosting._started:
+            assert started._config.most > ROOM_FOR * 4 * model.weight.numel()
+        return model.weight.detach().clone()
+
+    first, second = on(2, body)
+    assert torch.equal(first, second)
+
+
 # -- residuals ------------------------------------------------------------------------------
 
 
@@ -181,6 +203,18 @@ def test_at_rest_the_servers_keep_nothing_and_each_worker_some() -> None:
     gained = on(SIZE, body)
     assert all(any(each.values()) for each in gained), "each asks for some slices"
     assert any(not all(each.values()) for each in gained), "and for no others"
+
+
+def test_servers_that_keep_nothing_are_not_asked() -> None:
+    def body(world: Any) -> Any:
+        found = []
+        for wire, back in ((SKETCH, "dense"), (Half(), "wire"), (SKETCH, "wire")):
+            model, optimizer = distributed(world, wire, back=back)
+            step_on(model, optimizer, pulls(0, world.rank))
+            found.append(bool(engine(model).runtime.exchange._due))
+        return found
+
+    assert on(2, body) == 2 * [[False, False, True]]
 
 
 Program = list[tuple[str, int]]

@@ -327,3 +327,20 @@ def test_it_is_known_who_is_missing_and_since_when() -> None:
     sums.push(1, (0, 5), 1, "float32", payload, 8.0)
     assert sums.missing(7.0) is None, "the new round has begun later"
     assert sums.missing(8.5) == ((0, 5), {0, 2, 3})
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_dense_sums_go_back_as_they_were_made_in_memory_that_is_used_again(dtype: str) -> None:
+    sums, rng, n = Sums(2, PLENTY, dense=True), np.random.default_rng(0), 100
+    wide = sum_dtype(dtype)
+    for turn in range(6):
+        payloads = [gradients(rng, dtype, n) for _ in range(2)]
+        for rank in range(2):
+            done = sums.push(rank, (0, 0), turn, dtype, memoryview(payloads[rank]))
+        assert done is not None
+        total = widened(memoryview(payloads[0]), dtype) + widened(memoryview(payloads[1]), dtype)
+        assert done.dtype == wide.name
+        assert done.result.tobytes() == total.tobytes()
+    assert sums.nbytes == 2 * n * wide.itemsize
+    assert sum(each.result.nbytes for each in sums._totals[0, 0].sums) == sums.nbytes
+    assert sums._totals[0, 0].spare is None
