@@ -263,7 +263,7 @@ def _gathered(world: Any, state: Any) -> list[Any]:
 
 @pairs(ALWAYS, slow=("dear", "geryon-start", "geryon-dense"))
 def test_training_ends_near_where_dense_training_does(kind, wire) -> None:
-    def body(world: Any, chosen: Any) -> Any:
+    def body(world: Any, chosen: Any, kind: str = kind) -> Any:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sync.distribute(model, optimizer, strategy(kind, chosen), world=world)
@@ -272,7 +272,8 @@ def test_training_ends_near_where_dense_training_does(kind, wire) -> None:
         model.eval()
         return weights(model), model(probe).square().mean().item()
 
-    dense = on(SIZE, lambda world: body(world, "fp32"))[0][1]
+    fp32 = on(SIZE, lambda world: body(world, "fp32", kind.removesuffix("-dense")))
+    dense = fp32[0][1]
     results = on(SIZE, lambda world: body(world, wire))
     for other, _ in results[1:]:
         assert_same(other, results[0][0])
