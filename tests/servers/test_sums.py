@@ -327,3 +327,12 @@ def test_it_is_known_who_is_missing_and_since_when() -> None:
     sums.push(1, (0, 5), 1, "float32", payload, 8.0)
     assert sums.missing(7.0) is None, "the new round has begun later"
     assert sums.missing(8.5) == ((0, 5), {0, 2, 3})
+
+
+def test_what_is_held_for_a_plan_that_is_over_is_forgotten() -> None:
+    sums, one = Sums(2, PLENTY), memoryview(np.ones(4, "f4")).cast("B")
+    sums.push(0, (0, 0), 0, "float32", one)
+    assert sums._held == 16
+    for rank in range(2):
+        sums.push(rank, (1, 0), 0, "float32", one)
+    assert sums._held == 0
