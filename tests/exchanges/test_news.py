@@ -74,6 +74,26 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     assert not news._thread.is_alive()
 
 
+def test_what_is_told_at_last_is_told_before_it_ends() -> None:
+    store, asked, answers = Switchboard(), threading.Event(), threading.Event()
+    has = store.has
+
+    def late(key: str) -> bool:
+        asked.set()
+        answers.wait(PATIENCE)
+        return has(key)
+
+    store.has = late  # type: ignore[method-assign]
+    news = News(store, "a")
+    news.hear()
+    assert asked.wait(PATIENCE)
+    news.tell("server 1 has ended")
+    news.close(0.0)
+    answers.set()
+    news._thread.join(PATIENCE)
+    assert store.get("a", 0.0) == "server 1 has ended"
+
+
 @pytest.mark.parametrize("error", [RuntimeError, OSError, TimeoutError])
 def test_a_store_that_is_gone_ends_nothing(error: type[Exception]) -> None:
     store = Switchboard()

@@ -57,6 +57,18 @@ PULLS = ["pull 1", "pull 0"]
 WAITS = ["wait 1", "wait 0"]
 
 
+def test_sums_that_others_look_at_are_asked_for_at_once_and_once() -> None:
+    """Another optimizer's gradients are shown as soon as backward ends."""
+    looked_at = (*BACKWARD[:-1], BackwardEnds(looked_at=True))
+    assert lines("served", *looked_at) == []
+    assert lines("served_at_start", *looked_at) == PULLS
+    assert lines("served_at_start", *looked_at, StepCalled()) == ["defer 1", "defer 0"]
+    assert lines("served_at_start", *looked_at, GradientsNeeded()) == [*WAITS, "show"]
+    assert lines("served_at_start", *looked_at, GradientsDropped()) == []
+    again = (*looked_at, StepCalled(), *BACKWARD)
+    assert lines("served_at_start", *again, StepCalled())[:2] == PULLS
+
+
 def test_served_in_words() -> None:
     assert lines("served", BackwardBegins()) == ["show"]
     assert lines("served", *BACKWARD[:2]) == ["all_reduce 0"]

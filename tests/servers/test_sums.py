@@ -344,3 +344,12 @@ def test_dense_sums_go_back_as_they_were_made_in_memory_that_is_used_again(dtype
     assert sums.nbytes == 2 * n * wide.itemsize
     assert sum(each.result.nbytes for each in sums._totals[0, 0].sums) == sums.nbytes
     assert sums._totals[0, 0].spare is None
+
+
+def test_what_is_held_for_a_plan_that_is_over_is_forgotten() -> None:
+    sums, one = Sums(2, PLENTY), memoryview(np.ones(4, "f4")).cast("B")
+    sums.push(0, (0, 0), 0, "float32", one)
+    assert sums._held == 16
+    for rank in range(2):
+        sums.push(rank, (1, 0), 0, "float32", one)
+    assert sums._held == 0

@@ -50,6 +50,7 @@ class Served:
         self.phase = Phase.IDLE
         self._forward: tuple[int, ...] = ()
         self._due: set[int] = set()
+        self._asked = False
 
     def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
@@ -64,8 +65,12 @@ class Served:
                 yield Show()
             case BucketReady(bucket):
                 yield Start(self.operation, bucket)
-            case BackwardEnds():
-                self.phase = Phase.UNDER_WAY
+            case BackwardEnds(looked_at):
+                self.phase, self._asked = Phase.UNDER_WAY, False
+                if (
+                    looked_at
+                ):  # whoever waits for a bucket is to have its sum, and not what was sent
+                    yield from self._ask()
             case ParametersNeeded(buckets):
                 yield from self._update(buckets)
             case GradientsNeeded() | PartsNeeded():
@@ -74,6 +79,11 @@ class Served:
                 yield from self._drop()
             case StepCalled(in_parts):
                 yield from self._step(in_parts)
+
+    def _end(self, looked_at: bool) -> Iterator[Command]:
+        self.phase, self._asked = Phase.UNDER_WAY, False
+        if looked_at:  # whoever waits for a bucket is to have its sum, and not what was sent
+            yield from self._ask()
 
     def _drop(self) -> Iterator[Command]:
         if self.phase is Phase.UNDER_WAY:
@@ -123,5 +133,8 @@ class ServedAtStart(Served):
     operation: ClassVar[Operation] = Operation.PUSH
 
     def _ask(self) -> Iterator[Command]:
+        if self._asked:
+            return
+        self._asked = True
         for bucket in self._forward:
             yield Start(Operation.PULL, bucket)

@@ -17,12 +17,15 @@ from wingbeat.servers.sums import EACH, Refused, Sum, Sums
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
-from wingbeat.transport.messages.mailbox import Mailbox
+from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
 
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, sums that are late."""
 
 _NOTHING = np.empty(0, np.float32)
+
+_QUICK_S = 1.0
+"""Seconds that the last words may take when the worker that started it will not hear them."""
 
 _AT_ONCE = 32
 """Messages that are taken in before sums are sent."""
@@ -139,11 +142,13 @@ class Service:
         everyone = frozenset(range(self._workers))
         while parent() and not self._mailbox.left.union(self._mailbox.lost) >= everyone:
             self.step(self._mailbox.next(_LOOK_S, keep=True))
+        seconds = CLOSING
         if not parent():
             self._fail("the worker that started it is gone")
+            seconds = _QUICK_S
         # Workers that are gone without a word hear no last one: nobody is left to be told.
         with contextlib.suppress(PeerError):
-            self._mailbox.close()
+            self._mailbox.close(seconds)
 
     def step(self, message: Message | None) -> None:
         """Do what is to be done now, with the message that has just come if one has.

@@ -48,6 +48,7 @@ from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.intake import Intake
 from wingbeat.sync.wrapped import refuse_around
+from wingbeat.transport import leaving
 from wingbeat.types import Choices
 from wingbeat.updates.stepper import Stepper
 from wingbeat.updates.update import Closure, Training
@@ -109,6 +110,9 @@ class Engine(Intake):
         training = Training(
             optimizer, self.stepper, self.steps_made, self.bucketing, collectives, refresh
         )
+        # Before the exchange, which is made next, is closed: leave no update behind.
+        if world.size > 1 and (choices.shard_optimizer or choices.servers is not None):
+            world.on_close(WeakCall(self.flush_at_last))
         self.runtime = kinds.runtime_of(choices, training, self.compression, self)
         self.views = self.runtime.views
         self.update = self.runtime.update
@@ -126,9 +130,6 @@ class Engine(Intake):
         self._planned()
         self.hooks = Hooks(self)
         _ENGINES.add(self)
-        # Blocks of one parameter are updated in step() and the others later: leave none behind.
-        if self.update.shards is not None:
-            self.world.on_close(WeakCall(self.flush_at_last))
 
     def _planned(self) -> None:
         for bucket in self.buckets:
@@ -220,6 +221,8 @@ class Engine(Intake):
 
     def flush_at_last(self) -> None:
         """Apply what can be, as the world is closed."""
+        if self.hooks is None or (self.choices.servers and leaving.failing()):
+            return  # nothing is pending yet; or others may never push what would be waited for
         with contextlib.suppress(PeerError):  # told already to whoever waited
             self.flush()
 
