@@ -66,11 +66,7 @@ class Served:
             case BucketReady(bucket):
                 yield Start(self.operation, bucket)
             case BackwardEnds(looked_at):
-                self.phase, self._asked = Phase.UNDER_WAY, False
-                if (
-                    looked_at
-                ):  # whoever waits for a bucket is to have its sum, and not what was sent
-                    yield from self._ask()
+                yield from self._end(looked_at)
             case ParametersNeeded(buckets):
                 yield from self._update(buckets)
             case GradientsNeeded() | PartsNeeded():
