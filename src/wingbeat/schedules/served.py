@@ -52,7 +52,7 @@ class Served:
         self._due: set[int] = set()
         self._asked = False
 
-    def react(self, event: Event) -> Dialogue:  # noqa: C901  a case for each event
+    def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
         match event:
             case Planned(forward):
