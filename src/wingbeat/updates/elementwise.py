@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.servers.values import encode
 from wingbeat.updates.chance import kept_random_state
 from wingbeat.updates.twin import bare_step, close, copied_settings, make_twin, same_settings
-from wingbeat.updates.values import encode
 
 _SHAPES = ((72, 64), (3, 2, 2, 2))
 _CUTS = (1537, 7)

@@ -19,9 +19,9 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
+from wingbeat.servers.values import decode, dtype_of, encode
 from wingbeat.types import Span
 from wingbeat.updates.stepper import State, Stepper
-from wingbeat.updates.values import decode, dtype_of, encode
 
 Memory = dict[str, dict[str, Any]]
 """What is remembered of one parameter, by name: ``{"each": dtype}`` where there is a value for
