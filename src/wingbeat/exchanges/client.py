@@ -13,8 +13,10 @@ from typing import TypeAlias
 
 from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError
+from wingbeat.servers.documents import Document
 from wingbeat.servers.outbox import Flow, Order, Outbox
-from wingbeat.servers.protocol import TEXT, Ids, Kind
+from wingbeat.servers.protocol import SENT, TEXT, Ids, Kind
+from wingbeat.servers.sums import Refused
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
@@ -25,6 +27,21 @@ _QUICK_S = 1.0
 
 _LOOK_S = 0.1
 """Seconds between two looks at whether something is late."""
+
+_ASKED = frozenset({Kind.PULL, Kind.FETCH, Kind.STATE})
+"""What is asked for in a message without a payload."""
+
+_ANSWERS = {
+    Kind.PUSH: frozenset({Kind.SUM}),
+    Kind.PULL: frozenset({Kind.SUM}),
+    Kind.FETCH: frozenset({Kind.PARAMETERS}),
+    Kind.EXPECT: frozenset({Kind.PARAMETERS}),
+    Kind.STATE: frozenset({Kind.STATE, Kind.MORE}),
+}
+"""What may come to an end of each kind of request that waits for something."""
+
+_MOST_STATE = 1 << 32
+"""Bytes that a server may say of one slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +68,10 @@ class Request:
     """Slices that were pushed, or pulled, together: what a `Handle` is to whoever waits.
 
     Attributes:
-        kind: push, store or pull.
+        kind: push, store, pull and so on.
         dtype: of the elements.
         parts: the slices.
+        documents: what servers have said of their state, by the ids of what was asked.
     """
 
     kind: Kind
@@ -63,6 +81,7 @@ class Request:
     missing: int = 0
     error: PeerError | None = None
     posted: list[Posted] = field(default_factory=list)
+    documents: dict[tuple[int, ...], Document] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
     _callbacks: list[Callable[[Request], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -238,14 +257,16 @@ class Client:
         if not request.parts:
             request.end()
             return
-        pull = request.kind is Kind.PULL
+        pull = request.kind in _ASKED
         for part in request.parts:
-            if request.kind is not Kind.STORE:
+            if request.kind not in SENT:
                 self._wanted[part.ids[:3]] = request, part
+            if request.kind is Kind.EXPECT:
+                continue
             nbytes = LARGEST if pull else LARGEST + len(part.memory)
             urgency = 0 if pull else part.urgency
             self._outbox.add(Flow(part.server, urgency), part.position, nbytes, (request, part))
-        if request.kind is Kind.STORE:
+        if request.kind in SENT:
             self._storing.append(request)
 
     def _room(self, flow: Flow) -> int:
@@ -253,7 +274,7 @@ class Client:
 
     def _post(self, flow: Flow, item: tuple[Request, Part]) -> Callable[[], bool]:
         request, part = item
-        pull = request.kind is Kind.PULL
+        pull = request.kind in _ASKED
         posted = self._mailbox.post(
             flow.peer,
             request.kind,
@@ -262,7 +283,7 @@ class Client:
             dtype="" if pull else request.dtype,
             urgency=flow.urgency,
         )
-        if request.kind is Kind.STORE:
+        if request.kind in SENT:
             request.posted.append(posted)
         return posted.done
 
@@ -278,10 +299,23 @@ class Client:
             text = "".join(c if c.isprintable() else "?" for c in text)
             raise PeerError(f"{self._me}: {server}: {text}")
         ids = Ids(*message.ids)
-        found = self._wanted.pop(ids[:3], None)
-        if message.kind != Kind.SUM or found is None:
+        found = self._wanted.get(ids[:3])
+        if found is None or message.kind not in _ANSWERS[found[0].kind]:
             raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
         request, part = found
+        self._heard = self._clock()
+        if request.kind is not Kind.STATE:
+            self._put(message, request, part)
+        elif not self._read(message, request, part):
+            return
+        del self._wanted[ids[:3]]
+        request.missing -= 1
+        if not request.missing:
+            request.end()
+
+    def _put(self, message: Message, request: Request, part: Part) -> None:
+        """Copy a sum, or parameters, to where they belong."""
+        server, ids = self._name(message.peer), Ids(*message.ids)
         if (
             part.server != message.peer
             or message.dtype != request.dtype
@@ -292,10 +326,21 @@ class Client:
                 f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
             )
         part.memory[:] = message.payload
-        self._heard = self._clock()
-        request.missing -= 1
-        if not request.missing:
-            request.end()
+
+    def _read(self, message: Message, request: Request, part: Part) -> bool:
+        """Take a part of what a server says of its state; return whether that was all."""
+        key = part.ids[:3]
+        try:
+            if message.peer != part.server:
+                raise Refused("another server has it")
+            if message.kind == Kind.STATE:
+                request.documents[key] = Document(message.payload, _MOST_STATE)
+            else:
+                request.documents[key].add(message.payload)
+        except (Refused, KeyError) as error:
+            server = self._name(message.peer)
+            raise PeerError(f"{self._me}: {server} sent a malformed state: {error}") from None
+        return request.documents[key].complete
 
     def _see_stored(self) -> None:
         for request in list(self._storing):

@@ -35,6 +35,8 @@ class Hosting:
         world: the workers; all make one at the same time.
         serving: how many servers, and how.
         nbytes: of all gradients.
+        optimizer: what servers apply, see `ServerConfig`; empty where they only sum.
+        memory: bytes that parameters and the optimizer's state may take on a server.
 
     Attributes:
         count: how many servers there are.
@@ -43,7 +45,9 @@ class Hosting:
         client: pushes and pulls.
     """
 
-    def __init__(self, world: World, serving: Serving, nbytes: int) -> None:
+    def __init__(
+        self, world: World, serving: Serving, nbytes: int, optimizer: str = "", memory: int = 0
+    ) -> None:
         identity = json.dumps(interfaces.local().identity)
         hosts = placement(world.exchange("server hosts", identity), serving.count)
         self._world, self._hosts = world, hosts
@@ -66,6 +70,8 @@ class Hosting:
                     timeout=world.timeout,
                     most=ROOM_FOR * nbytes + _SPARE,
                     order=serving.order,
+                    optimizer=optimizer,
+                    memory=memory + bool(optimizer) * _SPARE,
                 ),
                 store,
             )

@@ -10,6 +10,7 @@ import torch
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.client import Client, Part
 from wingbeat.exchanges.hosting import Hosting
+from wingbeat.exchanges.remote import DTYPES, RemoteOptimizer
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.protocol import Kind
 from wingbeat.servers.requests import KINDS, Requests
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
     from wingbeat.types import Span
 
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-
 
 class ServerExchange:
     """Pushes buckets to the servers, and has their sums put in place.
@@ -35,14 +29,22 @@ class ServerExchange:
         world: the workers.
         serving: how many servers there are, and how gradients go to them.
         nbytes: of all gradients: what the servers make room for.
+        optimizer: what the servers apply, see `ServerConfig`; empty where they only sum.
+        memory: bytes that parameters and the optimizer's state may take on a server.
+
+    Attributes:
+        remote: what the servers have of the optimizer.
     """
 
-    def __init__(self, world: World, serving: Serving, nbytes: int) -> None:
-        self._hosting = Hosting(world, serving, nbytes)
+    def __init__(
+        self, world: World, serving: Serving, nbytes: int, optimizer: str = "", memory: int = 0
+    ) -> None:
+        self._hosting = Hosting(world, serving, nbytes, optimizer, memory)
         self._client: Client = self._hosting.client
         self._requests = Requests(serving, self._hosting.count, seed=world.rank)
         self._buckets: list[Bucket] = []
-        world.on_close(self._hosting.close)
+        self.remote = RemoteOptimizer(self._hosting, self._requests)
+        world.on_close(self._close)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Cut these buckets, which are used from now on, for the servers."""
@@ -57,6 +59,7 @@ class ServerExchange:
         largest = self._hosting.message // max(bucket.flat.element_size() for bucket in buckets)
         sizes = [bucket.flat.numel() for bucket in buckets]
         self._requests.planned(sizes, [bucket.index for bucket in forward], largest)
+        self.remote.landing = {}
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
         """Begin ``operation`` on the bucket, and keep its handle there.
@@ -76,13 +79,20 @@ class ServerExchange:
         """Servers leave nothing whole on one worker alone."""
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
+    def _close(self) -> None:
+        """Leave the servers, when all that they were still to be asked for has been."""
+        self.remote.leaving()
+        self._hosting.close()
+
     def _begin(self, kind: Kind, bucket: Bucket) -> None:
-        memory = bucket.flat.detach().view(torch.uint8).numpy().data
-        size = bucket.flat.element_size()
+        new = kind in (Kind.FETCH, Kind.EXPECT)
+        flat = self.remote.landing.get(bucket.index, bucket.flat) if new else bucket.flat
+        memory = flat.detach().view(torch.uint8).numpy().data
+        size = flat.element_size()
         parts = [
             Part(
                 self._hosting.number(each.slice.server),
-                each.ids,
+                each.ids._replace(round=self.remote.updates) if new else each.ids,
                 memory[each.slice.start * size : each.slice.stop * size],
                 each.urgency,
                 each.position,

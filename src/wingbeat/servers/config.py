@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.service import Service
+from wingbeat.servers.updates import Applies
+from wingbeat.servers.updating import UpdatingService
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.meeting import open_mailbox
@@ -32,6 +35,9 @@ class ServerConfig:
         timeout: seconds that any wait may take.
         most: bytes that all sums together may take.
         order: in which order sums are sent.
+        optimizer: what it applies to its shards, as JSON, see `wingbeat.servers.applying.rebuilt`;
+            empty where it only sums.
+        memory: bytes that parameters and the optimizer's state may take.
     """
 
     room: str
@@ -44,6 +50,8 @@ class ServerConfig:
     timeout: float
     most: int
     order: str
+    optimizer: str = ""
+    memory: int = 0
 
     @property
     def number(self) -> int:
@@ -82,15 +90,24 @@ class ServerConfig:
 
     def serve(self, mailbox: Mailbox, parent: Callable[[], bool]) -> None:
         """Work until all workers have left, or the one that started it is gone."""
-        service = Service(
-            mailbox,
-            self.workers,
-            most=self.most,
-            order=Order(self.order),
-            timeout=SOONER * self.timeout,
-            classes=self.classes,
-        )
+        options: dict[str, Any] = {
+            "most": self.most,
+            "order": Order(self.order),
+            "timeout": SOONER * self.timeout,
+            "classes": self.classes,
+        }
+        if self.optimizer:
+            service: Service = UpdatingService(
+                mailbox, self.workers, make=self._applier, room=self.memory, **options
+            )
+        else:
+            service = Service(mailbox, self.workers, **options)
         service.run(parent)
+
+    def _applier(self) -> Applies:
+        from wingbeat.servers.applying import Applier  # which needs torch: a second to load
+
+        return Applier(json.loads(self.optimizer))
 
 
 def name_of(number: int, workers: int, hosts: tuple[int, ...]) -> str:

@@ -19,6 +19,37 @@ class Kind(enum.IntEnum):
     """Server to worker: the sum of a slice over all workers."""
     FAILED = 5
     """Server to worker: why there will be no more sums, in UTF-8."""
+    # Only where servers update. What workers say travels in one class, and arrives in order.
+    HOLD = 6
+    """Worker to server: what a slice consists of; its values and state follow in `MORE`."""
+    MORE = 7
+    """Either way: more of what the message before has begun."""
+    READY = 8
+    """Worker to server: all that this worker has to say of a new plan was said."""
+    FINAL = 9
+    """Worker to server: gradients of a slice that are to be used in place of the sum."""
+    STEP = 10
+    """Worker to server: update all slices, with these settings."""
+    FETCH = 11
+    """Worker to server: send the parameters of a slice when they are updated."""
+    PARAMETERS = 12
+    """Server to worker: the parameters of a slice."""
+    STATE = 13
+    """Worker to server: send what the optimizer remembers of a slice; and the answer's begin."""
+    EXPECT = 14
+    """Never sent: parameters that come without being asked for, as a `STEP` has it."""
+
+
+UPDATES = frozenset(
+    {Kind.HOLD, Kind.MORE, Kind.READY, Kind.FINAL, Kind.STEP, Kind.FETCH, Kind.STATE}
+)
+"""What workers send to servers that update."""
+
+SENT = UPDATES - {Kind.FETCH, Kind.STATE} | {Kind.STORE}
+"""What is sent without an answer."""
+
+NO_ROUND = 2**32 - 1
+"""In place of a round: no sum, but the gradients that are sent as `Kind.FINAL`."""
 
 
 class Ids(NamedTuple):
@@ -27,8 +58,10 @@ class Ids(NamedTuple):
     Attributes:
         plan: how often buckets had been made anew.
         slice: its number in that plan.
-        round: how often the slice had been summed before.
-        wish: how the sum is to be sent, see `wish_of`.
+        round: how often the slice had been summed before; of parameters and what is said of them,
+            how many updates there were.
+        wish: how the sum is to be sent, see `wish_of`. In a `Kind.STEP` the slice is the round
+            whose sums are used, and this is 1 where parameters are to come unasked.
     """
 
     plan: int

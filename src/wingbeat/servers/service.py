@@ -29,15 +29,16 @@ class Answer:
     Attributes:
         worker: its rank.
         ids: what it has asked for.
+        kind: of the message that is to be sent.
         dtype: of the sum.
         result: the sum, which stays as it is while this may read it; None until it is complete.
         queued: whether it waits to be sent already.
     """
 
-    __slots__ = ("_posted", "dtype", "ids", "queued", "result", "worker")
+    __slots__ = ("_posted", "dtype", "ids", "kind", "queued", "result", "worker")
 
-    def __init__(self, worker: int, ids: Ids) -> None:
-        self.worker, self.ids = worker, ids
+    def __init__(self, worker: int, ids: Ids, kind: Kind = Kind.SUM) -> None:
+        self.worker, self.ids, self.kind = worker, ids, kind
         self.dtype = ""
         self.result: Array | None = None
         self.queued = False
@@ -63,7 +64,7 @@ class Answer:
         """Send it; return what tells whether it has arrived."""
         self._posted = mailbox.post(
             self.worker,
-            Kind.SUM,
+            self.kind,
             self.result,
             ids=self.ids,
             dtype=self.dtype,
@@ -126,7 +127,7 @@ class Service:
         """
         everyone = frozenset(range(self._workers))
         while parent() and not self._mailbox.left.union(self._mailbox.lost) >= everyone:
-            self.step(self._mailbox.next(_LOOK_S))
+            self.step(self._mailbox.next(0.0 if self.pending else _LOOK_S))
         # Workers that are gone without a word hear no last one: nobody is left to be told.
         with contextlib.suppress(PeerError):
             self._mailbox.close()
@@ -135,6 +136,7 @@ class Service:
         """Do what is to be done now, with the message that has just come if one has."""
         try:
             drained = self._take_in(message)
+            self._work()
             self._send_out()
         except (PeerError, Refused) as error:
             self._fail(str(error))
@@ -171,7 +173,8 @@ class Service:
             self._pull(worker, ids)
             return
         if message.kind not in (Kind.PUSH, Kind.STORE):
-            raise Refused(f"rank {worker} sent a message of kind {message.kind}")
+            self._take_other(message, ids)
+            return
         if message.kind == Kind.PUSH:
             self._want(Answer(worker, ids))
         total = self._sums.push(
@@ -183,6 +186,30 @@ class Service:
                 answer.fill(total)
                 if not answer.queued:
                     self._queue(answer)
+            self._summed(key)
+
+    # -- for servers that do more than sums ------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is work that waits for nothing."""
+        return False
+
+    def _work(self) -> None:
+        """Do a part of that work."""
+
+    def _take_other(self, message: Message, ids: Ids) -> None:  # noqa: ARG002
+        """Take a message that is not about sums.
+
+        Raises:
+            Refused: it is nothing that a worker may send.
+        """
+        raise Refused(f"rank {message.peer} sent a message of kind {message.kind}")
+
+    def _summed(self, key: tuple[int, int]) -> None:
+        """A slice's sum is complete."""
+
+    # -- sums that are wanted --------------------------------------------------------------
 
     def _pull(self, worker: int, ids: Ids) -> None:
         answer = Answer(worker, ids)
@@ -248,8 +275,12 @@ class Service:
     def _look_for_gone(self) -> None:
         left = dict.fromkeys(self._mailbox.left, "has ended")
         for worker, why in {**left, **self._mailbox.lost}.items():
-            if self._sums.lacking(worker):
+            if self._lacking(worker):
                 self._fail(f"rank {worker} {why}")
+
+    def _lacking(self, worker: int) -> bool:
+        """Whether something waits for that worker."""
+        return self._sums.lacking(worker)
 
     def _fail(self, why: str) -> None:
         """Tell every worker once why there will be no more sums."""

@@ -120,6 +120,7 @@ class Strategy(Settings):
             merging=plan.merging(),
             wire=wires.of(self.wire),
             shard_optimizer=self._update.shards,
+            server_updates=self._update.on_servers,
         )
 
     def compose(self) -> Strategy:

@@ -27,20 +27,20 @@ from wingbeat.updates.update import Closure, Host, Training
 class DividedUpdate:
     """Steps with gradients that no worker needs whole, and takes over what others have updated.
 
-    Raises:
-        UsageError: parameters share memory.
-        MismatchError: the workers' optimizers differ.
+    Attributes:
+        option: what asks for it, as users write it.
+        state_is: where the optimizer's state lies, and how to have it.
     """
 
     defers: ClassVar[bool] = True
     agrees: ClassVar[bool] = True
+    option: ClassVar[str]
+    state_is: ClassVar[str]
 
     def __init__(self, training: Training, schedule: Schedule, views: Views) -> None:
         self._training = training
         self._schedule = schedule
         self._views = views
-        _check_same_groups(training)
-        refuse_overlapping({slot.name: slot.param for slot in training.bucketing.slots})
         self._due = Due(training.refresh)
         self._snapshot: GroupSnapshot = []
         self._spent: list[Slot] = []
@@ -69,8 +69,9 @@ class DividedUpdate:
             host.flush()
         self._snapshot = training.stepper.snapshot()
         training.steps.count += 1
-        used = [slot.used if self._reduced else slot.param.grad is not None for slot in slots]
-        self._step(host, StepCalled(used=frozenset(i for i, is_used in enumerate(used) if is_used)))
+        owned = (slot for slot in slots if training.stepper.owns(slot.param))
+        used = (s for s in owned if (s.used if self._reduced else s.param.grad is not None))
+        self._step(host, StepCalled(used=frozenset(slot.index for slot in used)))
         step_outside(training.bucketing.slot_of, training.stepper, self._snapshot)
         if training.stepper.hooked:
             host.flush()  # hooks are to see the new parameters
@@ -134,7 +135,7 @@ class DividedUpdate:
         """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
         if self._spent:
             raise UsageError(
-                f"{what}: with shard_optimizer a step uses the gradients up, and nothing can be "
+                f"{what}: with {self.option} a step uses the gradients up, and nothing can be "
                 "added to them; call optimizer.zero_grad() between step() and backward(), and "
                 "backward() before each step()"
             )
@@ -159,7 +160,7 @@ class DividedUpdate:
         state = self._training.optimizer.__dict__["state"]
         if self._training.stepper.stepping or self._has_whole_state or not self._parts():
             return state
-        return DividedState(self._parts())
+        return DividedState(self._parts(), self.state_is)
 
     def detach(self) -> None:
         """Give the optimizer its whole state back."""
@@ -174,7 +175,14 @@ class DividedUpdate:
         raise NotImplementedError
 
 
-def _check_same_groups(training: Training) -> None:
+def check_divisible(training: Training) -> None:
+    """Make sure that parameters and their groups allow a divided optimizer.
+
+    Raises:
+        UsageError: parameters share memory.
+        MismatchError: the workers' optimizers differ.
+    """
+    refuse_overlapping({slot.name: slot.param for slot in training.bucketing.slots})
     names = {slot.param: slot.name for slot in training.bucketing.slots}
     groups = [
         [names[p] for p in group["params"] if p in names]
@@ -186,5 +194,6 @@ def _check_same_groups(training: Training) -> None:
         if answer != mine:
             raise MismatchError(
                 f"rank {rank} has another optimizer than rank {world.rank}, or other "
-                "param groups; with shard_optimizer all ranks must build the same"
+                'param groups; with a divided optimizer (shard_optimizer, update="server") all '
+                "ranks must build the same"
             )

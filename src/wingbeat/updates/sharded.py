@@ -5,7 +5,7 @@ What starts when is the schedule's (`wingbeat.schedules.sharded`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +25,7 @@ from wingbeat.schedules.events import (
 )
 from wingbeat.updates import elementwise
 from wingbeat.updates.deferred import refuse_evaluating
-from wingbeat.updates.divided import DividedUpdate
+from wingbeat.updates.divided import DividedUpdate, check_divisible
 from wingbeat.updates.shards import Piece, Shards, take_parameter
 from wingbeat.updates.sharing import share_gradients, share_settings, taken_over
 from wingbeat.updates.stepper import State
@@ -43,10 +43,17 @@ class ShardedUpdate(DividedUpdate):
         MismatchError: the workers' optimizers differ.
     """
 
+    option: ClassVar[str] = "shard_optimizer"
+    state_is: ClassVar[str] = (
+        "shard_optimizer: each worker has a part of it; call optimizer.state_dict() on every rank "
+        "for all of it, or optimizer.shard_state_dict()"
+    )
+
     def __init__(self, training: Training, schedule: Schedule, views: Views) -> None:
         refuse_evaluating(training.optimizer)
         each = elementwise.prove(training.optimizer, type(training.optimizer).step)
         super().__init__(training, schedule, views)
+        check_divisible(training)
         slots = training.bucketing.slots
         self.shards = Shards(
             training.optimizer, training.stepper, training.collectives, slots, each

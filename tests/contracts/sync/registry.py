@@ -23,8 +23,8 @@ MEASURED = ("mgwfbp",)
 """Dense gradients in buckets that are planned from what the first iterations show."""
 
 
-SERVED = ("geryon", "geryon-start")
-"""Sums of servers, which come when they are ready or when they are asked for."""
+SERVED = ("geryon", "geryon-start", "geryon-server", "geryon-server-start")
+"""Sums of servers, or parameters that they update, when they are ready or are asked for."""
 
 
 @dataclass(frozen=True)

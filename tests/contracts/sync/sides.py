@@ -45,7 +45,8 @@ def make_strategy(name: str, mb: float) -> Any:
         return wingbeat.MGWFBP(steps=1)
     if kind == "geryon":
         pull = "start" if "start" in options else "ready"
-        return wingbeat.Geryon(mb=mb, servers=2, pull=pull, encrypted=False)
+        update = "server" if "server" in options else "worker"
+        return wingbeat.Geryon(mb=mb, servers=2, pull=pull, update=update, encrypted=False)
     if kind == "allreduce":
         return wingbeat.AllReduce(mb=mb, topology=topology, wire=wire)
     sharded = "sharded" in options

@@ -1,0 +1,107 @@
+"""A parameter server that updates: sums stay, and parameters go out (Geryon, section II-A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from wingbeat.servers.documents import messages
+from wingbeat.servers.outbox import Order
+from wingbeat.servers.protocol import UPDATES, Ids, Kind
+from wingbeat.servers.service import Answer, Service
+from wingbeat.servers.sums import Sum
+from wingbeat.servers.updates import Applies, Updates
+from wingbeat.transport.messages.endpoint import Message
+
+
+class UpdatingService(Service):
+    """As `Service`, with an optimizer.
+
+    Args:
+        mailbox: joins it to all workers.
+        workers: how many there are.
+        make: makes what applies the optimizer.
+        room: bytes that parameters and the optimizer's state may take.
+        options: as of `Service`.
+    """
+
+    def __init__(
+        self,
+        mailbox: Any,
+        workers: int,
+        *,
+        make: Callable[[], Applies],
+        room: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(mailbox, workers, **options)
+        self._updates = Updates(workers, make, self._sums.finished, room)
+        self._turns: dict[tuple[int, tuple[int, int]], Answer] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether a slice can be updated now."""
+        return self._updates.due and not self._failed
+
+    def _work(self) -> None:
+        if self._failed:
+            return
+        for worker, ids, made in self._updates.work():
+            self._answer(Answer(worker, ids, Kind.PARAMETERS), made)
+
+    def _take_other(self, message: Message, ids: Ids) -> None:
+        worker, kind = message.peer, message.kind
+        if kind not in UPDATES:
+            super()._take_other(message, ids)
+        elif kind == Kind.FETCH:
+            self._fetch(worker, ids)
+        elif kind == Kind.STATE:
+            self._state(worker, ids)
+        else:
+            self._updates.take(worker, kind, ids, message.payload, self._clock())
+
+    def _take(self, message: Message) -> None:
+        if message.kind in (Kind.PUSH, Kind.STORE):
+            ids = Ids(*message.ids)
+            self._updates.wish(ids[:2], ids.wish)
+        super()._take(message)
+
+    def _summed(self, key: tuple[int, int]) -> None:
+        self._updates.summed(key)
+
+    def _fetch(self, worker: int, ids: Ids) -> None:
+        made = self._updates.fetched(worker, ids)
+        if made is not None:
+            self._answer(Answer(worker, ids, Kind.PARAMETERS), made)
+        elif self._order is Order.FORWARD:  # what comes behind it waits for it
+            answer = Answer(worker, ids, Kind.PARAMETERS)
+            self._turns[worker, ids[:2]] = answer
+            self._queue(answer)
+
+    def _answer(self, answer: Answer, made: Sum) -> None:
+        waiting = self._turns.pop((answer.worker, answer.ids[:2]), None)
+        if waiting is not None:
+            waiting.fill(made)
+            return
+        answer.fill(made)
+        self._queue(answer)
+
+    def _state(self, worker: int, ids: Ids) -> None:
+        """Send what is remembered of a slice, in as many messages as it takes."""
+        words, arrays = self._updates.state(worker, ids)
+        for count, payload in enumerate(messages(words, arrays, self._mailbox.largest)):
+            answer = Answer(worker, ids, Kind.MORE if count else Kind.STATE)
+            answer.result = np.frombuffer(payload, np.uint8)
+            self._queue(answer)
+
+    def _look_after(self, now: float, drained: bool) -> None:
+        super()._look_after(now, drained)
+        late = self._updates.missing(now - self._timeout)
+        if late:
+            ranks = ", ".join(map(str, sorted(late)))
+            self._fail(f"no step of rank {ranks} within {self._timeout:g} s")
+
+    def _lacking(self, worker: int) -> bool:
+        return super()._lacking(worker) or self._updates.lacking(worker)
