@@ -74,7 +74,7 @@ class RemoteOptimizer:
         self._send(Kind.FINAL, each.server, ids, _bytes_of(gradients))
 
     def ready(self) -> None:
-        """Tell the servers that all of a new plan was said."""
+        """Tell the servers that this worker has held all that it is to: they wait for all."""
         for server in range(self._hosting.count):
             self._send(Kind.READY, server, Ids(self.plan, 0, 0, 0), b"")
 

@@ -14,6 +14,7 @@ from wingbeat.exchanges.remote import DTYPES, RemoteOptimizer
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.protocol import Kind
 from wingbeat.servers.requests import KINDS, Requests
+from wingbeat.transport import leaving
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
 
@@ -80,8 +81,9 @@ class ServerExchange:
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     def _close(self) -> None:
-        """Leave the servers, when all that they were still to be asked for has been."""
-        self.remote.leaving()
+        """Leave the servers, after what is still due has come."""
+        if not leaving.failing():
+            self.remote.leaving()
         self._hosting.close()
 
     def _begin(self, kind: Kind, bucket: Bucket) -> None:

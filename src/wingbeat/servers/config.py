@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from wingbeat.servers.notes import Applies
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.service import Service
-from wingbeat.servers.updates import Applies
 from wingbeat.servers.updating import UpdatingService
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox

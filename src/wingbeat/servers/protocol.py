@@ -25,7 +25,7 @@ class Kind(enum.IntEnum):
     MORE = 7
     """Either way: more of what the message before has begun."""
     READY = 8
-    """Worker to server: all that this worker has to say of a new plan was said."""
+    """Worker to server: all slices that this worker is to hold were sent; servers wait for all."""
     FINAL = 9
     """Worker to server: gradients of a slice that are to be used in place of the sum."""
     STEP = 10

@@ -8,90 +8,16 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from wingbeat.servers.documents import Document
 from wingbeat.servers.dtypes import Array
+from wingbeat.servers.notes import Applies, Early, Key, Reply, Shard, Step, numbers_in
 from wingbeat.servers.protocol import NO_ROUND, Ids, Kind, position_of
 from wingbeat.servers.sums import EACH, Refused, Sum
-
-Key = tuple[int, int]
-"""Plan and slice."""
-
-
-class Applies(Protocol):
-    """Who does the arithmetic: `wingbeat.servers.applying.Applier`."""
-
-    def hold(self, words: Mapping[str, Any], data: bytearray) -> Any:
-        """Take the parameters of a slice, with what is remembered of them."""
-
-    def put(self, held: Any, data: bytearray) -> None:
-        """Take other values, in new memory."""
-
-    def renew(self, held: Any) -> None:
-        """Leave the memory to those who still read it."""
-
-    def drop(self, held: Any) -> None:
-        """Forget a slice."""
-
-    def export(self, held: Any) -> tuple[dict[str, Any], list[memoryview]]:
-        """Return what is remembered of a slice."""
-
-    def settle(self, groups: list[dict[str, Any]], words: dict[str, Any]) -> None:
-        """Have these settings for the steps that follow."""
-
-    def step(self, held: Any, gradients: Array, used: frozenset[int]) -> None:
-        """Update the parameters of a slice."""
-
-
-@dataclass(eq=False, slots=True)
-class Shard:
-    """One slice with its parameters.
-
-    Attributes:
-        held: they, and what is remembered of them.
-        made: as they travel; its round is how often they had been updated.
-        final: gradients to be used in place of a sum, in the next update.
-        wish: how the parameters are to be sent if nobody asks.
-        fetches: workers that wait for the next update, and what they have asked for.
-    """
-
-    held: Any
-    made: Sum
-    final: Array | None = None
-    wish: int = 0
-    fetches: dict[int, Ids] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Step:
-    """One update of all slices, as the workers tell of it.
-
-    Attributes:
-        plan: whose slices.
-        number: the updates after it.
-        round: whose sums are used; `NO_ROUND`: gradients that were sent for it.
-        since: when the first worker told of it, in seconds.
-        said: by worker: whether parameters are to come to it unasked.
-        digest: of the settings, by the first worker that has some.
-        words: the settings, from the worker that leads; None before it has told.
-        rest: slices that are still to be updated.
-        used: parameters that some worker has a gradient for.
-    """
-
-    plan: int
-    number: int
-    round: int
-    since: float
-    said: dict[int, bool] = field(default_factory=dict)
-    digest: tuple[int, str] | None = None
-    words: dict[str, Any] | None = None
-    rest: set[int] = field(default_factory=set)
-    used: frozenset[int] = frozenset()
 
 
 class Updates:
@@ -121,9 +47,11 @@ class Updates:
         self._applier: Applies | None = None
         self._shards: dict[int, dict[int, Shard]] = {}
         self._documents: dict[int, tuple[Ids, Document]] = {}
-        self._ready: dict[int, int] = {}
+        self._ready = [0] * workers
+        self._early: list[Early] = []
         self._step: Step | None = None
         self._due: list[tuple[int, int]] = []
+        self._coming = 0
         self.nbytes = 0
 
     @property
@@ -131,37 +59,85 @@ class Updates:
         """Whether a slice can be updated now."""
         return bool(self._due)
 
-    def missing(self, before: float) -> set[int]:
-        """Return the workers that do not tell of a step which others told of before a moment."""
-        step = self._step
-        if step is None or step.since >= before or len(step.said) == self._workers:
-            return set()
-        return set(range(self._workers)) - step.said.keys()
+    def missing(self, before: float) -> tuple[str, set[int]] | None:
+        """Return what somebody waits for since before a moment, and the workers that lack it."""
+        step, everyone = self._step, range(self._workers)
+        if step is not None and step.since < before:
+            lacking = {worker for worker in everyone if worker not in step.said}
+            if lacking:
+                return "step", lacking
+        if any(said.since < before for said in self._early):
+            return "optimizer state", {w for w in everyone if self._ready[w] < max(self._ready)}
+        return None
 
     def lacking(self, worker: int) -> bool:
-        """Whether a step waits for that worker."""
+        """Whether something waits for that worker."""
         step = self._step
-        return step is not None and worker not in step.said
+        late = bool(self._early) and self._ready[worker] < max(self._ready)
+        return late or (step is not None and worker not in step.said)
 
     # -- what workers say -----------------------------------------------------------------
 
-    def take(self, worker: int, kind: int, ids: Ids, payload: Any, now: float = 0.0) -> None:
-        """Take a message that is about parameters, but for those that are to be answered.
+    def take(
+        self, worker: int, kind: int, ids: Ids, payload: Any, now: float = 0.0
+    ) -> Iterator[Reply]:
+        """Take a message that is about parameters; yield what is to be answered.
+
+        What a worker says after a `Kind.READY` is taken when all have said as much: parameters and
+        state come from all of them, and nobody is to see only a part.
 
         Raises:
             Refused: it does not fit what has come before.
         """
-        match kind:
+        if kind == Kind.READY:
+            yield from self._pass(worker, ids.plan)
+            return
+        if kind == Kind.MORE:
+            if worker not in self._documents:
+                raise Refused(f"rank {worker} sent more of nothing")
+            ids, document = self._documents.pop(worker)
+            document.add(payload)
+        elif kind == Kind.HOLD:
+            document = Document(payload, self._most - self.nbytes - self._coming)
+            self._coming += len(document.data)
+        else:
+            yield from self._hear(Early(worker, self._ready[worker], kind, ids, payload, now))
+            return
+        if document.complete:
+            kind = Kind.HOLD if "pieces" in document.words else Kind.MORE
+            # Whole slices are taken when all workers have sent theirs.
+            turn = self._ready[worker] + (kind == Kind.HOLD)
+            yield from self._hear(Early(worker, turn, kind, ids, document, now))
+        else:
+            self._documents[worker] = ids, document
+
+    def _pass(self, worker: int, plan: int) -> Iterator[Reply]:
+        """A worker has sent all that it has to send; go on if that was the last one."""
+        before = min(self._ready)
+        self._ready[worker] += 1
+        if min(self._ready) > before:
+            early, self._early = self._early, []
+            # Whoever was first may already ask for what the last has only sent now.
+            for each in sorted(early, key=lambda said: (said.turn, said.kind != Kind.HOLD)):
+                yield from self._hear(each)
+            self._drop_before(plan)
+
+    def _hear(self, said: Early) -> Iterator[Reply]:
+        if said.turn > min(self._ready):
+            self._early.append(said)
+            return
+        worker, ids, payload = said.worker, said.ids, said.payload
+        match said.kind:
             case Kind.HOLD:
-                self._finish(worker, ids, Document(payload, self._most - self.nbytes))
-            case Kind.MORE if worker in self._documents:
-                ids, document = self._documents.pop(worker)
-                document.add(payload)
-                self._finish(worker, ids, document)
-            case Kind.READY:
-                self._ready[worker] = ids.plan
-                if len(self._ready) == self._workers:
-                    self._drop_before(min(self._ready.values()))
+                self._coming -= len(payload.data)
+                self._hold(ids, payload)
+            case Kind.MORE:
+                self._coming -= len(payload.data)
+                self._put(worker, ids, payload)
+            case Kind.FETCH:
+                yield Reply(worker, ids, self._fetched(worker, ids))
+            case Kind.STATE:
+                yield Reply(worker, ids, state=self._state(worker, ids))
             case Kind.FINAL:
                 shard = self._shard(worker, ids)
                 if len(payload) != shard.held.memory.nbytes:
@@ -169,9 +145,9 @@ class Updates:
                 # A copy: the optimizer may write to them, and that memory may be read only.
                 shard.final = np.frombuffer(payload, np.uint8).copy()
             case Kind.STEP:
-                self._tell(worker, ids, payload, now)
+                self._tell(worker, ids, payload, said.since)
             case _:
-                raise Refused(f"rank {worker} sent a message of kind {kind}")
+                raise Refused(f"rank {worker} sent a message of kind {said.kind}")
 
     def wish(self, key: Key, wish: int) -> None:
         """Note how a worker wants what comes of a slice."""
@@ -185,7 +161,7 @@ class Updates:
         if step is not None and step.plan == key[0] and key[1] in step.rest:
             self._push(step, key[1])
 
-    def fetched(self, worker: int, ids: Ids) -> Sum | None:
+    def _fetched(self, worker: int, ids: Ids) -> Sum | None:
         """Return the parameters that a worker asks for; None: they are remembered to be sent.
 
         Raises:
@@ -199,7 +175,7 @@ class Updates:
         shard.fetches[worker] = ids
         return None
 
-    def state(self, worker: int, ids: Ids) -> tuple[dict[str, Any], list[memoryview]]:
+    def _state(self, worker: int, ids: Ids) -> tuple[dict[str, Any], list[memoryview]]:
         """Return what is remembered of a slice.
 
         Raises:
@@ -215,7 +191,7 @@ class Updates:
 
     # -- updating -------------------------------------------------------------------------
 
-    def work(self) -> Iterator[tuple[int, Ids, Sum]]:
+    def work(self) -> Iterator[Reply]:
         """Update the slice that is needed first; yield who is to have what.
 
         Raises:
@@ -244,7 +220,7 @@ class Updates:
         for worker in (worker for worker, unasked in step.said.items() if unasked):
             fetches.setdefault(worker, ids)
         for worker, asked in sorted(fetches.items()):
-            yield worker, asked, shard.made
+            yield Reply(worker, asked, shard.made)
 
     def _gradients(self, step: Step, number: int, shard: Shard) -> Array | None:
         if step.round == NO_ROUND:
@@ -266,24 +242,22 @@ class Updates:
                 ) from None
         return self._applier
 
-    def _finish(self, worker: int, ids: Ids, document: Document) -> None:
-        """Go on with parameters that have come, in whole or in part."""
-        if not document.complete:
-            self._documents[worker] = ids, document
-            return
+    def _put(self, worker: int, ids: Ids, document: Document) -> None:
+        """Take other values of parameters."""
+        shard = self._shard(worker, ids)
+        self._applies.put(shard.held, document.data)
+        shard.made = Sum(shard.made.round, shard.held.dtype, shard.held.memory)
+
+    def _hold(self, ids: Ids, document: Document) -> None:
+        """Take a slice with all that is remembered of it."""
         shards = self._shards.setdefault(ids.plan, {})
-        shard = shards.get(ids.slice)
-        if "pieces" not in document.words:
-            self._applies.put(self._shard(worker, ids).held, document.data)
-            shard = self._shard(worker, ids)
-            shard.made = Sum(shard.made.round, shard.held.dtype, shard.held.memory)
-            return
         held = self._applies.hold(document.words, document.data)
-        if shard is not None:
-            self._forget(shard)
-        self._grow(held.nbytes)
-        wish = 0 if shard is None else shard.wish
+        before = shards.get(ids.slice)
+        if before is not None:
+            self._forget(before)
+        wish = 0 if before is None else before.wish
         shards[ids.slice] = Shard(held, Sum(ids.round, held.dtype, held.memory), wish=wish)
+        self._grow(held.nbytes)
 
     def _shard(self, worker: int, ids: Ids) -> Shard:
         shard = self._shards.get(ids.plan, {}).get(ids.slice)
@@ -363,27 +337,3 @@ class Updates:
                 f"parameters and optimizer state take {self.nbytes} bytes; the server has room for "
                 f"{self._most}"
             )
-
-
-def numbers_in(bits: Any) -> frozenset[int]:
-    """Return the places of the ones in a number that is written in hexadecimal.
-
-    Raises:
-        Refused: it is none.
-
-    >>> sorted(numbers_in(bits_of({0, 2, 9})))
-    [0, 2, 9]
-    """
-    try:
-        shown = f"{int(bits, 16):b}"
-    except (TypeError, ValueError):
-        raise Refused(f"malformed parameters of a step: {str(bits)[:40]!r}") from None
-    return frozenset(place for place, bit in enumerate(reversed(shown)) if bit == "1")
-
-
-def bits_of(numbers: Iterable[int]) -> str:
-    """Write numbers as the places of ones, in hexadecimal."""
-    bits = 0
-    for number in numbers:
-        bits |= 1 << number
-    return f"{bits:x}"

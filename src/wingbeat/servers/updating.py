@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from wingbeat.servers.documents import messages
+from wingbeat.servers.notes import Applies, Reply
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.protocol import UPDATES, Ids, Kind
 from wingbeat.servers.service import Answer, Service
 from wingbeat.servers.sums import Sum
-from wingbeat.servers.updates import Applies, Updates
+from wingbeat.servers.updates import Updates
 from wingbeat.transport.messages.endpoint import Message
 
 
@@ -46,21 +47,25 @@ class UpdatingService(Service):
         return self._updates.due and not self._failed
 
     def _work(self) -> None:
-        if self._failed:
-            return
-        for worker, ids, made in self._updates.work():
-            self._answer(Answer(worker, ids, Kind.PARAMETERS), made)
+        if not self._failed:
+            self._reply(self._updates.work())
 
     def _take_other(self, message: Message, ids: Ids) -> None:
-        worker, kind = message.peer, message.kind
-        if kind not in UPDATES:
+        if message.kind not in UPDATES:
             super()._take_other(message, ids)
-        elif kind == Kind.FETCH:
-            self._fetch(worker, ids)
-        elif kind == Kind.STATE:
-            self._state(worker, ids)
-        else:
-            self._updates.take(worker, kind, ids, message.payload, self._clock())
+        worker, kind = message.peer, message.kind
+        self._reply(self._updates.take(worker, kind, ids, message.payload, self._clock()))
+
+    def _reply(self, replies: Iterable[Reply]) -> None:
+        for reply in replies:
+            answer = Answer(reply.worker, reply.ids, Kind.PARAMETERS)
+            if reply.state is not None:
+                self._tell_state(reply.worker, reply.ids, *reply.state)
+            elif reply.made is not None:
+                self._answer(answer, reply.made)
+            elif self._order is Order.FORWARD:  # what comes behind it waits for it
+                self._turns[answer.worker, answer.ids[:2]] = answer
+                self._queue(answer)
 
     def _take(self, message: Message) -> None:
         if message.kind in (Kind.PUSH, Kind.STORE):
@@ -71,15 +76,6 @@ class UpdatingService(Service):
     def _summed(self, key: tuple[int, int]) -> None:
         self._updates.summed(key)
 
-    def _fetch(self, worker: int, ids: Ids) -> None:
-        made = self._updates.fetched(worker, ids)
-        if made is not None:
-            self._answer(Answer(worker, ids, Kind.PARAMETERS), made)
-        elif self._order is Order.FORWARD:  # what comes behind it waits for it
-            answer = Answer(worker, ids, Kind.PARAMETERS)
-            self._turns[worker, ids[:2]] = answer
-            self._queue(answer)
-
     def _answer(self, answer: Answer, made: Sum) -> None:
         waiting = self._turns.pop((answer.worker, answer.ids[:2]), None)
         if waiting is not None:
@@ -88,9 +84,10 @@ class UpdatingService(Service):
         answer.fill(made)
         self._queue(answer)
 
-    def _state(self, worker: int, ids: Ids) -> None:
+    def _tell_state(
+        self, worker: int, ids: Ids, words: dict[str, Any], arrays: list[memoryview]
+    ) -> None:
         """Send what is remembered of a slice, in as many messages as it takes."""
-        words, arrays = self._updates.state(worker, ids)
         for count, payload in enumerate(messages(words, arrays, self._mailbox.largest)):
             answer = Answer(worker, ids, Kind.MORE if count else Kind.STATE)
             answer.result = np.frombuffer(payload, np.uint8)
@@ -99,9 +96,9 @@ class UpdatingService(Service):
     def _look_after(self, now: float, drained: bool) -> None:
         super()._look_after(now, drained)
         late = self._updates.missing(now - self._timeout)
-        if late:
-            ranks = ", ".join(map(str, sorted(late)))
-            self._fail(f"no step of rank {ranks} within {self._timeout:g} s")
+        if late is not None:
+            ranks = ", ".join(map(str, sorted(late[1])))
+            self._fail(f"no {late[0]} of rank {ranks} within {self._timeout:g} s")
 
     def _lacking(self, worker: int) -> bool:
         return super()._lacking(worker) or self._updates.lacking(worker)

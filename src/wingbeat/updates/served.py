@@ -31,8 +31,8 @@ from wingbeat.schedules.events import (
 )
 from wingbeat.schedules.intents import Answer
 from wingbeat.servers.documents import Document
+from wingbeat.servers.notes import bits_of
 from wingbeat.servers.partition import Slice
-from wingbeat.servers.updates import bits_of
 from wingbeat.servers.values import encode
 from wingbeat.updates.described import OPTION, settings_of
 from wingbeat.updates.divided import DividedUpdate
@@ -69,7 +69,7 @@ class Remote(Protocol):
         """Give a server gradients of a slice to be used in place of the sum."""
 
     def ready(self) -> None:
-        """Tell the servers that all of a new plan was said."""
+        """Tell the servers that this worker has held all that it is to."""
 
     def step(self, words: bytes, *, summed: bool, unasked: bool) -> None:
         """Tell the servers to make the update that `updates` counts already."""
@@ -238,7 +238,6 @@ class ServedUpdate(DividedUpdate):
                 # Another optimizer's gradients stay in the buffer.
                 self._remote.landing[bucket.index] = torch.zeros_like(bucket.flat)
         self._give(whole)
-        self._remote.ready()
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -250,6 +249,7 @@ class ServedUpdate(DividedUpdate):
         for holding in self._held.owned:
             words, data = holding.described(whole, self._each)
             self._remote.hold(holding.slice, words, data)
+        self._remote.ready()
 
     def _taken(self) -> Whole:
         """Take from the optimizer what it remembers of the parameters that servers update."""
