@@ -96,15 +96,24 @@ class RemoteOptimizer:
         Raises:
             PeerError: a server or a worker has failed.
         """
-        asked = [Ids(plan, each.number, self.updates, 0) for each in slices]
-        parts = [
-            Part(self._hosting.number(each.server), ids, memoryview(b""), 0, _FIRST)
-            for each, ids in zip(slices, asked, strict=True)
-        ]
-        request = self._client.start(Kind.STATE, "", parts, "the optimizer's state")
+        request = self.ask(plan, slices)
         request.wait()
-        for each, ids in zip(slices, asked, strict=True):
-            yield each, request.documents.pop(ids[:3])
+        for each, part in zip(slices, request.parts, strict=True):
+            yield each, request.documents.pop(part.ids[:3])
+
+    def ask(self, plan: int, slices: Sequence[Slice]) -> Request:
+        """Ask for the optimizer's state of some slices, without a wait."""
+        parts = [
+            Part(
+                self._hosting.number(each.server),
+                Ids(plan, each.number, self.updates, 0),
+                memoryview(b""),
+                0,
+                _FIRST,
+            )
+            for each in slices
+        ]
+        return self._client.start(Kind.STATE, "", parts, "the optimizer's state")
 
     def _send(self, kind: Kind, server: int, ids: Ids, payload: Any) -> Request:
         part = Part(self._hosting.number(server), ids, memoryview(payload), 0, _FIRST)

@@ -256,6 +256,8 @@ class Applier:
                 members.setdefault(piece.group, []).append(piece.param)
         if not members:
             return
+        if max(members) >= len(self._settings):
+            raise Refused(f"no settings came for group {max(members)}")
         groups = [{**self._settings[i], "params": members[i]} for i in sorted(members)]
         inside = self._optimizer.__dict__
         inside.update(self._words, param_groups=groups, state=self._state)
