@@ -68,7 +68,7 @@ class Holding:
 
     def values(self) -> torch.Tensor:
         """Return the parameters as they are here; zeros where the optimizer has none."""
-        values = torch.zeros(len(self.slice), dtype=self.bucket.flat.dtype)
+        values = torch.zeros_like(self.bucket.flat[self.slice.start : self.slice.stop])
         for part in self.parts:
             values[part.offset : part.offset + part.length].copy_(part.values())
         return values
@@ -229,7 +229,8 @@ class Holdings:
                 end = at + part.length * dtype.itemsize
                 found.setdefault(key, None)  # in its place among the others
                 flat = arrays.setdefault(
-                    (index, key), torch.zeros(part.slot.param.numel(), dtype=dtype)
+                    (index, key),
+                    torch.zeros(part.slot.param.numel(), dtype=dtype, device="cpu"),
                 )
                 taken = torch.frombuffer(document.data[at:end], dtype=torch.uint8).view(dtype)
                 flat[part.first : part.first + part.length] = taken

@@ -26,6 +26,9 @@ MEASURED = ("mgwfbp",)
 SERVED = ("geryon", "geryon-start", "geryon-server", "geryon-server-start")
 """Sums of servers, or parameters that they update, when they are ready or are asked for."""
 
+DIVIDED = ("dear-sharded", "geryon-server")
+"""With which no worker has the whole optimizer: some things are refused."""
+
 
 @dataclass(frozen=True)
 class Grid:
