@@ -620,6 +620,13 @@ def _local() -> Any:
     return Local
 
 
+class InTheScript(torch.optim.SGD):
+    """As if it were defined in the file that is run."""
+
+
+InTheScript.__module__ = "__main__"
+
+
 def _with_function(params: Any) -> Any:
     made = torch.optim.SGD(params, lr=0.1)
     made.param_groups[0]["policy"] = len
@@ -639,6 +646,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a local class": (
         lambda params: _local()(params, lr=0.1),
         r"Local is defined in .*_local.<locals>.Local, from where a server cannot import it: move",
+    ),
+    "a class of the script": (
+        lambda params: InTheScript(params, lr=0.1),
+        "InTheScript is defined in __main__ as InTheScript, from where a server cannot import it",
     ),
     "a function": (_with_function, r"setting 'policy' of the optimizer's group 0: .*; allowed are"),
     "several losses": (lambda params: torch.optim.LBFGS(params), "LBFGS"),
