@@ -33,6 +33,7 @@ class FakeApplier:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
+        self.remembers = 0
 
     def hold(self, words: Any, data: bytearray) -> Any:
         self.log.append("hold")
@@ -58,6 +59,7 @@ class FakeApplier:
         gradients = np.asarray(gradients).view("f4")
         self.log.append(("step", sorted(used)))
         held.values -= gradients
+        held.nbytes += self.remembers
         gradients[:] = 99.0
 
 
@@ -263,17 +265,31 @@ def test_an_older_plan_is_forgotten_when_all_have_the_new_one() -> None:
 
 
 def test_memory_is_limited() -> None:
-    rig = Rig(most=2 * (NBYTES + EACH))
-    rig.hold(0, 0)
-    rig.hold(0, 1)
-    rig.hold(0, 2)
-    with pytest.raises(Refused, match=f"take {3 * NBYTES} bytes; the server has room"):
-        rig.ready()
-    rig = Rig(most=3 * NBYTES)
+    rig = Rig(1, most=4 * EACH).begin()
+    rig.sum(0)
+    rig.applier.remembers = 3 * EACH
+    rig.steps()
+    with pytest.raises(Refused, match=f"take {3 * EACH + NBYTES} bytes; the server has room for"):
+        rig.work()
+    rig = Rig(most=3 * (NBYTES + EACH))
     for number in range(3):
         rig.hold(0, number)
     with pytest.raises(Refused, match="8 bytes would follow, and there is room for 0"):
         rig.hold(0, 3)
+
+
+def test_what_waits_for_other_workers_is_limited_too() -> None:
+    rig = Rig(most=4 * EACH)
+    rig.say(0, Kind.READY)
+    for _ in range(2):
+        rig.say(0, Kind.FINAL, bytes(EACH))
+    with pytest.raises(Refused, match=f"{5 * EACH} bytes wait; the server has room for {4 * EACH}"):
+        rig.say(0, Kind.STATE)
+    rig = Rig(2, most=6 * EACH).begin()
+    for _ in range(20):
+        rig.hold(0, 0)
+        rig.say(0, Kind.READY)
+        rig.say(1, Kind.READY)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +371,7 @@ def test_an_optimizer_that_cannot_be_made() -> None:
     def fail() -> Any:
         raise ModuleNotFoundError("No module named 'mine'\nor so")
 
-    updates = Updates(1, fail, lambda key, number: None, 1000)
+    updates = Updates(1, fail, lambda key, number: None, 2000)
     words = "cannot be made here: ModuleNotFoundError: No module named 'mine'$"
     list(updates.take(0, Kind.HOLD, Ids(1, 0, 0, 0), b'{"pieces": [], "nbytes": 0}'))
     with pytest.raises(Refused, match=words):

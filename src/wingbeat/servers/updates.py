@@ -119,11 +119,15 @@ class Updates:
             early, self._early = self._early, []
             # Whoever was first may already ask for what the last has only sent now.
             for each in sorted(early, key=lambda said: (said.turn, said.kind != Kind.HOLD)):
+                self._coming -= _kept(each)
                 yield from self._hear(each)
             self._drop_before(plan)
 
     def _hear(self, said: Early) -> Iterator[Reply]:
         if said.turn > min(self._ready):
+            self._coming += _kept(said)
+            if self._coming + self.nbytes > self._most:
+                raise Refused(f"{self._coming} bytes wait; the server has room for {self._most}")
             self._early.append(said)
             return
         worker, ids, payload = said.worker, said.ids, said.payload
@@ -337,3 +341,8 @@ class Updates:
                 f"parameters and optimizer state take {self.nbytes} bytes; the server has room for "
                 f"{self._most}"
             )
+
+
+def _kept(said: Early) -> int:
+    """Return the bytes that a message takes while it waits, besides a document's own."""
+    return EACH + (0 if isinstance(said.payload, Document) else len(said.payload))
