@@ -275,21 +275,42 @@ def test_values_changed_or_moved_by_hand(when: str) -> None:
     compare(3, adamw, body)
 
 
-def test_a_sign_and_a_nan_are_changes_too() -> None:
-    def body(model: Any, optimizer: Any, rank: int) -> None:
-        train(model, optimizer, range(2))
+def test_a_sign_of_zero_is_a_change_too() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world, lambda params: torch.optim.SGD(params, lr=0.1))
+        train(model, optimizer, range(3))
         with torch.no_grad():
-            model.spare.weight.zero_()
-        train(model, optimizer, [2])
-        with torch.no_grad():
-            model.spare.weight.neg_()  # no number changes
-        train(model, optimizer, [3])
-        sign = torch.signbit(model.spare.weight)
-        assert sign.all()
-        model.use_spare = True
-        train(model, optimizer, [4])
+            model.head.weight.zero_()
+        for sign in (False, True):
+            optimizer.zero_grad()
+            if sign:
+                model.head.weight.data.neg_()  # which is equal to what it was
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            optimizer.step()
+            assert bool(torch.signbit(model.head.weight.detach()).all()) is sign
 
-    compare(2, sgd, body)
+    on(2, body)
+
+
+def test_parameters_are_sent_only_where_they_were_changed() -> None:
+    def body(world: Any) -> tuple[int, int]:
+        model, optimizer = distributed(world)
+        train(model, optimizer, range(3))
+        remote = engine(model).update._remote
+        hold, sent = remote.hold, []
+        remote.hold = lambda each, *args: (sent.append(each), hold(each, *args))
+        train(model, optimizer, range(3, 6))
+        with torch.no_grad():
+            model.head.bias[0] = float("nan")
+        train(model, optimizer, range(6, 7))
+        once = len(sent)
+        train(model, optimizer, range(7, 9))  # a NaN is no other than it was
+        return once, len(sent)
+
+    results = on(2, body)
+    assert sum(once for once, _ in results) == 1
+    assert sum(both for _, both in results) == 1
 
 
 def test_a_state_dict_of_the_model_loaded_in_between() -> None:
@@ -336,6 +357,7 @@ def test_another_optimizer_has_some_parameters() -> None:
             backward(model, world.rank, step)
             for each in (second, optimizer) if first else (optimizer, second):
                 each.step()
+                model.flush()
         return weights(model), state_of(optimizer)
 
     for first in (True, False):
