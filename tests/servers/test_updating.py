@@ -26,13 +26,15 @@ SERVER = 2
 
 
 class Rig:
-    """Two workers, and a server that has one slice of four numbers."""
+    """Two workers, and a server that has slices of four numbers each."""
 
-    def __init__(self, order: Order = Order.READY, numel: int = 4, **changed: Any) -> None:
+    def __init__(
+        self, order: Order = Order.READY, numel: int = 4, slices: int = 1, **changed: Any
+    ) -> None:
         self.office, self.clock = Office(random.Random(0), 2), Clock()
         self.workers = [self.office.box(rank) for rank in range(2)]
         self.box = self.office.box(SERVER)
-        self.numel = numel
+        self.numel, self.slices = numel, slices
         self.service = UpdatingService(
             self.box, 2, make=lambda: Applier(DESCRIPTION | changed), room=1 << 20,
             most=1 << 20, order=order, timeout=5.0, clock=self.clock,
@@ -46,8 +48,10 @@ class Rig:
         words = {"dtype": "float32", "numel": self.numel,
                  "pieces": [[0, 0, 0, self.numel]], "state": [None]}  # fmt: skip
         data = memoryview(np.ones(self.numel, "f4")).cast("B")
-        for count, payload in enumerate(messages(words, [data], LARGEST)):
-            self.send(0, Kind.MORE if count else Kind.HOLD, bytes(payload))
+        for number in range(self.slices):
+            for count, payload in enumerate(messages(words, [data], LARGEST)):
+                kind = Kind.MORE if count else Kind.HOLD
+                self.send(0, kind, bytes(payload), (1, number, 0, 0))
         for rank in (0, 1):
             self.send(rank, Kind.READY)
 
@@ -58,7 +62,9 @@ class Rig:
     def push(self, turn: int = 0) -> None:
         for rank in (0, 1):
             payload = np.ones(self.numel, "f4")
-            self.send(rank, Kind.STORE, payload, (1, 0, turn, wish_of(1, 3)), "float32")
+            for number in range(self.slices):
+                ids = (1, number, turn, wish_of(1, 3))
+                self.send(rank, Kind.STORE, payload, ids, "float32")
 
     def run(self) -> None:
         for _ in range(300):
@@ -216,6 +222,28 @@ def test_a_worker_that_is_gone_is_missed_only_where_somebody_waits() -> None:
     rig.clock.now += 1.0
     rig.run()
     assert rig.reasons() == ["rank 1 has ended"]
+
+
+def test_a_server_that_has_something_to_do_does_not_wait_for_messages() -> None:
+    rig = Rig(slices=5)
+    rig.hold()
+    rig.push()
+    for rank in (0, 1):
+        rig.step(rank)
+    waits: list[tuple[bool, float]] = []
+
+    def take(seconds: float) -> Any:
+        waits.append((rig.service.pending, seconds))
+        for _ in range(5):
+            rig.office.move()
+        return rig.box.poll()
+
+    rig.box.next = take  # type: ignore[attr-defined]
+    rig.service.run(lambda: len(waits) < 200)
+    assert {seconds for busy, seconds in waits if busy} == {0.0}
+    assert all(seconds > 0 for busy, seconds in waits if not busy)
+    rig.run()
+    assert [letter.ids[1] for letter in rig.heard(0)] == [0, 1, 2, 3, 4]
 
 
 def test_only_a_server_that_updates_loads_torch() -> None:

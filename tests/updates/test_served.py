@@ -580,7 +580,8 @@ def test_shutdown_leaves_parameters_current() -> None:
         return model, raw
 
     want = [p.detach().clone() for p in on(3, lambda world: body(world, "worker"))[0][1]]
-    for _, raw in on(3, lambda world: body(world, "server")):
+    for model, raw in on(3, lambda world: body(world, "server")):
+        assert not any(bucket.due for bucket in engine(model).buckets)
         assert_same([torch.Tensor.detach(p) for p in raw], want)
 
 
