@@ -78,6 +78,10 @@ class Rig:
             out.append(letter)
         return out
 
+    def counting(self) -> int:
+        """Bytes that count against the workers' windows."""
+        return sum(sum(worker._used.values()) for worker in self.workers)
+
     def reasons(self) -> list[str]:
         found = [letter for rank in (0, 1) for letter in self.heard(rank)]
         return [bytes(each.payload).decode() for each in found if each.kind == Kind.FAILED]
@@ -232,18 +236,58 @@ def test_a_server_that_has_something_to_do_does_not_wait_for_messages() -> None:
         rig.step(rank)
     waits: list[tuple[bool, float]] = []
 
-    def take(seconds: float) -> Any:
+    def take(seconds: float, *, keep: bool) -> Any:
         waits.append((rig.service.pending, seconds))
         for _ in range(5):
             rig.office.move()
-        return rig.box.poll()
+        return rig.box.poll(keep=keep)
 
     rig.box.next = take  # type: ignore[attr-defined]
     rig.service.run(lambda: len(waits) < 200)
     assert {seconds for busy, seconds in waits if busy} == {0.0}
     assert all(seconds > 0 for busy, seconds in waits if not busy)
     rig.run()
-    assert [letter.ids[1] for letter in rig.heard(0)] == [0, 1, 2, 3, 4]
+    made = [letter.ids[1] for letter in rig.heard(0) if letter.kind == Kind.PARAMETERS]
+    assert made == [0, 1, 2, 3, 4]
+
+
+def test_every_message_counts_no_more_when_it_was_taken() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.push()
+    for rank in (0, 1):
+        rig.step(rank)
+    rig.run()
+    rig.send(0, Kind.FINAL, np.ones(4, "f4"), (1, 0, 2, 0))
+    rig.send(1, Kind.STATE, ids=(1, 0, 1, 0))
+    rig.run()
+    assert rig.reasons() == []
+    assert rig.counting() == 0
+    rig.send(0, Kind.STORE, np.ones(4, "f4"), (1, 0, 1, 0), "float32")
+    rig.run()
+    assert rig.counting() == 0, "rank 0's are added at once"
+    rig.send(1, Kind.FETCH, ids=(1, 0, 7, 0))
+    rig.send(1, Kind.READY)
+    rig.run()
+    assert rig.reasons() == ["rank 1 wants slice 0 after update 7"] * 2
+    assert rig.counting() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish", "why"),
+    [
+        (Kind.STORE, wish_of(5, 0), "rank 1 asks for class 5"),
+        (Kind.STEP, wish_of(5, 0), "rank 1 asks for class 5"),
+        (Kind.STORE, 0, "rank 1 pushed slice 0 of round 3 in round -1"),
+        (Kind.MORE, 0, "rank 1 sent more of nothing"),
+    ],
+)
+def test_what_is_refused_counts_no_more_either(kind: Kind, wish: int, why: str) -> None:
+    rig = Rig()
+    rig.send(1, kind, np.ones(4, "f4"), (1, 0, 3, wish), "float32")
+    rig.run()
+    assert rig.reasons() == [why] * 2
+    assert rig.counting() == 0
 
 
 def test_only_a_server_that_updates_loads_torch() -> None:

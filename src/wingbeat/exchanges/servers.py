@@ -178,8 +178,8 @@ class ServerExchange:
         flat, updates = self.remote.landing.get(bucket.index, bucket.flat), self.remote.updates
         memory = _Memory(flat)
         parts = [
-            self._part(asked._replace(ids=asked.ids._replace(round=updates)), memory.of(asked.slice))
-            for asked in self._requests.asked(bucket.index)
+            self._part(each._replace(ids=each.ids._replace(round=updates)), memory.of(each.slice))
+            for each in self._requests.asked(bucket.index)
         ]
         dtype = DTYPES[flat.dtype]
         bucket.handle = self._client.start(kind, dtype, parts, f"bucket {bucket.index}")
