@@ -30,7 +30,7 @@ DIVIDED = ("dear-sharded", "geryon-server")
 """With which no worker has the whole optimizer: some things are refused."""
 
 SERVED_CODED = ("geryon-coded",)
-"""The same through a codec that loses nothing, at a server that takes seconds to start."""
+"""Sums through a codec that loses nothing, at a server that takes seconds to start."""
 
 
 @dataclass(frozen=True)
