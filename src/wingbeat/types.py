@@ -281,7 +281,8 @@ class Choices:
 
     ``schedule`` is a name of `wingbeat.schedules.BY_NAME`; gradients go along ``topology``, or to
     servers if there are ``servers``; ``wire`` is the dtype that gradients have on the links, empty
-    for their own, or a codec; ``shard_optimizer`` updates each parameter on one worker only.
+    for their own, or a codec; ``shard_optimizer`` updates each parameter on one worker only,
+    ``server_updates`` on the servers.
     """
 
     schedule: str
@@ -292,3 +293,9 @@ class Choices:
     wire: str | Coded = ""
     shard_optimizer: bool = False
     servers: Serving | None = None
+    server_updates: bool = False
+
+    @property
+    def divides(self) -> bool:
+        """Whether no worker has the whole optimizer."""
+        return self.shard_optimizer or self.server_updates

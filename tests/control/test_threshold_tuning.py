@@ -64,10 +64,20 @@ def on(strategy: Any, iterations: int = 0, known: Decisions | None = None) -> li
 
 
 @pytest.mark.parametrize(
-    ("pull", "classes"), [("ready", 2), ("start", 3), ("start", 2), ("ready", 4)]
+    ("pull", "classes", "update"),
+    [
+        ("ready", 2, "worker"),
+        ("start", 3, "worker"),
+        ("start", 2, "worker"),
+        ("ready", 4, "worker"),
+        ("ready", 2, "server"),
+        ("start", 3, "server"),
+    ],
 )
-def test_workers_change_thresholds_together_and_weights_stay(pull: str, classes: int) -> None:
-    found = on(geryon(pull=pull, classes=classes))
+def test_workers_change_thresholds_together_and_weights_stay(
+    pull: str, classes: int, update: str
+) -> None:
+    found = on(geryon(pull=pull, classes=classes, update=update))
     first, second = found
     assert first["used"] == second["used"]
     assert len(first["used"]) <= LEARNING + most_iterations(first["buckets"], classes, 1)
@@ -78,7 +88,8 @@ def test_workers_change_thresholds_together_and_weights_stay(pull: str, classes:
     assert first["result"].layers == first["buckets"] > 4
     level = tuple(1 - (i + 1) / classes for i in range(classes - 1))
     given = level if classes > 2 else level[0]
-    same = on(geryon(pull=pull, classes=classes, threshold=given), len(first["used"]))
+    fixed = geryon(pull=pull, classes=classes, threshold=given, update="worker")
+    same = on(fixed, len(first["used"]))
     for own in found:
         for got, want in zip(own["weights"], same[0]["weights"], strict=True):
             assert torch.equal(got, want)
@@ -127,6 +138,10 @@ def test_what_was_found_is_kept_in_a_file_and_taken_from_there(
         other = on(geryon(plan_file=str(path), mb=3 * TINY_MB))
     assert "is for another model, cluster or strategy: tuning anew" in caplog.text
     assert saved.load(path).result == other[0]["result"] != first["result"]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="wingbeat"):
+        on(geryon(plan_file=str(path), mb=3 * TINY_MB, update="server"), 3)
+    assert "is for another model, cluster or strategy: tuning anew" in caplog.text
 
 
 def test_a_file_that_is_none_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -197,7 +212,10 @@ def test_coarse_divides_by_kind_and_says_so_where_it_cannot(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         found = on(geryon(threshold="coarse"), 3)
-    assert [own["used"] for own in found] == [[None] * 3] * 2
+        served = on(geryon(threshold="coarse", update="server"), 3)
+    assert [own["used"] for own in [*found, *served]] == [[None] * 3] * 4
+    for got, want in zip(served[0]["weights"], found[0]["weights"], strict=True):
+        assert torch.equal(got, want)
     assert not caplog.text, "a scalar parameter stands beside linear layers"
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         on(geryon(threshold="coarse", mb=1), 3)

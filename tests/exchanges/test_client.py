@@ -7,12 +7,13 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.mail import Clock
-from helpers.serving import LARGEST, LEAST, Box, Office
+from helpers.serving import LARGEST, LEAST, Box, Letter, Office
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.client import Client, Part, Request
 from wingbeat.exchanges.hosting import _Watched, placement
@@ -369,3 +370,67 @@ def test_it_leaves_when_what_was_pushed_is_posted_and_not_before() -> None:
     made.start(turn=1)
     made.client._quick = True
     assert made.client._left()
+
+
+# -- servers that update ---------------------------------------------------------------------
+
+
+def _ask_for_state(made: Rig) -> Request:
+    parts = [Part(1, Ids(0, 0, 0, 0), memoryview(b""), 0, -1)]
+    return made.client.start(Kind.STATE, "", parts, "state")
+
+
+def test_state_that_comes_in_pieces() -> None:
+    made = rig()
+    request = _ask_for_state(made)
+    made.run()
+    assert made.servers[0].poll().kind == Kind.STATE
+    for kind, payload in [(Kind.STATE, b'{"a": 1, "nbytes": 5}'), (Kind.MORE, b"abc")]:
+        made.answer(0, kind=kind, payload=payload, dtype="")
+        made.run()
+        assert not request.done()
+    made.answer(0, kind=Kind.MORE, payload=b"de", dtype="")
+    made.run()
+    request.wait()
+    document = request.documents[0, 0, 0]
+    assert (document.words["a"], bytes(document.data)) == (1, b"abcde")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"kind": Kind.STATE, "payload": b"spam"}, "sent a malformed state: b'spam' says nothing"),
+        ({"kind": Kind.MORE, "payload": b"abc"}, "sent a malformed state"),
+        ({"kind": Kind.SUM}, "server 1 sent what was not asked for"),
+        ({"kind": Kind.STATE, "payload": b'{"nbytes": 0}', "server": 2}, "another server has it"),
+    ],
+    ids=["no words", "more of nothing", "a sum", "another server"],
+)
+def test_what_is_no_state_is_an_error(answer: dict[str, object], text: str) -> None:
+    made = rig()
+    request = _ask_for_state(made)
+    made.run()
+    made.answer(0, **answer)
+    with pytest.raises(PeerError, match=text):
+        made.run()
+    assert not request.done()
+
+
+@pytest.mark.parametrize("kind", [Kind.FETCH, Kind.EXPECT])
+def test_parameters_that_are_asked_for_or_expected(kind: Kind) -> None:
+    made = rig()
+    request = made.start(kind)
+    made.run()
+    asked = [server.poll() for server in made.servers]
+    assert [bool(letter) for letter in asked] == [kind is Kind.FETCH] * 2
+    with pytest.raises(PeerError, match="not asked for"):
+        made.client._take(_letter(Kind.SUM))
+    for number in range(2):
+        made.answer(number, kind=Kind.PARAMETERS)
+    made.run()
+    request.wait()
+    assert made.memory.tolist() == [9.0] * 4
+
+
+def _letter(kind: Kind) -> Any:
+    return Letter(1, kind, memoryview(b""), (0, 0, 0, 0), "float32", 0)

@@ -248,7 +248,7 @@ def rig(sums: Sums | None = None) -> Rig:
         (lambda r: r.send(1, Kind.TAKE), "rank 1 wants what sums of slice 0 lack"),
         (lambda r: r.send(0, Kind.TAKE, turn=1), "slice 0 of round 1 was pulled after round -1"),
         (lambda r: [r.send(0, Kind.TAKE) for _ in "ab"], "rank 0 wants slice 0 of round 0 twice"),
-        (lambda r: r.send(0, Kind.REST), "rank 0 sent a message of kind 33"),
+        (lambda r: r.send(0, Kind.REST), "rank 0 sent a message of kind 7"),
         (lambda r: r.send(0, Kind.STORE, dtype="uint8", payload=b"\x01"), "malformed: 1 bytes are"),
     ],
 )  # fmt: skip

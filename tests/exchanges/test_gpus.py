@@ -69,6 +69,9 @@ def trains_as_all_reduce_does() -> None:
     assert set(made) - {None} == {0xB8, 0x00}, made
     with pytest.raises(UsageError, match="each GPU serves its block"):
         trained(wingbeat.VanillaPS())
+    words = 'update="server" with parameters on cpu: servers update on the CPU only; use'
+    with pytest.raises(UsageError, match=words):
+        trained(wingbeat.Geryon(update="server"))
     wingbeat.shutdown()
 
 

@@ -116,10 +116,11 @@ def test_every_plan_has_a_name_and_a_rule() -> None:
 
 
 def test_every_schedule_names_its_machine_and_its_bound() -> None:
-    # Sharded updates bring a machine of their own.
+    # Updates of parts of the optimizer bring machines of their own.
     machines = {entry.make().machine for entry in schedule.BY_NAME.values()}
     machines.add(schedule.Served(pull="start").machine)
-    assert {*machines, "sharded"} == {*schedules.BY_NAME}
+    served = {name.replace("served", "served_updates") for name in machines if "served" in name}
+    assert {*machines, *served, "sharded"} == {*schedules.BY_NAME}
     for name, entry in schedule.BY_NAME.items():
         made = entry.make()
         assert made.name == name
@@ -128,7 +129,7 @@ def test_every_schedule_names_its_machine_and_its_bound() -> None:
 
 
 def test_updates_need_what_some_schedule_has() -> None:
-    offered = frozenset().union(*(entry.make().has for entry in schedule.BY_NAME.values()))
+    offered = parts.Servers.has.union(*(e.make().has for e in schedule.BY_NAME.values()))
     for entry in update.BY_NAME.values():
         assert entry.make().needs <= offered
 

@@ -148,6 +148,7 @@ def test_one_worker_takes_its_own_time() -> None:
         (lambda: run("allreduce:wire=sketch"), "not simulated yet"),
         (lambda: run("geryon:wire=bf16"), "not simulated yet; simulate one without"),
         (lambda: run("dear:shard_optimizer=true"), "not simulated yet"),
+        (lambda: run("geryon:update=server"), 'update="server"\\) or measured merging are not'),
         (lambda: Links(bytes_per_s=0.0), "bytes_per_s=0.0"),
         (lambda: Links(bytes_per_s=1.0, latency_s=-1.0), "latency_s=-1.0"),
         (lambda: Links(bytes_per_s=1.0, count=0), "count=0"),

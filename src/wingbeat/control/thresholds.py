@@ -170,6 +170,7 @@ def _key_of(
     shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
     fusion = choices.fusion
     return {
+        **({"server_updates": True} if choices.server_updates else {}),
         "parameters": planfile.digest(shapes),
         "workers": collectives.world.size,
         "links": len(collectives.world.links),

@@ -167,6 +167,7 @@ def _key_of(bucketing: Bucketing, collectives: Collectives, choices: Choices) ->
     """Tell apart what a plan was tuned for: the model's parameters, the cluster, the strategy."""
     shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
     return {
+        **({"server_updates": True} if choices.server_updates else {}),
         "parameters": planfile.digest(shapes),
         "workers": collectives.world.size,
         "links": len(collectives.world.links),

@@ -15,8 +15,10 @@ from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.news import printable
 from wingbeat.exchanges.part import Part
+from wingbeat.servers.documents import Document
 from wingbeat.servers.outbox import Flow, Order, Outbox
-from wingbeat.servers.protocol import Ids, Kind
+from wingbeat.servers.protocol import SENT, Ids, Kind
+from wingbeat.servers.sums import Refused
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
@@ -31,17 +33,34 @@ _LOOK_S = 0.1
 _QUIET_S = 0.5
 """Seconds without a sum after which it is asked whether another worker knows why."""
 
+_ASKED = frozenset({Kind.PULL, Kind.TAKE, Kind.FETCH, Kind.STATE})
+"""What is asked for in a message without a payload."""
+
+_ANSWERS = {
+    Kind.PUSH: Kind.SUM,
+    Kind.PULL: Kind.SUM,
+    Kind.TAKE: Kind.REST,
+    Kind.FETCH: Kind.PARAMETERS,
+    Kind.EXPECT: Kind.PARAMETERS,
+    Kind.STATE: Kind.STATE,
+}
+"""What comes to an end of each kind of request that waits for something."""
+
+_MOST_STATE = 1 << 32
+"""Bytes that a server may say of one slice."""
+
 
 @dataclass(eq=False, slots=True)
 class Request:
     """Slices that were pushed, or pulled, together: what a `Handle` is to whoever waits.
 
     Attributes:
-        kind: push, store, pull or take.
+        kind: push, store, pull and so on.
         dtype: of the elements.
         parts: the slices.
         what: what messages call all of them.
         finish: called by the thread that serves when all sums have come, before anybody hears so.
+        documents: what servers have said of their state, by the ids of what was asked.
     """
 
     kind: Kind
@@ -52,6 +71,7 @@ class Request:
     missing: int = 0
     error: PeerError | None = None
     posted: list[Posted] = field(default_factory=list)
+    documents: dict[tuple[int, ...], Document] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
     _callbacks: list[Callable[[Request], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,9 +110,6 @@ class Request:
         for callback in callbacks:
             run_callback(functools.partial(callback, self))
 
-
-_EMPTY = (Kind.PULL, Kind.TAKE)
-"""What says it all without a payload."""
 
 _NOTHING = memoryview(b"")
 
@@ -244,16 +261,17 @@ class Client:
         if not request.parts:
             request.end()
             return
-        pull = request.kind in _EMPTY
-        answer = Kind.REST if request.kind is Kind.TAKE else Kind.SUM
+        empty = request.kind in _ASKED
+        answer = _ANSWERS.get(request.kind)
         for part in request.parts:
-            if request.kind is not Kind.STORE:
-                key = answer, *part.ids[:3]
-                self._wanted[key] = request, part
-            nbytes = LARGEST if pull else LARGEST + part.nbytes
-            urgency = 0 if pull else part.urgency
+            if answer is not None:
+                self._wanted[(answer, *part.ids[:3])] = request, part
+            if request.kind is Kind.EXPECT:
+                continue
+            nbytes = LARGEST if empty else LARGEST + part.nbytes
+            urgency = 0 if empty else part.urgency
             self._outbox.add(Flow(part.server, urgency), part.position, nbytes, (request, part))
-        if request.kind is Kind.STORE:
+        if request.kind in SENT:
             self._storing.append(request)
 
     def _room(self, flow: Flow) -> int:
@@ -262,14 +280,14 @@ class Client:
     def _post(self, flow: Flow, item: tuple[Request, Part]) -> Callable[[], bool]:
         request, part = item
         payload, dtype = part.memory, request.dtype
-        if request.kind in _EMPTY:
+        if request.kind in _ASKED:
             payload, dtype = _NOTHING, ""
         elif part.form is not None:
             payload, dtype = part.form.packed(), part.form.dtype
         posted = self._mailbox.post(
             flow.peer, request.kind, payload, ids=part.ids, dtype=dtype, urgency=flow.urgency
         )
-        if request.kind is Kind.STORE:
+        if request.kind in SENT:
             request.posted.append(posted)
         return posted.done
 
@@ -283,20 +301,46 @@ class Client:
         if message.kind == Kind.FAILED:
             raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
         ids = Ids(*message.ids)
-        found = self._wanted.pop((message.kind, *ids[:3]), None)
+        # More of the state comes after what it has begun with.
+        kind = Kind.STATE if message.kind == Kind.MORE else message.kind
+        key = kind, *ids[:3]
+        found = self._wanted.get(key)
         if found is None:
             raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
         request, part = found
-        if not part.put(message, request.dtype):
+        self._heard = self._clock()
+        if kind == Kind.STATE:
+            if not self._read(message, request, part):
+                return
+        elif not part.put(message, request.dtype):
             raise PeerError(
                 f"{self._me}: {server} sent a malformed sum of slice {ids.slice}: "
                 f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
             )
-        self._heard = self._clock()
+        del self._wanted[key]
         request.missing -= 1
         if not request.missing:
             request.finish()
             request.end()
+
+    def _read(self, message: Message, request: Request, part: Part) -> bool:
+        """Take a part of what a server says of its state; return whether that was all.
+
+        Raises:
+            PeerError: it is malformed.
+        """
+        key = part.ids[:3]
+        try:
+            if message.peer != part.server:
+                raise Refused("another server has it")
+            if message.kind == Kind.STATE:
+                request.documents[key] = Document(message.payload, _MOST_STATE)
+            else:
+                request.documents[key].add(message.payload)
+        except (Refused, KeyError) as error:
+            server = self._name(message.peer)
+            raise PeerError(f"{self._me}: {server} sent a malformed state: {error}") from None
+        return request.documents[key].complete
 
     def _see_stored(self) -> None:
         for request in list(self._storing):

@@ -38,6 +38,8 @@ class Hosting:
         serving: how many servers, and how.
         nbytes: of all gradients.
         wire: what gradients travel as: empty for their own dtype, the name of one, or a codec.
+        optimizer: what servers apply, see `ServerConfig`; empty where they only sum.
+        memory: bytes that parameters and the optimizer's state may take on a server.
 
     Attributes:
         count: how many servers there are.
@@ -46,7 +48,15 @@ class Hosting:
         client: pushes and pulls.
     """
 
-    def __init__(self, world: World, serving: Serving, nbytes: int, wire: str | Coded = "") -> None:
+    def __init__(
+        self,
+        world: World,
+        serving: Serving,
+        nbytes: int,
+        wire: str | Coded = "",
+        optimizer: str = "",
+        memory: int = 0,
+    ) -> None:
         identity = json.dumps(interfaces.local().identity)
         hosts = placement(world.exchange("server hosts", identity), serving.count)
         self._world, self._hosts = world, hosts
@@ -72,6 +82,8 @@ class Hosting:
                     order=serving.order,
                     wire=None if isinstance(wire, str) else wire,
                     dense=bool(serving.dense and wire),
+                    optimizer=optimizer,
+                    memory=memory + bool(optimizer) * _SPARE,
                 ),
                 store,
             )

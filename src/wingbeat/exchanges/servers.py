@@ -16,6 +16,7 @@ from wingbeat.exchanges.client import Client
 from wingbeat.exchanges.forms import DTYPES
 from wingbeat.exchanges.hosting import Hosting
 from wingbeat.exchanges.part import Form, Part
+from wingbeat.exchanges.remote import RemoteOptimizer
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Operation
 from wingbeat.servers import head
@@ -49,10 +50,23 @@ class ServerExchange:
         serving: how many servers there are, and how gradients go to them.
         nbytes: of all gradients: what the servers make room for.
         wire: what gradients travel as: empty for their own dtype, the name of one, or a codec.
+        optimizer: what the servers apply, see `ServerConfig`; empty where they only sum.
+        memory: bytes that parameters and the optimizer's state may take on a server.
+
+    Attributes:
+        remote: what the servers have of the optimizer.
     """
 
-    def __init__(self, world: World, serving: Serving, nbytes: int, wire: str | Coded = "") -> None:
-        self._hosting = Hosting(world, serving, nbytes, wire)
+    def __init__(
+        self,
+        world: World,
+        serving: Serving,
+        nbytes: int,
+        wire: str | Coded = "",
+        optimizer: str = "",
+        memory: int = 0,
+    ) -> None:
+        self._hosting = Hosting(world, serving, nbytes, wire, optimizer, memory)
         self._client: Client = self._hosting.client
         self._requests = Requests(serving, self._hosting.count, seed=world.rank)
         self._rank, self._workers = world.rank, world.size
@@ -62,6 +76,7 @@ class ServerExchange:
         self._plans: dict[int, forms.Plan] = {}
         self._residuals: dict[int, torch.Tensor] = {}
         self._due: set[int] = set()
+        self.remote = RemoteOptimizer(self._hosting, self._requests)
         world.on_close(self._hosting.close)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
@@ -82,6 +97,7 @@ class ServerExchange:
         sizes = [bucket.flat.numel() for bucket in buckets]
         kinds = [all(slot.fully_connected for slot in bucket.slots) for bucket in buckets]
         self._requests.planned(sizes, [bucket.index for bucket in forward], kinds, largest)
+        self.remote.landing = {}
         table = self._requests.priorities.table
         if isinstance(table, CoarseTable) and not table.divides and not self._told:
             self._told = True
@@ -95,7 +111,7 @@ class ServerExchange:
         """Begin ``operation`` on the bucket, and keep its handle there.
 
         Args:
-            operation: all-reduce, or push or pull.
+            operation: all-reduce, push or pull; or of parameters, fetch or expect.
             bucket: its ``flat`` must not change until the handle says so; its ``wire`` says what
                 gradients travel as.
             chained: means nothing here: servers keep the order by themselves.
@@ -139,24 +155,36 @@ class ServerExchange:
         return each.number % self._workers == self._rank
 
     def _begin(self, kind: Kind, bucket: Bucket) -> None:
+        if kind in (Kind.FETCH, Kind.EXPECT):
+            self._ask_for_parameters(kind, bucket)
+            return
         wire = bucket.wire
         if isinstance(wire, Encoded) and wire.residual is not None:
             self._residuals[bucket.index] = wire.residual
             if not self._dense:
                 self._due.add(bucket.index)
-        memory = bucket.flat.detach().view(torch.uint8).numpy().data
-        size = bucket.flat.element_size()
-        asked = self._requests.asked(bucket.index)
-        parts = []
-        for each in asked:
-            first, last = each.slice.start * size, each.slice.stop * size
-            parts.append(self._part(each, memory[first:last], self._form(bucket, each.slice)))
+        asked, memory = self._requests.asked(bucket.index), _Memory(bucket.flat)
+        parts = [
+            self._part(each, memory.of(each.slice), self._form(bucket, each.slice))
+            for each in asked
+        ]
         dtype = DTYPES[bucket.flat.dtype]
         finish = functools.partial(self._keep_unused, bucket, [each.slice for each in asked])
         # A request is a handle: it can be asked, waited for, and calls back.
         bucket.handle = self._client.start(kind, dtype, parts, f"bucket {bucket.index}", finish)
 
-    def _part(self, each: Asked, memory: memoryview, form: Form | None) -> Part:
+    def _ask_for_parameters(self, kind: Kind, bucket: Bucket) -> None:
+        """Have those that the next update makes put in place of the bucket's gradients."""
+        flat, updates = self.remote.landing.get(bucket.index, bucket.flat), self.remote.updates
+        memory = _Memory(flat)
+        parts = [
+            self._part(each._replace(ids=each.ids._replace(round=updates)), memory.of(each.slice))
+            for each in self._requests.asked(bucket.index)
+        ]
+        dtype = DTYPES[flat.dtype]
+        bucket.handle = self._client.start(kind, dtype, parts, f"bucket {bucket.index}")
+
+    def _part(self, each: Asked, memory: memoryview, form: Form | None = None) -> Part:
         server = self._hosting.number(each.slice.server)
         return Part(server, each.ids, memory, each.urgency, each.position, form)
 
@@ -196,3 +224,14 @@ class ServerExchange:
                 if self._mine(each) and common.start < common.stop:
                     residual[common].add_(bucket.flat[common])
             start = stop
+
+
+class _Memory:
+    """The bytes of a buffer, for its slices."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._bytes: memoryview = flat.detach().view(torch.uint8).numpy().data
+        self._size = flat.element_size()
+
+    def of(self, each: Slice) -> memoryview:
+        return self._bytes[each.start * self._size : each.stop * self._size]

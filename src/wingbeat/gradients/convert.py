@@ -91,7 +91,7 @@ def refuse_overlapping(params: Mapping[str, torch.Tensor]) -> None:
         first, second = (list(params)[i] for i in found)
         raise UsageError(
             f"parameters {first!r} and {second!r} share memory, so their updates cannot be "
-            "divided among the workers: tie them by one Parameter, or leave shard_optimizer out"
+            'divided: tie them by one Parameter, or leave shard_optimizer or update="server" out'
         )
 
 

@@ -106,7 +106,8 @@ class PendingGradient(torch.Tensor):
         if self.__dict__["_dropped"]:
             raise UsageError(
                 "a gradient was read that no worker has whole any more, after optimizer.step() or "
-                "zero_grad(); with shard_optimizer read gradients before, or keep a clone()"
+                'zero_grad(); with a divided optimizer (shard_optimizer, update="server") read '
+                "gradients before, or keep a clone()"
             )
         if gatherer is not None and slot is not None and slot.pending is self:
             gatherer.show_gradient(slot)

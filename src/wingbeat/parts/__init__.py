@@ -19,7 +19,7 @@ from wingbeat.parts.plan import (
     TunedBuckets,
 )
 from wingbeat.parts.schedule import Decoupled, SchedulePart, Served, WaitFree
-from wingbeat.parts.update import Deferred, Sharded, UpdatePart, Whole
+from wingbeat.parts.update import Deferred, OnServers, Sharded, UpdatePart, Whole
 from wingbeat.topologies import Doubling, Mesh, Ring
 from wingbeat.traits import Part, Traits
 from wingbeat.wires import Half, LowRank, Sketch, TopK
@@ -35,6 +35,7 @@ __all__ = [
     "LowRank",
     "Merged",
     "Mesh",
+    "OnServers",
     "OneBucket",
     "Part",
     "PerTensor",

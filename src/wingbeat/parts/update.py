@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from wingbeat.settings import Named, Settings
-from wingbeat.traits import HALVES, LATE, WHOLE, Part
+from wingbeat.traits import HALVES, KEPT, LATE, WHOLE, Part
 
 
 class UpdatePart(Part, Settings):
@@ -16,10 +16,12 @@ class UpdatePart(Part, Settings):
     Attributes:
         in_parts: whether the optimizer is run on some parameters at a time, and not in one call.
         shards: whether each worker updates its own blocks only, and parameters are gathered.
+        on_servers: whether the servers update, and workers pull parameters.
     """
 
     in_parts: ClassVar[bool] = True
     shards: ClassVar[bool] = False
+    on_servers: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -59,8 +61,21 @@ class Sharded(UpdatePart):
         return frozenset({HALVES})
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OnServers(UpdatePart):
+    """Servers apply the optimizer to their slices, and have its state (Geryon, section II-A)."""
+
+    on_servers: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Servers, and parameters that may come while the next forward has begun."""
+        return frozenset({KEPT, LATE})
+
+
 BY_NAME: Mapping[str, Named[UpdatePart]] = {
     "whole": Named(Whole),
     "deferred": Named(Deferred),
     "sharded": Named(Sharded),
+    "servers": Named(OnServers),
 }

@@ -5,10 +5,20 @@ from __future__ import annotations
 from wingbeat.schedules.dear import Dear
 from wingbeat.schedules.events import Schedule
 from wingbeat.schedules.served import Served, ServedAtStart
+from wingbeat.schedules.served_updates import ServedUpdates, ServedUpdatesAtStart
 from wingbeat.schedules.sharded import ShardedDear
 from wingbeat.schedules.wfbp import Wfbp
 
-__all__ = ["BY_NAME", "Dear", "Served", "ServedAtStart", "ShardedDear", "Wfbp"]
+__all__ = [
+    "BY_NAME",
+    "Dear",
+    "Served",
+    "ServedAtStart",
+    "ServedUpdates",
+    "ServedUpdatesAtStart",
+    "ShardedDear",
+    "Wfbp",
+]
 
 BY_NAME: dict[str, type[Schedule]] = {
     "wfbp": Wfbp,
@@ -16,5 +26,7 @@ BY_NAME: dict[str, type[Schedule]] = {
     "sharded": ShardedDear,
     "served": Served,
     "served_at_start": ServedAtStart,
+    "served_updates": ServedUpdates,
+    "served_updates_at_start": ServedUpdatesAtStart,
 }
 """Each is made once for a run."""

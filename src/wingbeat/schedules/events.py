@@ -25,6 +25,10 @@ class Operation(enum.Enum):
     """To the servers, who keep the sum."""
     PULL = "pull"
     """Of the sum that the servers keep."""
+    FETCH = "fetch"
+    """Of the parameters that the servers update next; each is asked for."""
+    EXPECT = "expect"
+    """The same where they are sent without being asked for."""
 
 
 class Phase(enum.Enum):
@@ -260,7 +264,31 @@ class Forget:
     spent: frozenset[int] | None = None
 
 
-UpdateCommand = Defer | Update | UpdateOwn | Place | Step | Share | Forget
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """Give the servers what they lack for their next update: parameters, or gradients, of here.
+
+    Attributes:
+        answer: what all workers do.
+    """
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateServers:
+    """Have the servers update.
+
+    Attributes:
+        answer: what all workers do.
+        unasked: whether parameters are to be sent to this worker as soon as they are made.
+    """
+
+    answer: Answer
+    unasked: bool
+
+
+UpdateCommand = Defer | Update | UpdateOwn | Place | Step | Share | Forget | Hand | UpdateServers
 """What the optimizer's side of training does."""
 
 Command = Start | Wait | Show | Say | Hear | UpdateCommand

@@ -88,6 +88,6 @@ class Answer:
         )
         raise UsageError(
             f"rank {self.leader} {_IN_WORDS[first]} while rank {other} "
-            f"{_IN_WORDS[self.intents[other]]}; with shard_optimizer all ranks must do the same "
-            "after a backward"
+            f"{_IN_WORDS[self.intents[other]]}; with a divided optimizer (shard_optimizer, "
+            'update="server") all ranks must do the same after a backward'
         )

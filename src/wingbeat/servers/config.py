@@ -6,11 +6,14 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from wingbeat import wires
+from wingbeat.servers.notes import Applies
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.service import Service
 from wingbeat.servers.sums import Sums
+from wingbeat.servers.updating import UpdatingService
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.header import LARGEST
 from wingbeat.transport.messages.mailbox import Mailbox
@@ -47,6 +50,9 @@ class ServerConfig:
         order: in which order sums are sent.
         wire: the codec that gradients may go through; None for none.
         dense: whether sums go back in the dtype that they were made in, whatever gradients come in.
+        optimizer: what it applies to its shards, as JSON, see `wingbeat.servers.applying.rebuilt`;
+            empty where it only sums.
+        memory: bytes that parameters and the optimizer's state may take.
     """
 
     room: str
@@ -61,6 +67,8 @@ class ServerConfig:
     order: str
     wire: Coded | None = None
     dense: bool = False
+    optimizer: str = ""
+    memory: int = 0
 
     @property
     def number(self) -> int:
@@ -111,15 +119,19 @@ class ServerConfig:
 
     def serve(self, mailbox: Mailbox, sums: Sums, parent: Callable[[], bool]) -> None:
         """Work until all workers have left, or the one that started it is gone."""
-        service = Service(
-            mailbox,
-            self.workers,
-            most=self.most,
-            order=Order(self.order),
-            timeout=SOONER * self.timeout,
-            classes=self.classes,
-            sums=sums,
-        )
+        options: dict[str, Any] = {
+            "most": self.most,
+            "order": Order(self.order),
+            "timeout": SOONER * self.timeout,
+            "classes": self.classes,
+            "sums": sums,
+        }
+        if self.optimizer:
+            service: Service = UpdatingService(
+                mailbox, self.workers, make=self._applier, room=self.memory, **options
+            )
+        else:
+            service = Service(mailbox, self.workers, **options)
         service.run(parent)
         away = mailbox.turned_away + mailbox.refused
         if away:
@@ -129,6 +141,11 @@ class ServerConfig:
                 away.total(),
                 ", ".join(f"{why} {n}" for why, n in sorted(away.items())),
             )
+
+    def _applier(self) -> Applies:
+        from wingbeat.servers.applying import Applier  # which needs torch: a second to load
+
+        return Applier(json.loads(self.optimizer))
 
 
 def limits_of(workers: int, classes: int, timeout: float) -> Limits:

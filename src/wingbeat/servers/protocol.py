@@ -19,10 +19,41 @@ class Kind(enum.IntEnum):
     """Server to worker: the sum of a slice over all workers."""
     FAILED = 5
     """Server to worker: why there will be no more sums, in UTF-8."""
-    TAKE = 32
+    TAKE = 6
     """Worker to server: send what the sums of a slice, up to this round, still lack; forget it."""
-    REST = 33
+    REST = 7
     """Server to worker: that, in float32; empty if it is nothing."""
+    # Only where servers update. What workers say travels in one class, and arrives in order.
+    HOLD = 8
+    """Worker to server: what a slice consists of; its values and state follow in `MORE`."""
+    MORE = 9
+    """Either way: more of what the message before has begun."""
+    READY = 10
+    """Worker to server: all slices that this worker is to hold were sent; servers wait for all."""
+    FINAL = 11
+    """Worker to server: gradients of a slice that are to be used in place of the sum."""
+    STEP = 12
+    """Worker to server: update all slices, with these settings."""
+    FETCH = 13
+    """Worker to server: send the parameters of a slice when they are updated."""
+    PARAMETERS = 14
+    """Server to worker: the parameters of a slice."""
+    STATE = 15
+    """Worker to server: send what the optimizer remembers of a slice; and the answer's begin."""
+    EXPECT = 16
+    """Never sent: parameters that come without being asked for, as a `STEP` has it."""
+
+
+UPDATES = frozenset(
+    {Kind.HOLD, Kind.MORE, Kind.READY, Kind.FINAL, Kind.STEP, Kind.FETCH, Kind.STATE}
+)
+"""What workers send to servers that update."""
+
+SENT = UPDATES - {Kind.FETCH, Kind.STATE} | {Kind.STORE}
+"""What is sent without an answer."""
+
+NO_ROUND = 2**32 - 1
+"""In place of a round: no sum, but the gradients that are sent as `Kind.FINAL`."""
 
 
 class Ids(NamedTuple):
@@ -31,8 +62,10 @@ class Ids(NamedTuple):
     Attributes:
         plan: how often buckets had been made anew.
         slice: its number in that plan.
-        round: how often the slice had been summed before.
-        wish: how the sum is to be sent, see `wish_of`.
+        round: how often the slice had been summed before; of parameters and what is said of them,
+            how many updates there were.
+        wish: how the sum is to be sent, see `wish_of`. In a `Kind.STEP` the slice is the round
+            whose sums are used, and this is 1 where parameters are to come unasked.
     """
 
     plan: int

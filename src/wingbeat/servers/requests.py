@@ -16,6 +16,8 @@ KINDS = {
     Operation.ALL_REDUCE: Kind.PUSH,
     Operation.PUSH: Kind.STORE,
     Operation.PULL: Kind.PULL,
+    Operation.FETCH: Kind.FETCH,
+    Operation.EXPECT: Kind.EXPECT,
 }
 """What the servers are told of an operation on a bucket."""
 
@@ -103,9 +105,9 @@ class Requests:
 
         Where pulls are in random order they begin with the last one.
         """
-        if operation is not Operation.PULL:
+        if operation in (Operation.ALL_REDUCE, Operation.PUSH):
             self._rounds[bucket] += 1
-        elif self._serving.shuffled:
+        elif self._serving.shuffled and operation is not Operation.EXPECT:
             self._pulls.append(bucket)
             if len(self._pulls) < len(self._slices):
                 return []
@@ -113,6 +115,19 @@ class Requests:
             self._random.shuffle(together)
             return together
         return [bucket]
+
+    @property
+    def plan(self) -> int:
+        """How often buckets have been made."""
+        return self._plan
+
+    def slices(self) -> list[Slice]:
+        """Return all slices of all buckets."""
+        return [each for slices in self._slices for each in slices]
+
+    def round(self) -> int:
+        """Return how often all buckets had been summed before the last time."""
+        return min(self._rounds)
 
     def asked(self, bucket: int) -> list[Asked]:
         """Return the slices of a bucket, as they are to be pushed or pulled now."""

@@ -37,7 +37,7 @@ class Answer:
     Attributes:
         worker: its rank.
         ids: what it has asked for.
-        kind: what it is sent: the sum, or what that still lacks.
+        kind: of the message that is to be sent.
         dtype: of the sum.
         result: the sum, which stays as it is while this may read it; None until it is complete.
         queued: whether it waits to be sent already.
@@ -141,7 +141,7 @@ class Service:
         """
         everyone = frozenset(range(self._workers))
         while parent() and not self._mailbox.left.union(self._mailbox.lost) >= everyone:
-            self.step(self._mailbox.next(_LOOK_S, keep=True))
+            self.step(self._mailbox.next(0.0 if self.pending else _LOOK_S, keep=True))
         seconds = CLOSING
         if not parent():
             self._fail("the worker that started it is gone")
@@ -158,6 +158,7 @@ class Service:
         """
         try:
             drained = self._take_in(message)
+            self._work()
             self._send_out()
         except (PeerError, Refused) as error:
             self._fail(str(error))
@@ -185,23 +186,30 @@ class Service:
             Refused: it is nothing that a worker may send.
         """
         free = functools.partial(self._mailbox.free, message)
-        if self._failed:
+        # Only gradients wait where they have arrived; whoever keeps anything else counts it itself.
+        if self._failed or message.kind not in (Kind.PUSH, Kind.STORE):
             free()
+        if self._failed:
             return
         ids, worker = Ids(*message.ids), message.peer
-        if urgency_of(ids.wish) >= self._classes:
-            raise Refused(f"rank {worker} asks for class {urgency_of(ids.wish)}")
-        key = ids.plan, ids.slice
-        if message.kind == Kind.PULL:
-            free()
-            self._pull(Answer(worker, ids))
-            return
-        if message.kind == Kind.TAKE:
-            free()
-            self._take_rest(Answer(worker, ids, Kind.REST))
-            return
-        if message.kind not in (Kind.PUSH, Kind.STORE):
-            raise Refused(f"rank {worker} sent a message of kind {message.kind}")
+        try:
+            if urgency_of(ids.wish) >= self._classes:
+                raise Refused(f"rank {worker} asks for class {urgency_of(ids.wish)}")
+            if message.kind == Kind.PULL:
+                self._pull(Answer(worker, ids))
+            elif message.kind == Kind.TAKE:
+                self._take_rest(Answer(worker, ids, Kind.REST))
+            elif message.kind in (Kind.PUSH, Kind.STORE):
+                self._push(message, ids, free)
+            else:
+                self._take_other(message, ids)
+        except Refused:
+            free()  # a message is freed once, however often this is said
+            raise
+
+    def _push(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
+        """Add gradients, and let the message ``free`` when that is done."""
+        worker, key = message.peer, (ids.plan, ids.slice)
         if message.kind == Kind.PUSH:
             self._want(Answer(worker, ids))
         # A worker that is ahead may push no more than its window holds until the others follow.
@@ -214,6 +222,30 @@ class Service:
                 self._fill(answer, total)
                 if not answer.queued:
                     self._queue(answer)
+            self._summed(key)
+
+    # -- for servers that do more than sums ------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is work that waits for nothing."""
+        return False
+
+    def _work(self) -> None:
+        """Do a part of that work."""
+
+    def _take_other(self, message: Message, ids: Ids) -> None:  # noqa: ARG002
+        """Take a message that is not about sums; it is free already.
+
+        Raises:
+            Refused: it is nothing that a worker may send.
+        """
+        raise Refused(f"rank {message.peer} sent a message of kind {message.kind}")
+
+    def _summed(self, key: tuple[int, int]) -> None:
+        """A slice's sum is complete."""
+
+    # -- sums that are wanted --------------------------------------------------------------
 
     def _pull(self, answer: Answer) -> None:
         ids = answer.ids
@@ -292,8 +324,12 @@ class Service:
     def _look_for_gone(self) -> None:
         left = dict.fromkeys(self._mailbox.left, "has ended")
         for worker, why in {**left, **self._mailbox.lost}.items():
-            if self._sums.lacking(worker):
+            if self._lacking(worker):
                 self._fail(f"rank {worker} {why}")
+
+    def _lacking(self, worker: int) -> bool:
+        """Whether something waits for that worker."""
+        return self._sums.lacking(worker)
 
     def _fail(self, why: str) -> None:
         """Tell every worker once why there will be no more sums."""

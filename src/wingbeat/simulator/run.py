@@ -77,10 +77,10 @@ def simulate(
     """
     if workers < 1 or iterations < 1:
         raise UsageError(f"simulate(workers={workers}, iterations={iterations}): 1 or more")
-    if choices.wire or choices.shard_optimizer or choices.merging is not None:
+    if choices.wire or choices.divides or choices.merging is not None:
         raise UsageError(
-            "simulate(): strategies with a wire, shard_optimizer or measured merging are not "
-            "simulated yet; simulate one without"
+            "simulate(): strategies with a wire, a divided optimizer (shard_optimizer, "
+            'update="server") or measured merging are not simulated yet; simulate one without'
         )
     if choices.servers is not None and choices.servers.tuning is not None:
         raise UsageError(

@@ -11,19 +11,24 @@ from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
 from wingbeat.wires import Wire
 
+UPDATES = ("worker", "server")
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ParameterServer(Preset):
     """Servers sum the gradients; sums come back in time for the layers that need them.
 
     Geryon (Wang et al., 2020). wingbeat starts the servers next to the workers, and ends them with
-    the job. Each worker updates a layer's parameters just before the layer runs. Exact with
-    ``wire="fp32"``: the weights equal DDP's.
+    the job. Each worker updates a layer's parameters just before the layer runs, or the servers do.
+    Exact with ``wire="fp32"``: the weights equal DDP's.
 
     Args:
         servers: how many; 0: one on each host.
         placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``.
         slice: the most elements of what a server sums at a time; 0: shards are not cut.
+        update: who applies the optimizer: ``"worker"``, each worker to what it needs next; or
+            ``"server"``, as in the paper: servers to their slices, with its state there alone, and
+            parameters come back in place of sums. For optimizers that treat each element alone.
         pull: ``"ready"``, a sum comes back as soon as it is complete; or ``"start"``, when the next
             iteration starts, as in the paper.
         classes: of flows, 1 to 4, which the network tells apart (DSCP); 1: none.
@@ -51,6 +56,7 @@ class ParameterServer(Preset):
     servers: int = 0
     placement: str = "sharded"
     slice: int = 1 << 20
+    update: str = "worker"
     pull: str = "ready"
     classes: int = 1
     threshold: Threshold = field(default=THRESHOLD, metadata={READ: threshold_of})
@@ -65,6 +71,7 @@ class ParameterServer(Preset):
 
     def __post_init__(self) -> None:
         self.check_size("mb")
+        self.check_name("update", UPDATES)
         self.compose()
 
     def compose(self) -> Strategy:
@@ -86,6 +93,7 @@ class ParameterServer(Preset):
                 encrypted=self.encrypted,
             ),
             schedule=parts.Served(pull=self.pull),
+            update=parts.OnServers() if self.update == "server" else "",
         )
 
 

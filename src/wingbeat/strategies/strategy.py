@@ -120,6 +120,7 @@ class Strategy(Settings):
             merging=plan.merging(),
             wire=wires.of(self.wire),
             shard_optimizer=self._update.shards,
+            server_updates=self._update.on_servers,
         )
 
     def compose(self) -> Strategy:
@@ -180,6 +181,13 @@ def _check_served(strategy: Strategy) -> None:
             '"bf16", "fp32", or a topology as the exchange, as in AllReduce(wire="topk") and OMGS()'
         )
     exchange = cast(Servers, strategy.exchange)
+    update = strategy.update
+    if isinstance(update, UpdatePart) and update.on_servers and wires.of(strategy.wire):
+        raise UsageError(
+            f"Strategy(exchange={exchange!r}, wire={strategy.wire!r}, update={update!r}): "
+            'gradients go as they are to servers that update; allowed is wire="fp32", or workers '
+            'that update (update="deferred"; in presets update="worker")'
+        )
     if exchange.back == "dense" and not wires.of(strategy.wire):
         raise UsageError(
             f"Strategy(exchange={exchange!r}, wire={strategy.wire!r}): sums are dense as it is; "

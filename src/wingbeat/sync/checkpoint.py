@@ -60,8 +60,9 @@ def export(engine: Engine) -> Part:
     """
     shards = engine.update.shards
     if engine.world.size > 1 and shards is None:
+        where = "the servers have" if engine.update.option else "every worker has"
         raise UsageError(
-            "optimizer.shard_state_dict(): every worker has the whole state; save "
+            f"optimizer.shard_state_dict(): {where} the whole state; save "
             "optimizer.state_dict() on rank 0, or distribute with DeAR(shard_optimizer=True)"
         )
     names = _names(engine)
@@ -99,6 +100,8 @@ def load(engine: Engine, parts: list[Part], load_whole: Callable[[dict[str, Any]
         shards = _in_order(name, parts)
         if shards:
             held.state[held.key] = _cut(shards, held, saved_dtypes[name])
+    if engine.update.shards is None:
+        engine.update.loaded()  # who has the state elsewhere takes it from the optimizer
 
 
 # -- what this worker has ----------------------------------------------------------------

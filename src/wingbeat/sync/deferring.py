@@ -38,16 +38,17 @@ class DeferringOptimizer(DistributedOptimizer):
     def state(self) -> Any:
         """What the optimizer remembers by parameter; updates that are due are applied first.
 
-        With ``shard_optimizer`` it is on different workers, and `state_dict` gathers it.
+        With ``shard_optimizer`` it is on different workers, with ``update="server"`` on the
+        servers, and `state_dict` gathers it.
         """
         return self._engine.visible_state()
 
     @state.setter
     def state(self, state: Any) -> None:
-        if self._engine.update.shards is not None and not self._engine.stepper.stepping:
+        if self._engine.update.option and not self._engine.stepper.stepping:
             raise UsageError(
-                "optimizer.state = ... with shard_optimizer: each worker has a part of it; call "
-                "optimizer.load_state_dict() on every rank"
+                f"optimizer.state = ... with {self._engine.update.option}: no worker has all of "
+                "it; call optimizer.load_state_dict() on every rank"
             )
         self._engine.visible_state()
         self._engine.optimizer.__dict__["state"] = state

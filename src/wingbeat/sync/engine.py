@@ -102,7 +102,7 @@ class Engine(Intake):
         self.before_synced_forward: Callable[[], Any] | None = None
         self.hooks: Hooks | None = None
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
-        self.bucketing.strided = not choices.shard_optimizer and self.compression.coded is None
+        self.bucketing.strided = not choices.divides and self.compression.coded is None
         if self.compression.coded is not None and not choices.shard_optimizer:
             refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]

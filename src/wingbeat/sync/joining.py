@@ -45,8 +45,8 @@ class _Party:
         engine = self.engine
         if engine.update.agrees and engine.phase is not Phase.IDLE:
             raise UsageError(
-                "join() with shard_optimizer: gradients are left from the backward before; call "
-                "step() or zero_grad() before the next forward, or accumulate under no_sync()"
+                f"join() with {engine.update.option}: gradients are left from the backward before; "
+                "call step() or zero_grad() before the next forward, or accumulate under no_sync()"
             )
         if not engine.update.agrees:
             # Those without batches gather after each backward; so this comes before the news.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wingbeat import schedules
+from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
 from wingbeat.exchanges.gpus import GpuServers
@@ -16,6 +17,9 @@ from wingbeat.types import Choices
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.alone import AloneUpdate
 from wingbeat.updates.deferred import DeferredUpdate
+from wingbeat.updates.described import OPTION, describe
+from wingbeat.updates.divided import check_divisible
+from wingbeat.updates.served import ServedUpdate
 from wingbeat.updates.sharded import ShardedUpdate
 from wingbeat.updates.update import Training, Update
 from wingbeat.updates.whole import WholeUpdate
@@ -34,15 +38,51 @@ def runtime_of(
     views: Views = ShownGradients(training.bucketing)
     if not schedule.whole_after_backward:
         views = HiddenGradients(training.bucketing, gatherer)
+    if choices.server_updates and training.collectives.world.size > 1:
+        exchange, update = _on_servers(choices, training, schedule, views)
+    else:
+        exchange = _exchange_of(choices, training, compression)
+        update = _update_of(choices, training, schedule, views, compression)
     return Runtime(
         schedule,
-        _exchange_of(choices, training, compression),
+        exchange,
         training.bucketing,
         views,
-        _update_of(choices, training, schedule, views, compression),
+        update,
         Agreement(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
+
+
+def _on_servers(
+    choices: Choices, training: Training, schedule: Schedule, views: Views
+) -> tuple[Exchange, Update]:
+    """Make servers that update, and what speaks with them.
+
+    Raises:
+        UsageError: parameters are not on the CPU, or servers cannot run this optimizer.
+        MismatchError: the workers' optimizers differ.
+    """
+    assert choices.servers is not None, "a strategy's parts have been checked"
+    device = training.bucketing.device
+    if device.type != "cpu" or device.type in training.collectives.world.native_on:
+        raise UsageError(
+            f"{OPTION} with parameters on {device}: servers update on the CPU only; use "
+            'update="worker", or keep the model on the CPU'
+        )
+    described = describe(training.optimizer, training.stepper.snapshot())
+    specs = training.bucketing.specs
+    nbytes = sum(spec.nbytes for spec in specs)
+    room = described.room(sum(spec.numel for spec in specs), nbytes)
+    check_divisible(training)
+    exchange = ServerExchange(
+        training.collectives.world,
+        choices.servers,
+        nbytes,
+        optimizer=described.text,
+        memory=room,
+    )
+    return exchange, ServedUpdate(training, schedule, views, exchange.remote, described.each)
 
 
 def _exchange_of(choices: Choices, training: Training, compression: Compression) -> Exchange:
@@ -63,6 +103,8 @@ def _schedule_of(choices: Choices, workers: int) -> Schedule:
     if workers == 1:
         return schedules.Wfbp()  # nothing is exchanged
     name = "sharded" if choices.shard_optimizer else choices.schedule
+    if choices.server_updates:
+        name = name.replace("served", "served_updates")
     return schedules.BY_NAME[name]()
 
 

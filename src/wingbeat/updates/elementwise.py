@@ -8,14 +8,15 @@ hand is run: on test tensors whole, and on the same tensors in pieces, as two wo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.servers.values import encode
 from wingbeat.updates.chance import kept_random_state
 from wingbeat.updates.twin import bare_step, close, copied_settings, make_twin, same_settings
-from wingbeat.updates.values import encode
 
 _SHAPES = ((72, 64), (3, 2, 2, 2))
 _CUTS = (1537, 7)
@@ -25,10 +26,46 @@ _STEPS = 3
 Optimizer = torch.optim.Optimizer
 
 
-def prove(optimizer: Optimizer, step: Callable[[Any], Any]) -> dict[str, bool]:
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How an optimizer is to be divided, and what to say if it cannot be.
+
+    Attributes:
+        option: what asks for it, as users write it.
+        among: whom the work is divided among.
+        instead: what to do.
+        parts_by: another optimizer that is to do the same to parts of parameters; the optimizer
+            itself if None.
+    """
+
+    option: str
+    among: str
+    instead: str
+    parts_by: Any = None
+
+    def refusal(self, optimizer: Any, reason: str) -> UsageError:
+        """Return the error for an optimizer that cannot be divided."""
+        return UsageError(
+            f"{self.option}: optimizer {type(optimizer).__name__} does not treat each element of a "
+            f"parameter alone ({reason}), so its work cannot be divided among {self.among}; "
+            f"{self.instead}"
+        )
+
+
+SHARDS = Division("DeAR(shard_optimizer=True)", "the workers", "leave shard_optimizer out")
+
+
+def prove(
+    optimizer: Optimizer, step: Callable[[Any], Any], division: Division = SHARDS
+) -> dict[str, bool]:
     """Make sure that ``step`` does the same to parts of parameters as to whole ones.
 
     The optimizer and the random numbers stay as they are: a twin of it makes the steps.
+
+    Args:
+        optimizer: the user's.
+        step: its class's.
+        division: who is to make the steps on parts.
 
     Returns:
         For each name in the optimizer's state: whether it has one value for each element of the
@@ -46,7 +83,7 @@ def prove(optimizer: Optimizer, step: Callable[[Any], Any]) -> dict[str, bool]:
             key = (like.device, like.dtype, same_settings(settings))
             if key not in tried:
                 tried.add(key)
-                each |= _Trial(optimizer, bare, settings, like).run()
+                each |= _Trial(optimizer, bare, settings, like, division).run()
     return each
 
 
@@ -64,8 +101,10 @@ class _Trial:
         step: Callable[[Any], Any],
         settings: dict[str, Any],
         like: torch.Tensor,
+        division: Division,
     ) -> None:
         self._optimizer = optimizer
+        self._division = division
         self._step = step
         self._settings = settings
         self._device = like.device
@@ -90,11 +129,7 @@ class _Trial:
         return self._compare(state, states)
 
     def _refusal(self, reason: str) -> UsageError:
-        return UsageError(
-            f"DeAR(shard_optimizer=True): optimizer {type(self._optimizer).__name__} does not "
-            f"treat each element of a parameter alone ({reason}), so its work cannot be divided "
-            "among the workers; leave shard_optimizer out"
-        )
+        return self._division.refusal(self._optimizer, reason)
 
     # -- the twin -------------------------------------------------------------------------
 
@@ -111,7 +146,8 @@ class _Trial:
                 torch.nn.Parameter(w if whole else w.reshape(-1)[part].clone())
                 for w, part in zip(self._numbers(0, 1.0), parts, strict=True)
             ]
-            twin = make_twin(self._optimizer)
+            others = self._division.parts_by
+            twin = make_twin(self._optimizer if whole or others is None else others)
             for number in range(1, _STEPS + 1):
                 for param, grad, part in zip(
                     params, self._numbers(number, 10.0 ** (2 - number)), parts, strict=True

@@ -19,9 +19,9 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
+from wingbeat.servers.values import decode, dtype_of, encode
 from wingbeat.types import Span
 from wingbeat.updates.stepper import State, Stepper
-from wingbeat.updates.values import decode, dtype_of, encode
 
 Memory = dict[str, dict[str, Any]]
 """What is remembered of one parameter, by name: ``{"each": dtype}`` where there is a value for
@@ -29,19 +29,21 @@ each element, ``{"all": value}``, in JSON, where one value is for the whole para
 
 
 class DividedState(Mapping[Any, Any]):
-    """Stands for an optimizer's state that lies on different workers: not empty, not readable."""
+    """Stands for an optimizer's state that lies elsewhere: not empty, not readable.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    Args:
+        count: of its parts.
+        why: where it lies, and how to have it.
+    """
+
+    def __init__(self, count: int, why: str) -> None:
+        self._count, self._why = count, why
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, _key: Any) -> NoReturn:
-        raise UsageError(
-            "optimizer.state with shard_optimizer: each worker has a part of it; call "
-            "optimizer.state_dict() on every rank for all of it, or optimizer.shard_state_dict()"
-        )
+        raise UsageError(f"optimizer.state with {self._why}")
 
     def __iter__(self) -> Iterator[Any]:
         return self[None]

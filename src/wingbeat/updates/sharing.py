@@ -13,9 +13,9 @@ import torch
 
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.schedules.intents import Answer
+from wingbeat.servers.values import decode, encode
 from wingbeat.updates.stepper import GroupSnapshot
 from wingbeat.updates.update import Training
-from wingbeat.updates.values import decode, encode
 
 SCALER = ("grad_scale", "found_inf")
 """Where a GradScaler leaves word for an optimizer that unscales in its own step."""

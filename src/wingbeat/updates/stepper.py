@@ -56,13 +56,17 @@ class Stepper:
         if now != {id(p): i for p, i in self._group_of.items()}:
             raise UsageError(
                 "the optimizer's param groups hold other parameters than at distribute(), which "
-                "is not possible with shard_optimizer: call wingbeat.release(model, optimizer), "
-                "change them, and distribute() again"
+                'is not possible with a divided optimizer (shard_optimizer, update="server"): call '
+                "wingbeat.release(model, optimizer), change them, and distribute() again"
             )
 
     def owns(self, param: torch.Tensor) -> bool:
         """Whether the optimizer updates ``param``."""
         return param in self._group_of
+
+    def group_of(self, param: torch.Tensor) -> int | None:
+        """Return the number of the optimizer's group that has ``param``; None if none has."""
+        return self._group_of.get(param)
 
     def params(self) -> list[torch.Tensor]:
         """Return all the optimizer's parameters."""

@@ -67,10 +67,13 @@ class Update(Protocol):
     Attributes:
         defers: whether updates may be made only when somebody looks.
         agrees: whether the workers agree on what they do before each exchange after a backward.
+        option: what asks for it, as users write it, where no worker has the whole optimizer; empty
+            where each has.
     """
 
     defers: ClassVar[bool]
     agrees: ClassVar[bool]
+    option: ClassVar[str]
 
     @property
     def shards(self) -> Shards | None:

@@ -15,6 +15,7 @@ class WholeUpdate:
 
     defers: ClassVar[bool] = False
     agrees: ClassVar[bool] = False
+    option: ClassVar[str] = ""
     shards = None
 
     def __init__(self, training: Training) -> None:

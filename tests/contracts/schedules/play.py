@@ -15,6 +15,7 @@ from wingbeat.schedules.events import (
     Forget,
     GradientsDropped,
     GradientsNeeded,
+    Hand,
     Hear,
     Operation,
     OthersStep,
@@ -31,6 +32,7 @@ from wingbeat.schedules.events import (
     StepCalled,
     Update,
     UpdateOwn,
+    UpdateServers,
     Wait,
 )
 from wingbeat.schedules.intents import Answer, Intent
@@ -38,6 +40,8 @@ from wingbeat.schedules.intents import Answer, Intent
 RS, AG = Operation.REDUCE_SCATTER, Operation.ALL_GATHER
 AR, AP = Operation.ALL_REDUCE, Operation.ALL_GATHER_PARAMETERS
 PUSH, PULL = Operation.PUSH, Operation.PULL
+NEW = frozenset({Operation.FETCH, Operation.EXPECT})
+"""Of parameters that servers update."""
 Said = tuple[Intent, frozenset[int]]
 
 
@@ -63,6 +67,7 @@ class Worker:
         self._last: dict[int, Operation] = {}
         self._waited: set[int] = set()
         self._placed: set[int] = set()
+        self._handed = False
         assert not list(schedule.react(planned)), "a plan alone sets nothing going"
 
     def run(self, events: Iterable[Event]) -> Generator[Said, Answer, None]:
@@ -109,6 +114,8 @@ class Worker:
         assert chained == (operation is AG)
         if operation is PULL:
             assert self._last[bucket] is PUSH, "there is nothing to pull"
+        elif operation in NEW:
+            assert self._handed, "the servers lack what they are to update with"
         elif operation in (RS, AR, PUSH):
             assert self._last.get(bucket) is not PUSH, "others may still push for the sum before"
             self._placed.discard(bucket)
@@ -120,6 +127,8 @@ class Worker:
 
     def _update(self, command: Command) -> None:
         match command:
+            case Hand() | UpdateServers():
+                self._update_servers(command)
             case Share():
                 self.shared += 1
             case UpdateOwn(bucket, used):
@@ -131,7 +140,7 @@ class Worker:
                 assert any(number == bucket for number, _ in self.updated), "not updated yet"
                 self._placed.add(bucket)
             case Defer(bucket, used):
-                assert self._last[bucket] in (AG, AP, AR, PULL)
+                assert self._last[bucket] in (AG, AP, AR, PULL, *NEW)
                 assert bucket not in self.due
                 self.due[bucket] = used
             case Update(bucket):
@@ -142,6 +151,17 @@ class Worker:
             case Step():
                 assert not self.due, "an older update would come after this one"
                 assert all(last in (AG, AR, PULL) for last in self._last.values())
+
+    def _update_servers(self, command: Hand | UpdateServers) -> None:
+        assert self._handed is isinstance(command, UpdateServers)
+        self._handed = isinstance(command, Hand)
+        if isinstance(command, Hand):
+            assert not self.due, "what is changed here is not known before it is here"
+            return
+        assert set(self._last.values()) <= NEW, "nobody waits for some"
+        assert command.unasked == (Operation.EXPECT in self._last.values())
+        for bucket, members in enumerate(self.members):
+            self.updated.append((bucket, command.answer.used & members))
 
 
 def together(workers: Sequence[Worker], histories: Sequence[Iterable[Event]]) -> list[Answer]:

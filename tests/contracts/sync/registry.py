@@ -23,11 +23,14 @@ MEASURED = ("mgwfbp",)
 """Dense gradients in buckets that are planned from what the first iterations show."""
 
 
-SERVED = ("geryon", "geryon-start")
-"""Sums of servers, which come when they are ready or when they are asked for."""
+SERVED = ("geryon", "geryon-start", "geryon-server", "geryon-server-start")
+"""Sums of servers, or parameters that they update, when they are ready or are asked for."""
+
+DIVIDED = ("dear-sharded", "geryon-server")
+"""With which no worker has the whole optimizer: some things are refused."""
 
 SERVED_CODED = ("geryon-coded",)
-"""The same through a codec that loses nothing, at a server that takes seconds to start."""
+"""Sums through a codec that loses nothing, at a server that takes seconds to start."""
 
 
 @dataclass(frozen=True)

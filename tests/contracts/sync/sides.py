@@ -49,7 +49,8 @@ def make_strategy(name: str, mb: float) -> Any:
         if "coded" in options:  # sketches of so few values are the values themselves
             wire = wingbeat.Sketch(auto_disable=False)
             return wingbeat.Geryon(mb=mb, servers=1, slice=300, encrypted=False, wire=wire)
-        return wingbeat.Geryon(mb=mb, servers=2, pull=pull, encrypted=False)
+        update = "server" if "server" in options else "worker"
+        return wingbeat.Geryon(mb=mb, servers=2, pull=pull, update=update, encrypted=False)
     if kind == "allreduce":
         return wingbeat.AllReduce(mb=mb, topology=topology, wire=wire)
     sharded = "sharded" in options

@@ -17,7 +17,7 @@ import wingbeat
 from wingbeat.errors import MismatchError, PeerError, UsageError
 
 from ..models import cross_entropy, mlp, sgd, train
-from ..registry import LARGE, TINY, Grid, Rig, check
+from ..registry import DIVIDED, LARGE, TINY, Grid, Rig, check
 from ..sides import (
     WingbeatSide,
     bring_world_up,
@@ -190,7 +190,7 @@ def add_param_group_after_distribute(rig: Rig) -> None:
     side.leave()
 
 
-@check(Grid(worlds=(2,), strategies=("dear", "dear-sharded"), mbs=(LARGE,)))
+@check(Grid(worlds=(2,), strategies=("dear", *DIVIDED), mbs=(LARGE,)))
 def an_optimizer_that_evaluates_the_loss_again(rig: Rig) -> None:
     bring_world_up()
     model = mlp()

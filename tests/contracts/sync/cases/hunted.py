@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..models import cross_entropy, mlp, sgd, train
-from ..registry import ALL, BOTH, CODED, Grid, Rig, add, check, scenario
+from ..registry import ALL, BOTH, CODED, DIVIDED, Grid, Rig, add, check, scenario
 from ..sides import Side, WingbeatSide
 from .errors import refused
 
@@ -169,7 +169,7 @@ def an_optimizer_that_keeps_gradients(side: Side) -> None:
     train(side, *side.setup(model, KeepsGradients(model.parameters())))
 
 
-@check(Grid(strategies=("dear-sharded",)))
+@check(Grid(strategies=DIVIDED))
 def gradients_that_shards_have_dropped_cannot_be_read(rig: Rig) -> None:
     model: Any = mlp()
     params = list(model.parameters())
@@ -233,7 +233,7 @@ def parameters_that_share_memory(side: Side) -> None:
     train(side, *side.setup(model, sgd(model)))
 
 
-@check(Grid(strategies=("dear-sharded",)))
+@check(Grid(strategies=DIVIDED))
 def shards_of_parameters_that_share_memory(rig: Rig) -> None:
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model[2].weight.data = model[0].weight.data

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import Grid, Rig, add, check, scenario
+from ..registry import DIVIDED, Grid, Rig, add, check, scenario
 from ..sides import Side, WingbeatSide
 
 Look = Callable[[Side, Any, list[Any]], None]
@@ -176,8 +176,8 @@ LASTING = Grid(strategies=("allreduce", "dear", "allreduce-coded", "dear-coded",
 """With which gradients outlast the step."""
 
 add(_two_optimizers(True, adamw), "second_plain_optimizer_steps_first")
-add(_two_optimizers(False, adamw), "second_plain_optimizer_steps_last_adamw", LASTING)
-add(_two_optimizers(False, sgd), "second_plain_optimizer_steps_last_sgd", LASTING)
+add(_two_optimizers(False, adamw), "second_plain_optimizer_steps_last_adamw")
+add(_two_optimizers(False, sgd), "second_plain_optimizer_steps_last_sgd")
 
 
 @scenario(LASTING)
@@ -306,7 +306,7 @@ def gradients_cost_nothing_while_nobody_looks(rig: Rig) -> None:
     side.leave()
 
 
-@check(Grid(strategies=("dear-sharded",)))
+@check(Grid(strategies=DIVIDED))
 def divided_state_cannot_be_read(rig: Rig) -> None:
     import pytest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 LIMIT = 1024
@@ -27,6 +28,8 @@ def encode(value: Any) -> Any:
         return {kind: [encode(item) for item in value]}
     if type(value) in _PLAIN:
         return value
+    if isinstance(value, np.generic) and type(value.item()) in _PLAIN:
+        return value.item()  # a rate that numpy has computed
     raise TypeError(f"a {type(value).__name__} cannot be sent to the other workers")
 
 

@@ -1,0 +1,75 @@
+"""A few words in JSON and the arrays that belong to them, in messages of a limited size. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from wingbeat.servers.sums import Refused
+
+NBYTES = "nbytes"
+"""Where the words tell how many bytes of arrays follow."""
+
+
+def messages(words: dict[str, Any], arrays: Sequence[memoryview], largest: int) -> Iterator[Any]:
+    """Yield the payloads: first the words, then the arrays, each in as many pieces as it takes.
+
+    Args:
+        words: what JSON can say; not ``"nbytes"``.
+        arrays: their bytes, one after the other.
+        largest: bytes of a message.
+    """
+    yield json.dumps({**words, NBYTES: sum(map(len, arrays))}).encode()
+    for array in arrays:
+        for start in range(0, len(array), largest):
+            yield array[start : start + largest]
+
+
+class Document:
+    """What such messages say, as they come.
+
+    Args:
+        payload: of the first.
+        most: bytes that the arrays may take.
+
+    Attributes:
+        words: what the first one says.
+        data: the arrays, one after the other; not all is there before it is `complete`.
+
+    Raises:
+        Refused: it begins no such messages, or there would be more than ``most`` bytes.
+    """
+
+    def __init__(self, payload: Any, most: int) -> None:
+        try:
+            words = json.loads(bytes(payload))
+            nbytes = words[NBYTES]
+            if type(nbytes) is not int or nbytes < 0:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise Refused(f"{bytes(payload[:40])!r} says nothing of arrays that follow") from None
+        if nbytes > most:
+            raise Refused(f"{nbytes} bytes would follow, and there is room for {most}")
+        self.words: dict[str, Any] = words
+        self.data = bytearray(nbytes)
+        self._filled = 0
+
+    def add(self, payload: Any) -> None:
+        """Take the next message.
+
+        Raises:
+            Refused: it has more than was to come.
+        """
+        end = self._filled + len(payload)
+        if end > len(self.data) or not len(payload):
+            raise Refused(
+                f"{len(payload)} bytes came where {len(self.data) - self._filled} were due"
+            )
+        self.data[self._filled : end] = payload
+        self._filled = end
+
+    @property
+    def complete(self) -> bool:
+        """Whether all has come."""
+        return self._filled == len(self.data)
