@@ -265,7 +265,8 @@ class Client:
         answer = _ANSWERS.get(request.kind)
         for part in request.parts:
             if answer is not None:
-                self._wanted[(answer, *part.ids[:3])] = request, part
+                key = answer, *part.ids[:3]
+                self._wanted[key] = request, part
             if request.kind is Kind.EXPECT:
                 continue
             nbytes = LARGEST if empty else LARGEST + part.nbytes
