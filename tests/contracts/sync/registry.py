@@ -23,8 +23,11 @@ MEASURED = ("mgwfbp",)
 """Dense gradients in buckets that are planned from what the first iterations show."""
 
 
-SERVED = ("geryon", "geryon-start", "geryon-server", "geryon-server-start")
-"""Sums of servers, or parameters that they update, when they are ready or are asked for."""
+UPDATED_THERE = ("geryon-server", "geryon-server-start")
+"""Parameters that servers update, which take seconds to start."""
+
+SERVED = ("geryon", "geryon-start", *UPDATED_THERE)
+"""Sums of servers, or parameters, when they are ready or are asked for."""
 
 DIVIDED = ("dear-sharded", "geryon-server")
 """With which no worker has the whole optimizer: some things are refused."""

@@ -18,6 +18,7 @@ from .registry import (
     SCENARIOS,
     SERVED,
     SERVED_CODED,
+    UPDATED_THERE,
     Check,
     Grid,
     Scenario,
@@ -75,7 +76,7 @@ def _quick(case: Scenario | Check, turn: int) -> set[Point]:
     others: list[Point] = []
     served: list[Point] = []
     for strategy in grid.strategies:
-        if strategy in (*MEASURED, *SERVED_CODED):
+        if strategy in (*MEASURED, *SERVED_CODED, *UPDATED_THERE):
             chosen |= {(usual[0], strategy, usual[1])} if case.name in PLANNING else set()
         elif strategy in (*SERVED, *CODED):
             group = served if strategy in SERVED else others
