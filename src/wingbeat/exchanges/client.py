@@ -204,7 +204,8 @@ class Client:
             self._fail(error)
         except Exception as error:  # nobody hears it here: whoever waits does
             self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
-        self._end()
+        finally:
+            self._end()
 
     def _fail(self, error: PeerError) -> None:
         self.failed, self._error = True, error
@@ -283,7 +284,8 @@ class Client:
         if message.kind == Kind.FAILED:
             raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
         ids = Ids(*message.ids)
-        found = self._wanted.pop((message.kind, *ids[:3]), None)
+        key = message.kind, *ids[:3]
+        found = self._wanted.get(key)
         if found is None:
             raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
         request, part = found
@@ -297,6 +299,7 @@ class Client:
         if not request.missing:
             request.finish()
             request.end()
+        del self._wanted[key]  # not before: until then whatever fails here ends the request too
 
     def _see_stored(self) -> None:
         for request in list(self._storing):
@@ -339,7 +342,7 @@ class Client:
         self._error = error
         pending = {id(r): r for r in self._storing}
         pending.update({id(r): r for r, _ in self._wanted.values()})
-        pending.update({id(r): r for r in self._new})
+        pending.update({id(r): r for r in tuple(self._new)})  # others may still begin one
         for request in pending.values():
             request.end(error)
         with contextlib.suppress(PeerError):  # that is why it leaves
