@@ -112,6 +112,7 @@ class Client:
         watch: says which server's process has ended, and how, if one has.
         tell: has the other workers know why this one has failed.
         hear: says what another worker has told.
+        after: ends what nobody else will end, once a client that was forgotten has left.
 
     Attributes:
         failed: whether a server or a worker has failed.
@@ -129,13 +130,14 @@ class Client:
         watch: Callable[[], str | None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
         hear: Callable[[], str | None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mailbox = mailbox
         self._servers = tuple(servers)
         self._me, self._name = me, name
         self._timeout = timeout
-        self._watch, self._tell, self._hear = watch, tell, hear
+        self._watch, self._tell, self._hear, self._after = watch, tell, hear, after
         self._clock = clock
         self._new: deque[Request] = deque()
         self._outbox: Outbox[tuple[Request, Part]] = Outbox(order)
@@ -144,7 +146,7 @@ class Client:
         self._error: PeerError | None = None
         self._looked = 0.0
         self._heard = clock()
-        self._ending = self._quick = self.failed = False
+        self._ending = self._quick = self._forgotten = self.failed = False
         self._interrupt = mailbox.interrupter()
         self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
 
@@ -193,6 +195,13 @@ class Client:
         elif threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def forget(self) -> None:
+        """Have the thread leave by itself, within a second: nobody will call `close`.
+
+        It takes no lock: a garbage collector may call this, in whatever thread and moment.
+        """
+        self._forgotten = self._ending = True
+
     # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -206,6 +215,8 @@ class Client:
             self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
         finally:
             self._end()
+        if self._forgotten:
+            self._after()
 
     def _fail(self, error: PeerError) -> None:
         self.failed, self._error = True, error
