@@ -16,7 +16,7 @@ from torch import nn
 import wingbeat
 from helpers.training import engine, on
 from wingbeat import sync
-from wingbeat.errors import WingbeatError
+from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.exchanges import hosting
 from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.launch import InThread
@@ -67,6 +67,24 @@ def test_what_served_a_model_that_is_forgotten_ends(pull: str) -> None:
         assert not world._channels
 
     on(2, body)
+
+
+def test_no_server_is_started_for_an_optimizer_that_servers_cannot_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(hosting, "InThread", lambda *given: started.append(given))
+
+    def body(world: Any) -> str:
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(UsageError) as caught:
+            sync.distribute(model, optimizer, wingbeat.Geryon(), world=world)
+        return str(caught.value)
+
+    for text in on(2, body):
+        assert text.startswith("torch.optim.LBFGS with updates that wait for the next forward")
+    assert not started
 
 
 def test_servers_that_were_started_are_killed_if_another_cannot_be(

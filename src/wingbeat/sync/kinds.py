@@ -34,12 +34,14 @@ def runtime_of(
     views: Views = ShownGradients(training.bucketing)
     if not schedule.whole_after_backward:
         views = HiddenGradients(training.bucketing, gatherer)
+    # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
+    update = _update_of(choices, training, schedule, views, compression)
     return Runtime(
         schedule,
         _exchange_of(choices, training, compression),
         training.bucketing,
         views,
-        _update_of(choices, training, schedule, views, compression),
+        update,
         Agreement(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
