@@ -87,6 +87,20 @@ def test_no_server_is_started_for_an_optimizer_that_servers_cannot_have(
     assert not started
 
 
+def test_more_slices_than_a_server_has_room_for_are_refused_before_any_is_pushed() -> None:
+    def body(world: Any, numel: int, slice_: int) -> str:
+        model = nn.Linear(numel, 1, bias=False)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        how = wingbeat.Geryon(encrypted=False, servers=1, slice=slice_)
+        with pytest.raises(UsageError) as caught:
+            sync.distribute(model, optimizer, how, world=world)
+        return str(caught.value)
+
+    for text in on(2, lambda world: body(world, 20_000, 1)):
+        assert text.startswith("a server would have 20006 slices, and has room for 16")
+        assert "\n" not in text
+
+
 def test_servers_that_were_started_are_killed_if_another_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

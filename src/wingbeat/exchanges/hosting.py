@@ -15,6 +15,7 @@ from wingbeat.exchanges.news import News
 from wingbeat.servers.config import ServerConfig, limits_of
 from wingbeat.servers.launch import InProcess, InThread, Started
 from wingbeat.servers.outbox import Order
+from wingbeat.servers.sums import EACH
 from wingbeat.transport import interfaces, leaving
 from wingbeat.transport.messages import Mailbox, open_mailbox
 from wingbeat.transport.store import Store
@@ -28,6 +29,9 @@ twice the bytes where float16 or bfloat16 is summed in float32; and twice that w
 made anew and sums of the old ones are still under way."""
 
 _SPARE = 64 << 20
+
+SHARE = 4
+"""Part of that room, one in so many, that slices may take beside their sums: those of a plan."""
 
 _LOOK_S = 1.0
 """Seconds between two looks at whether a server has ended while its mailbox is waited for."""
@@ -46,6 +50,7 @@ class Hosting:
         count: how many servers there are.
         classes: how many classes of flows.
         message: bytes of the largest message.
+        slices: how many slices one server has room for.
         client: pushes and pulls.
     """
 
@@ -56,7 +61,9 @@ class Hosting:
         self.count, self.classes = len(hosts), serving.classes
         self._limits = limits_of(world.size, self.classes, world.timeout)
         self.message = self._limits.message
-        config = self._config(serving, hosts, ROOM_FOR * nbytes + _SPARE, wire)
+        most = ROOM_FOR * nbytes + _SPARE
+        self.slices = most // (SHARE * EACH)
+        config = self._config(serving, hosts, most, wire)
         store = world.store if world.group_store is None else world.group_store()
         self._started: list[Started] = []
         self._news = News(store, f"{config.room}/failed")
