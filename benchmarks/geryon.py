@@ -223,7 +223,7 @@ def paper(rate: float, workers: int, model: str) -> dict[str, float]:
 def judged(where: str, model: str, found: dict[str, Any], papers: dict[str, float]) -> list[str]:
     """Return which limits are missed where systems are compared."""
     rows, missed = found["rows"], []
-    best, sliced = rows.get(GERYON), rows.get(SLICED)
+    best, partitioned = rows.get(GERYON), rows.get(SLICED)
     if best is None:
         return []
     if papers and best["efficiency"] < papers[GERYON]:
@@ -231,8 +231,8 @@ def judged(where: str, model: str, found: dict[str, Any], papers: dict[str, floa
         missed.append(f"{where}: efficiency {share:.3f}; the paper's is {theirs}")
     if best["of_bound"] is not None and best["of_bound"] < OF_BOUND:
         missed.append(f"{where}: {best['of_bound']:.3f} of the bound; limit {OF_BOUND}")
-    if papers and sliced:
-        lead, asked = best["efficiency"] / sliced["efficiency"], LEAD.get(model, 1.0)
+    if papers and partitioned:
+        lead, asked = best["efficiency"] / partitioned["efficiency"], LEAD.get(model, 1.0)
         if lead < asked:
             missed.append(f"{where}: {lead:.3f} of partition and slicing; limit {asked}")
     return missed

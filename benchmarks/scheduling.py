@@ -61,7 +61,6 @@ class Side:
         self.order = Order(choices.servers.order)
         self.buckets = range(len(buckets.numel))
         self.forward = buckets.forward
-        self.late = choices.schedule == "served-start"
         self.held = 0
 
     def slices(self) -> int:

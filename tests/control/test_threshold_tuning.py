@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import wingbeat
 from helpers.training import TINY_MB, backward, engine, net, sgd
 from wingbeat import sync
 from wingbeat.control.decisions import Decisions
+from wingbeat.control.thresholds import _key_of
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.servers import ServerExchange
 from wingbeat.plans.thresholds import saved
 from wingbeat.plans.thresholds.cuts import cuts_of
 from wingbeat.plans.thresholds.tuner import most_iterations
 from wingbeat.transport import loopback
+from wingbeat.types import TensorSpec
 
 LEARNING = 2
 """Iterations until the order of the buckets is known."""
@@ -142,6 +145,30 @@ def test_what_was_found_is_kept_in_a_file_and_taken_from_there(
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         on(geryon(plan_file=str(path), mb=3 * TINY_MB, update="server"), 3)
     assert "is for another model, cluster or strategy: tuning anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire": "bf16"}, {"wire": "bf16", "back": "dense"}, {"wire": "sketch"},
+        {"encrypted": True}, {"order": "urgent"}, {"slice": 7}, {"pushes": False},
+        {"pull": "start"}, {"servers": 2}, {"placement": "whole"}, {"classes": 3}, {"mb": 1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_thresholds_of_other_options_are_no_ones_own(options: dict[str, Any]) -> None:
+    world = SimpleNamespace(size=2, links=())
+    specs = [TensorSpec("weight", (3,), "float32", 4)]
+
+    def key(**given: Any) -> dict[str, Any]:
+        choices = geryon(**given).choices()
+        around: Any = SimpleNamespace(specs=specs), SimpleNamespace(world=world)
+        return _key_of(*around, choices, choices.servers)
+
+    assert key() == key(steps=7, plan_file="x.json")
+    assert key() != key(**options)
+    if "back" in options:
+        assert key(**options) != key(**{**options, "back": "wire"})
 
 
 def test_a_file_that_is_none_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +41,19 @@ class Rig:
     told: list[str]
     news: list[str]
 
-    def start(self, kind: Kind = Kind.PUSH, turn: int = 0, count: int = 2) -> Request:
+    def start(
+        self,
+        kind: Kind = Kind.PUSH,
+        turn: int = 0,
+        count: int = 2,
+        finish: Callable[[], None] = lambda: None,
+    ) -> Request:
         view = memoryview(self.memory).cast("B")
         parts = [
             Part(1 + n % 2, Ids(0, n, turn, wish_of(0, n)), view[8 * n : 8 * n + 8], 1, n)
             for n in range(count)
         ]
-        return self.client.start(kind, "float32", parts, "bucket 7")
+        return self.client.start(kind, "float32", parts, "bucket 7", finish)
 
     def answer(self, number: int, **more: object) -> None:
         fields = {"server": 1 + number % 2, "kind": Kind.SUM, "dtype": "float32", "turn": 0}
@@ -60,6 +67,15 @@ class Rig:
         for _ in range(60):
             self.office.move()
             self.client.step(self.box.poll())
+
+    def following(self) -> None:
+        """Have what the thread itself does find the network."""
+
+        def following(_seconds: float) -> object:
+            self.office.move()
+            return self.box.poll()
+
+        self.box.next = following  # type: ignore[attr-defined]
 
 
 def rig(timeout: float = 5.0) -> Rig:
@@ -138,6 +154,49 @@ def test_what_is_no_sum_is_refused_in_a_line_and_not_written(
     assert str(caught.value).startswith("rank 0: ")
     assert "\n" not in str(caught.value)
     assert made.memory.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def broken() -> None:
+    raise ValueError("no residual")
+
+
+@pytest.mark.parametrize(
+    ("payload", "finish", "text"),
+    [
+        (b"x" * 12, lambda: None, "malformed sum of slice 0: 12 bytes"),
+        (b"x" * 8, broken, "rank 0: ValueError: no residual"),
+    ],
+    ids=["malformed", "not to be used"],
+)
+def test_a_request_ends_also_if_its_last_sum_is_what_fails(
+    payload: bytes, finish: Callable[[], None], text: str
+) -> None:
+    made = rig()
+    request = made.start(count=1, finish=finish)
+    made.run()
+    made.answer(0, payload=payload)
+    made.following()
+    made.client._run()
+    assert request.done(), "whoever waits for it would wait for ever"
+    with pytest.raises(PeerError, match=text):
+        request.wait()
+
+
+def test_requests_end_also_if_nobody_can_be_told_why() -> None:
+    made = rig()
+    request = made.start()
+
+    def tell(_text: str) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made.client._tell = tell
+    made.ended.append("server 1 has ended by signal 9")
+    made.clock.now = 1.0
+    made.following()
+    with pytest.raises(RuntimeError, match="can't start"):
+        made.client._run()
+    assert request.done()
+    assert made.box.closed
 
 
 def test_a_sum_that_comes_twice_is_refused() -> None:

@@ -45,6 +45,8 @@ def test_a_repr_can_be_given_again() -> None:
         ({"classes": 3, "threshold": "coarse"}, "'coarse'): allowed with it are classes=2"),
         ({"classes": 1, "threshold": "coarse"}, "allowed with it are classes=2"),
         ({"classes": 1, "threshold": "tuned"}, "allowed with it are classes from 2 to 4"),
+        ({"classes": 1, "threshold": 0.3}, "allowed are classes from 2 to 4, or no threshold"),
+        ({"classes": 1, "threshold": 7}, "threshold=7"),
         ({"threshold": "tund"}, "did you mean 'tuned'?"),
         ({"threshold": 1.5}, "1 falling numbers from 1 to 0, 'tuned'"),
         ({"threshold": (0.5, 0.2)}, "1 falling numbers"),
@@ -60,6 +62,18 @@ def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], words:
         parts.Servers(**options)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("order", ["forward", "random"])
+@pytest.mark.parametrize("schedule", ["served", "wfbp"])
+def test_sums_that_come_by_themselves_have_no_order_of_asking(order: str, schedule: str) -> None:
+    exchange = parts.Servers(order=order)
+    with pytest.raises(UsageError) as caught:
+        strategies.Strategy(exchange=exchange, schedule=schedule)
+    assert f"order='{order}' is one of sums that are asked for" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    asked = strategies.Strategy(exchange=exchange, schedule="served@start")
+    assert asked.choices().servers == exchange.serving()
 
 
 @pytest.mark.parametrize("text", ["0.8+", "half", "0.8;0.4", ""])

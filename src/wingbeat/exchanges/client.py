@@ -129,6 +129,7 @@ class Client:
         watch: says which server's process has ended, and how, if one has.
         tell: has the other workers know why this one has failed.
         hear: says what another worker has told.
+        after: ends what nobody else will end, once a client that was forgotten has left.
 
     Attributes:
         failed: whether a server or a worker has failed.
@@ -146,13 +147,14 @@ class Client:
         watch: Callable[[], str | None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
         hear: Callable[[], str | None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mailbox = mailbox
         self._servers = tuple(servers)
         self._me, self._name = me, name
         self._timeout = timeout
-        self._watch, self._tell, self._hear = watch, tell, hear
+        self._watch, self._tell, self._hear, self._after = watch, tell, hear, after
         self._clock = clock
         self._new: deque[Request] = deque()
         self._outbox: Outbox[tuple[Request, Part]] = Outbox(order)
@@ -161,7 +163,7 @@ class Client:
         self._error: PeerError | None = None
         self._looked = 0.0
         self._heard = clock()
-        self._ending = self._quick = self.failed = False
+        self._ending = self._quick = self._forgotten = self.failed = False
         self._interrupt = mailbox.interrupter()
         self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
 
@@ -210,6 +212,13 @@ class Client:
         elif threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def forget(self) -> None:
+        """Have the thread leave by itself, within a second: nobody will call `close`.
+
+        It takes no lock: a garbage collector may call this, in whatever thread and moment.
+        """
+        self._forgotten = self._ending = True
+
     # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -221,7 +230,10 @@ class Client:
             self._fail(error)
         except Exception as error:  # nobody hears it here: whoever waits does
             self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
-        self._end()
+        finally:
+            self._end()
+        if self._forgotten:
+            self._after()
 
     def _fail(self, error: PeerError) -> None:
         self.failed, self._error = True, error
@@ -318,11 +330,11 @@ class Client:
                 f"{self._me}: {server} sent a malformed sum of slice {ids.slice}: "
                 f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
             )
-        del self._wanted[key]
         request.missing -= 1
         if not request.missing:
             request.finish()
             request.end()
+        del self._wanted[key]  # not before: until then whatever fails here ends the request too
 
     def _read(self, message: Message, request: Request, part: Part) -> bool:
         """Take a part of what a server says of its state; return whether that was all.
@@ -384,7 +396,7 @@ class Client:
         self._error = error
         pending = {id(r): r for r in self._storing}
         pending.update({id(r): r for r, _ in self._wanted.values()})
-        pending.update({id(r): r for r in self._new})
+        pending.update({id(r): r for r in tuple(self._new)})  # others may still begin one
         for request in pending.values():
             request.end(error)
         with contextlib.suppress(PeerError):  # that is why it leaves

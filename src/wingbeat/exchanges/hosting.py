@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 
-from wingbeat.errors import PeerError, WingbeatError
+from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.client import Client
 from wingbeat.exchanges.news import News
-from wingbeat.servers.config import ServerConfig, limits_of, name_of
+from wingbeat.servers.config import ServerConfig, limits_of
 from wingbeat.servers.launch import InProcess, InThread, Started
 from wingbeat.servers.outbox import Order
+from wingbeat.servers.sums import EACH
 from wingbeat.transport import interfaces, leaving
-from wingbeat.transport.messages import open_mailbox
+from wingbeat.transport.messages import Mailbox, open_mailbox
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
@@ -25,6 +29,9 @@ twice the bytes where float16 or bfloat16 is summed in float32; and twice that w
 made anew and sums of the old ones are still under way."""
 
 _SPARE = 64 << 20
+
+SHARE = 4
+"""Part of that room, one in so many, that slices may take beside their sums: those of a plan."""
 
 _LOOK_S = 1.0
 """Seconds between two looks at whether a server has ended while its mailbox is waited for."""
@@ -45,6 +52,7 @@ class Hosting:
         count: how many servers there are.
         classes: how many classes of flows.
         message: bytes of the largest message.
+        slices: how many slices one server has room for.
         client: pushes and pulls.
     """
 
@@ -59,51 +67,21 @@ class Hosting:
     ) -> None:
         identity = json.dumps(interfaces.local().identity)
         hosts = placement(world.exchange("server hosts", identity), serving.count)
-        self._world, self._hosts = world, hosts
+        self._world = world
         self.count, self.classes = len(hosts), serving.classes
-        limits = limits_of(world.size, self.classes, world.timeout)
-        self.message = limits.message
-        room = f"servers/{world.path}"
+        self._limits = limits_of(world.size, self.classes, world.timeout)
+        self.message = self._limits.message
+        most = ROOM_FOR * nbytes + _SPARE
+        self.slices = most // (SHARE * EACH)
+        config = self._config(serving, hosts, most, wire)
+        if optimizer:
+            config = dataclasses.replace(config, optimizer=optimizer, memory=memory + _SPARE)
         store = world.store if world.group_store is None else world.group_store()
-        names = ("lo",) if world.threads else tuple(link.name for link in world.links)
-        start = InThread if world.threads else InProcess
-        self._started: list[Started] = [
-            start(
-                ServerConfig(
-                    room=room,
-                    index=index,
-                    workers=world.size,
-                    hosts=hosts,
-                    interfaces=names,
-                    classes=self.classes,
-                    encrypted=serving.encrypted,
-                    timeout=world.timeout,
-                    most=ROOM_FOR * nbytes + _SPARE,
-                    order=serving.order,
-                    wire=None if isinstance(wire, str) else wire,
-                    dense=bool(serving.dense and wire),
-                    optimizer=optimizer,
-                    memory=memory + bool(optimizer) * _SPARE,
-                ),
-                store,
-            )
-            for index, host in enumerate(hosts)
-            if host == world.rank
-        ]
-        self._news = News(store, f"{room}/failed")
+        self._started: list[Started] = []
+        self._news = News(store, f"{config.room}/failed")
         try:
-            mailbox = open_mailbox(
-                _Watched(store, self._check),
-                world.rank,
-                [self.number(index) for index in range(self.count)],
-                room=room,
-                interfaces=names,
-                classes=self.classes,
-                encrypted=serving.encrypted,
-                limits=limits,
-                seconds=world.timeout,
-                name=self._name,
-            )
+            self._start(config, store)
+            mailbox = self._meet(config, store)
         except BaseException as error:
             for started in self._started:
                 started.kill()
@@ -111,16 +89,69 @@ class Hosting:
                 self._news.tell(str(error).removeprefix(f"rank {world.rank}: "))
             self._news.close(_LOOK_S)
             raise
-        self.client = Client(
+        self.client = self._client(mailbox, config)
+        # Nobody may call `close`, as when a function that trains returns.
+        weakref.finalize(self, self.client.forget).atexit = False
+
+    def _config(
+        self, serving: Serving, hosts: tuple[int, ...], most: int, wire: str | Coded
+    ) -> ServerConfig:
+        """Return what the first server is told; the others differ in the index."""
+        world = self._world
+        return ServerConfig(
+            room=f"servers/{world.path}",
+            index=0,
+            workers=world.size,
+            hosts=hosts,
+            interfaces=("lo",) if world.threads else tuple(link.name for link in world.links),
+            classes=self.classes,
+            encrypted=serving.encrypted,
+            timeout=world.timeout,
+            most=most,
+            order=serving.order,
+            wire=None if isinstance(wire, str) else wire,
+            dense=bool(serving.dense and wire),
+        )
+
+    def _start(self, config: ServerConfig, store: Store) -> None:
+        start, rank = InThread if self._world.threads else InProcess, self._world.rank
+        for index in (index for index, host in enumerate(config.hosts) if host == rank):
+            try:
+                self._started.append(start(dataclasses.replace(config, index=index), store))
+            except OSError as err:  # no memory, or too many processes
+                raise UsageError(
+                    f"rank {rank}: cannot start server {index}: {err}; of {self.count} servers "
+                    f"{config.hosts.count(rank)} are to run beside this worker: use fewer"
+                ) from None
+
+    def _meet(self, config: ServerConfig, store: Store) -> Mailbox:
+        return open_mailbox(
+            _Watched(store, self._check),
+            self._world.rank,
+            [self.number(index) for index in range(self.count)],
+            room=config.room,
+            interfaces=config.interfaces,
+            classes=self.classes,
+            encrypted=config.encrypted,
+            limits=self._limits,
+            seconds=config.timeout,
+            name=config.name,
+        )
+
+    def _client(self, mailbox: Mailbox, config: ServerConfig) -> Client:
+        """Return what pushes and pulls; its thread must not keep this alive, and the model."""
+        world, news, started = self._world, self._news, self._started
+        return Client(
             mailbox,
             [self.number(index) for index in range(self.count)],
             me=f"rank {world.rank}",
-            name=self._name,
+            name=config.name,
             timeout=world.timeout,
-            order=Order.URGENT if serving.order == Order.URGENT.value else Order.READY,
-            watch=self._ended,
-            tell=self._news.tell,
-            hear=self._news.hear,
+            order=Order.URGENT if config.order == Order.URGENT.value else Order.READY,
+            watch=functools.partial(_ended, started),
+            tell=news.tell,
+            hear=news.hear,
+            after=functools.partial(_end, news, started, world.timeout),
         ).serve()
 
     def number(self, server: int) -> int:
@@ -134,26 +165,32 @@ class Hosting:
         """
         failing = leaving.failing()
         self.client.close(quick=failing)
-        self._news.close(_LOOK_S)
-        for started in self._started:
-            if failing or self.client.failed:
-                started.kill()
-            else:
-                started.close(self._world.timeout)
-
-    def _name(self, number: int) -> str:
-        return name_of(number, self._world.size, self._hosts)
-
-    def _ended(self) -> str | None:
-        return next(filter(None, (started.ended() for started in self._started)), None)
+        _end(
+            self._news, self._started, 0.0 if failing or self.client.failed else self._world.timeout
+        )
 
     def _check(self) -> None:
-        ended = self._ended()
+        ended = _ended(self._started)
         if ended is not None:
             raise PeerError(f"rank {self._world.rank}: {ended} before it had met everyone")
         told = self._news.hear()
         if told is not None:
             raise PeerError(f"rank {self._world.rank}: {told}")
+
+
+def _ended(started: Sequence[Started]) -> str | None:
+    """Say how one of these servers has ended, if one has."""
+    return next(filter(None, (each.ended() for each in started)), None)
+
+
+def _end(news: News, started: Sequence[Started], seconds: float) -> None:
+    """Wait until these servers have ended; kill them if they are not to have any seconds."""
+    news.close(_LOOK_S)
+    for each in started:
+        if seconds:
+            each.close(seconds)
+        else:
+            each.kill()
 
 
 class _Watched:

@@ -98,10 +98,18 @@ class ServerExchange:
         kinds = [all(slot.fully_connected for slot in bucket.slots) for bucket in buckets]
         self._requests.planned(sizes, [bucket.index for bucket in forward], kinds, largest)
         self.remote.landing = {}
+        self._refuse_too_many(self._requests.most_slices())
         table = self._requests.priorities.table
         if isinstance(table, CoarseTable) and not table.divides and not self._told:
             self._told = True
             log.warning(_UNDIVIDED, "each" if all(kinds) else "none")
+
+    def _refuse_too_many(self, slices: int) -> None:
+        if slices > self._hosting.slices:
+            raise UsageError(
+                f"a server would have {slices} slices, and has room for {self._hosting.slices}: "
+                "use larger ones (slice), larger buckets (mb) or more servers"
+            )
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
         """Divide the classes by other thresholds from now on; see `Requests.prioritise`."""

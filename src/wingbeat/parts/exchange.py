@@ -11,7 +11,10 @@ from wingbeat.settings import READ, SIZE, Named, Settings, is_number
 from wingbeat.traits import KEPT, ONCE, Part
 from wingbeat.types import Serving, ThresholdTuning
 
-ORDERS = ("ready", "urgent", "forward", "random")
+ASKED = ("forward", "random")
+"""Orders of sums that are asked for; those that come by themselves have none."""
+
+ORDERS = ("ready", "urgent", *ASKED)
 BACKS = ("wire", "dense")
 PLACEMENTS = ("sharded", "whole")
 CLASSES = 4
@@ -56,7 +59,8 @@ class Servers(Part, Settings):
         count: how many; 0: one on each host, together with a worker.
         placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``, every
             bucket on one of them in turn.
-        slice: the most elements of what a server sums at a time; 0: shards are not cut.
+        slice: the most elements of what a server sums at a time; 0: shards are not cut. Whole
+            buckets (``placement="whole"``) are not cut either.
         classes: of flows, 1 to 4, each with a priority that the network honours (DSCP). 1: none.
         threshold: a bucket travels in a more urgent class if its urgency, ``1 - l/L`` for the
             ``l``-th of ``L`` in the order of forward, is above this; for more than two classes,
@@ -67,8 +71,9 @@ class Servers(Part, Settings):
             tune.
         pushes: whether gradients go to the servers in these classes too, and not in the last.
         order: which sum a sender sends first: ``"ready"``, as they come; ``"urgent"``, by when
-            forward needs it, with little under way (P3); ``"forward"``, in that order alone
-            (TICTAC); ``"random"``, as workers happen to ask (TensorFlow).
+            forward needs it, with little under way (P3); and of sums that are asked for
+            (``pull="start"``) also ``"forward"``, in that order alone (TICTAC), or ``"random"``,
+            as workers happen to ask (TensorFlow).
         back: what sums come back as where the wire is not ``"fp32"``: ``"wire"``, the same as
             gradients; or ``"dense"``, in float32 (float64 where that is summed).
         encrypted: whether messages are; without it whoever sees the traffic can send in them.
@@ -121,6 +126,11 @@ class Servers(Part, Settings):
             return self._named_thresholds(given)
         levels = tuple(given) if isinstance(given, (tuple, list)) else (given,)
         if self.classes == 1:
+            if given != THRESHOLD:
+                raise UsageError(
+                    f"Servers(classes=1, threshold={given!r}): a threshold divides two classes or "
+                    f"more; allowed are classes from 2 to {CLASSES}, or no threshold"
+                )
             return ()
         fine = len(levels) == self.classes - 1 and all(is_number(v) and 0 <= v <= 1 for v in levels)
         if not fine or list(levels) != sorted(set(levels), reverse=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,6 +88,11 @@ class Requests:
         self._places = {bucket: place for place, bucket in enumerate(forward)}
         self._rounds, self._pulls = [-1] * len(sizes), []
         self.priorities.planned([fully_connected[bucket] for bucket in forward])
+
+    def most_slices(self) -> int:
+        """Return how many slices the server has that has most of them."""
+        counts = Counter(each.server for slices in self._slices for each in slices)
+        return max(counts.values())
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
         """Change the thresholds between the classes.

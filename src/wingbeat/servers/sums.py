@@ -145,13 +145,7 @@ class Sums:
         elif worker < total.added or worker in total.waiting:
             raise Refused(f"rank {worker} pushed slice {key[1]} of round {number} twice")
         total.waiting[worker] = payload, added
-        due: list[tuple[memoryview, Added]] = []
-        while (found := total.waiting.pop(total.added + len(due), None)) is not None:
-            due.append(found)
-        if due:
-            self._add(total, [each for each, _ in due])
-        for _, told in due:
-            told()
+        self._add_due(total)
         if total.added < self._workers:
             return None
         return self._complete(key, total)
@@ -246,6 +240,16 @@ class Sums:
             )
         self.nbytes = would
         total.nbytes += need
+
+    def _add_due(self, total: Total) -> None:
+        """Add those whose turn it is, one rank after the other, and say so."""
+        due: list[tuple[memoryview, Added]] = []
+        while (found := total.waiting.pop(total.added + len(due), None)) is not None:
+            due.append(found)
+        if due:
+            self._add(total, [each for each, _ in due])
+        for _, told in due:
+            told()
 
     def _complete(self, key: tuple[int, int], total: Total) -> Sum:
         assert total.buffer is not None

@@ -25,7 +25,8 @@ class ParameterServer(Preset):
     Args:
         servers: how many; 0: one on each host.
         placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``.
-        slice: the most elements of what a server sums at a time; 0: shards are not cut.
+        slice: the most elements of what a server sums at a time; 0: shards are not cut. Whole
+            buckets are not cut either.
         update: who applies the optimizer: ``"worker"``, each worker to what it needs next; or
             ``"server"``, as in the paper: servers to their slices, with its state there alone, and
             parameters come back in place of sums. For optimizers that treat each element alone.
@@ -40,8 +41,8 @@ class ParameterServer(Preset):
         plan_file: where rank 0 keeps thresholds that were found; a run that finds it there does
             not tune.
         pushes: whether gradients go to the servers in these classes too.
-        order: which sum a sender sends first: ``"ready"``, ``"urgent"``, ``"forward"`` or
-            ``"random"``; see `wingbeat.parts.Servers`.
+        order: which sum a sender sends first: ``"ready"``, ``"urgent"``, and with
+            ``pull="start"`` also ``"forward"`` or ``"random"``; see `wingbeat.parts.Servers`.
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             ``"sketch"`` or ``"lowrank"``; or such a codec with its settings, as

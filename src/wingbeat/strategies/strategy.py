@@ -18,7 +18,7 @@ from wingbeat.parts.schedule import SchedulePart
 from wingbeat.parts.update import UpdatePart
 from wingbeat.settings import Named, Settings, named
 from wingbeat.topologies import Topology
-from wingbeat.traits import HALVES, ONCE, Part, Traits
+from wingbeat.traits import HALVES, KEPT, ONCE, Part, Traits
 from wingbeat.types import Choices
 from wingbeat.wires import CodecPart, TopK, Wire
 
@@ -192,6 +192,13 @@ def _check_served(strategy: Strategy) -> None:
         raise UsageError(
             f"Strategy(exchange={exchange!r}, wire={strategy.wire!r}): sums are dense as it is; "
             'back="dense" is for another wire, such as "bf16" or Sketch()'
+        )
+    schedule = cast(SchedulePart, strategy.schedule)
+    if exchange.order in exchanges.ASKED and KEPT not in schedule.needs:
+        raise UsageError(
+            f"Strategy(exchange={exchange!r}, schedule={schedule!r}): sums come by themselves, and "
+            f"order={exchange.order!r} is one of sums that are asked for; allowed: "
+            'order="ready" or "urgent", or pull="start"'
         )
     plan = cast(PlanPart, strategy.plan)
     if plan.merging() is not None:

@@ -38,11 +38,12 @@ def runtime_of(
     views: Views = ShownGradients(training.bucketing)
     if not schedule.whole_after_backward:
         views = HiddenGradients(training.bucketing, gatherer)
+    # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
     if choices.server_updates and training.collectives.world.size > 1:
         exchange, update = _on_servers(choices, training, schedule, views)
     else:
-        exchange = _exchange_of(choices, training, compression)
         update = _update_of(choices, training, schedule, views, compression)
+        exchange = _exchange_of(choices, training, compression)
     return Runtime(
         schedule,
         exchange,

@@ -141,8 +141,9 @@ def refuse_evaluating(optimizer: torch.optim.Optimizer) -> None:
     """Raise a `UsageError` if the optimizer evaluates the loss in its own step."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            "DeAR with torch.optim.LBFGS is not possible: each of its steps evaluates the loss "
-            "several times and needs whole gradients each time; use wingbeat.AllReduce()"
+            "torch.optim.LBFGS with updates that wait for the next forward (DeAR, servers) is not "
+            "possible: each of its steps evaluates the loss several times and needs whole "
+            "gradients each time; use wingbeat.AllReduce()"
         )
 
 
