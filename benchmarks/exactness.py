@@ -35,6 +35,8 @@ OPTIMIZERS = ("sgd", "adamw")
 
 
 REFERENCE, OTHER_BUCKETS = "ddp", "ddp:mb=0.05"
+UPDATED_THERE = ("geryon:update=server", "geryon:pull=start,update=server")
+"""Rows whose parameters are updated by servers; the presets leave that to the workers."""
 
 
 def smooth_network() -> nn.Module:
@@ -95,7 +97,7 @@ def worker(path: Path, steps: int) -> None:
         theirs = train(REFERENCE, optimizer, steps)
         start = train(REFERENCE, optimizer, 0)
         exact = [name for name, preset in strategies.PRESETS.items() if preset().traits.exact]
-        for row in (OTHER_BUCKETS, *exact):
+        for row in (OTHER_BUCKETS, *exact, *UPDATED_THERE):
             ours = train(row, optimizer, steps)
             same = same_everywhere(ours)
             results.append(
