@@ -8,16 +8,16 @@ and stop tuning in the same exchange, however long exchanges take and whatever a
 
 from __future__ import annotations
 
-import math
+import functools
 import statistics
 import time
 from collections.abc import Sequence
 
-from wingbeat.errors import PeerError
 from wingbeat.observe.log import log
 from wingbeat.plans.result import Result, as_mb, choose
 from wingbeat.plans.sample import Sample
 from wingbeat.plans.search import suggest
+from wingbeat.plans.tuning_rows import TuningRows, is_time, measured
 from wingbeat.types import Tuning
 
 __all__ = ["ROW_LENGTH", "SETTLING", "Result", "Tuner"]
@@ -28,8 +28,6 @@ others): its number, the size in bytes, and 1 if tuning ends with it. Numbers co
 
 SETTLING = 2
 """Iterations after each change that do not count: new buffers are touched for the first time."""
-
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 
 
 class Tuner:
@@ -54,7 +52,8 @@ class Tuner:
         self.done = False
         self.result: Result | None = None
         self._tuning = tuning
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._rows = TuningRows("tuning row", ROW_LENGTH, rank, size)
         self._start = self._current = start_bytes
         self._taken = 0  # decisions acted on
         # From here on rank 0's only: its last decision, and what it knows.
@@ -76,8 +75,7 @@ class Tuner:
             ``ROW_LENGTH`` numbers, float64.
         """
         self._prepare()
-        known = math.isfinite(seconds) and _SHORTEST_S <= seconds <= _LONGEST_S
-        row = [float(seconds) if known else 0.0, float(self._taken), 0.0, 0.0, 0.0]
+        row = [float(seconds) if is_time(seconds) else 0.0, float(self._taken), 0.0, 0.0, 0.0]
         if self._rank == 0:
             row[2:] = [float(self._decided), float(self._decision), float(self._ends())]
         return row
@@ -110,40 +108,22 @@ class Tuner:
 
     def _checked(self, rows: Sequence[Sequence[float]]) -> tuple[int, int, bool]:
         """Return rank 0's decision: number, size in bytes, whether tuning ends with it."""
-        if len(rows) != self._size:
-            raise PeerError(
-                f"rank {self._rank}: the exchange of tuning rows brought {len(rows)} of "
-                f"{self._size} rows"
-            )
-        for rank, row in enumerate(rows):
-            if len(row) != ROW_LENGTH or not all(math.isfinite(value) for value in row):
-                raise self._malformed(rank, row, f"allowed are {ROW_LENGTH} finite numbers")
-            if row[0] and not _SHORTEST_S <= row[0] <= _LONGEST_S:
-                raise self._malformed(rank, row, "the first is no time of an iteration in seconds")
-            if not (row[1] == int(row[1]) and 0 <= row[1] <= rows[0][2]):
-                raise self._malformed(rank, row, "the second is no number of a decision")
+        self._rows.check(rows)
         return self._checked_decision(rows[0])
 
     def _checked_decision(self, row: Sequence[float]) -> tuple[int, int, bool]:
+        wrong = functools.partial(self._rows.malformed, 0, row)
         _, _, number, nbytes, ends = row
         if number not in (self._taken, min(self._taken + 1, self._tuning.trials)):
-            raise self._malformed(0, row, f"decision {self._taken} or the next one was expected")
+            raise wrong(f"decision {self._taken} or the next one was expected")
         low, high = self._tuning.low_bytes, self._tuning.high_bytes
         if nbytes != int(nbytes) or not (low <= nbytes <= high or nbytes == self._start):
-            raise self._malformed(
-                0, row, f"the size has to be the start, {self._start} bytes, or {low} to {high}"
-            )
+            raise wrong(f"the size has to be the start, {self._start} bytes, or {low} to {high}")
         if number == self._taken and nbytes != self._current:
-            raise self._malformed(0, row, f"that decision was {self._current} bytes")
+            raise wrong(f"that decision was {self._current} bytes")
         if ends != float(number == self._tuning.trials):
-            raise self._malformed(0, row, f"tuning ends with decision {self._tuning.trials}")
+            raise wrong(f"tuning ends with decision {self._tuning.trials}")
         return int(number), int(nbytes), bool(ends)
-
-    def _malformed(self, rank: int, row: Sequence[float], why: str) -> PeerError:
-        return PeerError(
-            f"rank {self._rank}: rank {rank} sent a malformed tuning row {list(row)[:8]!r}: {why}; "
-            "all workers have to run the same wingbeat with the same options"
-        )
 
     # -- rank 0 ---------------------------------------------------------------------------
 
@@ -158,8 +138,8 @@ class Tuner:
 
     def _collect(self, rows: Sequence[Sequence[float]]) -> None:
         """Count one iteration, if everyone had the present size in it."""
-        seconds = [row[0] for row in rows if row[0]]
-        if not seconds or any(row[1] != self._taken for row in rows):
+        seconds = measured(rows, self._taken)
+        if not seconds:
             return
         self._seen += 1
         if self._seen > SETTLING:

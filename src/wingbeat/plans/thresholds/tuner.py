@@ -7,15 +7,15 @@ decides; its decision travels in its rows, and everyone acts on it when the exch
 
 from __future__ import annotations
 
-import math
+import functools
 import statistics
 from collections.abc import Sequence
 
-from wingbeat.errors import PeerError
 from wingbeat.observe.log import log
 from wingbeat.plans.thresholds.cuts import Cuts, cuts_of, fits, levels_of
 from wingbeat.plans.thresholds.result import Result, result_of
 from wingbeat.plans.thresholds.search import most_trials, search
+from wingbeat.plans.tuning_rows import TuningRows, is_time, measured
 
 SETTLING = 1
 """Iterations after each change that do not count: sums of the one before may still come."""
@@ -27,8 +27,6 @@ _HEAD = 4
 """Numbers at the begin of a row: seconds, and the number of the decision they were measured with;
 from rank 0 (zeros from others) the number of its decision, and 1 if tuning ends with it. Then
 follow its cuts, one less than there are classes, the missing ones 0."""
-
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 
 
 class ThresholdTuner:
@@ -52,7 +50,8 @@ class ThresholdTuner:
         self.done = False
         self.result: Result | None = None
         self._layers, self._classes, self._steps = layers, len(start) + 1, steps
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._rows = TuningRows("threshold row", _HEAD + self._classes - 1, rank, size)
         self._most = most_trials(layers, self._classes) + 1
         self._current: Cuts = cuts_of(start, layers)
         self._taken = 0  # decisions acted on
@@ -69,8 +68,7 @@ class ThresholdTuner:
         Args:
             seconds: what the last iteration took; 0 or anything that is no time if unknown.
         """
-        known = math.isfinite(seconds) and _SHORTEST_S <= seconds <= _LONGEST_S
-        row = [float(seconds) if known else 0.0, float(self._taken), 0.0, 0.0]
+        row = [float(seconds) if is_time(seconds) else 0.0, float(self._taken), 0.0, 0.0]
         cuts: list[int] = [0] * (self._classes - 1)
         if self._rank == 0:
             row[2:] = [float(self._decided), float(self._result is not None)]
@@ -106,48 +104,30 @@ class ThresholdTuner:
 
     def _checked(self, rows: Sequence[Sequence[float]]) -> tuple[int, Cuts, bool]:
         """Return rank 0's decision: its number, the cuts, whether tuning ends with it."""
-        if len(rows) != self._size:
-            raise PeerError(
-                f"rank {self._rank}: the exchange of threshold rows brought {len(rows)} of "
-                f"{self._size} rows"
-            )
-        length = _HEAD + self._classes - 1
-        for rank, row in enumerate(rows):
-            if len(row) != length or not all(math.isfinite(value) for value in row):
-                raise self._malformed(rank, row, f"allowed are {length} finite numbers")
-            if row[0] and not _SHORTEST_S <= row[0] <= _LONGEST_S:
-                raise self._malformed(rank, row, "the first is no time of an iteration in seconds")
-            if not (row[1] == int(row[1]) and 0 <= row[1] <= rows[0][2]):
-                raise self._malformed(rank, row, "the second is no number of a decision")
+        self._rows.check(rows)
         return self._checked_decision(rows[0])
 
     def _checked_decision(self, row: Sequence[float]) -> tuple[int, Cuts, bool]:
+        wrong = functools.partial(self._rows.malformed, 0, row)
         _, _, number, ends, *padded = row
         if number not in (self._taken, self._taken + 1) or not 1 <= number <= self._most:
-            raise self._malformed(0, row, f"decision {self._taken} or the next one was expected")
+            raise wrong(f"decision {self._taken} or the next one was expected")
         cuts = tuple(int(cut) for cut in padded if cut)
         missing = len(padded) - len(cuts)
         if padded != [*cuts, *[0] * missing] or not fits(cuts, self._layers, self._classes):
-            raise self._malformed(0, row, f"these do not divide {self._layers} buckets")
+            raise wrong(f"these do not divide {self._layers} buckets")
         if ends not in (0, 1) or (number == self._most and not ends):
-            raise self._malformed(0, row, f"tuning ends at decision {self._most} at the latest")
+            raise wrong(f"tuning ends at decision {self._most} at the latest")
         if number == self._taken and (cuts != self._current or ends):
-            raise self._malformed(0, row, f"that decision was {self._current}")
+            raise wrong(f"that decision was {self._current}")
         return int(number), cuts, bool(ends)
-
-    def _malformed(self, rank: int, row: Sequence[float], why: str) -> PeerError:
-        return PeerError(
-            f"rank {self._rank}: rank {rank} sent a malformed row of thresholds "
-            f"{list(row)[:8]!r}: {why}; all workers have to run the same wingbeat with the same "
-            "options"
-        )
 
     # -- rank 0 ---------------------------------------------------------------------------
 
     def _collect(self, rows: Sequence[Sequence[float]]) -> None:
         """Count one iteration, if everyone had the present thresholds in it."""
-        seconds = [row[0] for row in rows if row[0]]
-        if not seconds or any(row[1] != self._taken for row in rows):
+        seconds = measured(rows, self._taken)
+        if not seconds:
             return
         self._seen += 1
         if self._seen > SETTLING:
