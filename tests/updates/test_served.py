@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 
 import wingbeat
+from helpers.served import compare, distributed, divided, momentum, plain, strategy
 from helpers.training import (
     TINY_MB,
-    Body,
     Make,
     adamw,
     assert_same,
@@ -26,51 +25,6 @@ from helpers.training import (
     weights,
 )
 from wingbeat import sync
-from wingbeat.errors import MismatchError, UsageError
-from wingbeat.updates.shards import DividedState
-
-
-def strategy(update: str = "server", **options: Any) -> Any:
-    chosen = {"mb": TINY_MB, "servers": 2, "encrypted": False, "update": update} | options
-    return wingbeat.Geryon(**chosen)
-
-
-def distributed(
-    world: Any, make: Make = adamw, model: Any = None, update: str = "server", **options: Any
-) -> tuple[Any, Any]:
-    model = net() if model is None else model
-    return sync.distribute(
-        model, make(model.parameters()), strategy(update, **options), world=world
-    )
-
-
-def outcome(world: Any, make: Make, update: str, body: Body, **options: Any) -> Any:
-    model, optimizer = distributed(world, make, update=update, **options)
-    body(model, optimizer, world.rank)
-    result = weights(model), state_of(optimizer)
-    sync.release(model, optimizer)
-    return result
-
-
-def compare(size: int, make: Make, body: Body, tolerance: float = 0.0, **options: Any) -> None:
-    """Train both ways; demand the same weights and state."""
-    want = on(size, lambda world: outcome(world, make, "worker", body, **options))
-    got = on(size, lambda world: outcome(world, make, "server", body, **options))
-    for rank in range(size):
-        assert_same(got[rank], want[rank], tolerance)
-
-
-def divided(model: Any) -> bool:
-    return bool(engine(model).update.option)
-
-
-def _plain(model: Any, optimizer: Any, rank: int) -> None:
-    train(model, optimizer, range(6))
-
-
-def momentum(**more: Any) -> Make:
-    return lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, **more)
-
 
 MAKES: dict[str, Make] = {
     "sgd": sgd,
@@ -86,7 +40,7 @@ MAKES: dict[str, Make] = {
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_every_optimizer_does_there_what_it_does_here(make: Make) -> None:
-    compare(2, make, _plain)
+    compare(2, make, plain)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -95,7 +49,7 @@ def test_every_optimizer_does_there_what_it_does_here(make: Make) -> None:
 def test_the_weights_and_the_state_are_those_of_workers_that_update(
     size: int, pull: str, mb: float
 ) -> None:
-    compare(size, adamw, _plain, pull=pull, mb=mb)
+    compare(size, adamw, plain, pull=pull, mb=mb)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +63,7 @@ def test_the_weights_and_the_state_are_those_of_workers_that_update(
     ids=["vanilla", "tictac", "p3", "sliced"],
 )
 def test_whoever_sends_what_first(options: Any) -> None:
-    compare(2, adamw, _plain, **options)
+    compare(2, adamw, plain, **options)
 
 
 def test_unused_parameters_are_left_alone_until_somebody_uses_them() -> None:
@@ -248,7 +202,7 @@ def test_parameters_that_are_not_laid_out_in_order() -> None:
         assert not params[1].is_contiguous()
         return adamw(params)
 
-    compare(3, turned, _plain, tolerance=1e-6)
+    compare(3, turned, plain, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("when", ["after the step", "before the backward", "before the step"])
@@ -461,300 +415,3 @@ def test_closures_and_hooks() -> None:
     compare(2, adamw, body)
     half = len(seen) // 2
     assert sorted(seen[:half]) == sorted(seen[half:])
-
-
-# -- state -----------------------------------------------------------------------------------
-
-
-def test_one_rank_alone_may_save() -> None:
-    def body(world: Any, update: str) -> Any:
-        model, optimizer = distributed(world, update=update)
-        train(model, optimizer, range(3))
-        state = state_of(optimizer) if world.rank == 1 else None
-        train(model, optimizer, range(3, 5))
-        return state
-
-    want = on(2, lambda world: body(world, "worker"))
-    assert_same(on(2, lambda world: body(world, "server"))[1], want[1])
-
-
-@pytest.mark.parametrize("into", ["server", "worker"])
-def test_a_run_that_goes_on_from_a_file_has_the_same_bits(into: str) -> None:
-    def first(world: Any) -> Any:
-        model, optimizer = distributed(world)
-        train(model, optimizer, range(3))
-        file = io.BytesIO()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        train(model, optimizer, range(3, 6))
-        return file.getvalue(), weights(model), state_of(optimizer)
-
-    def second(world: Any, saved: bytes, when: str) -> Any:
-        found = torch.load(io.BytesIO(saved))
-        model = net(5)
-        optimizer = adamw(model.parameters())
-        pairs = [(model, found["model"]), (optimizer, found["optimizer"])]
-        if when == "before":
-            [each.load_state_dict(state) for each, state in pairs]
-        model, optimizer = sync.distribute(model, optimizer, strategy(into), world=world)
-        if when == "later":
-            train(model, optimizer, range(7, 9))
-        if when != "before":
-            [each.load_state_dict(state) for each, state in pairs]
-        train(model, optimizer, range(3, 6))
-        return weights(model), state_of(optimizer)
-
-    saved, *want = on(3, first)[0]
-    for when in ("before", "after", "later"):
-        for result in on(3, lambda world, when=when: second(world, saved, when)):
-            assert_same(result, tuple(want))
-
-
-def test_state_that_is_loaded_under_other_dtypes_and_by_parts() -> None:
-    """Parts of a run with a divided optimizer, too."""
-
-    def divided_run(world: Any) -> Any:
-        model = net()
-        made = adamw(model.parameters())
-        chosen = wingbeat.DeAR(plan="fixed", mb=TINY_MB, shard_optimizer=True)
-        model, optimizer = sync.distribute(model, made, chosen, world=world)
-        train(model, optimizer, range(3))
-        return copy.deepcopy(optimizer.shard_state_dict()), state_of(optimizer)
-
-    results = on(2, divided_run)
-    parts = [part for part, _ in results]
-
-    def body(world: Any) -> Any:
-        _model, optimizer = distributed(world)
-        optimizer.load_shards(parts)
-        assert len(vars(optimizer)["state"]) == 0
-        with pytest.raises(UsageError, match="the servers have the whole state"):
-            optimizer.shard_state_dict()
-        return state_of(optimizer)["state"]
-
-    assert_same(on(3, body)[0], results[0][1]["state"])
-
-
-def test_a_copy_of_the_optimizer_has_the_whole_state() -> None:
-    def body(world: Any) -> None:
-        model, optimizer = distributed(world)
-        assert not optimizer.state
-        train(model, optimizer, range(3))
-        assert isinstance(optimizer.state, DividedState)
-        with pytest.raises(UsageError, match=r"servers have it; call optimizer\.state_dict"):
-            list(optimizer.state)
-        with pytest.raises(UsageError, match="no worker has all"):
-            optimizer.state = {}
-        twin = copy.deepcopy(optimizer)
-        assert type(twin) is torch.optim.AdamW
-        assert_same(twin.state_dict(), state_of(optimizer))
-        assert len(vars(optimizer)["state"]) == 0
-        train(model, optimizer, range(3, 5))
-
-    on(3, body)
-
-
-def test_release_gives_the_whole_state_back() -> None:
-    def body(world: Any) -> Any:
-        model, optimizer = distributed(world)
-        train(model, optimizer, range(3))
-        state = state_of(optimizer)
-        sync.release(model, optimizer)
-        assert type(optimizer) is torch.optim.AdamW
-        assert_same(state_of(optimizer), state)
-        unused = set(model.spare.parameters())
-        assert set(optimizer.state) == set(model.parameters()) - unused
-        train(model, optimizer, [9], rank=0)
-        return weights(model)
-
-    results = on(2, body)
-    assert_same(results[0], results[1])
-
-
-def test_shutdown_leaves_parameters_current() -> None:
-    def body(world: Any, update: str) -> Any:
-        model, optimizer = distributed(world, update=update)
-        raw = list(torch.nn.Module.parameters(model))
-        train(model, optimizer, range(3))
-        if update == "worker":
-            model.flush()
-        return model, raw
-
-    want = [p.detach().clone() for p in on(3, lambda world: body(world, "worker"))[0][1]]
-    for model, raw in on(3, lambda world: body(world, "server")):
-        assert not any(bucket.due for bucket in engine(model).buckets)
-        assert_same([torch.Tensor.detach(p) for p in raw], want)
-
-
-def test_workers_that_run_out_of_batches() -> None:
-    def body(world: Any, update: str) -> Any:
-        model, optimizer = distributed(world, sgd, update=update)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-        with model.join():
-            for step in range((1, 5, 4)[world.rank]):
-                train(model, optimizer, [step])
-                if step == 2:
-                    optimizer.zero_grad()
-                    backward(model, world.rank, 60)
-                    optimizer.clip_grad_norm_(0.01)
-                    optimizer.step()
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.clamp_(-0.3, 0.3)
-                scheduler.step()
-        return weights(model)
-
-    want = on(3, lambda world: body(world, "worker"))
-    got = on(3, lambda world: body(world, "server"))
-    for result in got:
-        assert_same(result, want[1], 1e-6)
-
-
-# -- refused ---------------------------------------------------------------------------------
-
-
-class Together(torch.optim.SGD):
-    """Looks at the whole of a parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data -= group["lr"] * param.grad / (param.grad.norm() + 1)
-
-
-class Remembering(torch.optim.SGD):
-    """Needs an attribute that cannot be told of in numbers."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.scale = lambda: 2.0
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data -= group["lr"] * param.grad * self.scale()
-
-
-def _local() -> Any:
-    class Local(torch.optim.SGD):
-        pass
-
-    return Local
-
-
-class InTheScript(torch.optim.SGD):
-    """As if it were defined in the file that is run."""
-
-
-InTheScript.__module__ = "__main__"
-
-
-def _with_function(params: Any) -> Any:
-    made = torch.optim.SGD(params, lr=0.1)
-    made.param_groups[0]["policy"] = len
-    return made
-
-
-REFUSED: dict[str, tuple[Make, str]] = {
-    "whole parameters": (
-        lambda params: Together(params, lr=0.1),
-        r"update=\"server\": optimizer Together does not treat each element .* among the servers; "
-        r"use update=\"worker\"",
-    ),
-    "an attribute": (
-        lambda params: Remembering(params, lr=0.1),
-        "Remembering .*AttributeError: .*'scale'",
-    ),
-    "a local class": (
-        lambda params: _local()(params, lr=0.1),
-        r"Local is defined in .*_local.<locals>.Local, from where a server cannot import it: move",
-    ),
-    "a class of the script": (
-        lambda params: InTheScript(params, lr=0.1),
-        "InTheScript is defined in __main__ as InTheScript, from where a server cannot import it",
-    ),
-    "a function": (_with_function, r"setting 'policy' of the optimizer's group 0: .*; allowed are"),
-    "several losses": (lambda params: torch.optim.LBFGS(params), "LBFGS"),
-}
-
-
-@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_done_is_refused_before_a_server_starts(make: Make, words: str) -> None:
-    def body(world: Any) -> None:
-        model = net()
-        optimizer = make(model.parameters())
-        kind = type(optimizer)
-        with pytest.raises(UsageError, match=words) as caught:
-            sync.distribute(model, optimizer, strategy(), world=world)
-        assert "\n" not in str(caught.value)
-        assert type(optimizer) is kind
-
-    on(2, body)
-
-
-def test_optimizers_that_differ_between_ranks() -> None:
-    def body(world: Any) -> None:
-        model = net()
-        params = list(model.parameters())
-        groups = [{"params": params[:2]}, {"params": params[2:]}]
-        optimizer = torch.optim.SGD(params if world.rank else groups, lr=0.1)
-        with pytest.raises(MismatchError, match="param groups"):
-            sync.distribute(model, optimizer, strategy(), world=world)
-
-    on(2, body)
-
-
-def test_ranks_that_do_different_things_are_told_so() -> None:
-    def body(world: Any) -> None:
-        model, optimizer = distributed(world)
-        train(model, optimizer, range(2))
-        optimizer.zero_grad()
-        backward(model, world.rank, 2)
-        with pytest.raises(UsageError, match=r"rank 0 calls optimizer.step\(\) while rank 1 drops"):
-            optimizer.step() if world.rank == 0 else optimizer.zero_grad()
-
-    on(2, body)
-
-
-def test_a_step_uses_the_gradients_up() -> None:
-    def body(world: Any) -> None:
-        model, optimizer = distributed(world)
-        train(model, optimizer, range(2))
-        assert all(p.grad is None for p in model.parameters())
-        with pytest.raises(UsageError, match=r"optimizer\.step\(\): .*zero_grad\(\)"):
-            optimizer.step()
-        backward(model, world.rank, 2)
-        with pytest.raises(
-            UsageError, match=r'update="server" a step uses .* optimizer\.zero_grad'
-        ):
-            optimizer.clip_grad_norm_(1.0)
-        backward(model, world.rank, 3)
-        with pytest.raises(UsageError, match="zero_grad"):
-            optimizer.step()
-        train(model, optimizer, range(2, 4))
-
-    on(2, body)
-
-
-class Breaking(torch.optim.SGD):
-    """Fails when its learning rate says so."""
-
-    def step(self, closure: Any = None) -> Any:
-        if self.param_groups[0]["lr"] == 13.0:
-            raise ValueError("thirteen\nis too much")
-        return super().step(closure)
-
-
-def test_what_fails_on_a_server_is_told_to_all() -> None:
-    def body(world: Any) -> None:
-        model, optimizer = distributed(world, lambda params: Breaking(params, lr=0.1))
-        train(model, optimizer, range(2))
-        optimizer.param_groups[0]["lr"] = 13.0
-        words = (
-            r"rank \d: server \d \(started by rank \d\): optimizer Breaking: ValueError: thirteen$"
-        )
-        with pytest.raises(wingbeat.errors.PeerError, match=words):
-            train(model, optimizer, range(2, 4))
-
-    on(2, body)
