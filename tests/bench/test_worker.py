@@ -165,3 +165,14 @@ def test_what_other_processes_of_a_host_send_counts(monkeypatch: pytest.MonkeyPa
     subprocess.run([sys.executable, "-c", SEND], check=True, timeout=30)
     assert worker._settled(own, made).since(before, 2).sent >= SENT / 2
     assert len(settled) == 2
+
+
+def test_bytes_are_read_while_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have settled before one reads, and all have read before one goes on."""
+    log: list[str] = []
+    monkeypatch.setattr(worker.dist, "barrier", lambda: log.append("barrier"))
+    monkeypatch.setattr(worker.Sent, "read", lambda _lab: log.append("read"))
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    worker._settled(worker_of("ddp"), Attached(model, optimizer, int, lambda: log.append("settle")))
+    assert log == ["settle", "barrier", "read", "barrier"]
