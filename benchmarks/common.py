@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
+
+from wingbeat.cli.bench import check_writable
+from wingbeat.errors import UsageError
 
 GERYON_TABLES = {
     10.0: {
@@ -23,6 +27,15 @@ GERYON_TABLES = {
 }
 """Geryon's Tables II and III, eight workers: scaling efficiency of vanilla, partition and slicing,
 Geryon, by Gbit/s and model."""
+
+
+def refuse_unwritable(path: Path) -> None:
+    """End this program, before anything is measured, if what is found cannot be kept."""
+    try:
+        check_writable(path)
+    except UsageError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def write(path: Path, report: dict[str, Any]) -> None:

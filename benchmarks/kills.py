@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from common import refuse_unwritable, write
 
 WORKERS, SERVERS = 3, 2
 MARK = "WINGBEAT_KILLS"
@@ -396,8 +397,7 @@ def launch(args: argparse.Namespace) -> int:
     """Kill as often as asked, and judge."""
     from wingbeat.bench import machine
 
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text("{}")
+    refuse_unwritable(args.json)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["torch", "sklearn.datasets", "wingbeat", "wingbeat.sync", "wingbeat.exchanges.servers"]
     )
@@ -446,7 +446,7 @@ def report(args: argparse.Namespace, done: list[Case], strangers: Case, machine:
         "strangers": asdict(strangers),
         "fine": fine,
     }
-    args.json.write_text(json.dumps(found, indent=1))
+    write(args.json, found)
     print(f"{fine} of {len(done)} kills: the others said who, ended, and nothing was lost")
     for role in ("rank", "server"):
         took = [case.said_s for case in done if case.victim.startswith(role)] or [0.0]

@@ -349,9 +349,12 @@ def judge(args: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any
 
 def launch(args: argparse.Namespace) -> int:
     """Run each case on its lab, print a table, and judge it."""
+    from common import refuse_unwritable, write
+
     from wingbeat import lab
     from wingbeat.bench import machine
 
+    refuse_unwritable(args.json)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="wingbeat-messages-") as folder:
         for case in args.cases:
@@ -373,8 +376,7 @@ def launch(args: argparse.Namespace) -> int:
         "found": found,
         "rows": rows,
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=1))
+    write(args.json, report)
     for row in rows:
         limit = "" if row["limit"] is None else f"  limit {row['limit']}"
         print(f"{row['what']:46} {row['value']:10.3f}{limit}{'' if row['ok'] else '  MISSED'}")

@@ -19,17 +19,16 @@ Exit code 1 if Geryon's median is 1 ms or more.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from common import refuse_unwritable, write
+
 from wingbeat import paced, simulator, strategies
 from wingbeat.bench import machine
-from wingbeat.cli.bench import check_writable
-from wingbeat.errors import UsageError
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.protocol import position_of, urgency_of
 from wingbeat.servers.requests import Asked, Requests
@@ -169,14 +168,10 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=300, help="of each row (300)")
     parser.add_argument("--json", type=Path, default=Path("out/scheduling.json"))
     args = parser.parse_args()
-    try:
-        check_writable(args.json)
-    except UsageError as error:
-        print(f"scheduling.py: {error}", file=sys.stderr)
-        return 2
+    refuse_unwritable(args.json)
     rows = measured(args.iterations)
     report = {"machine": machine.describe(), "versions": machine.versions(), "rows": rows}
-    args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    write(args.json, report)
     print(
         f"{'':8} {'elements':>9} {'slices':>7} {'median':>8} {'p99':>8} {'longest':>8} "
         f"{'waiting':>8}"

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from common import refuse_unwritable, write
 
 from wingbeat.servers.config import ServerConfig, limits_of
 from wingbeat.servers.pipes import PipeStore, answer
@@ -387,8 +388,7 @@ def launch(args: argparse.Namespace) -> int:
     """Run the cases, print a table, and judge it."""
     from wingbeat.bench import machine
 
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text("{}")
+    refuse_unwritable(args.json)
     found: dict[str, Any] = {"push": {}}
     if "sum" in args.cases:
         found["sum"] = sums(args)
@@ -403,7 +403,7 @@ def launch(args: argparse.Namespace) -> int:
         "found": found,
         "rows": rows,
     }
-    args.json.write_text(json.dumps(report, indent=1))
+    write(args.json, report)
     for row in rows:
         limit = "" if row["limit"] is None else f"  limit {row['limit']:g}"
         print(f"{row['what']:58} {row['value']:10.3f}{limit}{'' if row['ok'] else '  MISSED'}")
