@@ -13,14 +13,23 @@ from hypothesis import strategies as st
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.make import all_of
 from wingbeat.servers import head
 from wingbeat.servers.coded import CODED, CodedSums
 from wingbeat.servers.dtypes import ITEMSIZE, narrowed, widened
 from wingbeat.servers.sums import EACH, Refused, Sum
 from wingbeat.types import Span
-from wingbeat.wires import Half, LowRank, Sketch
+from wingbeat.wires import Half, LowRank, Sketch, own
 
-WIRES: list[Any] = [Sketch(), Sketch(bits=2), Sketch(feedback=False), LowRank(rank=1), Half()]
+GROUPED = Sketch(bits=3, groups={"a": LowRank(rank=1), "b": "fp32"})
+WIRES: list[Any] = [
+    Sketch(),
+    Sketch(bits=2),
+    Sketch(feedback=False),
+    LowRank(rank=1),
+    Half(),
+    GROUPED,
+]
 KEPT = [wire for wire in WIRES if getattr(wire, "feedback", False)]
 KEY = (0, 7)
 ROWS, COLS = 40, 32
@@ -29,10 +38,13 @@ N = ROWS * COLS + 700 + 5
 
 
 def coding_of(wire: Any) -> Coding:
-    cols = COLS if isinstance(wire, LowRank) else 0
-    end = ROWS * COLS
-    regions = [(0, end, make(wire), cols), (end, N - 5, make(wire), 0), (N - 5, N, Dense(), 0)]
-    return Coding([Region(Span(a, b), codec, cols) for a, b, codec, cols in regions])
+    """The matrix is called a; what follows it b, and c the last hundred of them."""
+    found = [(0, ROWS * COLS, "a"), (ROWS * COLS, N - 105, "b"), (N - 105, N - 5, "c")]
+    regions = []
+    for start, stop, name in found:
+        cols = COLS if name == "a" and isinstance(own(wire, name), LowRank) else 0
+        regions.append(Region(Span(start, stop), make(wire, 0, name), cols))
+    return Coding([*regions, Region(Span(N - 5, N), Dense())])
 
 
 class Pushed:
@@ -40,8 +52,9 @@ class Pushed:
 
     def __init__(self, wire: Any) -> None:
         self.coding = coding_of(wire)
+        known = all_of(wire)
         pieces = [
-            head.Piece(len(r.span), r.cols, isinstance(r.codec, Dense)) for r in self.coding.regions
+            head.Piece(len(r.span), r.cols, known.index(r.codec)) for r in self.coding.regions
         ]
         self.head = head.pack(wire, pieces)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,10 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat import _native
 from wingbeat.servers.dtypes import _BLOCK as BLOCK
 from wingbeat.servers.dtypes import ITEMSIZE, Array, add, narrowed, sum_dtype, widened
 
 TORCH = {name: getattr(torch, name) for name in ITEMSIZE}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["fastest", "portable"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test with all instruction sets there are."""
+    _native.prefer_portable(request.param)
+    yield
+    _native.prefer_portable(False)
+
+
 every = pytest.mark.parametrize("dtype", ITEMSIZE)
 
 SPECIAL = [
@@ -116,3 +128,27 @@ def test_a_sum_is_narrowed_into_memory_that_is_given(dtype: str) -> None:
     out = np.zeros_like(fresh)
     assert narrowed(wide, dtype, out) is out
     assert out.tobytes() == fresh.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_payload_may_lie_anywhere(dtype: str) -> None:
+    values = torch.arange(100.0).to(TORCH[dtype])
+    moved = memoryview(b"?" + bytes(payload_of(values)))[1:]
+    assert widened(moved, dtype).tolist() == values.tolist()
+
+
+@every
+def test_nothing_is_read_or_written_beyond_its_end(dtype: str) -> None:
+    total, payload = np.zeros(4, sum_dtype(dtype)), memoryview(bytes(3 * ITEMSIZE[dtype]))
+    with pytest.raises(ValueError, match="payload of 3 elements; the sum has 4"):
+        add(total, (payload,), dtype)
+    if dtype in ("float16", "bfloat16"):
+        half = narrowed(total, dtype)
+        with pytest.raises(ValueError, match="memory for 3 elements; the sum has 4"):
+            narrowed(total, dtype, half[:3])
+        with pytest.raises(ValueError, match="must be flat"):
+            narrowed(total, dtype, np.zeros(4, np.int8))
+        with pytest.raises(ValueError, match="must be flat float32"):
+            narrowed(total.astype("f8"), dtype)
+        with pytest.raises(ValueError, match="must be flat float32"):
+            add(np.zeros(8, "f4")[::2], (memoryview(bytes(8)),), dtype)

@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 from wingbeat.servers import head
 from wingbeat.servers.head import Piece
-from wingbeat.wires import Half, LowRank, Sketch
+from wingbeat.wires import Half, LowRank, Sketch, kinds
 
-WIRES: list[Any] = [Sketch(bits=3), LowRank(rank=5, bits=7), Half()]
-PIECES = [Piece(12), Piece(6, 0, True)]
+WIRES: list[Any] = [
+    Sketch(bits=3),
+    LowRank(rank=5, bits=7),
+    Half(),
+    Sketch(groups={"a*": LowRank(rank=2), "b*": "fp32", "c*": "fp16", "d*": 2}),
+]
+PIECES = [Piece(12), Piece(6, 0, 0)]
 
 
 def read(data: bytes, wire: Any = WIRES[0], most: int = 1000) -> tuple[Piece, ...]:
@@ -26,9 +31,9 @@ def read(data: bytes, wire: Any = WIRES[0], most: int = 1000) -> tuple[Piece, ..
 def test_what_is_packed_is_read(wire: Any, numels: list[int], data: st.DataObject) -> None:
     pieces = []
     for numel in numels:
-        dense = data.draw(st.booleans())
-        cols = numel if isinstance(wire, LowRank) and not dense and data.draw(st.booleans()) else 0
-        pieces.append(Piece(numel, cols, dense))
+        kind = data.draw(st.integers(0, len(kinds(wire)) - 1))
+        matrix = isinstance(kinds(wire)[kind], LowRank) and data.draw(st.booleans())
+        pieces.append(Piece(numel, numel if matrix else 0, kind))
     packed = head.pack(wire, pieces)
     assert len(packed) == head.nbytes(pieces) <= head.ROOM
     assert len(packed) % 4 == 0, "what follows is read as float32"
@@ -46,19 +51,17 @@ def changed(place: int, code: str, value: int) -> bytes:
     [
         (b"", "0 bytes are no encoded slice"),
         (b"\x01" * 7, "7 bytes are no encoded slice"),
-        (changed(0, "B", 2), "version 2 of an encoded slice; this is 1"),
-        (changed(1, "B", 1), "codec 1 with bits=3, rank=0; this server has Sketch(bits=3)"),
-        (changed(1, "B", 9), "codec 9 with bits=3"),
-        (changed(2, "B", 8), "codec 0 with bits=8"),
-        (changed(3, "B", 1), "codec 0 with bits=3"),
-        (changed(4, "H", 1), "codec 0 with bits=3, rank=1"),
-        (changed(6, "H", 0), "0 pieces in 32 bytes; allowed are 1 to 300"),
-        (changed(6, "H", 3), "3 pieces in 32 bytes"),
-        (changed(6, "H", 301) + bytes(9999), "301 pieces in 10031 bytes"),
-        (changed(8, "I", 0), "a piece with numel=0, cols=0, dense=0"),
+        (changed(0, "B", 1), "version 1 of an encoded slice; this is 2"),
+        (changed(1, "B", 1), "other settings of the codec; this server has Sketch(bits=3)"),
+        (changed(4, "I", 1), "other settings of the codec; this server has Sketch(bits=3)"),
+        (changed(2, "H", 0), "0 pieces in 32 bytes; allowed are 1 to 300"),
+        (changed(2, "H", 3), "3 pieces in 32 bytes"),
+        (changed(2, "H", 301) + bytes(9999), "301 pieces in 10031 bytes"),
+        (changed(8, "I", 0), "a piece with numel=0, cols=0, kind=1"),
         (changed(8, "I", 2**32 - 1), "a slice of 4294967301 elements; allowed are 1000"),
-        (changed(12, "I", 4), "a piece with numel=12, cols=4, dense=0"),
-        (changed(16, "I", 2), "a piece with numel=12, cols=0, dense=2"),
+        (changed(12, "I", 4), "a piece with numel=12, cols=4, kind=1"),
+        (changed(16, "I", 2), "a piece with numel=12, cols=0, kind=2"),
+        (changed(16, "I", 2**32 - 1), "a piece with numel=12, cols=0, kind=4294967295"),
         (head.pack(WIRES[0], PIECES)[:-1], "2 pieces in 31 bytes"),
     ],
 )
@@ -68,7 +71,7 @@ def test_what_nobody_has_packed_is_refused(data: bytes, why: str) -> None:
     assert why in str(caught.value)
 
 
-@pytest.mark.parametrize("piece", [Piece(12, 5), Piece(12, 24), Piece(12, 4, True)])
+@pytest.mark.parametrize("piece", [Piece(12, 5), Piece(12, 24), Piece(12, 4, 0)])
 def test_a_matrix_is_of_whole_rows_and_not_dense(piece: Piece) -> None:
     with pytest.raises(ValueError, match="a piece with"):
         read(head.pack(WIRES[1], [piece]), WIRES[1])
@@ -78,3 +81,9 @@ def test_the_most_elements_are_allowed() -> None:
     assert read(head.pack(WIRES[0], PIECES), most=18)
     with pytest.raises(ValueError, match="18 elements; allowed are 17"):
         read(head.pack(WIRES[0], PIECES), most=17)
+
+
+@pytest.mark.parametrize("other", [Sketch(bits=4), Sketch(bits=3, split="count"), LowRank(bits=3)])
+def test_a_head_is_of_one_codec_with_all_its_settings(other: Any) -> None:
+    with pytest.raises(ValueError, match="other settings"):
+        read(head.pack(other, [Piece(12)]))

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from wingbeat.servers.config import ServerConfig
-from wingbeat.servers.launch import InProcess, InThread
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Mailbox, open_mailbox
+from wingbeat.transport.services.launch import InProcess, InThread
 
 PATIENCE = 20.0
 CONFIG = ServerConfig(
@@ -121,7 +121,7 @@ def test_a_server_that_is_not_answered_ends(
 PARENT = """
 import sys, time
 from wingbeat.servers.config import ServerConfig
-from wingbeat.servers.launch import InProcess
+from wingbeat.transport.services.launch import InProcess
 from wingbeat.transport.loopback import Switchboard
 server = InProcess(ServerConfig.from_json(sys.argv[1]), Switchboard())
 print(server._process.pid, flush=True)
@@ -157,6 +157,6 @@ def test_a_server_in_a_thread_ends_when_told() -> None:
     server.kill()
     server.close(20.0)
     assert server.ended() is None
-    until(lambda: not any(t.name == "wingbeat-server" for t in threading.enumerate()))
+    until(lambda: not any(t.name == "wingbeat-service" for t in threading.enumerate()))
     for box in boxes:
         box.abandon()

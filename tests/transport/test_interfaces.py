@@ -87,3 +87,66 @@ def test_this_hosts_own_description_survives_the_journey() -> None:
 def test_a_malformed_description_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match=r"malformed|does not appear"):
         Host.from_json(bad)
+
+
+def bcube(ports: int, levels: int, *, names: str = "eth") -> list[Host]:
+    """Hosts of a BCube; each names its interfaces in an order of its own."""
+
+    def one(number: int) -> Host:
+        found = []
+        for level in range(levels):
+            low = ports**level
+            switch = number // (low * ports) * low + number % low
+            net, port = f"10.{level}.{switch}", number // low % ports
+            name = f"{names}{(level + number) % levels}"
+            found.append(Interface(name, f"{net}.{port + 1}", f"{net}.0/24"))
+        found.sort(key=lambda interface: interface.name)
+        return host(str(number), *found)
+
+    return [one(number) for number in range(ports**levels)]
+
+
+@pytest.mark.parametrize("size", [(2, 2), (3, 2), (2, 3), (4, 2), (2, 4)])
+def test_hosts_of_a_bcube_use_an_interface_a_level_whatever_their_names(size) -> None:
+    ports, levels = size
+    hosts = bcube(ports, levels)
+    for rank in range(len(hosts)):
+        chosen = choose(hosts, rank, None)
+        assert [i.subnet.split(".")[1] for i in chosen] == [str(k) for k in range(levels)]
+        assert all(i in hosts[rank].interfaces for i in chosen)
+
+
+def test_several_workers_of_a_bcubes_host_share_its_interfaces() -> None:
+    hosts = [one for one in bcube(2, 2) for _ in range(2)]
+    chosen = [[i.subnet for i in choose(hosts, rank, None)] for rank in range(8)]
+    assert chosen[::2] == chosen[1::2]
+    assert chosen[6] == ["10.0.1.0/24", "10.1.1.0/24"]
+
+
+def test_a_bcube_in_another_order_is_not_taken_for_one() -> None:
+    hosts = bcube(2, 2)
+    hosts[0], hosts[1], hosts[2], hosts[3] = hosts[0], hosts[3], hosts[1], hosts[2]
+    with pytest.raises(UsageError, match="in the order of their ranks the hosts make no BCube"):
+        choose(hosts, 0, None)
+
+
+def test_an_interface_is_of_one_level() -> None:
+    """Pairs on one switch each are no BCube(2, 2), nor are switches of four two of its levels."""
+    pairs = [host(str(n), eth(n // 2, n)) for n in range(4)]
+    fours = [host(str(n), eth(n // 4, n), eth(10 + n % 4, n)) for n in range(8)]
+    for hosts in (pairs, fours):
+        with pytest.raises(UsageError, match="make no BCube"):
+            choose(hosts, 0, None)
+
+
+def test_a_network_that_joins_all_goes_before_a_bcube() -> None:
+    joined = [
+        Host(one.identity, (eth(99, n, "lan"), *one.interfaces))
+        for n, one in enumerate(bcube(2, 2))
+    ]
+    assert [i.name for i in choose(joined, 2, None)] == ["lan"]
+
+
+def test_container_bridges_join_no_level() -> None:
+    hosts = [Host(one.identity, (DOCKER, *one.interfaces)) for one in bcube(2, 2)]
+    assert [i.subnet for i in choose(hosts, 1, None)] == ["10.0.0.0/24", "10.1.1.0/24"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,15 +11,19 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import wingbeat
+from helpers.pool import Pool
 from helpers.ports import free_port
 from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.transport import interfaces as nic
 from wingbeat.transport import loopback, rendezvous, speed
 from wingbeat.transport import world as world_module
+from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
 from wingbeat.transport.speed import measure_weights
 from wingbeat.transport.world import World
@@ -231,6 +236,33 @@ def test_a_process_keeps_its_store_and_each_init_sets_its_timeout(
     assert rendezvous._rendezvous(9.0)[2] is not store, "another place to meet"
 
 
+def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    met: list[int] = []
+
+    def connect(world: World, *_: object) -> None:
+        """What those who meet tell each other is kept for whoever comes back."""
+        met.append(world.rank)
+        for rank in range(3):
+            world.store.set(f"1/interfaces/{rank}", json.dumps(nic.local().to_json()))
+            world.store.set(f"2/networks/{rank}", json.dumps([f"10.0.{rank}.0/24"]))
+
+    monkeypatch.setattr(rendezvous, "_rendezvous", lambda timeout: (1, 3, store))
+    monkeypatch.setattr(rendezvous, "_connect", connect)
+    monkeypatch.setattr(rendezvous, "_generation", iter([0, 0, 1]))
+    monkeypatch.setattr(world_module, "_current", None)
+    for returned in (False, True, False):  # the last is another world of the same job
+        world = rendezvous.init(timeout=5)
+        assert world.returned == returned
+        rendezvous.shutdown()
+        if returned:
+            assert world.networks == (("10.0.0.0/24",), ("10.0.1.0/24",), ("10.0.2.0/24",))
+            assert world.interfaces
+            with pytest.raises(UsageError, match="rank 1 was started again while the others go on"):
+                world.exchange("layers", 1)
+    assert met == [1, 1]
+
+
 def test_a_fork_meets_the_others_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that shared a store would read each other's answers."""
     monkeypatch.setattr(rendezvous, "_met", {})
@@ -267,3 +299,62 @@ def test_the_store_is_waited_for_no_longer_than_said() -> None:
     with pytest.raises(TimeoutError, match="missing"):
         rendezvous.TorchStore(store).get("missing", 0.1)
     assert time.monotonic() - begin < 10
+
+
+def networks(*subnets: list[str]) -> list[tuple[tuple[str, ...], ...] | str]:
+    """What each rank makes of what all say about their interfaces."""
+
+    def body(world: World) -> tuple[tuple[str, ...], ...] | str:
+        chosen = [Interface(f"eth{i}", "10.0.0.1", s) for i, s in enumerate(subnets[world.rank])]
+        try:
+            return rendezvous._networks(world, chosen)
+        except UsageError as err:
+            return str(err)
+
+    return loopback.run(loopback.worlds(len(subnets), timeout=5), body)
+
+
+def test_all_know_the_networks_of_all() -> None:
+    wired = [["10.0.0.0/24", "10.1.0.0/24"], ["10.0.0.0/24", "10.1.1.0/24"]]
+    assert networks(*wired) == [tuple(map(tuple, wired))] * 2
+
+
+def test_who_names_more_interfaces_than_others_is_named_on_all() -> None:
+    """Each would wait in vain for the other's, until its timeout."""
+    found = networks(["a"], ["a"], ["a", "b"])
+    assert len(set(found)) == 1
+    assert "rank 2 uses 2 network interfaces and rank 0 1: name as many" in str(found[0])
+
+
+@pytest.mark.parametrize("answer", ["7", '"10.0.0.0/24"', '["10.0.0.0/24", 3]', "null", "{}"])
+def test_malformed_networks_are_refused(answer: str) -> None:
+    world = loopback.worlds(2, timeout=0.2)[0]
+    world.store.set("1/networks/1", answer)
+    with pytest.raises(RendezvousError, match="rank 0: rank 1 sent a malformed list of networks"):
+        rendezvous._networks(world, [])
+
+
+def ends_at_once_but_rank_0_connects_slowly() -> None:
+    """Rank 0 is told of its connections late; then the others may not have left."""
+    real = rendezvous.GlooLink
+
+    class Slow(real):  # type: ignore[misc, valid-type]
+        def __init__(self, store: dist.Store, rank: int, *args: Any) -> None:
+            super().__init__(store, rank, *args)
+            if rank == 0:
+                time.sleep(0.3)
+                store.set("rank 0 is connected", "")
+            seen.append(store)
+
+    seen: list[dist.Store] = []
+    rendezvous.GlooLink = Slow  # type: ignore[misc]
+    try:
+        wingbeat.init(timeout=20)
+        assert seen[0].check(["rank 0 is connected"]), "init returned before rank 0 was connected"
+    finally:
+        rendezvous.GlooLink = real  # type: ignore[misc]
+        wingbeat.shutdown()
+
+
+def test_nobody_leaves_before_all_are_connected(fresh_pool: Callable[[int], Pool]) -> None:
+    fresh_pool(3).run(ends_at_once_but_rank_0_connects_slowly)

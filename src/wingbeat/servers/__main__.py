@@ -2,44 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
 
-from wingbeat.errors import WingbeatError
 from wingbeat.servers.config import ServerConfig
-from wingbeat.servers.pipes import PipeStore
-
-_LOOK_S = 0.25
-
-
-def main(text: str) -> None:
-    """Meet the workers and serve them, for as long as the one that started this process lives."""
-    # An interrupt goes to the whole terminal; it is for the workers to end, and this follows them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
-    config = ServerConfig.from_json(text)
-    store = PipeStore(sys.stdout, sys.stdin)
-    sys.stdout = sys.stderr  # what anything prints is no request
-    met = threading.Event()
-    threading.Thread(target=_end_with, args=(parent, met), daemon=True).start()
-    try:
-        sums = config.sums()  # before workers count on it
-        mailbox = config.open(store)
-        store.ready()
-    except (WingbeatError, TimeoutError) as error:
-        sys.exit(str(error))
-    met.set()
-    config.serve(mailbox, sums, lambda: os.getppid() == parent)
-
-
-def _end_with(parent: int, met: threading.Event) -> None:
-    """End this process if the one that started it does before all have met: nobody else will."""
-    while not met.wait(_LOOK_S):
-        if os.getppid() != parent:
-            os._exit(1)
-
+from wingbeat.transport.services.process import main
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(ServerConfig.from_json(sys.argv[1]))

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wingbeat.codecs import Coding, make
+from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import ALIGNMENT, Region
-from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.make import all_of
 from wingbeat.servers import head
 from wingbeat.servers.dtypes import ITEMSIZE, Array, narrowed, sum_dtype, widened
 from wingbeat.servers.sums import Refused, Sum, Sums, Total, elements
@@ -95,7 +95,8 @@ class CodedSums(Sums):
         self, workers: int, most: int, *, wire: Coded, largest: int, dense: bool = False
     ) -> None:
         super().__init__(workers, most, dense=dense)
-        self._wire, self._codec = wire, make(wire)
+        self._wire, self._codecs = wire, all_of(wire)
+        self._keeps = wire.keeps
         self._largest = largest // FLOAT32  # a sum may have to travel as it is
 
     def take(self, key: tuple[int, int]) -> Array | None:
@@ -151,7 +152,7 @@ class CodedSums(Sums):
         regions, start = [], 0
         for piece in pieces:
             span = Span(start, start + piece.numel)
-            regions.append(Region(span, Dense() if piece.dense else self._codec, piece.cols))
+            regions.append(Region(span, self._codecs[piece.kind], piece.cols))
             start = span.stop
         return Coding(regions)
 
@@ -163,7 +164,7 @@ class CodedSums(Sums):
         spare = total.spare
         if spare is not None and spare.dtype != form.sum_dtype:
             spare = None
-        keeps = form.coding is not None and self._codec.feedback and not self._dense
+        keeps = form.coding is not None and self._keeps and not self._dense
         need = self._bytes_back(form) - sum(old.result.nbytes for old in over)
         if spare is None:
             held = 0 if total.spare is None else total.spare.nbytes
@@ -206,7 +207,7 @@ class CodedSums(Sums):
         form = total.form
         if form.coding is None or self._dense:
             return Sum(total.round, self._back(form), self._plain(total, form))
-        if self._codec.feedback and total.rest is None:
+        if self._keeps and total.rest is None:
             total.rest = np.zeros(form.numel, np.float32)
         result = np.zeros(form.nbytes, np.uint8)  # what fills up pieces is sent too
         first = len(form.head)

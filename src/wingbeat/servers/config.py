@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from wingbeat import wires
 from wingbeat.servers.notes import Applies
@@ -55,6 +56,8 @@ class ServerConfig:
         memory: bytes that parameters and the optimizer's state may take.
     """
 
+    module: ClassVar[str] = "wingbeat.servers"
+
     room: str
     index: int
     workers: int
@@ -78,6 +81,11 @@ class ServerConfig:
     def name(self, number: int) -> str:
         """Say who has the mailbox of that number."""
         return name_of(number, self.workers, self.hosts)
+
+    @property
+    def me(self) -> str:
+        """Say which server it is."""
+        return self.name(self.number)
 
     def to_json(self) -> str:
         """Return all of it as text."""
@@ -117,6 +125,11 @@ class ServerConfig:
         largest = Limits().message
         return CodedSums(self.workers, self.most, wire=self.wire, largest=largest, dense=self.dense)
 
+    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+        """Connect to all workers; return what serves them while its argument says to."""
+        sums = self.sums()  # before workers count on it
+        return functools.partial(self.serve, self.open(store), sums)
+
     def serve(self, mailbox: Mailbox, sums: Sums, parent: Callable[[], bool]) -> None:
         """Work until all workers have left, or the one that started it is gone."""
         options: dict[str, Any] = {
@@ -137,7 +150,7 @@ class ServerConfig:
         if away:
             _log.warning(
                 "%s refused %d connections or frames of strangers: %s",
-                self.name(self.number),
+                self.me,
                 away.total(),
                 ", ".join(f"{why} {n}" for why, n in sorted(away.items())),
             )

@@ -1,4 +1,4 @@
-"""Sums in float32 of what travels in other dtypes, with numpy alone."""
+"""Sums in float32 of what travels in fewer bits, without torch: by numpy, and C++ for 16 bits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from wingbeat import _native
+
 Array = NDArray[np.generic]
 
 ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of an element of what can be summed."""
+
+_HALF: dict[str, np.dtype[np.generic]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
+"""What 16 bits are to numpy, which has no bfloat16."""
+
+_SUM: np.dtype[np.generic] = np.dtype(np.float32)
 
 _BLOCK = 1 << 15
 """Elements that are worked on at a time: what is between two steps stays in the cache."""
@@ -23,41 +33,33 @@ def sum_dtype(dtype: str) -> np.dtype[np.generic]:
 
 def widened(payload: memoryview, dtype: str) -> Array:
     """Return a payload's elements in the dtype of their sum; not copied if that is their own."""
-    if dtype != "bfloat16":
-        return np.frombuffer(payload, dtype=dtype).astype(sum_dtype(dtype), copy=False)
-    # The first two bytes of a float32, the last two being zero; here numbers are little-endian.
-    wide = np.zeros((len(payload) // 2, 2), np.uint16)
-    wide[:, 1] = np.frombuffer(payload, dtype=np.uint16)
-    same: Array = wide.view(np.float32).reshape(-1)
-    return same
+    if dtype not in _HALF:
+        return np.frombuffer(payload, dtype=dtype)
+    wide = np.empty(len(payload) // 2, np.float32)
+    add(wide, [payload], dtype, begin=True)
+    return wide
 
 
 def narrowed(total: Array, dtype: str, out: Array | None = None) -> Array:
-    """Return a sum in the dtype that it travels in; itself if that is its own.
+    """Return a sum in the dtype that it travels in, rounded as by torch; itself if that is its own.
 
     Args:
         total: the sum.
         dtype: what it travels in.
         out: memory for it, of an earlier one that nobody reads.
+
+    Raises:
+        ValueError: the memory has another size or dtype.
     """
     if total.itemsize == ITEMSIZE[dtype]:
         return total
-    bfloat16 = dtype == "bfloat16"
+    half = _HALF[dtype]
     if out is None:
-        out = np.empty(len(total), np.uint16 if bfloat16 else dtype)
-    # That gradients overflow is the workers' affair: a scaler looks for it in the sum.
-    with np.errstate(all="ignore"):
-        for part in _blocks(total, dtype):
-            wide = total[part]
-            out[part] = _to_bfloat16(wide.view(np.uint32)) if bfloat16 else wide
-    return out
-
-
-def _to_bfloat16(bits: NDArray[np.uint32]) -> Array:
-    """Round to the nearest, ties to even, as torch does; a NaN stays one."""
-    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-    out: NDArray[np.uint16] = (rounded >> np.uint32(16)).astype(np.uint16)
-    out[(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)] = 0x7FC0
+        out = np.empty(len(total), half)
+    if len(out) != len(total):
+        raise ValueError(f"memory for {len(out)} elements; the sum has {len(total)}")
+    where = _address(out, half)
+    _native.narrow_half(_address(total), len(total), dtype == "bfloat16", where)
     return out
 
 
@@ -65,30 +67,46 @@ def add(total: Array, payloads: Sequence[memoryview], dtype: str, *, begin: bool
     """Add payloads to a sum, one after the other; or ``begin`` it with them.
 
     What is between two of them stays in the cache: the sum goes through memory once.
+
+    Raises:
+        ValueError: a payload has another size; the sum, another dtype.
     """
-    adder: Callable[..., object] = np.add
+    pieces = [np.frombuffer(payload, _HALF.get(dtype, dtype)) for payload in payloads]
+    if wrong := [len(piece) for piece in pieces if len(piece) != len(total)]:
+        raise ValueError(f"payload of {wrong[0]} elements; the sum has {len(total)}")
+    if dtype in _HALF:
+        where = [_address(piece, _HALF[dtype]) for piece in pieces]
+        _native.add_half(_address(total), where, len(total), dtype == "bfloat16", begin)
+        return
+    # That gradients overflow is the workers' affair: a scaler looks for it in the sum.
     with np.errstate(all="ignore"):
-        for part in _blocks(total, dtype, len(payloads)):
-            out = total[part]
-            pieces = [widened(_of(payload, part, dtype), dtype) for payload in payloads]
-            first, *others = pieces if begin else [out, *pieces]
-            if not others:
-                np.copyto(out, first)
-            for piece in others:
-                adder(first, piece, out=out)
-                first = out
+        for part in _blocks(total, len(payloads)):
+            _add(total[part], [piece[part] for piece in pieces], begin)
 
 
-def _of(payload: memoryview, part: slice, dtype: str) -> memoryview:
-    return payload[part.start * ITEMSIZE[dtype] : part.stop * ITEMSIZE[dtype]]
+def _add(out: Array, pieces: list[Array], begin: bool) -> None:
+    adder: Callable[..., object] = np.add
+    first, *others = pieces if begin else [out, *pieces]
+    if not others:
+        np.copyto(out, first)
+    for piece in others:
+        adder(first, piece, out=out)
+        first = out
 
 
-def _blocks(total: Array, dtype: str, payloads: int = 1) -> Iterator[slice]:
+def _address(array: Array, dtype: np.dtype[np.generic] = _SUM) -> int:
+    """Return where an array lies that C++ is about to read or write."""
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{array.dtype} with strides {array.strides}; must be flat {dtype}")
+    where: int = array.__array_interface__["data"][0]
+    return where
+
+
+def _blocks(total: Array, payloads: int) -> Iterator[slice]:
     """Yield the parts of a sum that are worked on one after the other.
 
-    All of it, if one payload is added that needs no cast: nothing is between.
+    All of it, if one payload is added: nothing is between.
     """
-    whole = payloads == 1 and total.itemsize == ITEMSIZE[dtype]
-    step = max(1, len(total)) if whole else _BLOCK
+    step = max(1, len(total)) if payloads == 1 else _BLOCK
     for start in range(0, len(total), step):
         yield slice(start, min(start + step, len(total)))

@@ -3,35 +3,33 @@
 Little-endian, without gaps, `FIXED` bytes, then `EACH` bytes for each piece::
 
      0   1  version   of this layout
-     1   1  codec     a place in `CODECS`
-     2   1  bits      of a sketched value; 0: nothing is sketched
-     3   1  nothing   0
-     4   2  rank      columns of factors; 0: there are none
-     6   2  pieces    how many follow, 1 to `MOST`
+     1   1  nothing   0
+     2   2  pieces    how many follow, 1 to `MOST`
+     4   4  settings  CRC-32 of the wire as text: both ends must have the same
 
      0   4  numel     elements of the piece
      4   4  cols      columns of the matrix whose whole rows they are; 0: they are none
-     8   4  dense     1: float32 as it is; 0: by the codec
+     8   4  kind      a place in `wingbeat.wires.kinds`; 0: float32 as it is
 
 The elements of all pieces are the slice's, in their order.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from wingbeat.wires import Coded, Half, LowRank, Sketch
+from wingbeat.wires import Coded, LowRank, kinds, spelled
 
-VERSION = 1
-CODECS: tuple[type[Coded], ...] = (Sketch, LowRank, Half)
-"""What servers can read and write."""
+VERSION = 2
 
 MOST = 300
 """Pieces of a slice. A message's four megabytes have room for the rows of some fifty gradients."""
 
-_FIXED = struct.Struct("<BBBxHH")
+_FIXED = struct.Struct("<BxHI")
 _PIECE = struct.Struct("<III")
 FIXED, EACH = _FIXED.size, _PIECE.size
 
@@ -44,13 +42,13 @@ class Piece(NamedTuple):
 
     numel: int
     cols: int = 0
-    dense: bool = False
+    kind: int = 1
 
 
 def pack(wire: Coded, pieces: Sequence[Piece]) -> bytes:
     """Return the head of a slice that ``wire`` encodes in these pieces."""
     assert 0 < len(pieces) <= MOST, f"{len(pieces)} pieces"
-    head = _FIXED.pack(VERSION, *_settings(wire), len(pieces))
+    head = _FIXED.pack(VERSION, len(pieces), _settings(wire))
     return head + b"".join(map(_PIECE.pack, *zip(*pieces, strict=True)))
 
 
@@ -67,21 +65,21 @@ def unpack(payload: memoryview, wire: Coded, most: int) -> tuple[Piece, ...]:
     """
     if len(payload) < FIXED:
         raise ValueError(f"{len(payload)} bytes are no encoded slice")
-    version, codec, bits, rank, count = _FIXED.unpack_from(payload)
+    version, count, settings = _FIXED.unpack_from(payload)
     if version != VERSION:
         raise ValueError(f"version {version} of an encoded slice; this is {VERSION}")
-    if payload[3] or (codec, bits, rank) != _settings(wire):
-        raise ValueError(f"codec {codec} with bits={bits}, rank={rank}; this server has {wire}")
+    if payload[1] or settings != _settings(wire):
+        raise ValueError(f"other settings of the codec; this server has {wire}")
     if not 0 < count <= MOST or len(payload) < FIXED + count * EACH:
         raise ValueError(f"{count} pieces in {len(payload)} bytes; allowed are 1 to {MOST}")
-    pieces = []
+    pieces, known = [], kinds(wire)
     for place in range(count):
-        numel, cols, dense = _PIECE.unpack_from(payload, FIXED + place * EACH)
+        numel, cols, kind = _PIECE.unpack_from(payload, FIXED + place * EACH)
         whole = numel % cols == 0 if cols else True
-        matrix = isinstance(wire, LowRank) and not dense
-        if not numel or dense > 1 or not whole or (cols and not matrix):
-            raise ValueError(f"a piece with numel={numel}, cols={cols}, dense={dense}")
-        pieces.append(Piece(numel, cols, bool(dense)))
+        matrix = kind < len(known) and isinstance(known[kind], LowRank)
+        if not numel or kind >= len(known) or not whole or (cols and not matrix):
+            raise ValueError(f"a piece with numel={numel}, cols={cols}, kind={kind}")
+        pieces.append(Piece(numel, cols, kind))
     numel = sum(piece.numel for piece in pieces)
     if numel > most:
         raise ValueError(f"a slice of {numel} elements; allowed are {most}")
@@ -93,7 +91,6 @@ def nbytes(pieces: Sequence[Piece]) -> int:
     return FIXED + len(pieces) * EACH
 
 
-def _settings(wire: Coded) -> tuple[int, int, int]:
-    """Return a codec's number, bits and rank."""
-    bits = wire.bits if isinstance(wire, Sketch | LowRank) else 0
-    return CODECS.index(type(wire)), bits, wire.rank if isinstance(wire, LowRank) else 0
+@functools.cache
+def _settings(wire: Coded) -> int:
+    return zlib.crc32(spelled(wire).encode())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -80,7 +81,9 @@ def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> lis
 
     Named interfaces are taken as they are, on each host its own. Otherwise every subnet counts
     in which all hosts have an address of their own; container bridges, which have the same
-    address on each host, fall out by that. Workers of one single host use loopback.
+    address on each host, fall out by that. If there is none, but the hosts make a BCube in the
+    order of their ranks, each host's interfaces count, in the order of the levels. Workers of one
+    single host use loopback.
 
     Raises:
         UsageError: a named interface does not exist here, or nothing joins all hosts.
@@ -91,14 +94,19 @@ def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> lis
         return [i for i in hosts[rank].interfaces if is_loopback(i)][:1] or list(
             hosts[rank].interfaces[:1]
         )
-    subnets = sorted(_shared_subnets(hosts), key=ipaddress.ip_network)
+    subnets = _shared_subnets(hosts)
     if not subnets:
+        different = {host.identity: host for host in hosts}
+        levels = next(_levels(list(different.values())), None)
+        if levels is not None:
+            return levels[list(different).index(hosts[rank].identity)]
         listing = "; ".join(
             f"rank {r}: " + (", ".join(f"{i.name} {i.address}" for i in h.interfaces) or "none")
             for r, h in enumerate(hosts)
         )
         raise UsageError(
-            f"no IPv4 subnet has an interface of every host ({listing}); name the interfaces: "
+            f"no IPv4 subnet has an interface of every host ({listing}), and in the order of their "
+            "ranks the hosts make no BCube; name the interfaces: "
             "wingbeat.init(interfaces=['eth0'])"
         )
     return [next(i for i in hosts[rank].interfaces if i.subnet == s) for s in subnets]
@@ -112,17 +120,48 @@ def _find(host: Host, name: str) -> Interface:
 
 
 def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
+    """Return the subnets in which all hosts have an address of their own, in order."""
     address_of: dict[str, dict[str, str]] = defaultdict(dict)
     for host in hosts:
         for interface in host.interfaces:
             if not is_loopback(interface):
                 address_of[interface.subnet].setdefault(host.identity, interface.address)
     count = len({host.identity for host in hosts})
-    return [
+    shared = [
         subnet
         for subnet, by_host in address_of.items()
         if len(by_host) == count and len(set(by_host.values())) == count
     ]
+    return sorted(shared, key=ipaddress.ip_network)
+
+
+def _levels(hosts: Sequence[Host]) -> Iterator[list[list[Interface]]]:
+    """Yield each host's interfaces by level, for every BCube that the hosts make in this order.
+
+    In a BCube the hosts on a level-l switch differ in digit l of their numbers, in base ports.
+    """
+    for levels in range(2, len(hosts).bit_length()):
+        ports = round(len(hosts) ** (1 / levels))
+        if ports**levels != len(hosts):
+            continue
+        found: list[list[Interface]] = [[] for _ in hosts]
+        for level, number in itertools.product(range(levels), range(len(hosts))):
+            low = ports**level
+            if number // low % ports == 0:
+                cube = range(number, number + ports * low, low)
+                _add_level([hosts[i] for i in cube], [found[i] for i in cube])
+        if all(len(own) == levels for own in found):
+            yield found
+
+
+def _add_level(cube: Sequence[Host], found: Sequence[list[Interface]]) -> None:
+    """Add to each host of a cube its interface in the first subnet that joins them, if any."""
+    for subnet in _shared_subnets(cube):
+        own = [next(i for i in host.interfaces if i.subnet == subnet) for host in cube]
+        if not any(one in known for one, known in zip(own, found, strict=True)):
+            for one, known in zip(own, found, strict=True):
+                known.append(one)
+            return
 
 
 def is_loopback(interface: Interface) -> bool:

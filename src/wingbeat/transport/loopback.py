@@ -100,6 +100,13 @@ class Switchboard:
                 raise TimeoutError(key)
             return self._values[key]
 
+    def claim(self, key: str, value: str) -> str:
+        """Store interface: publish ``value`` unless somebody has; return what is published."""
+        with self.changed:
+            found = self._values.setdefault(key, value)
+            self.changed.notify_all()
+            return found
+
     def has(self, key: str) -> bool:
         """Store interface: whether somebody has published ``key``."""
         with self.changed:

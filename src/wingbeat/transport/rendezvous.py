@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.gloo_groups import GlooGroups
 from wingbeat.transport.native import nccl_group
 from wingbeat.transport.speed import measure_weights
+from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
@@ -43,12 +45,13 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
 
     Connects one process group per network interface, measures the interfaces' speed when there
     are several, and starts ``torch.distributed``'s default group if the script has not.
-    Without torchrun's environment this is a world of one worker.
+    Without torchrun's environment this is a world of one worker. A worker that is started again
+    alone, while the others go on and the store still lives, connects to nobody: `World.returned`.
 
     Args:
         timeout: seconds any single wait may take, here and in training.
         interfaces: names of the interfaces to use on this host, in the same order of networks
-            on all hosts; default: all networks that join all hosts.
+            on all hosts; default: all networks that join all hosts, or in a BCube one a level.
 
     Returns:
         The world, which `distribute` then uses by itself.
@@ -67,7 +70,13 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     # A world may be closed and made again in one process: keep the keys of each apart.
     store = dist.PrefixStore(f"wingbeat/{next(_generation)}", store)
     world = World(rank, size, (), (), timeout, TorchStore(store))
-    if size > 1:
+    world.returned = size > 1 and _been_here(world.store, rank)
+    if world.returned:
+        # Those who would connect to it have done so with the process before it.
+        chosen = _chosen(world, world.repeated("interfaces"), interfaces)
+        world.networks = _checked(world, world.repeated("networks"))
+        world.interfaces = tuple(interface.name for interface in chosen)
+    elif size > 1:
         _connect(world, store, interfaces)
     elif not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -135,12 +144,17 @@ def _meet(timeout: float) -> tuple[int, int, dist.Store]:
 
 def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
     rank, size = world.rank, world.size
-    chosen = _choose_interfaces(world, named)
+    chosen = _chosen(world, world.exchange("interfaces", nic.local().to_json()), named)
+    world.networks = _networks(world, chosen)
+    world.interfaces = tuple(interface.name for interface in chosen)
     _start_default_group(store, world, chosen)
     world.links = tuple(
         GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, world.timeout)
         for i, interface in enumerate(chosen)
     )
+    # Gloo calls itself connected when its own pairs are: a worker that leaves at once would close
+    # them on one that still connects to others, whose `init` would fail.
+    world.exchange("connected", True)
     world.weights = measure_weights(world)
     world.make_native = functools.partial(nccl_group, rank, size)
     groups = GlooGroups(store, rank, size, chosen)
@@ -148,13 +162,53 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
     world.on_close(groups.close)
 
 
-def _choose_interfaces(world: World, named: Sequence[str] | None) -> list[nic.Interface]:
-    answers = world.exchange("interfaces", nic.local().to_json())
+def _been_here(store: Store, rank: int) -> bool:
+    """Whether a process of this rank has come before, to a job whose store still lives."""
+    before = store.has(key := f"here/{rank}")
+    store.set(key, "1")
+    return before
+
+
+def _chosen(
+    world: World, answers: Sequence[Any], named: Sequence[str] | None
+) -> list[nic.Interface]:
+    """Return this host's interfaces to use, by what all hosts have.
+
+    Raises:
+        UsageError: one that is named does not exist, or none joins the hosts.
+        RendezvousError: a peer sent something else.
+    """
     try:
         hosts = [nic.Host.from_json(answer) for answer in answers]
     except ValueError as err:
         raise RendezvousError(f"rank {world.rank}: a peer sent a {err}") from None
     return nic.choose(hosts, world.rank, named)
+
+
+def _networks(world: World, chosen: Sequence[nic.Interface]) -> tuple[tuple[str, ...], ...]:
+    """Tell the others which networks are used here, and hear which they use.
+
+    Raises:
+        UsageError: not all use as many interfaces, so that each would wait for the other's.
+        RendezvousError: a peer sent something else.
+    """
+    return _checked(world, world.exchange("networks", [each.subnet for each in chosen]))
+
+
+def _checked(world: World, answers: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    for rank, answer in enumerate(answers):
+        if not isinstance(answer, list) or not all(isinstance(s, str) for s in answer):
+            raise RendezvousError(
+                f"rank {world.rank}: rank {rank} sent a malformed list of networks: "
+                f"{str(answer)[:80]}"
+            )
+    for rank, answer in enumerate(answers):
+        if len(answer) != len(answers[0]):
+            raise UsageError(
+                f"rank {rank} uses {len(answer)} network interfaces and rank 0 {len(answers[0])}: "
+                "name as many on all hosts, wingbeat.init(interfaces=['eth0'])"
+            )
+    return tuple(map(tuple, answers))
 
 
 def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.Interface]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Store(Protocol):
@@ -20,3 +20,15 @@ class Store(Protocol):
 
     def has(self, key: str) -> bool:
         """Whether somebody has published ``key``; does not wait. False if the store is gone."""
+
+
+@runtime_checkable
+class Ledger(Store, Protocol):
+    """A store in which of several that publish under one key the first is right."""
+
+    def claim(self, key: str, value: str) -> str:
+        """Publish ``value`` unless somebody has; return what is published.
+
+        Raises:
+            TimeoutError: the store does not answer.
+        """

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 
 _ABSENT = "?"
@@ -46,6 +47,18 @@ class TorchStore:
         except RuntimeError:
             return False
 
+    def claim(self, key: str, value: str) -> str:
+        """Publish ``value`` unless somebody has; return what is published.
+
+        Raises:
+            TimeoutError: the store does not answer.
+        """
+        try:
+            found: bytes = self._store.compare_set(key, "", value)
+            return found.decode()
+        except (RuntimeError, UnicodeDecodeError) as err:
+            raise TimeoutError(f"{key}: {first_line(err)}") from None
+
 
 class SharedStore(TorchStore):
     """As `TorchStore`, for many threads: a wait inside the store would lock it for all others."""
@@ -62,6 +75,14 @@ class SharedStore(TorchStore):
             return value.decode()
         except (RuntimeError, UnicodeDecodeError) as err:
             raise TimeoutError(f"{key}: {first_line(err)}") from None
+
+
+def keeps_everything(store: Store) -> bool:
+    """Whether what is set again stays there too, as in a file that is only added to."""
+    inner = store._store if isinstance(store, TorchStore) else None
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    return isinstance(inner, dist.FileStore)
 
 
 def read(store: dist.Store, key: str) -> bytes | None:

@@ -44,6 +44,13 @@ class World:
         group_store: returns a way to the store that groups have for themselves, so that none waits
             for what others ask it; None where all ask by the same.
         threads: whether the workers are threads of one process.
+        networks: for each rank, the subnet that each of its links is on, so that one knows who is
+            joined directly; empty where all are.
+        interfaces: names of this host's that are used; empty where the system chooses.
+        returned: whether this worker was started again alone, while the others go on: it has no
+            links, and only a strategy whose workers come and go lets it in.
+        serial: of a channel, how many were opened before it: whoever is started again finds the
+            same one by that.
     """
 
     rank: int
@@ -59,11 +66,16 @@ class World:
     group: Group | None = None
     group_store: Callable[[], Store] | None = None
     threads: bool = False
+    networks: tuple[tuple[str, ...], ...] = ()
+    interfaces: tuple[str, ...] = ()
+    returned: bool = False
+    serial: int = 0
     _natives: dict[int | None, NativeGroup] = field(default_factory=dict)
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
     _users: list[Callable[[], None]] = field(default_factory=list)
     _channels: set[int] = field(default_factory=set)
+    _opened: int = 0
     _inner: weakref.WeakSet[World] = field(default_factory=weakref.WeakSet)
     _name: str = ""
     _register: Register = field(default_factory=Register)
@@ -78,7 +90,7 @@ class World:
         """What keeps apart what is exchanged here from what other worlds of this job exchange."""
         return f"{self._name}{self._exchanges}"
 
-    def open_group(self, group: Group) -> World:
+    def open_group(self, group: Group, *, interface: int | None = None) -> World:
         """Make a world of the group's members alone; only they call it, and it waits for nobody.
 
         Its collectives sum over the members. They go over connections of their own, made by the
@@ -88,28 +100,39 @@ class World:
 
         Close it, or use it in ``with``, when the group is done; this world closes it too.
 
+        Args:
+            group: the members.
+            interface: the index of the only one to use, the same on all members; None: all.
+
         Raises:
             UsageError: the group has ranks that do not exist, or not this one; this epoch of
-                it is over; too many groups are open; or this is not the world of all workers.
+                it is over; too many groups are open; there is no such interface; or this is not
+                the world of all workers.
         """
         if self.group is not None or self.channel:
             raise UsageError(
                 f"{group} was opened in a part of the world: call open_group on what "
                 "wingbeat.init() has returned"
             )
+        if interface is not None and not 0 <= interface < len(self.links):
+            raise UsageError(
+                f"open_group(interface={interface}): allowed are 0 to {len(self.links) - 1}"
+            )
+        used = slice(interface, None if interface is None else interface + 1)
         self._register.admit(group, self.rank, self.size)
         links: tuple[Link, ...] = ()
         if len(group.ranks) > 1:
             assert self.make_links is not None, "a world of several workers makes links"
-            links = self.make_links(group, self.timeout)
+            links = self.make_links(group, self.timeout)[used]
         inner = World(
             group.ranks.index(self.rank),
             len(group.ranks),
             links,
-            self.weights[: len(links)],
+            self.weights[: len(links)] if interface is None else (1.0,) * len(links),
             self.timeout,
             self.store if self.group_store is None else self.group_store(),
             group=group,
+            networks=tuple(self.networks[r][used] for r in group.ranks) if self.networks else (),
             _name=room_of(group),
         )
         self._inner.add(inner)
@@ -141,7 +164,8 @@ class World:
             raise UsageError(f"{self.group} has no channels: open another group in place of one")
         if len(self._channels) > MAX_CHANNELS // 2:
             gc.collect()  # dropped models keep theirs until they are collected
-        number = lowest_free(self._taken_channels())
+        taken = self._channels if self.returned else self._taken_channels()
+        number = lowest_free(taken)
         self._channels.add(number)
         inner = World(
             self.rank,
@@ -155,8 +179,13 @@ class World:
             number,
             group_store=self.group_store,
             threads=self.threads,
+            networks=self.networks,
+            interfaces=self.interfaces,
+            returned=self.returned,
+            serial=self._opened,
             _name=f"{self._name}{self._exchanges}.",
         )
+        self._opened += 1
         self._inner.add(inner)
         # Given back once, when it is closed or collected: another may have it after that.
         inner._close = weakref.finalize(inner, self._channels.discard, number)
@@ -184,10 +213,25 @@ class World:
         Raises:
             RendezvousError: a rank published nothing within the timeout, or something that is
                 not JSON; names the rank and ``what``.
+            UsageError: this worker was started again alone, so the others are past this.
+        """
+        if self.returned:
+            raise UsageError(
+                f"rank {self.rank} was started again while the others go on: it cannot do {what!r} "
+                "with them; train with a strategy whose workers may come back (wingbeat.Canary), "
+                "or start all workers again"
+            )
+        self.store.set(f"{self._name}{self._exchanges + 1}/{what}/{self.rank}", json.dumps(value))
+        return self.repeated(what)
+
+    def repeated(self, what: str) -> list[Any]:
+        """Return what an `exchange` gave the process before this one, of a worker that `returned`.
+
+        Raises:
+            RendezvousError: as `exchange`.
         """
         self._exchanges += 1
         prefix = f"{self._name}{self._exchanges}/{what}"
-        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
         return [self._fetch(what, prefix, peer) for peer in range(self.size)]
 
     def publish(self, what: str, value: Any) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from helpers.mail import Play, message
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.carrier import Arrival
-from wingbeat.transport.messages.endpoint import INLINE, Limits, Route
+from wingbeat.transport.messages.carrier import Arrival, Place
+from wingbeat.transport.messages.endpoint import INLINE, Endpoint, Limits, Membership, Route
 from wingbeat.transport.messages.header import Header, Type
 from wingbeat.transport.messages.loopback import Faults
 
@@ -345,3 +345,33 @@ def test_a_hello_that_is_lost_is_said_again() -> None:
 def test_limits_that_cannot_work_are_refused(values: dict, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Limits(**values)
+
+
+def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
+    play = Play(3)
+    while play.step():
+        pass
+    end = play.ends[0]
+    for sender in (1, 2):
+        play.post(sender, 0, message(sender))
+    while end.waiting != 2:
+        assert play.step()
+    end.left.add(1)
+    end.forget(1)
+    assert end.waiting == 1
+    assert {route.peer for route in end.flows} == {2}
+    assert not end.left
+    assert [each.peer for each in play.take(0)] == [2]
+    end.know(1, 77)
+    end.add(Route(1, 0, 0), None, play.clock.now)
+    assert end.unmet == [Route(1, 0, 0)]
+
+
+@pytest.mark.parametrize("forgiving", [False, True])
+def test_who_forgives_loses_nobody(forgiving: bool) -> None:
+    limits = Limits(silence=5.0)
+    end = Endpoint(Membership(0, 1, {1: 2}), limits, forgiving=forgiving)
+    end.add(Route(1, 0, 0), Place(0, 0, "there"), 0.0)
+    end.post(Route(1, 0, 0), message(1), lambda *_: True, 0.0)
+    end.tick(100.0)
+    assert set(end.lost) == (set() if forgiving else {1})

@@ -141,6 +141,11 @@ class Message:
 class Endpoint:
     """The flows of one process, and the messages that wait to be taken.
 
+    Args:
+        membership: who takes part.
+        limits: of what is under way.
+        forgiving: whether a peer is not lost when it falls silent on an interface.
+
     Attributes:
         refused: how many frames were dropped, by the reason.
         lost: what to say of peers that have fallen silent.
@@ -148,9 +153,10 @@ class Endpoint:
         waiting: how many messages there are to be taken.
     """
 
-    def __init__(self, membership: Membership, limits: Limits) -> None:
+    def __init__(self, membership: Membership, limits: Limits, *, forgiving: bool = False) -> None:
         self.membership = membership
         self.limits = limits
+        self._sessions, self._forgiving = dict(membership.sessions), forgiving
         self.flows: dict[Route, Flow] = {}
         self.refused: Counter[str] = Counter()
         self.lost: dict[int, str] = {}
@@ -169,14 +175,34 @@ class Endpoint:
         self.flows[route] = Flow(
             own.session,
             own.number,
-            own.sessions[route.peer],
+            self._sessions[route.peer],
             route.peer,
             self.limits.window,
-            self.limits.silence,
+            NEVER if self._forgiving else self.limits.silence,
         )
         if place is not None:
             self._bind(route, place)
             self._introduce_self(route, now)
+
+    def forget(self, peer: int) -> None:
+        """Forget all of a peer whose process has ended."""
+        for route in [route for route in self.flows if route.peer == peer]:
+            for places in (self._place, self._former):
+                if route in places:
+                    self._route.pop(places.pop(route), None)
+            self._busy.pop(route, None)
+            del self.flows[route]
+        for waiting in self._inbox:
+            for message in [message for message in waiting if message.peer == peer]:
+                waiting.remove(message)
+                self.waiting -= 1
+        self.lost.pop(peer, None)
+        self.left.discard(peer)
+        self._sessions.pop(peer, None)
+
+    def know(self, peer: int, session: int) -> None:
+        """Take a new peer for a member; its flows are added next."""
+        self._sessions[peer] = session
 
     def post(self, route: Route, message: Posted, send: Send, now: float) -> None:
         """Send a message as soon as may be; the caller has looked whether there is room."""
@@ -306,9 +332,9 @@ class Endpoint:
 
     def _check_sender(self, header: Header, arrival: Arrival) -> None:
         own = self.membership
-        if header.receiver != own.number or header.sender not in own.sessions:
+        if header.receiver != own.number or header.sender not in self._sessions:
             raise Malformed("address")
-        if header.session != own.sessions[header.sender]:
+        if header.session != self._sessions[header.sender]:
             raise Malformed("session")
         if arrival.peer is not None and arrival.peer != header.sender:
             raise Malformed("key")

@@ -11,11 +11,14 @@ from typing import Any
 
 from wingbeat.transport.messages.absent import Absent
 from wingbeat.transport.messages.alone import alone
+from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.carrier import Carrier
-from wingbeat.transport.messages.compose import NO_IDS, compose, farewell
+from wingbeat.transport.messages.compose import NO_IDS, compose
 from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
 from wingbeat.transport.messages.flow import NEVER, Posted
+from wingbeat.transport.messages.joints import Joints
 from wingbeat.transport.messages.keeper import AWAKE_S, BUSY_S, IDLE_S, forget, start
+from wingbeat.transport.messages.parting import part
 from wingbeat.transport.messages.routes import Routes
 
 CLOSING = 5.0
@@ -40,6 +43,7 @@ class Mailbox:
         carrier: what carries their frames.
         name: what messages call a process of that number.
         clock: seconds, for all deadlines.
+        joints: makes and ends connections later on; None where all peers stay the same.
     """
 
     def __init__(
@@ -49,8 +53,9 @@ class Mailbox:
         *,
         name: Callable[[int], str] = "rank {}".format,
         clock: Callable[[], float] = time.monotonic,
+        joints: Joints | None = None,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self._joints = endpoint, joints
         self._carrier = carrier
         self._clock = clock
         self._closed = False
@@ -194,6 +199,24 @@ class Mailbox:
         return frozenset(self._endpoint.left)
 
     @alone
+    def drop(self, peer: int) -> None:
+        """Have nothing more to do with a peer whose process has ended."""
+        if self._joints is not None and peer in self.peers:
+            self._joints.part(self._endpoint, peer)
+            self._routes.renew(self._endpoint.flows)
+
+    @alone
+    def join(self, peer: int, card: Card) -> None:
+        """Connect to a process that has come in the place of one that was dropped.
+
+        Raises:
+            UsageError: it was opened differently.
+        """
+        if self._joints is not None:
+            self._joints.join(self._endpoint, peer, card)
+            self._routes.renew(self._endpoint.flows)
+
+    @alone
     def poll(self, *, of: Iterable[int] | None = None, keep: bool = False) -> Message | None:
         """Take the next message if one is there; does not wait.
 
@@ -268,7 +291,12 @@ class Mailbox:
                 return
             self._closed = True
             try:
-                self._leave(seconds)
+                late = part(self._endpoint, self._carrier, self._pump, self._clock, seconds)
+                if late:
+                    raise self._absent.error(
+                        f"not all messages have arrived at {self._routes.names(late)} within "
+                        f"{seconds:g} s of close()"
+                    )
             finally:
                 self._carrier.close(_LINGER_S)
                 self._end()
@@ -310,32 +338,6 @@ class Mailbox:
             return BUSY_S if awake else IDLE_S
         finally:
             self._lock.release()
-
-    def _leave(self, seconds: float) -> None:
-        endpoint = self._endpoint
-        gone = endpoint.left | set(endpoint.lost)
-        flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
-        now = self._clock()
-        for route in flows:
-            endpoint.post(route, farewell(), self._carrier.send, now)
-        deadline = now + seconds
-        # A peer that has left hears no more: that this end leaves need not arrive there.
-        while any(
-            not flow.empty and not (flow.ended and flow.only_leave)
-            for route, flow in flows.items()
-            if route.peer not in endpoint.lost
-        ):
-            if self._clock() >= deadline:
-                break
-            self._pump(deadline)
-        endpoint.tell(self._clock())
-        endpoint.flush(self._carrier.send, self._clock())
-        late = {route.peer for route, flow in flows.items() if not flow.only_leave}
-        if late:
-            raise self._absent.error(
-                f"not all messages have arrived at {self._routes.names(late)} within "
-                f"{seconds:g} s of close()"
-            )
 
     def _pump(self, deadline: float, *, until_message: bool = False) -> None:
         """Send what is to be sent and take in what comes, until ``deadline`` at the latest.

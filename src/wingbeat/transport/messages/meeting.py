@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from wingbeat.errors import RendezvousError, UsageError, unknown
@@ -32,6 +32,9 @@ def open_mailbox(
     limits: Limits | None = None,
     seconds: float = 300.0,
     name: Callable[[int], str] = "rank {}".format,
+    forgiving: bool = False,
+    life: int = 0,
+    announce: Callable[[float], Mapping[int, int]] | None = None,
 ) -> Mailbox:
     """Connect this process to others of the job; each of them has to name this one too.
 
@@ -48,6 +51,11 @@ def open_mailbox(
         limits: of messages and of windows, the same for all, and of silence.
         seconds: how long to wait for the others.
         name: what messages call a process of that number.
+        forgiving: whether a peer that falls silent on an interface is not lost: whoever posts
+            finds out itself who is.
+        life: above 0 for a process that comes in the place of one that has ended.
+        announce: called with the seconds that are left when this process can be found; returns the
+            peers that are to be connected to, each with its life, once they know of it.
 
     Raises:
         UsageError: a value that cannot work, or not with what a peer has given, or a mailbox that
@@ -58,7 +66,7 @@ def open_mailbox(
     limits = limits or Limits()
     others = sorted(set(peers) - {number})
     _check(number, others, classes, seconds)
-    if store.has(f"messages/{room}/{number}"):
+    if store.has(_place(room, number, life)):
         raise UsageError(
             f"{name(number)} has opened a mailbox in room {room!r} before: give each a room of its "
             "own, the same on all of them"
@@ -75,18 +83,60 @@ def open_mailbox(
         uses = tuple(i.address for i in mine)
         session = secrets.randbits(64)
         card = Card(own, uses, session, key, reach.endpoints, limits.message, limits.window)
-        store.set(f"messages/{room}/{number}", card.to_json())
+        store.set(_place(room, number, life), card.to_json())
+        lives: Mapping[int, int] = dict.fromkeys(others, 0)
+        if announce is not None:
+            lives = announce(max(0.0, deadline - time.monotonic()))
         cards = {}
-        for peer in others:
+        for peer, theirs in lives.items():
             left = max(0.0, deadline - time.monotonic())
-            cards[peer] = _read(store, room, number, peer, left, name, seconds)
+            where = _place(room, peer, theirs)
+            cards[peer] = _read(store, where, number, peer, left, name, seconds)
             _compare(name(number), card, name(peer), cards[peer])
-        mailbox = _connect(number, card, cards, carrier, limits, name)
+        mailbox = _connect(number, card, cards, carrier, limits, name, forgiving=forgiving)
         mailbox.meet(max(0.0, deadline - time.monotonic()))
     except BaseException:
         carrier.close()
         raise
     return mailbox
+
+
+class _Joints:
+    """Connects this process to others, whose cards it has.
+
+    Args:
+        number: this process's.
+        card: its own.
+        carrier: what carries frames.
+    """
+
+    def __init__(self, number: int, card: Card, carrier: ZeroMQCarrier) -> None:
+        self._number, self._card, self._carrier = number, card, carrier
+
+    def part(self, endpoint: Endpoint, peer: int) -> None:
+        """End all connections to a peer."""
+        endpoint.forget(peer)
+        self._carrier.forget(peer)
+
+    def join(self, endpoint: Endpoint, peer: int, card: Card) -> None:
+        """Make the flows to a peer, over each interface and in each class that reach it."""
+        _compare(f"process {self._number}", self._card, f"process {peer}", card)
+        self.part(endpoint, peer)
+        self._carrier.know(peer, _reach(card))
+        endpoint.know(peer, card.session)
+        self.add(endpoint, peer, card)
+
+    def add(self, endpoint: Endpoint, peer: int, theirs: Card) -> None:
+        """Make the flows to a peer that carrier and endpoint know."""
+        own = self._card
+        for mine, other in pairs(own.host, own.interfaces, theirs.host, theirs.interfaces):
+            for urgency in range(len(theirs.listens[0])):
+                place = self._carrier.place(peer, mine, urgency, theirs=other)
+                endpoint.add(Route(peer, mine, urgency), place, time.monotonic())
+
+
+def _reach(card: Card) -> Reach:
+    return Reach(card.listens, card.key.encode() or None)
 
 
 def _connect(
@@ -96,18 +146,19 @@ def _connect(
     carrier: ZeroMQCarrier,
     limits: Limits,
     name: Callable[[int], str],
+    *,
+    forgiving: bool,
 ) -> Mailbox:
     """Make every flow: a connection for each interface and class that reach a peer."""
-    carrier.admit({n: Reach(c.listens, c.key.encode() or None) for n, c in cards.items()})
+    carrier.admit({n: _reach(theirs) for n, theirs in cards.items()})
     sessions = {peer: theirs.session for peer, theirs in cards.items()}
-    endpoint = Endpoint(Membership(number, card.session, sessions), limits)
+    endpoint = Endpoint(Membership(number, card.session, sessions), limits, forgiving=forgiving)
+    joints = _Joints(number, card, carrier)
     for peer, theirs in cards.items():
-        for own, other in pairs(card.host, card.interfaces, theirs.host, theirs.interfaces):
-            for urgency in range(len(card.listens[0])):
-                place = carrier.place(peer, own, urgency, theirs=other)
-                endpoint.add(Route(peer, own, urgency), place, time.monotonic())
-    carrier.keep({route.interface for route in endpoint.flows})
-    return Mailbox(endpoint, carrier, name=name)
+        joints.add(endpoint, peer, theirs)
+    if not forgiving:  # else somebody may come over the others
+        carrier.keep({route.interface for route in endpoint.flows})
+    return Mailbox(endpoint, carrier, name=name, joints=joints)
 
 
 def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Interface]]:
@@ -121,9 +172,24 @@ def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Int
     return own, mine
 
 
+def _place(room: str, number: int, life: int) -> str:
+    """Return the key of a process's card."""
+    return f"messages/{room}/{number}" + (f".{life}" if life else "")
+
+
+def card_of(store: Store, room: str, number: int, life: int, seconds: float) -> Card:
+    """Return the card of a process that has come again.
+
+    Raises:
+        TimeoutError: there is none within ``seconds``.
+        ValueError: it is malformed.
+    """
+    return Card.from_json(store.get(_place(room, number, life), seconds))
+
+
 def _read(
     store: Store,
-    room: str,
+    where: str,
     number: int,
     peer: int,
     left: float,
@@ -131,7 +197,7 @@ def _read(
     seconds: float,
 ) -> Card:
     try:
-        return Card.from_json(store.get(f"messages/{room}/{peer}", left))
+        return Card.from_json(store.get(where, left))
     except TimeoutError:
         raise RendezvousError(
             f"{name(number)}: {name(peer)} opened no mailbox within {seconds:g} s; check that it "

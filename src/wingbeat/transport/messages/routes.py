@@ -23,6 +23,10 @@ class Routes:
     def __init__(self, routes: Iterable[Route], own: int, name: Callable[[int], str]) -> None:
         self.name = name
         self.me = name(own)
+        self.renew(routes)
+
+    def renew(self, routes: Iterable[Route]) -> None:
+        """Have these routes from now on."""
         self._by_peer: dict[int, list[Route]] = {}
         for route in routes:
             self._by_peer.setdefault(route.peer, []).append(route)

@@ -123,7 +123,9 @@ class ZeroMQCarrier:
         self._context = zmq.Context(io_threads=2 if keys is not None else 1)
         self._context.max_sockets = 1024
         self._admission = Admission(self._context)
-        self._peers: Mapping[int, Reach] = {}
+        self._peers: dict[int, Reach] = {}
+        self._connected: dict[int, list[tuple[zmq.Socket[bytes], str]]] = {}
+        self._renewals = 0
         self._sockets: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._alarm: Alarm | None = None
@@ -152,8 +154,24 @@ class ZeroMQCarrier:
 
     def admit(self, peers: Mapping[int, Reach]) -> None:
         """Say who may connect, and where they listen. Until then nobody may."""
-        self._peers = peers
+        self._peers = dict(peers)
         self._admission.admit({reach.public: n for n, reach in peers.items() if reach.public})
+
+    def forget(self, peer: int) -> None:
+        """Let a peer whose process has ended connect no more, nor try to connect to it."""
+        for socket, endpoint in self._connected.pop(peer, ()):
+            socket.disconnect(endpoint)
+        self._renewals += 1
+        self.admit({n: reach for n, reach in self._peers.items() if n != peer})
+
+    def know(self, peer: int, reach: Reach) -> None:
+        """Let a new process connect, which listens there."""
+        self.admit({**self._peers, peer: reach})
+
+    @property
+    def interfaces(self) -> frozenset[int]:
+        """The numbers of the interfaces that it listens on."""
+        return frozenset(interface for interface, _ in self._sockets)
 
     def keep(self, interfaces: Collection[int]) -> None:
         """Stop listening on all other interfaces: no peer is reached over them."""
@@ -171,12 +189,14 @@ class ZeroMQCarrier:
         if peer < self._number:
             return None
         socket, reach = self._sockets[interface, urgency], self._peers[peer]
-        name = b"peer-%d" % peer
+        name = b"peer-%d-%d" % (peer, self._renewals)  # the one before may still be closing
         socket.set(zmq.CONNECT_ROUTING_ID, name)
         if self._keys is not None:
             socket.curve_server = 0
             socket.curve_serverkey = reach.public
-        socket.connect(reach.endpoints[theirs][urgency])
+        endpoint = reach.endpoints[theirs][urgency]
+        socket.connect(endpoint)
+        self._connected.setdefault(peer, []).append((socket, endpoint))
         return Place(interface, urgency, name)
 
     def send(self, place: Place, parts: Sequence[Buffer]) -> bool:

@@ -1,4 +1,4 @@
-"""Servers that a worker starts: each in a process, or in a thread where workers are threads too."""
+"""Services that a worker starts: in processes, or in threads where workers are threads too."""
 
 from __future__ import annotations
 
@@ -6,16 +6,39 @@ import contextlib
 import subprocess
 import sys
 import threading
-from typing import IO, Protocol
+from collections.abc import Callable
+from typing import IO, ClassVar, Protocol
 
 from wingbeat.errors import RendezvousError
-from wingbeat.servers.config import ServerConfig
-from wingbeat.servers.pipes import answer
+from wingbeat.transport.services.pipes import answer
 from wingbeat.transport.store import Store
 
 
+class Serves(Protocol):
+    """What a service has to be told when it is started.
+
+    Attributes:
+        module: whose ``python -m`` is it, with `to_json` as its argument.
+    """
+
+    module: ClassVar[str]
+
+    @property
+    def me(self) -> str:
+        """Say which service it is."""
+        ...
+
+    def to_json(self) -> str:
+        """Return all of it as text."""
+        ...
+
+    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+        """Connect to all workers; return what serves them while its argument says to."""
+        ...
+
+
 class Started(Protocol):
-    """A server that this worker has started."""
+    """A service that this worker has started."""
 
     def ended(self) -> str | None:
         """Say how it has ended, if it has."""
@@ -28,22 +51,22 @@ class Started(Protocol):
 
 
 class InProcess:
-    """A server in a process of its own.
+    """A service in a process of its own.
 
     Args:
         config: what it is told.
         store: where it meets the workers; asked by a thread of its own.
     """
 
-    def __init__(self, config: ServerConfig, store: Store) -> None:
+    def __init__(self, config: Serves, store: Store) -> None:
         self._config, self._store = config, store
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "wingbeat.servers", config.to_json()],
+            [sys.executable, "-m", config.module, config.to_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._helper = threading.Thread(target=self._help, name="wingbeat-server", daemon=True)
+        self._helper = threading.Thread(target=self._help, name="wingbeat-service", daemon=True)
         self._helper.start()
 
     def ended(self) -> str | None:
@@ -52,7 +75,7 @@ class InProcess:
         if code is None:
             return None
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
-        return f"{self._config.name(self._config.number)} has ended {how}"
+        return f"{self._config.me} has ended {how}"
 
     def close(self, seconds: float) -> None:
         """Wait until it has ended, when all workers have left; after ``seconds`` end it."""
@@ -80,7 +103,7 @@ class InProcess:
         with contextlib.suppress(OSError, ValueError, TimeoutError, RuntimeError):
             self._answer(asks, hears)
         with contextlib.suppress(OSError):
-            hears.close()  # a server that waits for an answer has to hear that none comes
+            hears.close()  # a service that waits for an answer has to hear that none comes
 
     def _answer(self, asks: IO[str], hears: IO[str]) -> None:
         for line in asks:
@@ -92,13 +115,13 @@ class InProcess:
 
 
 class InThread:
-    """A server in a thread, for workers that are threads themselves. For tests."""
+    """A service in a thread, for workers that are threads themselves. For tests."""
 
-    def __init__(self, config: ServerConfig, store: Store) -> None:
+    def __init__(self, config: Serves, store: Store) -> None:
         self._config, self._store = config, store
         self._why: str | None = None
         self._leaving = False
-        self._thread = threading.Thread(target=self._run, name="wingbeat-server", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="wingbeat-service", daemon=True)
         self._thread.start()
 
     def ended(self) -> str | None:
@@ -119,11 +142,9 @@ class InThread:
         self._leaving = True
 
     def _run(self) -> None:
-        me = self._config.name(self._config.number)
         try:
-            sums = self._config.sums()
-            mailbox = self._config.open(self._store)
+            serve = self._config.meet(self._store)
             with contextlib.suppress(RendezvousError):
-                self._config.serve(mailbox, sums, lambda: not self._leaving)
+                serve(lambda: not self._leaving)
         except Exception as error:  # nobody hears it here: the workers do
-            self._why = f"{me} has ended: {error}"
+            self._why = f"{self._config.me} has ended: {error}"

@@ -1,6 +1,6 @@
-"""A server's way to the rendezvous store: it asks the worker that started it, by pipes.
+"""A service's way to the rendezvous store: it asks the worker that started it, by pipes.
 
-A server imports no torch, and the store is torch's. Requests and answers are lines of JSON.
+A service imports no torch, and the store is torch's. Requests and answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LOOK_S = 0.02
 
 
 class PipeStore:
-    """`Store` of a server, until it has met everyone.
+    """`Store` of a service, until it has met everyone.
 
     Args:
         asks: where requests are written.
@@ -56,7 +56,7 @@ class PipeStore:
             self._asks.flush()
             return json.loads(self._hears.readline())
         except (OSError, ValueError):  # nobody reads, or the answer was cut off
-            raise TimeoutError("the worker that started this server is gone") from None
+            raise TimeoutError("the worker that started this service is gone") from None
 
 
 def answer(line: str, store: Store) -> tuple[str, bool]:

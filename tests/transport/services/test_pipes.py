@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from wingbeat.servers.pipes import PipeStore, answer
 from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.services.pipes import PipeStore, answer
 
 
 def test_requests_are_answered_from_the_store() -> None:
@@ -63,7 +63,7 @@ def test_a_store_by_pipes_is_one() -> None:
 
 @pytest.mark.parametrize("line", ["", "tr", "nonsense\n"])
 def test_a_worker_that_is_gone_is_said(line: str) -> None:
-    with pytest.raises(TimeoutError, match="the worker that started this server is gone"):
+    with pytest.raises(TimeoutError, match="the worker that started this service is gone"):
         PipeStore(io.StringIO(), io.StringIO(line)).has("a")
     closed = io.StringIO()
 

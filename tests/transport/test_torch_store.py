@@ -1,0 +1,21 @@
+"""Of several that publish under one key the first is right."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from helpers.ports import free_port
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.store import Ledger
+from wingbeat.transport.torch_store import TorchStore
+
+
+def test_the_first_claim_counts() -> None:
+    tcp = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
+    stores: list[Ledger] = [TorchStore(dist.PrefixStore("a", tcp)), Switchboard()]
+    for store in (*stores, TorchStore(dist.HashStore())):
+        assert isinstance(store, Ledger)
+        assert store.claim("key", "first") == "first"
+        assert store.claim("key", "second") == "first"
+        assert store.has("key")
+        assert store.get("key", 1.0) == "first"
