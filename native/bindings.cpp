@@ -1,5 +1,6 @@
 // What Python sees. Tensors and arrays come as addresses, so that torch's own types stay out of the
-// build; wingbeat/kernels/native.py and wingbeat/plans/merge/exact.py have checked them.
+// build; wingbeat/kernels/native.py, wingbeat/plans/merge/exact.py and wingbeat/servers/dtypes.py
+// checked them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -60,6 +61,18 @@ void topk_decode(std::uintptr_t payload, std::size_t n, std::uintptr_t out, std:
   }
 }
 
+void add_half(std::uintptr_t total, const std::vector<std::uintptr_t>& payloads, std::size_t n,
+              bool bfloat16, bool begin) {
+  std::vector<const std::uint8_t*> from;
+  from.reserve(payloads.size());
+  for (const std::uintptr_t each : payloads) from.push_back(at<const std::uint8_t>(each));
+  wingbeat::loops().add_half(from.data(), from.size(), n, bfloat16, begin, at<float>(total));
+}
+
+void narrow_half(std::uintptr_t total, std::size_t n, bool bfloat16, std::uintptr_t out) {
+  wingbeat::loops().narrow_half(at<const float>(total), n, bfloat16, at<std::uint16_t>(out));
+}
+
 std::tuple<std::vector<std::int64_t>, double, bool> best_merge(
     std::size_t count, std::uintptr_t ready, std::uintptr_t first, std::uintptr_t encode,
     std::uintptr_t exchange, double tie, std::size_t width, std::size_t room, std::size_t growth,
@@ -82,6 +95,8 @@ NB_MODULE(_native, module) {
   module.def("sketch_decode", &sketch_decode, Unlocked());
   module.def("topk_encode", &topk_encode, Unlocked());
   module.def("topk_decode", &topk_decode, Unlocked());
+  module.def("add_half", &add_half, Unlocked());
+  module.def("narrow_half", &narrow_half, Unlocked());
   module.def("best_merge", &best_merge);
   module.def("instructions", [] { return wingbeat::loops().name; });
   module.def("prefer_portable", &wingbeat::prefer_portable);

@@ -52,6 +52,14 @@ struct Loops {
 
   // Accumulate n elements and find those that `found` asks for.
   void (*scan)(const Accumulate& from, std::size_t n, Found& found);
+
+  // Add n elements of each payload, one payload after the other, to `total`, which begins with the
+  // first one if `begin`. They are bfloat16, or float16, and need not be aligned.
+  void (*add_half)(const std::uint8_t* const* payloads, std::size_t count, std::size_t n,
+                   bool bfloat16, bool begin, float* total);
+
+  // Round n sums to bfloat16, or float16: to the nearest, ties to even.
+  void (*narrow_half)(const float* total, std::size_t n, bool bfloat16, std::uint16_t* out);
 };
 
 extern const Loops portable_loops;

@@ -16,7 +16,8 @@ void prefer_portable(bool on) { portable.store(on); }
 
 const Loops& loops() {
 #ifdef WINGBEAT_AVX2
-  static const bool avx2 = (__builtin_cpu_init(), __builtin_cpu_supports("avx2"));
+  static const bool avx2 = (__builtin_cpu_init(), __builtin_cpu_supports("avx2") &&
+                                                      __builtin_cpu_supports("f16c"));
   if (avx2 && !portable.load(std::memory_order_relaxed)) return avx2_loops;
 #endif
   return portable_loops;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "frames.h"
+#include "halves.h"
 #include "inputs.h"
 #include "layout.h"
 #include "loops.h"
@@ -384,6 +385,7 @@ int main() {
   check_malformed();
   check_threads();
   check_numbered("merge of instance ", 3000, naive::wrong_merge);
+  check_numbered("half of seed ", 4000, naive::wrong_half);
   check_numbered("header of seed ", 3000, naive::wrong_header);
   check_numbered("flow of seed ", 300, naive::wrong_flow);
   std::printf("driver: %ld checks passed with %s\n", checks, wingbeat::loops().name);

@@ -9,6 +9,7 @@ from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.make import make
+from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.types import Span
 
 
@@ -64,3 +65,27 @@ def test_a_part_that_is_cut_out_makes_the_same_payload() -> None:
         again = alone.cut(Span(0, len(span)))
         assert [r.cols for r in again.regions] == [r.cols for r in alone.regions]
     assert [r.cols for r in coding.cut(Span(70, 650)).regions] == [0, 64, 0]
+
+
+def test_what_another_codec_has_left_goes_along_once_where_none_is_kept() -> None:
+    """In groups that are dense, or keep nothing: after a switch, or other settings than before."""
+    keeps, drops = SketchCodec(bits=4), SketchCodec(bits=4, feedback=False)
+    regions = [Region(Span(i, i + 100), c) for i, c in ((0, keeps), (100, Dense()), (200, drops))]
+    coding, whole = Coding(regions), Span(0, 300)
+    x = torch.linspace(1.0, 2.0, 300)
+    residual = torch.full((300,), 0.5)
+    payload = torch.empty(coding.room(whole), dtype=torch.uint8)
+    arrived = []
+    for _ in range(2):
+        out = torch.empty(300)
+        coding.encode(x, whole, payload, residual)
+        coding.decode(payload, out, whole)
+        arrived.append(out)
+    assert not residual[100:].any()
+    assert torch.equal(arrived[0][100:200], x[100:200] + 0.5)
+    assert torch.equal(arrived[1][100:200], x[100:200])
+    torch.testing.assert_close(arrived[0][200:], x[200:] + 0.5, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(arrived[1][200:], x[200:], rtol=0.05, atol=0.05)
+    total = arrived[0] + arrived[1] + residual
+    torch.testing.assert_close(total[:100], 2 * x[:100] + 0.5)
+    assert torch.equal(x, torch.linspace(1.0, 2.0, 300))

@@ -9,7 +9,9 @@ import pytest
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.make import TRIED
+from wingbeat.codecs.lowrank import LowRankCodec
+from wingbeat.codecs.make import TRIED, all_of
+from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import warmed_up
 from wingbeat.control.trial import LAPS, MAX_BLOCKS, SETTLING, SETTLING_FIRST
 from wingbeat.types import Span
@@ -67,3 +69,21 @@ def test_a_payload_is_aligned_and_its_size_follows_from_the_span() -> None:
     assert coding.room(Span(1001, 1004)) == 12
     assert coding.room(Span(1000, 1002)) == sketch.nbytes(1) + 4
     assert coding.room(Span(7, 7)) == 0
+
+
+def test_factors_are_sketched_as_the_paper_does_it() -> None:
+    wire = LowRank(rank=3, bits=7, split="count", level="ends", feedback=False)
+    assert make(wire) == LowRankCodec(3, SketchCodec(7, "count", "ends", False))
+
+
+def test_two_ends_of_a_wire_have_one_list_of_codecs() -> None:
+    wire = Sketch(bits=3, groups={"a*": LowRank(rank=2), "b*": "fp32", "c*": 3, "d*": 4})
+    assert all_of(wire) == (
+        Dense(),
+        SketchCodec(3),
+        LowRankCodec(2, SketchCodec()),
+        SketchCodec(4),
+    )
+    for name in ("a", "b", "c", "d", "e"):
+        assert make(wire, 0, name) in all_of(wire)
+    assert all_of(Half())[1:] == (make(Half()),)

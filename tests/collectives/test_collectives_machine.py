@@ -17,6 +17,8 @@ from wingbeat.collectives.program import compile_rounds
 from wingbeat.types import blocks_of
 
 Values = list[int]
+Place = tuple[str, int, int]
+"""A topology, so many workers, and so many interfaces of each."""
 
 
 class Sum(Task):
@@ -53,7 +55,7 @@ class Rank:
     def _key(self, command: Any) -> Any:
         t, inward = command.transfer, isinstance(command, machine.Take)
         ends = (t.peer, self.rank) if inward else (self.rank, t.peer)
-        return command.task.number, *ends, t.tag
+        return command.task.number, *ends, t.link, t.tag
 
     def _do(self, command: machine.Command[Sum]) -> None:
         if isinstance(command, machine.Hand):
@@ -69,10 +71,12 @@ class Rank:
 
 
 def play(
-    name: str, size: int, length: int, chunk: int, jobs: int, chooser: random.Random, **limits: int
+    place: Place, length: int, chunk: int, jobs: int, chooser: random.Random, **limits: int
 ) -> tuple[list[Rank], list[list[Values]]]:
     """Reduce-scatter and, chained to it, all-gather ``jobs`` buffers; return ranks and buffers."""
-    topology, blocks = topologies.get(name), blocks_of(length, size)
+    name, size, interfaces = place
+    topology = topologies.get(name).fitted(size, interfaces)
+    blocks = blocks_of(length, size)
     mail: dict[Any, deque[Values]] = defaultdict(deque)
     ranks = [Rank(rank, mail, **limits) for rank in range(size)]
     buffers = [
@@ -106,8 +110,8 @@ def play(
 
 
 worlds = {
-    "name": st.sampled_from(sorted(topologies.BY_NAME)),
-    "size": st.integers(1, 6),
+    "place": st.sampled_from([("bcube", 4, 2), ("bcube", 8, 3), ("bcube", 9, 2)])
+    | st.tuples(st.sampled_from(sorted(topologies.BY_NAME)), st.integers(1, 6), st.just(1)),
     "length": st.integers(0, 40),
     "chunk": st.integers(1, 9),
     "jobs": st.integers(1, 6),
@@ -117,9 +121,10 @@ worlds = {
 
 @given(**worlds)
 def test_however_ranks_interleave_everyone_gets_every_sum(
-    name: str, size: int, length: int, chunk: int, jobs: int, seed: int
+    place: Place, length: int, chunk: int, jobs: int, seed: int
 ) -> None:
-    ranks, buffers = play(name, size, length, chunk, jobs, random.Random(seed))
+    ranks, buffers = play(place, length, chunk, jobs, random.Random(seed))
+    size = place[1]
     each = size * (size + 1) // 2
     for job in range(jobs):
         wanted = [each * (job + 2) + size * i for i in range(length)]
@@ -132,9 +137,9 @@ def test_however_ranks_interleave_everyone_gets_every_sum(
 
 @given(**worlds, ahead=st.integers(1, 4), depth=st.integers(1, 3))
 def test_limits_hold_and_every_chunk_that_is_taken_was_announced(
-    name: str, size: int, length: int, chunk: int, jobs: int, seed: int, ahead: int, depth: int
+    place: Place, length: int, chunk: int, jobs: int, seed: int, ahead: int, depth: int
 ) -> None:
-    ranks, _ = play(name, size, length, chunk, jobs, random.Random(seed), ahead=ahead, depth=depth)
+    ranks, _ = play(place, length, chunk, jobs, random.Random(seed), ahead=ahead, depth=depth)
     for rank in ranks:
         announced: dict[Sum, deque[Any]] = defaultdict(deque)
         active: set[Sum] = set()
@@ -155,9 +160,9 @@ def test_limits_hold_and_every_chunk_that_is_taken_was_announced(
 
 @given(**worlds)
 def test_a_collective_begins_when_the_one_before_has_handed_over_all(
-    name: str, size: int, length: int, chunk: int, jobs: int, seed: int
+    place: Place, length: int, chunk: int, jobs: int, seed: int
 ) -> None:
-    ranks, _ = play(name, size, length, chunk, jobs, random.Random(seed))
+    ranks, _ = play(place, length, chunk, jobs, random.Random(seed))
     for rank in ranks:
         left: dict[Sum, int] = {}
         before: Sum | None = None
@@ -204,12 +209,12 @@ def test_an_all_gather_passes_on_what_its_reduce_scatter_has_finished() -> None:
     while rank.go():
         pass
     assert not any(isinstance(c, machine.Hand) and c.task is gather for c in rank.log)
-    mail[0, 1, 0, 0].append([10])
+    mail[0, 1, 0, 0, 0].append([10])
     while rank.go():
         pass
     sent = [c.transfer.span for c in rank.log if isinstance(c, machine.Hand) and c.task is gather]
     assert [(s.start, s.stop) for s in sent] == [(0, 1)]
-    assert mail[1, 0, 1, 0].pop() == [11]
+    assert mail[1, 0, 1, 0, 0].pop() == [11]
 
 
 def test_waiting_tasks_are_dropped_and_those_begun_are_named() -> None:

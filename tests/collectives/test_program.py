@@ -4,45 +4,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat import topologies
+from wingbeat.collectives import machine
 from wingbeat.collectives.program import (
     MAX_CHUNK_BYTES,
+    MAX_SPANNING_BYTES,
     MIN_CHUNK_BYTES,
+    SPANNING_CHUNKS,
     Program,
     chunk_elements,
+    compile_collective,
     compile_rounds,
 )
 from wingbeat.types import blocks_of
 
-name_st = st.sampled_from(["ring", "mesh"])
+BCUBES = [("bcube@2x2", 4), ("bcube@3x2", 9), ("bcube@2x3", 8)]
+place_st = st.sampled_from(BCUBES) | st.tuples(st.sampled_from(["ring", "mesh"]), st.integers(1, 9))
+several_st = place_st.filter(lambda place: place[1] > 1)
 
 
-def programs(name: str, what: str, size: int, length: int, chunk: int) -> list[Program]:
+def programs(place: tuple[str, int], what: str, length: int, chunk: int) -> list[Program]:
+    name, size = place
     blocks = blocks_of(length, size)
     make = getattr(topologies.get(name), what)
     return [compile_rounds(make(rank, blocks), chunk) for rank in range(size)]
 
 
 @given(
-    name=name_st,
+    place=place_st,
     what=st.sampled_from(["reduce_scatter", "all_gather", "all_reduce"]),
-    size=st.integers(1, 9),
     length=st.integers(0, 80),
     chunk=st.integers(1, 20),
 )
-def test_both_ends_of_a_link_number_the_same_chunks(name, what, size, length, chunk) -> None:
-    compiled = programs(name, what, size, length, chunk)
+def test_both_ends_of_a_link_number_the_same_chunks(place, what, length, chunk) -> None:
+    compiled = programs(place, what, length, chunk)
     sent, received = set(), set()
     for rank, program in enumerate(compiled):
         sends = [*program.first, *(t for unlocked in program.unlocks for t in unlocked)]
-        sent |= {(rank, t.peer, t.tag, t.span) for t in sends}
-        received |= {(t.peer, rank, t.tag, t.span) for t in program.receives}
+        sent |= {(rank, t.peer, t.link, t.tag, t.span) for t in sends}
+        received |= {(t.peer, rank, t.link, t.tag, t.span) for t in program.receives}
+        assert len({(t.peer, t.link, t.tag) for t in sends}) == len(sends)
         assert all(0 < len(t.span) <= chunk for t in sends)
     assert sent == received
 
 
-@given(name=name_st, size=st.integers(2, 9), length=st.integers(1, 80), chunk=st.integers(1, 20))
-def test_a_chunk_is_sent_only_after_all_that_it_sums(name, size, length, chunk) -> None:
-    for program in programs(name, "all_reduce", size, length, chunk):
+@given(place=several_st, length=st.integers(1, 80), chunk=st.integers(1, 20))
+def test_a_chunk_is_sent_only_after_all_that_it_sums(place, length, chunk) -> None:
+    for program in programs(place, "all_reduce", length, chunk):
         seen: dict[int, int] = {}
         for index, receive in enumerate(program.receives):
             for element in range(receive.span.start, receive.span.stop):
@@ -52,22 +59,22 @@ def test_a_chunk_is_sent_only_after_all_that_it_sums(name, size, length, chunk) 
                 assert any(seen.get(element) == index for element in needed)
 
 
-@given(name=name_st, size=st.integers(2, 6), length=st.integers(1, 60), chunk=st.integers(1, 9))
-def test_no_program_can_deadlock(name, size, length, chunk) -> None:
+@given(place=several_st, length=st.integers(1, 60), chunk=st.integers(1, 9))
+def test_no_program_can_deadlock(place, length, chunk) -> None:
     """Drive all ranks in virtual time: deliver what is sent, until everything has arrived."""
-    compiled = programs(name, "all_reduce", size, length, chunk)
-    wire = {(r, t.peer, t.tag) for r, p in enumerate(compiled) for t in p.first}
-    position = [0] * size
+    compiled = programs(place, "all_reduce", length, chunk)
+    wire = {(r, t.peer, t.link, t.tag) for r, p in enumerate(compiled) for t in p.first}
+    position = [0] * len(compiled)
     progress = True
     while progress:
         progress = False
         for rank, program in enumerate(compiled):
             while position[rank] < len(program.receives):
                 expected = program.receives[position[rank]]
-                if (expected.peer, rank, expected.tag) not in wire:
+                if (expected.peer, rank, expected.link, expected.tag) not in wire:
                     break
                 for send in program.unlocks[position[rank]]:
-                    wire.add((rank, send.peer, send.tag))
+                    wire.add((rank, send.peer, send.link, send.tag))
                 position[rank] += 1
                 progress = True
     assert position == [len(p.receives) for p in compiled]
@@ -77,3 +84,24 @@ def test_no_program_can_deadlock(name, size, length, chunk) -> None:
 def test_chunks_stay_within_bounds(elements: int, itemsize: int) -> None:
     size = chunk_elements(elements, itemsize) * itemsize
     assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES
+
+
+@given(
+    place=st.sampled_from([("bcube@2x2", 4, 2), ("bcube@3x2", 9, 2), ("bcube@4x2", 16, 2)]),
+    megabytes=st.integers(20, 200),
+)
+def test_what_is_received_over_several_links_is_announced_at_once(place, megabytes) -> None:
+    """Were it not, a link whose chunks come later in the one order of all would have to wait."""
+    name, size, links = place
+    numel = megabytes * 2**18
+    whole, *others = compile_collective(
+        "all_reduce", topologies.get(name), 1, size, numel, 4, (1.0,) * links
+    )
+    assert not any(other.receives or other.first for other in others)
+    assert len(whole.receives) <= 1.5 * SPANNING_CHUNKS <= 1.5 * machine.AHEAD
+    assert all(4 * len(t.span) <= MAX_SPANNING_BYTES for t in whole.receives)
+
+
+def test_a_payload_that_is_best_whole_stays_so_over_several_links() -> None:
+    [whole, _] = compile_collective("all_gather", topologies.get("bcube@2x2"), 0, 4, 800, 0, (1, 1))
+    assert all(len(t.span) == 100 for t in whole.receives)

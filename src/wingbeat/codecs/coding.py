@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 
 from wingbeat.codecs.codec import Codec
 from wingbeat.codecs.topk import TopKCodec
+from wingbeat.observe import meter
 from wingbeat.types import Span
 
 ALIGNMENT = 4
@@ -77,17 +79,22 @@ class Coding:
         """Write ``buffer[span]`` into ``payload``.
 
         ``residual`` is as long as the buffer, and so is the ``velocity`` of momentum correction.
+        Where a codec keeps none, what another has left there goes along, once.
         """
+        begin = time.monotonic_ns()
         for part, room in self._rooms(span, payload):
             x = buffer[part.span.start : part.span.stop].to(torch.float32)
-            own = None
-            if residual is not None and part.codec.feedback:
-                own = residual[part.span.start : part.span.stop]
+            own = None if residual is None else residual[part.span.start : part.span.stop]
+            if own is not None and not part.codec.feedback:
+                x = x + own
+                own.zero_()
+                own = None
             if velocity is not None and isinstance(part.codec, TopKCodec):
                 moving = velocity[part.span.start : part.span.stop]
                 part.codec.encode(x, room, residual=own, velocity=moving)
             else:
                 part.codec.encode(x, room, residual=own, cols=part.cols)
+        meter.codec.add(time.monotonic_ns() - begin)
 
     def decode(
         self, payload: torch.Tensor, buffer: torch.Tensor, span: Span, *, add: bool = False
@@ -97,6 +104,7 @@ class Coding:
         Raises:
             ValueError: no encoder can have written this.
         """
+        begin = time.monotonic_ns()
         for part, room in self._rooms(span, payload):
             out = buffer[part.span.start : part.span.stop]
             if out.dtype is torch.float32:
@@ -105,6 +113,7 @@ class Coding:
             wide = out.float() if add else torch.empty_like(out, dtype=torch.float32)
             part.codec.decode(room, wide, add=add, cols=part.cols)
             out.copy_(wide)
+        meter.codec.add(time.monotonic_ns() - begin)
 
     def _rooms(self, span: Span, payload: torch.Tensor) -> Iterator[tuple[_Part, torch.Tensor]]:
         start = 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 
 from wingbeat.codecs.codec import Codec
+from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.half import HalfCodec
 from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec, warmed_up
-from wingbeat.wires import Coded, Half, LowRank, Sketch, TopK
+from wingbeat.wires import Coded, Half, LowRank, Sketch, TopK, kinds, own
 
 TRIED = 40
 """Steps at the beginning in which a codec may be on trial: as long as a trial can take."""
@@ -22,12 +23,18 @@ def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
     is tried first whether the codec is faster, the warm-up begins after that: a trial has to be of
     what will travel later on, and half of its steps are exact anyway.
     """
-    if isinstance(wire, TopK):
-        density = wire.density_of(name)
-        if not wire.auto_disable or step >= min(TRIED, wire.warmup // 2):
-            density = warmed_up(density, wire.warmup, step)
-        return _topk(density, wire.momentum)
-    return _constant(wire)
+    mine = own(wire, name)
+    if isinstance(mine, TopK):
+        density = mine.density
+        if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
+            density = warmed_up(density, mine.warmup, step)
+        return _topk(density, mine.momentum)
+    return _constant(mine)
+
+
+def all_of(wire: Coded) -> tuple[Codec, ...]:
+    """Return every codec that gradients may go through, in the order of `wingbeat.wires.kinds`."""
+    return tuple(map(_constant, kinds(wire)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -36,10 +43,12 @@ def _topk(density: float, momentum: float) -> Codec:
 
 
 @functools.cache
-def _constant(wire: Coded) -> Codec:
+def _constant(wire: str | Coded) -> Codec:
+    if isinstance(wire, str):
+        assert not wire, f"{wire} is no codec"
+        return Dense()
     if isinstance(wire, Half):
         return HalfCodec()
-    if isinstance(wire, LowRank):
-        return LowRankCodec(wire.rank, SketchCodec(wire.bits, feedback=wire.feedback))
-    assert isinstance(wire, Sketch)
-    return SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)
+    assert isinstance(wire, Sketch | LowRank)
+    sketch = SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)
+    return LowRankCodec(wire.rank, sketch) if isinstance(wire, LowRank) else sketch

@@ -20,7 +20,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -203,12 +203,23 @@ class GatheredSum:
                 self.wire.coding.decode(row[: self._nbytes], self.buffer, self._span, add=rank > 0)
 
 
+class Addable(Protocol):
+    """What is to be done with rows once they are gathered."""
+
+    def add(self) -> None:
+        """Add them into the buffer.
+
+        Raises:
+            PeerError: a peer sent a malformed payload.
+        """
+
+
 class Gathered(Handle):
     """The rows of a gathered sum under way; waiting adds them into the buffer, once."""
 
     __slots__ = ("_added", "_adding", "_error", "_sum")
 
-    def __init__(self, handle: Handle, gathered: GatheredSum) -> None:
+    def __init__(self, handle: Handle, gathered: Addable) -> None:
         super().__init__(handle.jobs)
         self._sum = gathered
         self._adding = threading.Lock()

@@ -57,8 +57,13 @@ class Collectives:
     """
 
     def __init__(self, world: World, topology: str | Topology = "ring") -> None:
+        """Take the world's links.
+
+        Raises:
+            UsageError: the topology is not for these workers, their interfaces or networks.
+        """
         self.world = world
-        self._topology = topologies.get(topology) if isinstance(topology, str) else topology
+        self._topology = _fitted(topology, world)
         self._executors = _executors_of(world)
 
     def owned(self, numel: int) -> Span:
@@ -169,6 +174,8 @@ class Collectives:
             itemsize = packing.bytes_per_element
         # Encoding anew what others have encoded would lose more at every hop of a ring.
         topology = Mesh() if encoded else topology or self._topology
+        if not topology.in_place:  # packed chunks are copies; of no block is one good for all peers
+            packing = CastPacking(buffer.dtype if packing is None else packing.dtype, Span(0, 0))
         programs = compile_collective(
             what,
             topology,
@@ -221,6 +228,19 @@ class Collectives:
         if dtype is None or alone:
             return None
         return CastPacking(dtype, self.owned(buffer.numel()))
+
+
+def _fitted(topology: str | Topology, world: World) -> Topology:
+    """Return what goes along the links of this world.
+
+    Raises:
+        UsageError: the topology is not for so many workers, interfaces, or for how they are wired.
+    """
+    known = topologies.get(topology) if isinstance(topology, str) else topology
+    fitted = known.fitted(world.size, len(world.links))
+    if world.networks:
+        fitted.check_networks(world.networks)
+    return fitted
 
 
 def _job_of(handle: Handle | None, link: int) -> Job | None:

@@ -18,6 +18,13 @@ MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 512 << 10
 CHUNKS_PER_BLOCK = 4
 
+SPANNING_CHUNKS = 128
+"""In about so many chunks all is received that one program receives over several links: no more
+than a machine announces ahead. They are taken in one order, and a link whose next chunk is not
+announced is idle: with chunks of 512 KB, 100 MB took 1.1 times as long in a BCube(3, 2)."""
+
+MAX_SPANNING_BYTES = 4 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -153,12 +160,22 @@ def compile_collective(
     stripes = [split(block, weights) for block in blocks]
     chunk = chunk_elements(max(map(len, blocks)), itemsize)
     if topology.spans_links:
+        chunk = max(chunk, _spanning_chunk(numel, itemsize))
         whole = compile_rounds(_rounds(what, topology, rank, blocks, 0), chunk)
-        return (whole, *[compile_rounds((), chunk)] * (len(weights) - 1))
+        return (whole, *[compile_rounds((), chunk)] * (len(weights) - 1))[: len(weights)]
     return tuple(
         compile_rounds(_rounds(what, topology, rank, [s[link] for s in stripes], link), chunk)
         for link in range(len(weights))
     )
+
+
+def _spanning_chunk(numel: int, itemsize: float) -> int:
+    """Choose how many elements travel at least in one message of a program for several links.
+
+    An all-reduce receives up to twice the buffer.
+    """
+    most = MAX_SPANNING_BYTES / itemsize if itemsize > 0 else numel
+    return int(min(-(-2 * numel // SPANNING_CHUNKS), most))
 
 
 def _rounds(

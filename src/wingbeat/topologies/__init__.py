@@ -7,22 +7,42 @@ here does I/O.
 from __future__ import annotations
 
 from wingbeat.errors import UsageError, unknown
+from wingbeat.topologies.bcube import AggregatingBCube, BCube, parse_size
 from wingbeat.topologies.doubling import Doubling
 from wingbeat.topologies.mesh import Mesh
 from wingbeat.topologies.ring import Ring
 from wingbeat.topologies.topology import Topology
 
-__all__ = ["BY_NAME", "Doubling", "Mesh", "Ring", "Topology", "get", "name_of"]
+__all__ = [
+    "BY_NAME",
+    "AggregatingBCube",
+    "BCube",
+    "Doubling",
+    "Mesh",
+    "Ring",
+    "Topology",
+    "get",
+    "name_of",
+    "parse_size",
+]
 
-BY_NAME: dict[str, Topology] = {"ring": Ring(), "mesh": Mesh(), "doubling": Doubling()}
+BY_NAME: dict[str, Topology] = {
+    "ring": Ring(),
+    "mesh": Mesh(),
+    "doubling": Doubling(),
+    "bcube": BCube(),
+}
 
 
 def get(name: str) -> Topology:
-    """Return the topology of that name.
+    """Return the topology of that name; a BCube may have its size, as in ``"bcube@3x2"``.
 
     Raises:
         UsageError: there is none.
     """
+    kind, at, size = name.partition("@")
+    if kind == "bcube" and at:
+        return BCube(*parse_size(size))
     if name not in BY_NAME:
         raise unknown("topology", name, BY_NAME)
     return BY_NAME[name]
@@ -34,6 +54,8 @@ def name_of(topology: Topology) -> str:
     Raises:
         UsageError: it has none, so that no worker could be told of it.
     """
+    if type(topology) is BCube and topology.levels:
+        return f"bcube@{topology.size}"
     for name, known in BY_NAME.items():
         if topology == known:
             return name

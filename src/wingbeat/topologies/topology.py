@@ -24,10 +24,31 @@ class Topology(Part, ABC):
             of them and what arrives on one may leave on another; ``interface`` is 0 then.
         symmetric: whether each rank's rounds are rank 0's with all peers moved on by its number,
             where blocks are equally long.
+        in_place: whether what is sent stays as it is until it has arrived; if not, who executes it
+            sends copies.
     """
 
     spans_links: ClassVar[bool] = False
     symmetric: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
+
+    def fitted(self, workers: int, interfaces: int) -> Topology:  # noqa: ARG002
+        """Return what goes for so many workers with so many interfaces each: itself, mostly.
+
+        Raises:
+            UsageError: it is not for them.
+        """
+        return self
+
+    def check_networks(self, networks: Sequence[Sequence[str]]) -> None:
+        """Check that the workers are wired as it has to be.
+
+        Args:
+            networks: for each rank, the subnet of each of its interfaces.
+
+        Raises:
+            UsageError: they are not.
+        """
 
     @abstractmethod
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:

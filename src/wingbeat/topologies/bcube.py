@@ -1,0 +1,359 @@
+"""BCube: hosts with one network interface for each level of a recursive network of small switches.
+
+In BCube(alpha, beta) (Guo et al., SIGCOMM 2009; Canary, section 4.4.1) there are alpha**beta
+workers. Written in base alpha, a worker's rank has one digit for each level: interface ``l`` is
+plugged into port ``digit l`` of the switch that joins the alpha workers whose other digits are the
+same, its level-``l`` cube. `BCube` is BML's program (Wang et al., NeurIPS 2018), `AggregatingBCube`
+that of Canary's Table 2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from wingbeat.errors import UsageError
+from wingbeat.topologies.topology import Topology
+from wingbeat.types import Hop, Recv, Round, Send, Span, split
+
+MOST_PORTS = 1000
+MOST_LEVELS = 16
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BCube(Topology):
+    """Synchronous all-reduce over all interfaces of a BCube at once, as BML does it.
+
+    Every block is cut into ``levels`` equal parts. Part ``t`` is reduced along level ``t`` first,
+    then along level ``t + 1`` and so on, modulo ``levels``; so in each of the ``levels`` rounds
+    every interface carries one part. The all-gather is the same backwards. Each half sends
+    ``1 - 1/n`` of the buffer, in equal shares on all interfaces: 1.78 buffers an all-reduce for
+    BCube(3, 2), as many as a ring sends over one. Every worker gets the owner's sum, bit for bit.
+
+    Attributes:
+        ports: of each switch; the papers' alpha. 0: found from the workers and their interfaces.
+        levels: interfaces of each worker; the papers' beta. 0: as for ``ports``.
+
+    Raises:
+        UsageError: only one of them is 0, or one is out of range.
+    """
+
+    spans_links: ClassVar[bool] = True
+
+    ports: int = 0
+    levels: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = ((self.ports, 2, MOST_PORTS), (self.levels, 1, MOST_LEVELS))
+        whole = all(type(n) is int and low <= n <= high for n, low, high in sizes)
+        if not whole and (self.ports, self.levels) != (0, 0):
+            raise UsageError(
+                f"BCube(ports={self.ports!r}, levels={self.levels!r}): allowed are ports from 2 to "
+                f"{MOST_PORTS} and levels from 1 to {MOST_LEVELS}, or neither, to have both found"
+            )
+
+    @property
+    def size(self) -> str:
+        """Both numbers, as in ``3x2``; empty where they are to be found."""
+        return f"{self.ports}x{self.levels}" if self.levels else ""
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are, ``ports ** levels``."""
+        count: int = self.ports**self.levels
+        return count
+
+    def fitted(self, workers: int, interfaces: int) -> BCube:
+        """Return the BCube of so many workers with so many interfaces each.
+
+        Raises:
+            UsageError: there is none, or another one is asked for.
+        """
+        if workers == 1:
+            return self
+        if not self.levels:
+            ports = _root(workers, interfaces)
+            if ports**interfaces != workers:
+                raise UsageError(_none_text(workers, interfaces, ports))
+            return type(self)(ports, interfaces)
+        if (self.workers, self.levels) != (workers, interfaces):
+            raise UsageError(
+                f"{_said(self.workers, self.levels)} are {self}; you have {workers} with "
+                f"{interfaces}: start {self.workers}, and name the interfaces to use, as in "
+                f"wingbeat.init(interfaces={[f'eth{i}' for i in range(self.levels)]})"
+            )
+        return self
+
+    def __repr__(self) -> str:
+        sizes = f"ports={self.ports}, levels={self.levels}" if self.levels else ""
+        return f"{type(self).__name__}({sizes})"
+
+    def __str__(self) -> str:
+        return f"BCube({self.ports}, {self.levels})" if self.levels else "BCube()"
+
+    def digit(self, rank: int, level: int) -> int:
+        """Return which port of its level-``level`` switch a worker is plugged into."""
+        low: int = self.ports**level
+        return rank // low % self.ports
+
+    def cube(self, rank: int, level: int) -> list[int]:
+        """Return the workers on a worker's level-``level`` switch by port, itself among them."""
+        low: int = self.ports**level
+        first = rank - self.digit(rank, level) * low
+        return [first + port * low for port in range(self.ports)]
+
+    def check_networks(self, networks: Sequence[Sequence[str]]) -> None:
+        """Check each level's workers to be joined directly by that level's interface.
+
+        Raises:
+            UsageError: the ranks are not wired so.
+        """
+        if len(networks) == 1:
+            return
+        for level, rank in itertools.product(range(self.levels), range(self.workers)):
+            cube = self.cube(rank, level)
+            if rank == cube[0] and len({networks[member][level] for member in cube}) > 1:
+                listed = ", ".join(f"{member} on {networks[member][level]}" for member in cube)
+                raise UsageError(
+                    f"{self}: interface {level} is to join the ranks {cube} by one switch, but "
+                    f"they are in several networks ({listed}): give the ranks in the order of "
+                    f"the ports (digit l of a rank in base {self.ports} is its port at level l), "
+                    "and the interfaces in the order of the levels"
+                )
+
+    def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
+        """Sum all workers' buffers; afterwards ``blocks[rank]`` holds it, the rest is scratch."""
+        parts = self._parts(blocks)
+        return [self._scatter(rank, parts, step) for step in range(len(parts) and self.levels)]
+
+    def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
+        """Spread every worker's ``blocks[rank]`` to all the others: the reduce-scatter backwards.
+
+        Where a block would have come from, its sum goes to.
+        """
+        parts = self._parts(blocks)
+        steps = reversed(range(len(parts) and self.levels))
+        return [self._gather(rank, parts, step) for step in steps]
+
+    def broadcast(
+        self,
+        rank: int,
+        root: int,
+        blocks: Sequence[Span],
+        interface: int = 0,  # noqa: ARG002
+    ) -> list[Round]:
+        """Spread ``root``'s blocks level by level: who has a block sends it along the next level.
+
+        Each block begins at another level, so that all interfaces are busy.
+        """
+        if not self._parts(blocks):
+            return []
+        rounds: list[Round] = []
+        for number, block in enumerate(blocks):
+            order = self._order(number)
+            far = [self.digit(rank, at) != self.digit(root, at) for at in order]
+            wrong = [step for step, differs in enumerate(far) if differs]
+            # Whoever differs from the root last at some level has it along that level.
+            begin = wrong[-1] + 1 if wrong else 0
+            if wrong:
+                level = order[wrong[-1]]
+                source = self.cube(rank, level)[self.digit(root, level)]
+                rounds.append((Recv(source, block, False, level),))
+            sends = [
+                Send(peer, block, level)
+                for level in order[begin:]
+                for peer in self._others(rank, level)
+            ]
+            rounds.append(tuple(sends))
+        return rounds
+
+    def _parts(self, blocks: Sequence[Span]) -> list[list[Span]]:
+        """Return each block's parts; nothing where a worker is alone.
+
+        Raises:
+            UsageError: there are not as many blocks as workers.
+        """
+        if len(blocks) == 1:
+            return []
+        if not self.levels or len(blocks) != self.workers:
+            raise UsageError(f"{self} is not for {len(blocks)} workers: fitted() returns what is")
+        return [split(block, [1] * self.levels) for block in blocks]
+
+    def _others(self, rank: int, level: int, way: int = 1) -> list[int]:
+        """Return the others of a cube, from the next one on (``way`` = -1: from the one before)."""
+        cube, own = self.cube(rank, level), self.digit(rank, level)
+        return [cube[(own + way * k) % self.ports] for k in range(1, self.ports)]
+
+    def _scatter(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
+        """One round, in which each part loses one digit: what is left to sum is 1/ports of it."""
+        return _taking_turns(
+            self._scatter_part(rank, parts, part, step) for part in range(self.levels)
+        )
+
+    def _scatter_part(
+        self, rank: int, parts: Sequence[Sequence[Span]], part: int, step: int
+    ) -> Iterator[Hop]:
+        order = self._order(part)
+        level, later = order[step], order[step + 1 :]
+        for peer in self._others(rank, level):
+            for block in self._around(peer, later):
+                yield Send(peer, parts[block][part], level)
+        for peer in self._others(rank, level, -1):
+            for block in self._around(rank, later):
+                yield Recv(peer, parts[block][part], True, level)
+
+    def _gather(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
+        """One round, in which each worker has ``ports`` times as much of each part as before."""
+        return _taking_turns(
+            self._gather_part(rank, parts, part, step) for part in range(self.levels)
+        )
+
+    def _gather_part(
+        self, rank: int, parts: Sequence[Sequence[Span]], part: int, step: int
+    ) -> Iterator[Hop]:
+        """What a worker has had for longest comes first."""
+        order = self._order(part)
+        level, later = order[step], order[step + 1 :]
+        for peer in self._others(rank, level, -1):
+            for block in self._around(rank, later):
+                yield Send(peer, parts[block][part], level)
+        for peer in self._others(rank, level):
+            for block in self._around(peer, later):
+                yield Recv(peer, parts[block][part], False, level)
+
+    def _order(self, part: int) -> list[int]:
+        """Return the levels in the order in which a part is reduced along them."""
+        return [(part + step) % self.levels for step in range(self.levels)]
+
+    def _around(self, rank: int, levels: Sequence[int]) -> Iterator[int]:
+        """Yield the blocks whose owners differ from ``rank`` at these levels at most.
+
+        In the order of how far they are from it, the same seen from every rank: so all workers do
+        the same at the same time, and no two of them wait for one receiver.
+        """
+        for moves in itertools.product(range(self.ports), repeat=len(levels)):
+            block = rank
+            for level, offset in zip(levels, moves, strict=True):
+                block = self.cube(block, level)[(self.digit(rank, level) + offset) % self.ports]
+            yield block
+
+    def _agreeing(self, rank: int, levels: Sequence[int]) -> list[int]:
+        """Return the blocks whose owners have the digits of ``rank`` at these levels."""
+        return [
+            block
+            for block in range(self.workers)
+            if all(self.digit(block, at) == self.digit(rank, at) for at in levels)
+        ]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class AggregatingBCube(BCube):
+    """Canary's Table 2 as it is written: pieces are summed whole before any is passed on.
+
+    Each of the ``levels`` parts (the paper's threads) of a worker's buffer is cut into ``ports``
+    pieces. Piece ``j`` of part ``t`` is first summed by the worker at port ``j`` of each
+    level-``t`` cube; then the workers that hold such sums of one piece exchange and add them along
+    the other levels ("allgather" in the paper), so that each has the whole sum; then the pieces of
+    a part are gathered along level ``t`` ("allreduce"), and what the paper calls the last step, to
+    combine the parts, sends nothing. That is ``levels + 1`` rounds, in each of which
+    ``1 - 1/ports`` of the buffer is sent: 2.0 buffers for BCube(3, 2).
+
+    The workers that hold the sum of one piece have each added it in another order: from three
+    ports on, results of floating point numbers may differ between cubes by a rounding. So it has
+    no name, and no strategy trains with it.
+    """
+
+    in_place: ClassVar[bool] = False
+
+    def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
+        """Sum all workers' buffers into this worker's pieces, its block among them."""
+        parts = self._parts(blocks)
+        if not parts:
+            return []
+        rounds = [self._scatter(rank, parts, 0)]
+        for step in range(1, self.levels):
+            rounds.append(self._spread(rank, parts, step, reduce=True))
+        return rounds
+
+    def all_reduce(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
+        """Sum all workers' buffers on every worker."""
+        parts = self._parts(blocks)
+        rounds = self.reduce_scatter(rank, blocks, interface)
+        return [*rounds, self._spread(rank, parts, 0, reduce=False)] if parts else []
+
+    def _spread(
+        self, rank: int, parts: Sequence[Sequence[Span]], step: int, *, reduce: bool
+    ) -> Round:
+        """One round, in which each worker sends its piece of every part to a whole cube."""
+        return _taking_turns(
+            self._spread_part(rank, parts, part, (part + step) % self.levels, reduce)
+            for part in range(self.levels)
+        )
+
+    def _spread_part(
+        self, rank: int, parts: Sequence[Sequence[Span]], part: int, level: int, reduce: bool
+    ) -> Iterator[Hop]:
+        for peer in self._others(rank, level):
+            yield from (Send(peer, s, level) for s in self._piece(rank, parts, part))
+        for peer in self._others(rank, level, -1):
+            for span in self._piece(peer, parts, part):
+                yield Recv(peer, span, reduce, level)
+
+    def _piece(self, rank: int, parts: Sequence[Sequence[Span]], part: int) -> Iterator[Span]:
+        """Yield the spans of the piece of a part that the worker sums."""
+        return (parts[block][part] for block in self._agreeing(rank, [part]))
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read ``3x2`` as ports and levels.
+
+    Raises:
+        UsageError: it is no such text.
+    """
+    ports, _, levels = text.partition("x")
+    fine = ports.isdecimal() and levels.isdecimal() and len(text) < 9
+    if not fine or not int(ports) * int(levels):
+        raise UsageError(
+            f"bcube@{text}: allowed are PORTSxLEVELS, such as bcube@3x2 for 9 workers with 2 "
+            "interfaces each, or bcube alone, to have both found"
+        )
+    return int(ports), int(levels)
+
+
+def _taking_turns(parts: Iterable[Iterable[Hop]]) -> Round:
+    """Put the parts' hops in turn, so that all interfaces have something to carry from the start.
+
+    Between two workers all hops of a round are of one part, so both see them in the same order.
+    """
+    turns = itertools.zip_longest(*parts)
+    return tuple(hop for turn in turns for hop in turn if hop is not None)
+
+
+def _root(workers: int, levels: int) -> int:
+    """Return the most ports with which a BCube of so many levels has no more than ``workers``."""
+    ports = 1
+    while levels and (ports + 1) ** levels <= workers:
+        ports += 1
+    return ports
+
+
+def _said(workers: int, interfaces: int) -> str:
+    each = "1 interface" if interfaces == 1 else f"{interfaces} interfaces"
+    return f"{workers} workers with {each} each"
+
+
+def _none_text(workers: int, interfaces: int, ports: int) -> str:
+    """Say what would make a BCube where this does not; ``ports`` is from `_root`."""
+    near = [p for p in (ports, ports + 1) if p > 1 and interfaces]
+    fit = [f"{_said(p**interfaces, interfaces)} are BCube({p}, {interfaces})" for p in near]
+    fit += [
+        f"{_said(workers, levels)} are BCube({p}, {levels})"
+        for levels in range(1, MOST_LEVELS)
+        if (p := _root(workers, levels)) > 1 and p**levels == workers
+    ]
+    return (
+        f"topology 'bcube': {'; '.join(fit)}; you have {workers} with {interfaces}: start so many, "
+        "name the interfaces (wingbeat.init(interfaces=['eth0'])), or choose another topology"
+    )
