@@ -1,0 +1,176 @@
+"""How many requests the group generator's process answers, beside one that only answers.
+
+    python benchmarks/generator_service.py --json out/generator_service.json
+
+So many workers' mailboxes, all in one process that computes nothing, ask, are told a group, say
+that it is done and ask again, as fast as they can; groups are divisions into pairs. Beside it the
+same mailboxes and a process that returns each message: the message layer's own rate of requests.
+Both take turns. A request of the generator's is two messages there and one back, the other's one
+there and one back. The load's own processor time is the larger part of both. With few workers a
+pair mostly waits for its second member.
+
+Exit code 1 if the generator answers less than half as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from common import refuse_unwritable, write
+
+from wingbeat.bench import machine
+from wingbeat.groups.config import GeneratorConfig
+from wingbeat.groups.protocol import Kind, told_of
+from wingbeat.groups.rules import Rules
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
+from wingbeat.transport.services.launch import InProcess
+from wingbeat.transport.services.process import main as serve
+from wingbeat.transport.store import Store
+
+LEAST = 0.5
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A process that returns each message."""
+
+    module: ClassVar[str] = "generator_service"
+    me: ClassVar[str] = "echo"
+
+    workers: int
+    encrypted: bool
+
+    def to_json(self) -> str:
+        return json.dumps([self.workers, self.encrypted])
+
+    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+        box = opened(store, self.workers, range(self.workers), "echo/", self.encrypted)
+
+        def run(parent: Callable[[], bool]) -> None:
+            while parent() and len(box.left) < self.workers:
+                message = box.next(0.25)
+                while message is not None:
+                    box.post(message.peer, message.kind, urgency=0)
+                    message = box.poll()
+
+        return run
+
+
+def opened(store: Store, number: int, peers: Any, room: str, encrypted: bool) -> Mailbox:
+    return open_mailbox(
+        store, number, peers, room=room, interfaces=["lo"], classes=1, encrypted=encrypted,
+        limits=Limits(silence=SECONDS), seconds=SECONDS,
+    )  # fmt: skip
+
+
+def main() -> int:
+    args = arguments()
+    refuse_unwritable(args.json)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    report: dict[str, Any] = {"machine": machine.describe(), "command": sys.argv, "rows": []}
+    missed = False
+    for workers in args.workers:
+        rates: dict[str, list[float]] = {"generator": [], "messages": []}
+        for _ in range(args.rounds):
+            rates["generator"].append(generator_rate(workers, args))
+            rates["messages"].append(echo_rate(workers, args))
+        ratio = statistics.median(
+            a / b for a, b in zip(rates["generator"], rates["messages"], strict=True)
+        )
+        report["rows"].append({"workers": workers, **rates, "ratio": ratio})
+        write(args.json, report)
+        shown = "  ".join(f"{k} {statistics.median(v):8,.0f}/s" for k, v in rates.items())
+        print(f"{workers:4} workers  {shown}  ratio {ratio:.2f}", flush=True)
+        missed |= ratio < LEAST
+    if missed:
+        print(f"MISSED: the generator answers less than {LEAST} of the message layer's requests")
+    return int(missed)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", nargs="+", type=int, default=[16, 64])
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often they take turns (3)")
+    parser.add_argument("--clear", action="store_true", help="without encryption")
+    parser.add_argument("--json", type=Path, default=Path("out/generator_service.json"))
+    return parser.parse_args()
+
+
+def generator_rate(workers: int, args: argparse.Namespace) -> float:
+    rules = Rules(size=2, inter_intra=False)
+    config = GeneratorConfig(
+        room="groups/", host_of=(0,) * workers, interfaces=("lo",), encrypted=not args.clear,
+        timeout=SECONDS, rules=rules, silence=SECONDS, least=SECONDS,
+    )  # fmt: skip
+
+    def answer(box: Mailbox, message: Any) -> bool:
+        if message.kind != Kind.RUN:
+            return False
+        run = told_of(message.ids, message.payload, workers).run
+        box.post(workers, Kind.DONE, ids=(run.number, run.epoch, 0, 0), urgency=0)
+        box.post(workers, Kind.ASK, urgency=0)
+        return True
+
+    return measured(config, workers, "groups/", answer, args)
+
+
+def echo_rate(workers: int, args: argparse.Namespace) -> float:
+    def answer(box: Mailbox, _message: Any) -> bool:
+        box.post(workers, Kind.ASK, urgency=0)
+        return True
+
+    return measured(Echo(workers, not args.clear), workers, "echo/", answer, args)
+
+
+def measured(
+    config: Any, workers: int, room: str, answer: Callable[[Mailbox, Any], bool],
+    args: argparse.Namespace,
+) -> float:  # fmt: skip
+    """Return the answers a second to workers that ask again at once."""
+    store = Switchboard()
+    process = InProcess(config, store)
+    try:
+        with ThreadPoolExecutor(workers) as threads:
+            boxes = list(
+                threads.map(
+                    lambda worker: opened(store, worker, [workers], room, not args.clear),
+                    range(workers),
+                )
+            )
+        for box in boxes:
+            box.post(workers, Kind.ASK, urgency=0)
+        begun, answers = time.monotonic(), 0
+        while time.monotonic() < begun + args.seconds:
+            for box in boxes:
+                message = box.poll()
+                while message is not None:
+                    answers += answer(box, message)
+                    message = box.poll()
+        seconds = time.monotonic() - begun
+        for box in boxes:
+            box.abandon()
+        return answers / seconds
+    finally:
+        process.kill()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].startswith("["):
+        serve(Echo(*json.loads(sys.argv[1])))
+    else:
+        sys.exit(main())

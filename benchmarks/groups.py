@@ -1,0 +1,183 @@
+"""Ripples in virtual time, beside all-reduce and servers: time per iteration (Figs. 17 and 19).
+
+    python benchmarks/groups.py --json out/groups.json
+    python benchmarks/groups.py --rates 1gbit 10gbit --compute-ms 60
+    python benchmarks/groups.py --thresholds 2 4 8 16 64 0
+    python benchmarks/groups.py --hosts 250 --iterations 10 --rates 10gbit
+
+16 workers on 4 hosts, whose cards they share, train VGG-16 for CIFAR-10 in the paper's 9.23 MB:
+nobody is slow, or one worker's iterations have 2 or 5 times the computation added. Groups are those
+of each step of the ablation (section 5), and the static schedule. All-reduce overlaps backward, in
+buckets; averages are made after the step. `mixing` is the spectral gap of an iteration of all
+workers. Losses are not simulated: the paper's "overall" speed-ups need training.
+
+With `--thresholds` C_thres, for which the paper has no value, is swept instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common import refuse_unwritable, write
+
+from wingbeat import strategies
+from wingbeat.bench import machine
+from wingbeat.bench.simulated import GOODPUT
+from wingbeat.groups.layout import Layout
+from wingbeat.groups.mixing import parts_of, spectral_gap
+from wingbeat.groups.rules import ABLATION, Rules
+from wingbeat.lab.units import parse_rate
+from wingbeat.simulator import Links, Model, TimedLayer, simulate, simulate_groups
+from wingbeat.types import TensorSpec
+
+NBYTES = 9.23e6
+"""Of the model's parameters (section 7.1.2)."""
+CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+SIDES = (32, 32, 16, 16, 8, 8, 8, 4, 4, 4, 2, 2, 2)
+BASELINES = {"PS": "vanillaps", "All-Reduce": "allreduce"}
+SLOWED = {"none": 1.0, "+2x": 3.0, "+5x": 6.0}
+PAPER = {
+    "PS": {"none": 1.0},
+    "All-Reduce": {"none": 4.27, "+2x": 1.66},
+    "static": {"none": 5.01, "+2x": 2.47},
+    "random": {"none": 3.03, "+2x": 2.13},
+    "+ filter": {"none": 5.26, "+2x": 4.23},
+}
+"""Section 7.4: over PS in time to a loss, which is not time per iteration."""
+
+
+def main() -> int:
+    args = arguments()
+    refuse_unwritable(args.json)
+    report: dict[str, Any] = {"machine": machine.describe(), "command": sys.argv, "rows": []}
+    layout, model = Layout.even(args.hosts, args.workers), vgg16(args.compute_ms / 1e3)
+    for rate in args.rates:
+        links = Links(bytes_per_s=parse_rate(rate) / 8 * GOODPUT)
+        for value in args.thresholds:
+            for slowed in SLOWED:
+                rules = Rules(threshold=value or None)
+                row = grouped(model, rules, layout, links, slowed, args)
+                tell(report, args, rate, f"C_thres={value or 'none'}", slowed, row)
+        for slowed in SLOWED if not args.thresholds else ():
+            for name, text in BASELINES.items() if layout.workers <= 64 else ():
+                tell(report, args, rate, name, slowed, baseline(model, text, layout, links, slowed))
+            for name, rules in {"static": None, **ABLATION}.items():
+                row = grouped(model, rules, layout, links, slowed, args)
+                tell(report, args, rate, name, slowed, row)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of a host's card")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=4, help="of a host (4)")
+    parser.add_argument("--compute-ms", type=float, default=60.0, help="of an iteration (60)")
+    parser.add_argument("--iterations", type=int, default=60, help="of each worker (60)")
+    parser.add_argument("--jitter", type=float, default=0.02, help="of computation (0.02)")
+    parser.add_argument(
+        "--thresholds", nargs="+", type=int, default=[], help="values of C_thres; 0: no filter"
+    )
+    parser.add_argument("--json", type=Path, default=Path("out/groups.json"))
+    return parser.parse_args()
+
+
+def vgg16(compute_s: float) -> Model:
+    """Return VGG-16's convolutions, narrowed to the paper's size; computation goes by products."""
+    full = [9 * a * b for a, b in zip((3, *CHANNELS), CHANNELS, strict=False)]
+    numels = [max(1, round(n * NBYTES / 4 / sum(full))) for n in full]
+    products = [n * side**2 for n, side in zip(numels, SIDES, strict=True)]
+    layers = [compute_s * p / sum(products) for p in products]
+    return Model(
+        tuple(TimedLayer(s / 3, 2 * s / 3, (number,)) for number, s in enumerate(layers)),
+        tuple(TensorSpec(f"conv{i}", (n,), "float32", 4) for i, n in enumerate(numels)),
+    )
+
+
+def slow_of(layout: Layout, slowed: str) -> Mapping[int, float]:
+    """Return who is slow: a worker in the middle of a host, so that the static schedule has it."""
+    return {min(5, layout.workers - 1): SLOWED[slowed]} if slowed != "none" else {}
+
+
+def baseline(model: Model, text: str, layout: Layout, links: Links, slowed: str) -> dict[str, Any]:
+    run = simulate(
+        model,
+        strategies.parse(text).choices(),
+        layout.workers,
+        links,
+        layout=layout,
+        slow=slow_of(layout, slowed),
+    )
+    return {"iteration_s": run.median_s}
+
+
+def grouped(
+    model: Model,
+    rules: Rules | None,
+    layout: Layout,
+    links: Links,
+    slowed: str,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    run = simulate_groups(
+        model,
+        rules,
+        layout,
+        links,
+        slow=slow_of(layout, slowed),
+        iterations=args.iterations,
+        jitter=args.jitter,
+    )
+    groups, workers = run.groups, layout.workers
+    each = len(groups) * workers / sum(run.steps)
+    return {
+        "iteration_s": run.iteration_s,
+        "waited": run.waited,
+        "averages": run.averages,
+        "mixing": spectral_gap(groups, workers) * each if workers <= 256 else None,
+        "parts": parts_of(groups, workers),
+        "steps_of_slow": run.steps[min(5, workers - 1)] / max(run.steps),
+    }
+
+
+def tell(
+    report: dict[str, Any],
+    args: argparse.Namespace,
+    rate: str,
+    name: str,
+    slowed: str,
+    row: dict[str, Any],
+) -> None:
+    """Keep a row, and print it beside PS and the paper."""
+    before = report["rows"]
+    first = next((r for r in before if (r["rate"], r["name"]) == (rate, "PS")), None)
+    alike = next((r for r in before if (r["rate"], r["name"]) == (rate, name)), row)
+    row |= {"rate": rate, "name": name, "slowed": slowed}
+    row["kept"] = alike["iteration_s"] / row["iteration_s"]
+    row["over_ps"] = first["iteration_s"] / row["iteration_s"] if first else None
+    before.append(row)
+    write(args.json, report)
+    paper = PAPER.get(name, {}).get(slowed)
+    print(
+        f"{rate:>7} {slowed:>5} {name:14}{1e3 * row['iteration_s']:8.1f} ms"
+        f"  kept {row['kept']:4.0%}"
+        + (f"  over PS {row['over_ps']:5.2f}" if first else "")
+        + (f" (paper, to a loss: {paper})" if paper else "")
+        + (
+            f"  waits {row['waited']:4.0%}  averages {row['averages']:.2f}"
+            if "waited" in row
+            else ""
+        )
+        + (f"  mixing {row['mixing']:.3f}" if row.get("mixing") is not None else ""),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""P-Reduce: the mean of one flat buffer over the members of a group (Ripples, section 3.2)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from wingbeat.collectives import Collectives
+from wingbeat.errors import PeerError
+from wingbeat.groups.client import GIVEN_UP
+from wingbeat.transport.blame import Blame
+from wingbeat.transport.meeting import room_of
+from wingbeat.types import Group
+
+if TYPE_CHECKING:
+    import torch
+
+    from wingbeat.collectives import Handle, WireFormat
+    from wingbeat.groups.generator import Run
+    from wingbeat.transport.world import World
+
+_LOOK_S = 0.5
+"""Seconds between two looks at whether members that have not come may still do."""
+
+GRACE_S = 5.0
+"""Seconds, beside twice what the longest average has taken, after which they will not come."""
+
+
+class GroupAverage:
+    """Averages this worker's parameters with those of groups, for `wingbeat.groups.client.Client`.
+
+    Connections are kept for as long as the group generator says. If a group fails, the buffer is as
+    it was.
+
+    Args:
+        world: of all workers, on CPUs.
+        buffer: all parameters: flat, contiguous, of floating point numbers, on the CPU.
+        wire: what they travel as; as they are if None.
+    """
+
+    def __init__(self, world: World, buffer: torch.Tensor, wire: WireFormat | None = None) -> None:
+        self._world, self._buffer, self._wire = world, buffer, wire
+        # A collective that fails leaves nothing of its buffer.
+        self._sum = buffer.clone()
+        self._longest_s = 0.0
+        self._kept: dict[int, tuple[Group, World, Collectives]] = {}
+
+    @property
+    def kept(self) -> int:
+        """How many groups' connections are kept."""
+        return len(self._kept)
+
+    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
+        """Replace the buffer by its mean over the members, with the same bits on each.
+
+        Args:
+            run: the group, of two members at least.
+            meeting: its number, the same on all members; that of before if connections are kept.
+            alive: whether members that have not come may still do.
+
+        Returns:
+            None; or a member that was lost, or `GIVEN_UP`, and the buffer is as it was.
+        """
+        if meeting not in self._kept:
+            group = Group(run.members, epoch=meeting)
+            inner = self._world.open_group(group)
+            self._kept[meeting] = group, inner, Collectives(inner)
+        group, inner, collectives = self._kept[meeting]
+        self._sum.copy_(self._buffer)
+        try:
+            handle = collectives.all_reduce(self._sum, wire=self._wire)
+            if not self._over(handle, alive):
+                for link in inner.links:
+                    link.close()  # What is under way ends with it.
+                self.close([meeting])
+                return GIVEN_UP
+            handle.wait()
+        except PeerError:
+            lost = self._lost(group, inner)
+            self.close([meeting])
+            return lost
+        self._buffer.copy_(self._sum.div_(len(run.members)))
+        return None
+
+    def close(self, meetings: Iterable[int] | None = None) -> None:
+        """Close the connections of these meetings; of all if None."""
+        for meeting in list(self._kept) if meetings is None else meetings:
+            kept = self._kept.pop(meeting, None)
+            if kept is not None:
+                kept[1].close()
+
+    def _over(self, handle: Handle, alive: Callable[[], bool]) -> bool:
+        """Wait for a collective; False if members have not come and will not.
+
+        Nobody can tell that from a slow one. If this one is given up in the midst of it, the others
+        lose this member: it happens once, when the generator has died.
+        """
+        over = threading.Event()
+        handle.add_done_callback(lambda _: over.set())
+        begun = time.monotonic()
+        dead: float | None = None
+        while not over.wait(_LOOK_S):
+            now = time.monotonic()
+            if alive():
+                dead = None
+            elif dead is None:
+                dead = now
+            elif now - dead > GRACE_S + 2 * self._longest_s:
+                return False
+        self._longest_s = max(self._longest_s, time.monotonic() - begun)
+        return True
+
+    def _lost(self, group: Group, inner: World) -> int:
+        """Return which member has failed; this worker itself, if the others have not waited."""
+        rank = self._world.rank
+        blame = Blame(inner.store, rank, self._world.size, inner.timeout, room_of(group))
+        waited_for = blame.whom(rank)
+        return rank if waited_for is None else blame.culprit(waited_for)

@@ -1,0 +1,260 @@
+"""The group generator (Ripples, sections 4.1 and 5): a state machine without torch, clock or I/O.
+
+It is told what workers say, and answers which groups run now. Decisions:
+
+- *A group runs when it is the oldest of each member's groups, and all members have asked* (section
+  5.1). So models are averaged at rest, between two steps, and a Group Buffer makes sense. With
+  ``Rules(notified=True)`` it does not wait for requests (Fig. 8): workers then take part in the
+  middle of a step.
+- *The lock vector is the front of all buffers.* A group has the locks of those members whose oldest
+  group it is; the pending queue is all others. Each member's lock is released by its own
+  acknowledgement.
+- *Members see one order:* that in which groups were made. No group overtakes another that it
+  shares a worker with, even one that waits for locks. The oldest group of all is the oldest of each
+  of its members, so it runs once these have asked, and there is no deadlock.
+- *A worker that has asked goes on when the group that answers it is done:* its oldest group with a
+  Group Buffer, otherwise the one that was made for it, and until then takes part in all older ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import NamedTuple
+
+from wingbeat.groups.connection import Connection
+from wingbeat.groups.crowd import Crowd
+from wingbeat.groups.layout import Layout
+from wingbeat.groups.policies import of_rules
+from wingbeat.groups.rules import Rules
+
+
+class Unexpected(Exception):
+    """No worker that follows the rules says this now; says what is wrong with it."""
+
+
+class Run(NamedTuple):
+    """Average the parameters of these workers now.
+
+    Attributes:
+        number: of the group, in the order in which groups are made.
+        epoch: 0; 1 more each time that a member was lost while the group ran. Whoever is still
+            in an epoch before gives that up and runs this one; whoever is done with one stays out.
+        members: in no order.
+        initiator: the worker whose request the group was made for, who may not be a member.
+    """
+
+    number: int
+    epoch: int
+    members: tuple[int, ...]
+    initiator: int
+
+
+class _Group:
+    """A group that is not done. Members leave ``members`` when they are gone, not when done."""
+
+    __slots__ = ("epoch", "initiator", "members", "missing", "number", "running")
+
+    def __init__(self, number: int, initiator: int, members: list[int]) -> None:
+        self.number, self.initiator, self.members = number, initiator, members
+        self.epoch, self.running = 0, False
+        self.missing = len(members)
+        """Members that have not asked, or have an older group."""
+
+
+class Generator:
+    """Answers with whom each worker averages its parameters.
+
+    To begin with, all workers of the layout take part.
+
+    Args:
+        layout: which worker is on which host.
+        rules: the options.
+        seed: of all random choices.
+    """
+
+    def __init__(self, layout: Layout, rules: Rules | None = None, seed: int = 0) -> None:
+        self.rules = rules or Rules()
+        self._crowd = Crowd(layout, self.rules, Random(seed))
+        self._connection = Connection(layout.workers, self.rules.connect)
+        self._policy = of_rules(self.rules)
+        self._of: list[deque[_Group]] = [deque() for _ in range(layout.workers)]
+        self._target: list[_Group | None] = [None] * layout.workers
+        self._made = 0
+
+    def __contains__(self, worker: int) -> bool:
+        """Whether ``worker`` takes part."""
+        return worker in self._crowd
+
+    def request(self, worker: int) -> list[Run]:
+        """Return the groups that run now that ``worker`` has ended a step and asks.
+
+        Raises:
+            Unexpected: it takes no part, or waits already.
+        """
+        if worker not in self._crowd:
+            raise Unexpected(f"worker {worker} asks for a group and takes no part")
+        if self._target[worker] is not None:
+            raise Unexpected(f"worker {worker} asks for a group and waits for one already")
+        runs: list[Run] = []
+        own = self._of[worker]
+        crowd = self._crowd
+        if not own:
+            crowd.busy(worker)
+        crowd.count(worker)
+        apart = self._connection.asked()
+        if own and self.rules.buffer:
+            self._target[worker] = own[0]
+        else:
+            self._target[worker] = self._make(worker, apart, runs)
+        if not self.rules.notified:
+            self._present(own[0], runs)
+        return runs
+
+    def acknowledge(self, worker: int, number: int, epoch: int = 0) -> list[Run]:
+        """Return the groups that run now that ``worker`` is done with group ``number``.
+
+        Args:
+            worker: whose parameters are the group's average.
+            number: of the group.
+            epoch: in which the worker ran it.
+
+        Raises:
+            Unexpected: this group does not run there.
+        """
+        own = self._of[worker]
+        if not own or own[0].number != number or not own[0].running or epoch > own[0].epoch:
+            if worker not in self._crowd:
+                return []  # It said so before it heard that it is gone.
+            raise Unexpected(f"worker {worker} is done with group {number}, which does not run")
+        runs: list[Run] = []
+        group = own[0]
+        self._done(worker, runs)
+        if epoch < group.epoch:
+            # The others run an epoch that counts on this worker, who will not come.
+            self._rerun(group, runs)
+        return runs
+
+    def gone(self, worker: int) -> list[Run]:
+        """Return the groups that run now that ``worker`` has died, or is not waited for any more.
+
+        Its groups go on without it; those that run begin anew, in the next epoch, with the members
+        that have not acknowledged them.
+        """
+        runs: list[Run] = []
+        if worker not in self._crowd:
+            return runs
+        own = self._of[worker]
+        at_hand = self.rules.notified or self._target[worker] is not None
+        for place, group in enumerate(own):
+            group.members.remove(worker)
+            if group.running:
+                self._rerun(group, runs)
+            elif place or not at_hand:
+                self._present(group, runs)
+        own.clear()
+        self._target[worker] = None
+        self._crowd.leave(worker)
+        self._connection.begin(len(self._crowd.here))
+        return runs
+
+    def joined(self, worker: int) -> None:
+        """Let ``worker`` take part (again); it is idle, and counts as one of the fastest.
+
+        Raises:
+            Unexpected: it takes part.
+        """
+        if worker in self._crowd:
+            raise Unexpected(f"worker {worker} joins and takes part already")
+        self._crowd.enter(worker)
+        self._connection.begin(len(self._crowd.here))
+
+    def waits(self, worker: int) -> bool:
+        """Whether ``worker`` has asked, and the group that answers it is not done there."""
+        return self._target[worker] is not None
+
+    def runs(self, worker: int, number: int, epoch: int, other: int) -> bool:
+        """Whether ``worker`` and ``other`` run this epoch of a group, and neither is done."""
+        own = self._of[worker][0] if self._of[worker] else None
+        return (
+            own is not None
+            and own.running
+            and (own.number, own.epoch) == (number, epoch)
+            and 0 <= other < len(self._of)
+            and other != worker
+            and bool(self._of[other])
+            and self._of[other][0] is own
+        )
+
+    def unfinished(self, worker: int) -> tuple[int, ...]:
+        """Return the members of the group that ``worker`` runs, itself too, that are not done."""
+        own = self._of[worker]
+        if not own or not own[0].running:
+            return ()
+        return tuple(w for w in own[0].members if self._of[w] and self._of[w][0] is own[0])
+
+    def awaited(self, worker: int) -> bool:
+        """Whether somebody waits for ``worker``: to ask, or to be done as others of a group are."""
+        own = self._of[worker]
+        if not own:
+            return False
+        if own[0].running:
+            return len(self.unfinished(worker)) < len(own[0].members)
+        return self._target[worker] is None and own[0].missing < len(own[0].members)
+
+    def _make(self, initiator: int, apart: bool, runs: list[Run]) -> _Group:
+        """Make groups, and return the first that ``initiator`` is in.
+
+        Args:
+            initiator: for whom.
+            apart: whether it is to meet somebody whom it has not met for long.
+        """
+        of, own = self._of, None
+        for members in self._policy(initiator, self._crowd):
+            if apart and initiator in members:
+                apart = False
+                self._bridge(initiator, members)
+            self._connection.join(members, len(self._crowd.here))
+            group = _Group(self._made, initiator, members)
+            self._made += 1
+            for member in members:
+                of[member].append(group)
+            if own is None and initiator in members:
+                own = group
+            if self.rules.notified:
+                for member in tuple(members):
+                    if of[member][0] is group:
+                        self._present(group, runs)
+        assert own is not None, "a policy makes a group with the initiator"
+        return own
+
+    def _bridge(self, initiator: int, members: list[int]) -> None:
+        """Add a worker of another part to a group, though it is in groups already."""
+        other = self._connection.other(initiator, self._crowd)
+        if other is not None and other not in members:
+            self._crowd.busy(other)
+            members.append(other)
+
+    def _done(self, worker: int, runs: list[Run]) -> None:
+        """Take its oldest group from a worker, whose next one may now run."""
+        own = self._of[worker]
+        if self._target[worker] is own.popleft():
+            self._target[worker] = None
+        if not own:
+            self._crowd.rest(worker)
+        elif self.rules.notified or self._target[worker] is not None:
+            self._present(own[0], runs)
+
+    def _present(self, group: _Group, runs: list[Run]) -> None:
+        """Count one that is not missing any more in ``group``."""
+        group.missing -= 1
+        if not group.missing and group.members:
+            group.running = True
+            runs.append(Run(group.number, 0, tuple(group.members), group.initiator))
+
+    def _rerun(self, group: _Group, runs: list[Run]) -> None:
+        """Run the rest of a group that had already begun."""
+        left = [w for w in group.members if self._of[w] and self._of[w][0] is group]
+        if left:
+            group.epoch += 1
+            runs.append(Run(group.number, group.epoch, tuple(left), group.initiator))

@@ -1,0 +1,94 @@
+"""Which groups are made when a worker asks and is in none (Ripples, sections 4.1, 5.1 and 5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from wingbeat.groups.crowd import Crowd, shuffle
+from wingbeat.groups.rules import Rules
+
+
+class Policy(Protocol):
+    """Makes groups."""
+
+    def __call__(self, initiator: int, crowd: Crowd) -> list[list[int]]:
+        """Return the groups to run for a request, in the order in which they are to run.
+
+        Args:
+            initiator: the worker that has asked, who is in one of them at least.
+            crowd: whom they are chosen from; each group's members take part.
+        """
+        ...
+
+
+def of_rules(rules: Rules) -> Policy:
+    """Return the policy that ``rules`` name."""
+    if rules.inter_intra:
+        return inter_and_intra
+    return division if rules.division else one_at_random
+
+
+def one_at_random(initiator: int, crowd: Crowd) -> list[list[int]]:
+    """Make one group of the initiator and random others, whatever they are in (section 4.1)."""
+    here, draw = crowd.here, crowd.chance.random
+    group, floor = [initiator], crowd.floor(initiator)
+    size = min(crowd.rules.size, len(here))
+    # So few may be fast enough that they are not found; then the group is smaller.
+    for _ in range(_DRAWS * size):
+        if len(group) == size:
+            break
+        worker = here[int(draw() * len(here))]
+        if worker not in group and crowd.asked[worker] >= floor:
+            group.append(worker)
+    return [group]
+
+
+_DRAWS = 8
+"""How often a member is drawn until one is fast enough and not drawn yet."""
+
+
+def division(initiator: int, crowd: Crowd) -> list[list[int]]:
+    """Divide all idle workers into groups (section 5.1)."""
+    return parts(crowd.idle_for(initiator), crowd.rules.size)
+
+
+def inter_and_intra(initiator: int, crowd: Crowd) -> list[list[int]]:
+    """Give each idle worker two groups (section 5.2).
+
+    A random worker of each host, its head, is in a group of heads, and the others are in groups
+    within their host; then all of a host are in one. Only workers that are idle count in any of
+    this. Whoever has no partner gets a group of its own, so that it is as many steps away from the
+    second group as the others are.
+    """
+    host_of, size = crowd.layout.host_of, crowd.rules.size
+    hosts: dict[int, list[int]] = {}
+    for worker in crowd.idle_for(initiator):
+        hosts.setdefault(host_of[worker], []).append(worker)
+    heads = [local[0] for local in hosts.values()]
+    # A host with many workers is likely to come first.
+    shuffle(heads, crowd.chance)
+    groups = parts(heads, size)
+    for local in hosts.values():
+        groups += parts(local[1:], size)
+    groups += hosts.values()
+    return groups
+
+
+def parts(workers: Sequence[int], size: int) -> list[list[int]]:
+    """Cut into parts of about ``size``, as equal as can be; none has one worker if avoidable.
+
+    >>> [len(part) for part in parts(range(8), 3)], [len(part) for part in parts(range(7), 3)]
+    ([3, 3, 2], [4, 3])
+    """
+    n = len(workers)
+    if not n:
+        return []
+    number = max(1, (n + (size - 1) // 2) // size)
+    short, longer = divmod(n, number)
+    out, start = [], 0
+    for part in range(number):
+        stop = start + short + (part < longer)
+        out.append(list(workers[start:stop]))
+        start = stop
+    return out

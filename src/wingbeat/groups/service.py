@@ -1,0 +1,190 @@
+"""The group generator at work: takes requests from its mailbox, and tells groups to run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from wingbeat.errors import PeerError
+from wingbeat.groups.generator import Generator, Run, Unexpected
+from wingbeat.groups.patience import Patience
+from wingbeat.groups.protocol import WRAPS, Kind, Malformed, ids_of, payload_of
+from wingbeat.groups.rooms import Rooms
+from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+
+_LOOK_S = 0.25
+"""Seconds between two looks at what nobody tells: workers that are gone, steps that are late."""
+
+_AT_ONCE = 256
+"""Messages that are taken in between two looks."""
+
+_QUICK_S = 1.0
+"""Seconds that the last words may take when the worker that started it will not hear them."""
+
+
+class GroupService:
+    """One job's group generator.
+
+    Args:
+        mailbox: joins it to all workers, whose numbers are their ranks.
+        generator: the rules.
+        workers: how many there are.
+        patience: how long they may compute.
+        rooms: which groups' connections they keep.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        generator: Generator,
+        workers: int,
+        patience: Patience,
+        rooms: Rooms | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._mailbox, self._generator, self._workers = mailbox, generator, workers
+        self._patience, self._clock = patience, clock
+        self._rooms = rooms or Rooms(workers)
+        self._looked = clock()
+        self._gone: set[int] = set()  # for good: nothing comes from there any more
+        self._probed: set[int] = set()
+        self._asked = [0] * workers
+        for worker in range(workers):
+            patience.freed(worker, self._looked)
+
+    def run(self, parent: Callable[[], bool] = lambda: True) -> None:
+        """Serve until every worker has left, or the one that started it is gone."""
+        while len(self._gone) < self._workers and parent():
+            self.step(self._mailbox.next(_LOOK_S))
+        # Workers that are gone without a word hear no last one: nobody is left to be told.
+        with contextlib.suppress(PeerError):
+            self._mailbox.close(CLOSING if parent() else _QUICK_S)
+
+    def step(self, message: Message | None) -> None:
+        """Do what is to be done now, with the message that has just come if one has."""
+        for _ in range(_AT_ONCE):
+            if message is None:
+                break
+            self._take(message.peer, message.kind, message.ids)
+            message = self._mailbox.poll()
+        if message is not None:
+            self._take(message.peer, message.kind, message.ids)
+        now = self._clock()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            self._look_after(now)
+
+    def _take(self, worker: int, kind: int, ids: Sequence[int]) -> None:
+        if worker in self._gone:
+            return
+        try:
+            runs = self._heard(worker, kind, ids)
+        except (Unexpected, Malformed) as error:
+            self._post(worker, Kind.REFUSED, payload=str(error).encode())
+            self._leave(worker)
+            return
+        self._tell(runs)
+
+    def _heard(self, worker: int, kind: int, ids: Sequence[int]) -> list[Run]:
+        """Do what a worker says.
+
+        Raises:
+            Unexpected: no worker says so now.
+            Malformed: nobody says so ever.
+        """
+        generator, now = self._generator, self._clock()
+        self._probed.discard(worker)
+        match kind:
+            case Kind.ASK:
+                self._asked[worker] += 1
+                if worker not in generator:
+                    generator.joined(worker)
+                    self._tell_all(Kind.IN, worker)
+                self._patience.asked(worker, now)
+                return generator.request(worker)
+            case Kind.DONE:
+                return self._done(worker, ids[0], ids[1], now)
+            case Kind.LOST:
+                if generator.runs(worker, ids[0], ids[1], ids[2]):
+                    self._out(ids[2])
+                    return generator.gone(ids[2])
+                return []  # The others go on without it already.
+            case Kind.ALIVE:
+                return []
+        raise Malformed(f"a message of kind {kind}")
+
+    def _done(self, worker: int, number: int, epoch: int, now: float) -> list[Run]:
+        """Let a worker be done with a group, which the others are then about to be."""
+        generator, patience = self._generator, self._patience
+        others = generator.unfinished(worker)
+        runs = generator.acknowledge(worker, number, epoch)
+        if worker not in generator:
+            return runs
+        if generator.waits(worker):
+            patience.waits(worker)
+        else:
+            patience.freed(worker, now)
+        for other in others:
+            if other != worker:
+                patience.owes(other, now)
+        return runs
+
+    def _tell(self, runs: Iterable[Run]) -> None:
+        """Tell members what runs; who cannot be told is gone, whereupon more may run."""
+        due = deque(runs)
+        while due:
+            run = due.popleft()
+            meeting = self._rooms.meeting(run.members) if len(run.members) > 1 else 0
+            for member in run.members:
+                payload = payload_of(run.members, self._rooms.closed(member))
+                if not self._post(member, Kind.RUN, ids_of(run, meeting), payload):
+                    due += self._without(member)
+                    break  # The others run the next epoch.
+
+    def _leave(self, worker: int) -> None:
+        """Let a worker be gone for good."""
+        self._gone.add(worker)
+        self._tell(self._without(worker))
+
+    def _without(self, worker: int) -> list[Run]:
+        """Return what runs when a worker takes no part any more."""
+        if worker in self._generator:
+            self._out(worker)
+        return self._generator.gone(worker)
+
+    def _out(self, worker: int) -> None:
+        self._patience.gone(worker)
+        self._rooms.gone(worker)
+        self._tell_all(Kind.OUT, worker)
+
+    def _tell_all(self, kind: Kind, worker: int) -> None:
+        """Tell all workers, this one too, who takes part."""
+        for other in range(self._workers):
+            self._post(other, kind, (worker, self._asked[worker] % WRAPS, 0, 0))
+
+    def _post(
+        self, worker: int, kind: Kind, ids: Sequence[int] = (0, 0, 0, 0), payload: bytes = b""
+    ) -> bool:
+        """Send it; whether the worker can be sent anything. Waits for nobody."""
+        if worker in self._gone:
+            return False
+        try:
+            self._mailbox.post(worker, kind, payload, ids=ids, urgency=0, seconds=0.0)
+        except PeerError:
+            return False
+        return True
+
+    def _look_after(self, now: float) -> None:
+        """Find workers that are gone, and those for whom others have waited long enough."""
+        for worker in {*self._mailbox.left, *self._mailbox.lost} - self._gone:
+            self._leave(worker)
+        for worker in range(self._workers):
+            if self._patience.overdue(worker, now) and self._generator.awaited(worker):
+                self._tell(self._without(worker))
+            # A dead one that nobody waits for has to go as well.
+            elif self._patience.unusual(worker, now) and worker not in self._probed:
+                self._probed.add(worker)
+                self._post(worker, Kind.ALIVE)

@@ -1,0 +1,393 @@
+"""A worker's way to the group generator, in one thread and with real mailboxes and processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.groups.client import GIVEN_UP, STATIC, STATIC_MEETINGS, Client
+from wingbeat.groups.config import GeneratorConfig
+from wingbeat.groups.generator import Run
+from wingbeat.groups.layout import Layout
+from wingbeat.groups.protocol import Kind, ids_of, payload_of
+from wingbeat.groups.rules import Rules
+from wingbeat.groups.static import group_of
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.services.launch import InProcess, InThread, Started
+
+PATIENCE = 30.0
+GENERATOR = 4
+
+
+class Letter(NamedTuple):
+    kind: int
+    ids: tuple[int, int, int, int] = (0, 0, 0, 0)
+    payload: Any = b""
+
+
+def told(*run: Any, meeting: int = 5, close: tuple[int, ...] = ()) -> Letter:
+    made = Run(*run)
+    return Letter(Kind.RUN, ids_of(made, meeting), payload_of(made.members, close))
+
+
+class by:
+    """Averages by a function; keeps count of meetings."""
+
+    def __init__(self, function: Callable[[Run, Callable[[], bool]], int | None]) -> None:
+        self._function = function
+        self.met: list[int] = []
+        self.closed: list[list[int] | None] = []
+
+    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
+        self.met.append(meeting)
+        return self._function(run, alive)
+
+    def close(self, meetings: Iterable[int] | None = None) -> None:
+        self.closed.append(None if meetings is None else list(meetings))
+
+
+class Box:
+    """What a mailbox is to a worker: what the generator says is known beforehand."""
+
+    def __init__(self, *letters: Letter) -> None:
+        self.letters = deque(letters)
+        self.posted: list[tuple[int, ...]] = []
+        self.left: set[int] = set()
+        self.lost: dict[int, str] = {}
+
+    def receive(self, seconds: float, *, of: list[int]) -> Letter:
+        assert of == [GENERATOR]
+        if not self.letters:
+            self.lost[GENERATOR] = "silent"
+            raise PeerError("the generator has been silent")
+        return self.letters.popleft()
+
+    def post(self, peer: int, kind: int, *, ids: tuple[int, ...], urgency: int) -> None:
+        assert peer == GENERATOR
+        if self.lost:
+            raise PeerError("the generator is gone")
+        self.posted.append((kind, *ids[:3]))
+
+
+def client(box: Box, rules: Rules | None = None) -> Client:
+    return Client(box, 1, GENERATOR, Layout.even(2, 2), rules or Rules(), timeout=5.0)  # type: ignore[arg-type]
+
+
+def test_a_step_asks_averages_and_says_so() -> None:
+    box = Box(told(7, 0, (0, 1), 0))
+    runs: list[Run] = []
+    client(box).step(by(lambda run, alive: runs.append(run)))
+    assert runs == [Run(7, 0, (0, 1), 0)]
+    assert box.posted == [(Kind.ASK, 0, 0, 0), (Kind.DONE, 7, 0, 0)]
+
+
+def test_meetings_are_closed_before_another_is_opened_and_all_of_them_with_the_generator() -> None:
+    box = Box(told(7, 0, (0, 1), 0, meeting=3), told(8, 0, (1, 2), 1, meeting=9, close=(3, 4)))
+    one, averages = client(box), by(lambda run, alive: None)
+    for _ in range(3):
+        one.step(averages)
+    assert averages.met == [3, 9]
+    assert averages.closed == [[], [3, 4], None]
+    one.step(averages)
+    assert averages.met[2:] == [STATIC_MEETINGS + 1]
+    assert averages.closed[3:] == [[STATIC_MEETINGS + 1]]
+
+
+def test_a_group_of_one_averages_nothing() -> None:
+    box = Box(told(7, 0, (1,), 1))
+    client(box).step(by(lambda run, alive: pytest.fail("nothing to average")))
+    assert box.posted[-1] == (Kind.DONE, 7, 0, 0)
+
+
+def test_without_a_buffer_it_takes_part_until_its_own_group_is_done() -> None:
+    box = Box(told(1, 0, (0, 1), 0), told(3, 0, (1, 2), 2), told(4, 0, (1, 3), 1))
+    runs: list[int] = []
+    client(box, Rules.random()).step(by(lambda run, alive: runs.append(run.number)))
+    assert runs == [1, 3, 4]
+
+
+def test_a_lost_member_is_said_and_the_group_runs_again() -> None:
+    box = Box(told(7, 0, (0, 1, 2), 0), Letter(Kind.OUT, (2, 0, 0, 0)), told(7, 1, (0, 1), 0))
+    one = client(box)
+    lost = iter([2, None])
+    one.step(by(lambda run, alive: next(lost)))
+    assert box.posted == [(Kind.ASK, 0, 0, 0), (Kind.LOST, 7, 0, 2), (Kind.DONE, 7, 1, 0)]
+    assert one.absent == {2}
+
+
+def test_who_was_left_out_before_its_request_was_heard_does_not_ask_twice() -> None:
+    box = Box(Letter(Kind.OUT, (1, 0, 0, 0)), Letter(Kind.IN, (1, 0, 0, 0)), told(9, 0, (1,), 1))
+    one = client(box)
+    one.step(by(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted] == [Kind.ASK, Kind.DONE]
+    box.letters += [Letter(Kind.OUT, (1, 1, 0, 0)), told(10, 0, (1,), 1)]
+    one.step(by(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted[2:]] == [Kind.ASK, Kind.DONE]
+
+
+def test_who_is_left_out_while_it_waits_asks_again() -> None:
+    box = Box(Letter(Kind.OUT, (1, 1, 0, 0)), Letter(Kind.IN, (1, 0, 0, 0)), told(9, 0, (1,), 1))
+    client(box).step(by(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted] == [Kind.ASK, Kind.ASK, Kind.DONE]
+
+
+def test_who_takes_part_again_is_not_absent() -> None:
+    out, back = Letter(Kind.OUT, (3, 0, 0, 0)), Letter(Kind.IN, (3, 0, 0, 0))
+    for letters, absent in (((out,), {3}), ((out, back), set())):
+        one = client(Box(*letters, told(9, 0, (1,), 1)))
+        one.step(by(lambda run, alive: None))
+        assert one.absent == absent
+
+
+@pytest.mark.parametrize(
+    ("letter", "said"),
+    [
+        (told(7, 0, (0, 2), 0), "without worker 1"),
+        (told(7, 0, (0, 1, 9), 0), "is no group of 4 workers"),
+        (Letter(Kind.ASK), "a message of kind 1"),
+        (Letter(Kind.REFUSED, payload=b"no \xff"), "a refusal: no"),
+    ],
+)
+def test_what_the_generator_never_says_is_an_error(letter: Letter, said: str) -> None:
+    with pytest.raises(PeerError, match=f"rank 1: the group generator sent .*{said}"):
+        client(Box(letter)).step(by(lambda run, alive: None))
+
+
+def test_when_it_is_dead_groups_follow_the_static_schedule_from_its_first_step() -> None:
+    box = Box(told(7, 0, (0, 1), 0), Letter(Kind.OUT, (3, 0, 0, 0)))
+    one = client(box)
+    runs: list[Run] = []
+    for _ in range(6):
+        one.step(by(lambda run, alive: runs.append(run)))
+    assert one.fallen
+    wanted = [set(group_of(Layout.even(2, 2), 1, step)) - {3} for step in range(5)]
+    assert [(r.number, set(r.members), r.initiator) for r in runs[1:]] == [
+        (step, group, STATIC) for step, group in enumerate(wanted) if len(group) > 1
+    ]
+
+
+def test_a_group_of_which_not_all_were_told_is_given_up_when_it_is_dead() -> None:
+    box = Box(told(7, 0, (0, 1), 0))
+    one = client(box)
+    alive: list[bool] = []
+
+    def average(run: Run, lives: Callable[[], bool]) -> int | None:
+        if run.initiator == STATIC:
+            return None
+        alive.append(lives())
+        box.lost[GENERATOR] = "silent"
+        alive.append(lives())
+        return GIVEN_UP
+
+    one.step(by(average))
+    assert alive == [True, False]
+    assert (Kind.ALIVE, 0, 0, 0) in box.posted
+    assert one.fallen
+    assert one._steps == 1
+
+
+def test_a_member_that_is_lost_then_is_left_out_from_then_on() -> None:
+    one = client(Box())
+    seen: list[tuple[int, ...]] = []
+    layout = Layout.even(1, 4)
+    one._layout = layout
+
+    def average(run: Run, alive: Callable[[], bool]) -> int | None:
+        seen.append(run.members)
+        return 2 if 2 in run.members else None
+
+    for _ in range(4):
+        one.step(by(average))
+    assert seen[:2] == [(0, 1, 2, 3), (0, 1, 3)]
+    assert all(2 not in members for members in seen[1:])
+
+
+def test_a_group_that_does_not_come_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Box()
+
+    def nothing(seconds: float, *, of: list[int]) -> Letter:
+        raise PeerError("no message")
+
+    box.receive = nothing  # type: ignore[method-assign]
+    now = iter(range(100))
+    monkeypatch.setattr("wingbeat.groups.client.time.monotonic", lambda: float(next(now)))
+    with pytest.raises(PeerError, match="rank 1: no group came from the group generator within 5"):
+        client(box).step(by(lambda run, alive: None))
+    assert (Kind.ALIVE, 0, 0, 0) in box.posted
+
+
+def test_groups_that_start_when_notified_are_refused() -> None:
+    with pytest.raises(UsageError, match="notified=True"):
+        config(2, Rules(notified=True))
+
+
+# -- with mailboxes, threads and a process -------------------------------------------------------
+
+
+class Hall:
+    """Where members of a group meet and average a number each."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+        self.dead: set[int] = set()
+        self._came: dict[tuple[int, ...], set[int]] = {}
+        self._done: set[tuple[int, ...]] = set()
+        self._changed = threading.Condition()
+
+    def average(self, worker: int, run: Run, alive: Callable[[], bool]) -> int | None:
+        key = (run.initiator == STATIC, run.number, run.epoch, *sorted(run.members))
+        with self._changed:
+            came = self._came.setdefault(key, set())
+            came.add(worker)
+            if len(came) == len(run.members):
+                mean = sum(self.values[w] for w in run.members) / len(run.members)
+                for member in run.members:
+                    self.values[member] = mean
+                self._done.add(key)
+                self._changed.notify_all()
+            deadline = time.monotonic() + PATIENCE
+            while key not in self._done:
+                if lost := self.dead & set(run.members):
+                    return min(lost)
+                assert time.monotonic() < deadline, f"{run} does not meet: {came} did"
+                if not alive():
+                    came.discard(worker)
+                    return GIVEN_UP
+                self._changed.wait(0.05)
+        return None
+
+    def kill(self, worker: int) -> None:
+        with self._changed:
+            self.dead.add(worker)
+            self._changed.notify_all()
+
+
+def config(workers: int, rules: Rules | None = None, **fields: Any) -> GeneratorConfig:
+    return GeneratorConfig(
+        room="groups/", host_of=tuple(w // 2 for w in range(workers)), interfaces=("lo",),
+        timeout=PATIENCE, rules=rules or Rules(), **{"silence": 1.0} | fields,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def running() -> Iterator[list[Started]]:
+    made: list[Started] = []
+    yield made
+    for each in made:
+        each.kill()
+
+
+def train(
+    settings: GeneratorConfig, store: Switchboard, hall: Hall, each: Callable[[int, Client], None]
+) -> None:
+    def one(worker: int) -> None:
+        mailbox, client = settings.client(store, worker)
+        try:
+            each(worker, client)
+        finally:
+            if worker in hall.dead or client.fallen:
+                mailbox.abandon()
+            else:
+                mailbox.close()
+
+    with ThreadPoolExecutor(settings.workers) as threads:
+        list(threads.map(one, range(settings.workers)))
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules.random(2)], ids=["smart", "random"])
+def test_workers_come_to_one_value(running: list[Started], rules: Rules) -> None:
+    store, settings = Switchboard(), config(4, rules)
+    hall = Hall([0.0, 1.0, 2.0, 3.0])
+    running.append(InThread(settings, store))
+
+    def steps(worker: int, client: Client) -> None:
+        for _ in range(60):
+            client.step(by(lambda run, alive: hall.average(worker, run, alive)))
+
+    train(settings, store, hall, steps)
+    assert sum(hall.values) == pytest.approx(6.0)
+    assert max(hall.values) - min(hall.values) < 0.5
+    assert running[0].ended() is None
+
+
+def test_a_worker_that_dies_holds_nobody_up_for_long_and_all_hear_of_it(
+    running: list[Started],
+) -> None:
+    store, settings = Switchboard(), config(4, least=0.5, factor=4.0)
+    hall = Hall([0.0, 1.0, 2.0, 3.0])
+    running.append(InThread(settings, store))
+    begun = time.monotonic()
+    told: set[int] = set()
+
+    def steps(worker: int, client: Client) -> None:
+        made = 0
+        while 3 not in client.absent and time.monotonic() < begun + PATIENCE / 2:
+            if worker == 3 and made == 5:
+                hall.kill(worker)
+                return
+            client.step(by(lambda run, alive: hall.average(worker, run, alive)))
+            made += 1
+        told.add(worker)
+
+    train(settings, store, hall, steps)
+    assert time.monotonic() < begun + PATIENCE / 2
+    assert told == {0, 1, 2}
+
+
+def test_a_worker_that_was_left_out_comes_back(running: list[Started]) -> None:
+    store, settings = Switchboard(), config(4, Rules(threshold=None), least=0.3, factor=2.0)
+    hall = Hall([0.0, 1.0, 2.0, 3.0])
+    running.append(InThread(settings, store))
+    back: list[int] = []
+
+    def steps(worker: int, client: Client) -> None:
+        begun = time.monotonic()
+
+        def average(run: Run, alive: Callable[[], bool]) -> int | None:
+            if worker == 3 and slept and len(run.members) > 1:
+                back.append(run.number)
+            return hall.average(worker, run, alive)
+
+        slept = False
+        while not back and time.monotonic() < begun + PATIENCE / 2:
+            client.step(by(average))
+            if worker == 3 and not slept and time.monotonic() > begun + 0.2:
+                time.sleep(0.9)  # Longer than it may take, so that it is left out.
+                slept = True
+
+    train(settings, store, hall, steps)
+    assert back
+
+
+def test_when_the_generator_is_killed_training_goes_on_by_the_static_schedule(
+    running: list[Started],
+) -> None:
+    store, settings = Switchboard(), config(4)
+    hall = Hall([0.0, 1.0, 2.0, 3.0])
+    generator = InProcess(settings, store)
+    running.append(generator)
+    static: list[int] = []
+
+    def steps(worker: int, client: Client) -> None:
+        asked = 0
+        while client._steps < 12:  # Until then, whoever is in a group with it needs it.
+            if worker == 0 and asked == 5:
+                os.kill(generator._process.pid, signal.SIGKILL)
+            client.step(by(lambda run, alive: hall.average(worker, run, alive)))
+            asked += 1
+        static.append(client._steps)
+
+    train(settings, store, hall, steps)
+    assert sum(hall.values) == pytest.approx(6.0)
+    assert max(hall.values) - min(hall.values) < 0.5
+    assert static == [12, 12, 12, 12]
+    assert str(generator.ended()) == "the group generator (started by rank 0) has ended by signal 9"

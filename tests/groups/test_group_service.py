@@ -1,0 +1,301 @@
+"""The group generator at work: who is told what, who is gone, and for whom nobody waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import pytest
+
+from helpers.mail import Clock
+from wingbeat.errors import PeerError
+from wingbeat.groups.generator import Generator, Run
+from wingbeat.groups.layout import Layout
+from wingbeat.groups.patience import Patience
+from wingbeat.groups.protocol import Kind, told_of
+from wingbeat.groups.rules import Rules
+from wingbeat.groups.service import GroupService
+
+
+class Letter(NamedTuple):
+    peer: int
+    kind: int
+    ids: tuple[int, int, int, int]
+    payload: Any = b""
+
+
+class Box:
+    """What a mailbox is to the service."""
+
+    def __init__(self, workers: int) -> None:
+        self.inbox: deque[Letter] = deque()
+        self.sent: list[deque[Letter]] = [deque() for _ in range(workers)]
+        self.left: set[int] = set()
+        self.lost: dict[int, str] = {}
+        self.full: set[int] = set()
+        self.closed = False
+
+    def poll(self) -> Letter | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def next(self, seconds: float) -> Letter | None:
+        return self.poll()
+
+    def post(self, peer: int, kind: int, payload: Any = b"", *, ids: Any, urgency: int,
+             seconds: float) -> None:  # fmt: skip
+        assert seconds == 0.0, "the generator waits for nobody"
+        if peer in self.left or peer in self.lost or peer in self.full:
+            raise PeerError(f"rank {peer} is gone")
+        self.sent[peer].append(Letter(peer, kind, ids, payload))
+
+    def close(self, seconds: float) -> None:
+        self.closed = True
+
+
+class Rig:
+    """A service of workers on one host, that makes groups of all who are idle."""
+
+    def __init__(self, workers: int = 3, size: int = 3) -> None:
+        self.workers, self.clock, self.box = workers, Clock(), Box(workers)
+        rules = Rules(size=size, inter_intra=False, threshold=None)
+        self.generator = Generator(Layout.even(1, workers), rules)
+        patience = Patience(workers, first_s=100.0, factor=8.0, least_s=2.0)
+        self.service = GroupService(self.box, self.generator, workers, patience, clock=self.clock)  # type: ignore[arg-type]
+
+    def say(self, worker: int, kind: int, *ids: int) -> None:
+        self.box.inbox.append(Letter(worker, kind, (*ids, 0, 0, 0, 0)[:4]))
+        self.service.step(None)
+        self.service.step(self.box.poll())
+
+    def pass_(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.service.step(None)
+
+    def heard(self, worker: int) -> list[Letter]:
+        letters = list(self.box.sent[worker])
+        self.box.sent[worker].clear()
+        return letters
+
+    def runs(self, worker: int) -> list[Run]:
+        return [
+            told_of(letter.ids, letter.payload, self.workers).run
+            for letter in self.heard(worker)
+            if letter.kind == Kind.RUN
+        ]
+
+    def round(self, *workers: int, seconds: float = 1.0) -> None:
+        """Let these workers make a step, and average."""
+        self.pass_(seconds)
+        for worker in workers:
+            self.say(worker, Kind.ASK)
+        for worker in workers:
+            run = self.runs(worker)[-1]
+            self.say(worker, Kind.DONE, run.number, run.epoch)
+
+
+def test_all_members_are_told_when_the_last_one_asks() -> None:
+    rig = Rig()
+    rig.say(0, Kind.ASK)
+    rig.say(2, Kind.ASK)
+    assert not any(rig.box.sent)
+    rig.say(1, Kind.ASK)
+    told = [rig.runs(worker) for worker in range(3)]
+    assert told[0] == told[1] == told[2]
+    assert sorted(told[0][0].members) == [0, 1, 2]
+
+
+def test_a_worker_that_is_lost_is_out_and_its_group_goes_on() -> None:
+    rig = Rig()
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.box.lost[2] = "has been silent"
+    rig.pass_(1.0)
+    for worker in (0, 1):
+        letters = rig.heard(worker)
+        assert [(letter.kind, letter.ids[0]) for letter in letters] == [
+            (Kind.OUT, 2),
+            (Kind.RUN, 0),
+        ]
+        assert sorted(told_of(letters[1].ids, letters[1].payload, 3).run.members) == [0, 1]
+
+
+def test_who_cannot_be_told_is_out_at_once() -> None:
+    rig = Rig()
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.box.full.add(1)
+    rig.say(2, Kind.ASK)
+    for worker in (0, 2):
+        run = rig.runs(worker)[-1]
+        assert (run.epoch, sorted(run.members)) == (1, [0, 2])
+    assert 1 not in rig.generator
+
+
+def test_nobody_waits_longer_than_the_usual_step_allows_and_who_is_late_comes_back() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.round(0, 1, 2)
+    rig.pass_(1.0)
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.pass_(6.5)
+    assert rig.runs(0) == []
+    assert [letter.kind for letter in rig.heard(2)] == [Kind.ALIVE], "once: to see whether it lives"
+    rig.pass_(1.0)
+    assert sorted(rig.runs(0)[0].members) == [0, 1]
+    assert [letter[1:3] for letter in rig.heard(2)] == [(Kind.OUT, (2, 3, 0, 0))], "it asked thrice"
+    rig.say(2, Kind.ASK)
+    assert 2 in rig.generator
+    assert [letter.kind for letter in rig.heard(0)] == [Kind.IN]
+    assert [run.members for run in rig.runs(2)] == [(2,)]
+
+
+def test_a_member_that_dies_as_it_is_done_is_not_waited_for_either() -> None:
+    """It has its average, and its word of that is lost."""
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.pass_(1.0)
+    for worker in range(3):
+        rig.say(worker, Kind.ASK)
+    (run,) = rig.runs(0)
+    for worker in (0, 1):
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    rig.pass_(1.0)
+    rig.heard(2)
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.heard(0)
+    rig.pass_(3.0)
+    assert [letter.kind for letter in rig.heard(2)] == [Kind.ALIVE]
+    assert 2 in rig.generator
+    rig.pass_(5.0)
+    assert 2 not in rig.generator
+
+
+def test_who_is_done_late_is_not_late_with_its_next_step() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.pass_(1.0)
+    for worker in range(3):
+        rig.say(worker, Kind.ASK)
+    (run,) = rig.runs(0)
+    rig.say(0, Kind.DONE, run.number, run.epoch)
+    rig.pass_(6.0)
+    rig.say(1, Kind.DONE, run.number, run.epoch)
+    rig.say(2, Kind.DONE, run.number, run.epoch)
+    rig.say(0, Kind.ASK)
+    rig.pass_(6.0)
+    assert all(worker in rig.generator for worker in range(3))
+
+
+def test_who_waits_for_its_own_group_is_not_late_with_a_later_one() -> None:
+    """Without a buffer a worker takes part in groups while it waits."""
+    rig = Rig()
+    rig.generator.rules = Rules.random(2)
+    groups = iter([[[0, 1]], [[1, 2]], [[2, 0]]])
+    rig.generator._policy = lambda initiator, crowd: next(groups)
+    rig.pass_(1.0)
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.say(0, Kind.DONE, 0, 0)
+    rig.pass_(1.0)
+    rig.say(1, Kind.DONE, 0, 0)
+    rig.pass_(58.0)
+    rig.say(2, Kind.ASK)
+    rig.say(2, Kind.DONE, 1, 0)
+    rig.pass_(1.0)
+    assert 1 in rig.generator
+
+
+def test_nobody_is_late_for_whom_nobody_waits() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.pass_(1000.0)
+    rig.pass_(10.0)
+    assert all(worker in rig.generator for worker in range(3))
+    assert [[letter.kind for letter in rig.heard(worker)] for worker in range(3)] == [
+        [Kind.ALIVE] for _ in range(3)
+    ], "each is looked at, once"
+
+
+def test_a_member_that_is_lost_by_another_is_out_and_the_rest_run_again() -> None:
+    rig = Rig()
+    for worker in range(3):
+        rig.say(worker, Kind.ASK)
+    (run,) = rig.runs(0)
+    rig.say(0, Kind.LOST, run.number, run.epoch, 2)
+    again = rig.runs(0)
+    assert [(each.number, each.epoch) for each in again] == [(run.number, 1)]
+    assert sorted(again[0].members) == [0, 1]
+    # The other member found out as well; this changes nothing.
+    rig.say(1, Kind.LOST, run.number, run.epoch, 2)
+    assert rig.runs(0) == []
+    assert 0 in rig.generator
+
+
+@pytest.mark.parametrize("ids", [(0, 0, 0), (0, 0, 3), (0, 0, 9), (1, 0, 1), (0, 1, 1)])
+def test_nobody_is_lost_by_who_is_in_no_such_group(ids: tuple[int, int, int]) -> None:
+    rig = Rig(workers=4, size=2)
+    for worker in range(4):
+        rig.say(worker, Kind.ASK)
+    pair = next(run.members for run in rig.runs(0))
+    if ids[2] in pair and ids[2] != 0 and ids[:2] == (rig.generator._of[0][0].number, 0):
+        pytest.skip("they are")
+    rig.say(0, Kind.LOST, *ids)
+    assert all(worker in rig.generator for worker in range(4))
+
+
+@pytest.mark.parametrize("nonsense", [(Kind.DONE, 5, 0), (Kind.ASK,), (Kind.RUN,), (99,)])
+def test_nonsense_ends_who_says_it_and_nobody_else(nonsense: tuple[int, ...]) -> None:
+    rig = Rig()
+    for worker in range(3):
+        rig.say(worker, Kind.ASK) if worker < 2 else None
+    rig.say(1, *nonsense)
+    letters = rig.heard(1)
+    assert [letter.kind for letter in letters] == [Kind.REFUSED]
+    assert letters[0].payload
+    rig.say(2, Kind.ASK)
+    assert sorted(rig.runs(0)[-1].members) == [0, 2]
+    rig.say(1, Kind.ASK)
+    assert rig.heard(1) == []
+    assert 1 not in rig.generator
+
+
+def test_members_are_told_which_connections_to_keep() -> None:
+    rig = Rig()
+
+    def meet() -> list[tuple[int, tuple[int, ...]]]:
+        for worker in range(3):
+            rig.say(worker, Kind.ASK)
+        found = []
+        for worker in range(3):
+            letters = [letter for letter in rig.heard(worker) if letter.kind == Kind.RUN]
+            for letter in letters:
+                told = told_of(letter.ids, letter.payload, 3)
+                found.append((told.meeting, told.close))
+                rig.say(worker, Kind.DONE, told.run.number, told.run.epoch)
+        return found
+
+    assert meet() == [(1, ())] * 3
+    assert meet() == [(1, ())] * 3
+    rig.box.lost[2] = "has been silent"
+    rig.pass_(1.0)
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    told = [told_of(*rig.heard(worker)[-1][2:], workers=3) for worker in (0, 1)]
+    assert [(each.meeting, each.close) for each in told] == [(2, (1,))] * 2
+
+
+def test_it_ends_when_all_have_left() -> None:
+    rig = Rig()
+    rig.box.left.update(range(3))
+    looks = iter(range(100))
+    rig.service._clock = lambda: float(next(looks))  # type: ignore[method-assign]
+    rig.service.run()
+    assert rig.box.closed
+
+
+def test_it_ends_with_the_one_that_started_it() -> None:
+    rig = Rig()
+    rig.service.run(lambda: False)
+    assert rig.box.closed
