@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from helpers.pool import Pool
 
 SEED = 20_240
+
+ALONE_FILES = "WINGBEAT_ALONE_FILES"
+"""Environment variable: where tools/test.py wants to be told which files have tests for later."""
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -43,13 +48,37 @@ def _why_no_gpu() -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """End the run, with the name and all stacks, if a test hangs in C++."""
+    os.environ.setdefault("WINGBEAT_TOP", "off")  # hundreds of jobs would each start a supervisor
     config.pluginmanager.register(LastResort())
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep an emulated cluster to itself: other tests beside it would be in its figures."""
-    if item.get_closest_marker("lab"):
-        item.add_marker("alone")
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Keep the garbage collector off what stays: thousands of tests, and all modules.
+
+    It would go through them again and again, here and whenever a test collects its own garbage.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let extensions free at the end what they hold: some complain of what is left."""
+    gc.unfreeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """List the files with tests that run by themselves; a second run need not load the others."""
+    # Not for the processes that tests start, which may run pytest too.
+    if where := os.environ.pop(ALONE_FILES, ""):
+        found = sorted({str(item.path) for item in items if item.get_closest_marker("alone")})
+        Path(where).write_text("\n".join(found), encoding="utf-8")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -60,12 +89,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(request: pytest.FixtureRequest) -> None:
     """Same random numbers in every run, whatever ran before."""
     random.seed(SEED)
     np.random.seed(SEED)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(SEED)
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if request.node.get_closest_marker("gpu"):
+        torch.manual_seed(SEED)
+    else:  # for kinds of devices that nobody uses it would format the stack, each time
+        torch.default_generator.manual_seed(SEED)
 
 
 @pytest.fixture
@@ -91,7 +125,7 @@ def pool_of() -> Iterator[Callable[[int], Pool]]:
     def get(size: int) -> Pool:
         if size not in pools:
             # Most cases run with three: enough to see that workers may hash text differently.
-            pools[size] = Pool(size, interpreters=size == 3)
+            pools[size] = Pool(size, interpreter=size == 3)
             # DDP loads much of torch when it is first used, which takes its time on a busy machine.
             pools[size].run(load_ddp, deadline=150.0)
         return pools[size]

@@ -10,9 +10,22 @@ import pytest
 import wingbeat
 
 PUBLIC = [
-    *("AllReduce", "DeAR", "Geryon", "Group", "LAGS", "LowRank", "MGS", "MGWFBP", "OMGS", "P3"),
-    *("PSGD", "ParameterServer", "PartitionedPS", "Sketch", "Strategy", "TicTac", "TopK"),
-    *("TopKSGD", "VanillaPS"),
+    *(
+        "Ako",
+        "AllReduce",
+        "BML",
+        "Canary",
+        "CanarySession",
+        "DeAR",
+        "Geryon",
+        "Group",
+        "LAGS",
+        "LowRank",
+        "MGS",
+        "MGWFBP",
+    ),
+    *("OMGS", "P3", "PSGD", "ParameterServer", "PartitionedPS", "Sketch", "Strategy"),
+    *("TicTac", "TopK", "TopKSGD", "VanillaPS"),
     *("distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
 ]
 

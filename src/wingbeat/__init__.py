@@ -13,13 +13,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wingbeat.session import CanarySession as CanarySession
+    from wingbeat.strategies import BML as BML
     from wingbeat.strategies import LAGS as LAGS
     from wingbeat.strategies import MGS as MGS
     from wingbeat.strategies import MGWFBP as MGWFBP
     from wingbeat.strategies import OMGS as OMGS
     from wingbeat.strategies import P3 as P3
     from wingbeat.strategies import PSGD as PSGD
+    from wingbeat.strategies import Ako as Ako
     from wingbeat.strategies import AllReduce as AllReduce
+    from wingbeat.strategies import Canary as Canary
     from wingbeat.strategies import DeAR as DeAR
     from wingbeat.strategies import Geryon as Geryon
     from wingbeat.strategies import ParameterServer as ParameterServer
@@ -47,7 +51,11 @@ _HOME = {
     "ParameterServer": "wingbeat.strategies",
     "P3": "wingbeat.strategies",
     "Geryon": "wingbeat.strategies",
+    "Ako": "wingbeat.strategies",
+    "Canary": "wingbeat.strategies",
     "AllReduce": "wingbeat.strategies",
+    "CanarySession": "wingbeat.session",
+    "BML": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
     "Group": "wingbeat.types",
     "LAGS": "wingbeat.strategies",
@@ -71,13 +79,17 @@ _HOME = {
 
 
 __all__ = [
+    "BML",
     "LAGS",
     "MGS",
     "MGWFBP",
     "OMGS",
     "P3",
     "PSGD",
+    "Ako",
     "AllReduce",
+    "Canary",
+    "CanarySession",
     "DeAR",
     "Geryon",
     "Group",

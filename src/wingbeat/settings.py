@@ -148,6 +148,8 @@ def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterab
         raise UsageError(f"{kind}={text!r}: {name} has no option; write {name}")
     try:
         converted = entry.convert(value)
+    except UsageError:  # it says more
+        raise
     except ValueError:
         example = getattr(entry.make(), entry.option)
         raise UsageError(
@@ -155,6 +157,61 @@ def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterab
             f"{name}@{example}"
         ) from None
     return entry.make(**{entry.option: converted})
+
+
+def kinds_of(cls: Any) -> dict[str, Callable[..., Any]]:
+    """Return what makes each option's value from text."""
+    return {f.name: f.metadata.get(READ, type(f.default)) for f in fields(cls)}
+
+
+def read_options(text: str, kinds: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Parse ``key=value,key=value`` with each value converted to its field's type.
+
+    Raises:
+        UsageError: an unknown key, a missing value, or one that does not convert.
+    """
+    out: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, eq, value = item.partition("=")
+        if key not in kinds:
+            raise unknown("option", key, kinds, where=repr(where))
+        if not eq or not value:
+            raise UsageError(f"option {key!r} in {where!r} has no value; write {key}=VALUE")
+        out[key] = _convert(kinds[key], key, value, where)
+    return out
+
+
+def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> Any:
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise UsageError(f"option {key}={value!r} in {where!r}: allowed are true and false")
+        return value.lower() == "true"
+    if kind is tuple:
+        return _groups(key, value, where)
+    try:
+        return kind(value)
+    except UsageError:  # it says more
+        raise
+    except ValueError:
+        kind_name = getattr(kind, "__name__", "value")
+        raise UsageError(f"option {key}={value!r} in {where!r} is no valid {kind_name}") from None
+
+
+def _groups(key: str, text: str, where: str) -> tuple[tuple[str, float], ...]:
+    """Read ``PATTERN@DENSITY+PATTERN@DENSITY``; commas would end the option."""
+    found = []
+    for item in text.split("+"):
+        pattern, _, density = item.rpartition("@")
+        try:
+            found.append((pattern, float(density)))
+        except ValueError:
+            pattern = ""
+        if not pattern:
+            raise UsageError(
+                f"option {key}={text!r} in {where!r}: {item!r} is no group; write "
+                "PATTERN@DENSITY, several with + between, such as embedding.*@0.01+*.bias@1"
+            )
+    return tuple(found)
 
 
 def _unnamed(name: str, value: Any, known: dict[str, Any]) -> UsageError:

@@ -23,6 +23,12 @@ KEPT = "sums that are kept until they are pulled"
 HALVES = "all-reduces in two halves"
 """Reduce-scatter and all-gather are apart, and between them each worker owns blocks of the sum."""
 
+ROUNDS = "sums in rounds"
+"""Which come when they come, and are applied in the same order by every worker."""
+
+OWN = "steps without a wait for all"
+"""Each worker makes iterations of its own, and no part of any is a collective of all."""
+
 
 class Part:
     """One of a strategy's answers to the design's questions: a frozen value.

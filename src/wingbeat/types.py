@@ -127,7 +127,8 @@ class TensorSpec:
     """What a plan needs to know of one parameter.
 
     ``name`` as in ``named_parameters()``; ``dtype`` as torch prints it, without ``torch.``;
-    ``itemsize`` in bytes; ``device`` as ``str(tensor.device)``.
+    ``itemsize`` in bytes; ``device`` as ``str(tensor.device)``; ``layer`` what the layer computes
+    that has it: ``"fc"``, ``"conv"``, or empty for others.
     """
 
     name: str
@@ -135,6 +136,7 @@ class TensorSpec:
     dtype: str
     itemsize: int
     device: str = "cpu"
+    layer: str = ""
 
     @property
     def numel(self) -> int:
@@ -179,7 +181,8 @@ class Fusion:
 
     ``kind`` is ``"buffer"`` (nearby tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
     nearby layers), ``"elements"`` (nearby tensors until there are ``elements`` elements),
-    ``"one"`` (all of them) or ``"none"`` (every tensor alone). With ``"buffer"``, ``first_bytes``
+    ``"one"`` (all of them), ``"none"`` (every tensor alone) or ``"colayers"`` (``layers`` bundles
+    of nearby layers, see `wingbeat.plans.colayers`). With ``"buffer"``, ``first_bytes``
     and ``last_bytes`` are the sizes of the buckets that are ready first and last; towards the
     middle sizes double until ``bucket_bytes``. 0 means ``bucket_bytes``.
     """
@@ -276,13 +279,31 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """How far workers may be apart (Canary, section 5.3); see `wingbeat.stale.pace.Pace`.
+
+    Attributes:
+        s: iterations that a worker may be behind the fastest; None for any number.
+        p: buckets that a worker must have exchanged not to have its iteration dropped; None for
+            all of them, so that nothing is dropped.
+        encrypted: whether messages are.
+    """
+
+    s: int | None
+    p: int | None = None
+    encrypted: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """A strategy's answers, as the engine wants them.
 
     ``schedule`` is a name of `wingbeat.schedules.BY_NAME`; gradients go along ``topology``, or to
     servers if there are ``servers``; ``wire`` is the dtype that gradients have on the links, empty
     for their own, or a codec; ``shard_optimizer`` updates each parameter on one worker only,
-    ``server_updates`` on the servers.
+    ``server_updates`` on the servers; with ``partitions`` each worker sends one of so many parts of
+    its gradients an iteration, 0 for as many as there are workers; with ``staleness`` workers make
+    iterations of their own, and exchange gradients as these come.
     """
 
     schedule: str
@@ -294,6 +315,13 @@ class Choices:
     shard_optimizer: bool = False
     servers: Serving | None = None
     server_updates: bool = False
+    partitions: int | None = None
+    staleness: Staleness | None = None
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers make the same iterations: each may wait for all in each of them."""
+        return self.staleness is None
 
     @property
     def divides(self) -> bool:

@@ -16,8 +16,9 @@ import pytest
 from helpers.mail import Clock
 from helpers.serving import LARGEST, LEAST, Box, Letter, Office
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.client import Client, Part, Request
+from wingbeat.exchanges.client import Client, Part
 from wingbeat.exchanges.hosting import _Watched, placement
+from wingbeat.exchanges.request import Request
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.protocol import Ids, Kind, wish_of
 from wingbeat.servers.service import Service

@@ -24,6 +24,15 @@ ALWAYS = [
     Half(),
 ]
 LOSSY = [wire for wire in ALWAYS if not isinstance(wire, Half)]
+GROUPED = Sketch(
+    bits=2,
+    groups={"parts.0": "fp32", "parts.1": LowRank(rank=2, bits=4), "parts.4": 5},
+    auto_disable=False,
+)
+ENDING = Sketch(bits=2, share=0.5, total=6, auto_disable=False)
+PULLED = [*LOSSY, GROUPED]
+"""For models with the parameters of `Pull`."""
+
 SIZE = 3
 
 SERVED = ("geryon", "geryon-start", "geryon-dense")
@@ -110,7 +119,7 @@ def assert_nothing_lost(results: list[Any], steps: int, size: int) -> None:
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pairs(LOSSY)
+@pairs(PULLED)
 def test_what_has_not_arrived_is_in_a_residual(kind, wire) -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy(kind, wire))
@@ -122,8 +131,65 @@ def test_what_has_not_arrived_is_in_a_residual(kind, wire) -> None:
     assert any(bool(residual.any()) for residual in results[0][1].values())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_its_share_of_the_training_nothing_is_encoded_and_nothing_is_left(kind) -> None:
+    """Three steps of six, the same on all workers; backwards that only accumulate do not count."""
+
+    def body(world: Any) -> Any:
+        model, optimizer = distributed_pull(world, strategy(kind, ENDING))
+        compression = engine(model).compression
+        encoding = []
+        for step in range(6):
+            optimizer.zero_grad()
+            halves = [0.5 * each for each in pulls(step, world.rank)]
+            with model.no_sync():
+                model(halves).backward()
+            model(halves).backward()
+            encoding.append(compression.coding)
+            optimizer.step()
+            if step == 2:
+                owed = {name: each.clone() for name, each in residuals_of(model).items()}
+        assert encoding == [True] * 3 + [False] * 3
+        assert any(bool(each.any()) for each in owed.values())
+        assert not any(bool(each.any()) for each in residuals_of(model).values())
+        return weights(model), residuals_of(model)
+
+    assert_nothing_lost(on(SIZE, body), 6, SIZE)
+
+
+def test_shards_take_the_gradients_of_groups_and_of_a_share() -> None:
+    def body(world: Any, wire: Any) -> Any:
+        how = wingbeat.DeAR(plan="fixed", mb=0.02, edge_mb=0.02, shard_optimizer=True, wire=wire)
+        model, optimizer = distributed_pull(world, how)
+        pull(model, optimizer, range(6), world.rank)
+        model.flush()
+        return weights(model), residuals_of(model)
+
+    for wire in (GROUPED, ENDING):
+        assert_nothing_lost(on(SIZE, lambda world, wire=wire: body(world, wire)), 6, SIZE)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "dear", "geryon"])
+def test_dense_groups_are_exact(kind) -> None:
+    """In buckets of their own, and in one with others."""
+
+    def body(world: Any, wire: Any, mb: float) -> Any:
+        model, optimizer = distributed_pull(world, strategy(kind, wire, mb=mb))
+        pull(model, optimizer, range(3), world.rank)
+        return weights(model)
+
+    wire = Sketch(bits=1, groups={"parts.[0234]": "fp32"}, auto_disable=False)
+    plain = on(2, lambda world: body(world, "fp32", 0.02))[0]
+    for mb in (0.0004, 1.0):
+        first, *others = on(2, lambda world, mb=mb: body(world, wire, mb))
+        for other in others:
+            assert_same(other, first)
+        for name, value in first.items():
+            assert torch.equal(value, plain[name]) == (name != "parts.1"), name
+
+
 @pytest.mark.parametrize("new_buckets", [False, True])
-@pairs(LOSSY)
+@pairs([*PULLED, ENDING])
 def test_what_is_left_of_a_parameter_waits_until_it_is_used_again(kind, wire, new_buckets) -> None:
     """Nobody uses what workers send for a parameter that has no gradient anywhere."""
     idle = {1: {1, 2, 3}, 4: {2}}  # parameters and the steps in which nobody uses them
@@ -154,7 +220,7 @@ def test_what_is_left_of_a_parameter_waits_until_it_is_used_again(kind, wire, ne
         torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pairs(LOSSY)
+@pairs([*PULLED, ENDING])
 def test_rebucketing_loses_nothing(kind, wire) -> None:
     sizes = random.Random(3).choices([400, 5000, 60_000, 1 << 20], k=8)
     assert len(set(sizes)) > 2
@@ -174,7 +240,7 @@ def test_rebucketing_loses_nothing(kind, wire) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
-@pairs(LOSSY[1:3])
+@pairs([*LOSSY[1:3], GROUPED])
 def test_another_number_of_workers_takes_over_what_is_owed(kind, wire, after) -> None:
 
     def before(world: Any) -> Any:

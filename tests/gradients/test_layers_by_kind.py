@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 
 from wingbeat import paced
-from wingbeat.gradients.layers import fully_connected
+from wingbeat.gradients.layers import convolutional, fully_connected
 
 
 def named(model: nn.Module) -> set[str]:
@@ -129,3 +129,14 @@ def test_paced_layers_are_what_their_profiles_say() -> None:
     dense = {layer.name.replace(".", "_") for layer in profile.layers if layer.kind == "linear"}
     assert len(dense) == 3
     assert {name.split(".")[0] for name in named(model)} == dense
+
+
+def test_convolutions_are_torchs_own_and_what_is_derived_from_them() -> None:
+    class Mine(nn.Conv1d):
+        """A convolution of somebody's own."""
+
+    model = nn.ModuleDict(
+        {"a": nn.Conv2d(1, 2, 3), "b": Mine(1, 1, 1), "c": nn.Linear(2, 2), "d": nn.BatchNorm2d(2)}
+    )
+    wanted = [param for key in "ab" for param in model[key].parameters()]
+    assert convolutional(model) == set(wanted)

@@ -6,7 +6,7 @@ parent serves the rendezvous store, so no port is guessed and none is raced for.
 importable function; each worker calls it with the same arguments and sends back what it returned
 or raised.
 
-Forked workers hash text alike, which real ones do not: a pool can have interpreters of its own.
+Forked workers hash text alike, which real ones do not: one can have an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ class Pool:
     """``size`` workers on loopback; started by the first case, restarted after a failed one.
 
     With ``default_group`` each worker joins torch.distributed's default gloo group before its
-    first case; without it that is left to the case. With ``interpreters`` each worker has an
-    interpreter of its own, which takes seconds; otherwise they are forked.
+    first case; without it that is left to the case. With ``interpreter`` the last worker has an
+    interpreter of its own, which takes seconds; the others are forked.
     """
 
     size: int
     default_group: bool = True
-    interpreters: bool = False
+    interpreter: bool = False
     _workers: list[BaseProcess] = field(default_factory=list)
     _pipes: list[Connection] = field(default_factory=list)
     _logs: list[Path] = field(default_factory=list)
@@ -123,9 +123,11 @@ class Pool:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        context = multiprocessing.get_context("spawn" if self.interpreters else "forkserver")
-        context.set_forkserver_preload(["helpers.nursery"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["helpers.nursery"])
         for rank in range(self.size):
+            context = multiprocessing.get_context(
+                "spawn" if self.interpreter and rank == self.size - 1 else "forkserver"
+            )
             ours, theirs = Pipe()
             log = Path(self._folder.name) / f"worker-{rank}.log"
             env = _torchrun_env(rank, self.size, self._store.port)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from helpers.mail import Clock, Play
-from wingbeat.exchanges.client import Client, Part, Request
+from wingbeat.exchanges.client import Client, Part
+from wingbeat.exchanges.request import Request
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.partition import Slice, partitioned
 from wingbeat.servers.protocol import Ids, Kind, wish_of
@@ -130,7 +131,14 @@ class Box:
     def interrupter(self) -> Callable[[], None]:
         return lambda: None
 
-    def room(self, peer: int, *, urgency: int) -> int:
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(number for number in self._office.boxes if number != self._number)
+
+    def interfaces(self, peer: int) -> tuple[int, ...]:
+        return (0,)
+
+    def room(self, peer: int, *, urgency: int, interface: int = 0) -> int:
         return self._office.window - self._used.get((peer, urgency), 0)
 
     def post(
@@ -143,6 +151,7 @@ class Box:
         dtype: str = "",
         urgency: int = 0,
         seconds: float | None = None,
+        interface: int = 0,
     ) -> Letter:
         view = memoryview(payload)
         view = view.cast("B") if view.nbytes else memoryview(b"")
@@ -167,6 +176,10 @@ class Box:
         if letter.kept:
             letter.kept = False
             self._office.boxes[letter.peer]._used[self._number, letter.urgency] -= letter.size
+
+    def drop(self, peer: int) -> None:
+        self.lost.pop(peer, None)
+        self.gone.discard(peer)
 
     def close(self, seconds: float = 0.0) -> None:
         if not self.closed:

@@ -142,3 +142,12 @@ def test_dear_waits_with_its_gathers_once_parts_were_wanted() -> None:
     assert lines("dear", *first, StepCalled(), *BACKWARD[:3], BackwardEnds(looked_at=True)) == (
         GATHERS
     )
+
+
+def test_stale_in_words() -> None:
+    """Nobody waits: gradients leave as they come, and a step is made on what has come."""
+    assert lines("stale", *BACKWARD[:2]) == ["contribute 0"]
+    assert lines("stale", *BACKWARD) == []
+    assert lines("stale", *BACKWARD, StepCalled()) == ["step"]
+    for event in (GradientsNeeded(), PartsNeeded(), GradientsDropped(), ParametersNeeded((0,))):
+        assert lines("stale", *BACKWARD, event) == []

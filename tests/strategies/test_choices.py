@@ -9,7 +9,7 @@ import pytest
 import wingbeat
 from wingbeat import Strategy, parts
 from wingbeat.errors import UsageError
-from wingbeat.types import Choices, Fusion, Merging, Tuning
+from wingbeat.types import Choices, Fusion, Merging, Staleness, Tuning
 from wingbeat.wires import Sketch, TopK
 
 MB = 1 << 20
@@ -47,6 +47,34 @@ CASES: list[tuple[Any, Choices]] = [
             tuning=TUNED,
             wire=Sketch(bits=4),
             shard_optimizer=True,
+        ),
+    ),
+    (
+        wingbeat.Ako(partitions=5, mb=8, first_mb=3, wire="bf16", topology="ring"),
+        Choices(
+            schedule="wfbp",
+            topology="ring",
+            fusion=Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB),
+            wire="bfloat16",
+            partitions=5,
+        ),
+    ),
+    (
+        wingbeat.Canary(s=5, p=3, colayers=4, encrypted=False),
+        Choices(
+            schedule="stale",
+            topology="ring",
+            fusion=Fusion(kind="colayers", layers=4),
+            staleness=Staleness(s=5, p=3, encrypted=False),
+        ),
+    ),
+    (
+        wingbeat.Canary(s=None, p=None),
+        Choices(
+            schedule="stale",
+            topology="ring",
+            fusion=Fusion(kind="colayers", layers=10),
+            staleness=Staleness(s=None, p=None),
         ),
     ),
     (

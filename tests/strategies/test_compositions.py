@@ -120,7 +120,7 @@ def test_what_is_measured_while_training_goes_with_codecs(
     assert_all_alike(together(strategy, LONG))
 
 
-@pytest.mark.parametrize("exchange", ["ring", "mesh", "doubling"])
+@pytest.mark.parametrize("exchange", ["ring", "mesh", "doubling", "bcube"])
 @pytest.mark.parametrize(("schedule", "update"), MANNERS)
 def test_any_exchange_with_any_schedule(exchange: str, schedule: str, update: str) -> None:
     strategy = Strategy(plan="one", exchange=exchange, schedule=schedule, update=update)
@@ -133,7 +133,8 @@ def test_any_exchange_with_any_schedule(exchange: str, schedule: str, update: st
 def test_a_preset_that_says_it_is_exact_is_and_no_other(name: str) -> None:
     preset = strategies.PRESETS[name]()
     found = together(preset)
-    assert_all_alike(found)
+    if preset.traits.synchronous:
+        assert_all_alike(found)
     off = furthest(found[0])
     assert off < 1e-4 if preset.traits.exact else off > 1e-3
 

@@ -47,6 +47,34 @@ def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"s": -1}, "Canary(s=-1): allowed are whole numbers, 0 to"),
+        ({"s": 1.5}, "Canary(s=1.5)"),
+        ({"p": 0}, "Canary(p=0): allowed are whole numbers, 1 to"),
+        ({"p": 11}, "Canary(p=11): allowed are whole numbers, 1 to 10 (colayers), and None"),
+        ({"s": None, "p": 3}, "Canary(s=None, p=3): without a bound nobody is out of date"),
+        ({"colayers": 0}, "Canary(colayers=0)"),
+        ({"wire": "int8"}, "int8"),
+        ({"encrypted": "no"}, "Canary(encrypted='no'): allowed are True and False"),
+    ],
+)
+def test_thresholds_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        wingbeat.Canary(**options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_thresholds_are_spelled_with_none() -> None:
+    assert parse("canary:s=18,p=6") == wingbeat.Canary(s=18, p=6)
+    assert parse("canary:s=none,colayers=4") == wingbeat.Canary(s=None, colayers=4)
+    assert parse("strategy:exchange=bounded@none,schedule=stale,plan=colayers").choices() == (
+        wingbeat.Canary(s=None).choices()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({"merge": "best"}, "exact"),
         ({"density": 0.0}, "density=0.0"),
         ({"warmup": -1}, "warmup=-1"),

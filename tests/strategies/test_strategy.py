@@ -15,9 +15,13 @@ from wingbeat import Strategy, parts, strategies, wires
 from wingbeat.errors import UsageError
 from wingbeat.strategies import parse
 from wingbeat.types import Choices, Fusion, Merging
-from wingbeat.wires import Half, Sketch, TopK
+from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 OWN = Strategy(plan=parts.Merged(), wire=Sketch(bits=4), schedule=parts.Decoupled())
+
+
+STALE = {"exchange": "bounded", "schedule": "stale"}
+SHARED = wingbeat.Sketch(share=0.5, total=100, auto_disable=False)
 
 
 def refused(**options: Any) -> str:
@@ -121,6 +125,29 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
         ),
         ({"schedule": "dear", "update": "whole"}, "Whole() needs whole all-reduces"),
         (
+            {"exchange": "partial@4", "schedule": "dear"},
+            "Partial(partitions=4) needs whole all-reduces, which none of FixedBuckets(), "
+            "Decoupled(), Deferred() has; allowed: schedule=WaitFree(), which AllReduce has",
+        ),
+        ({"exchange": "partial", "schedule": "served"}, "Partial() needs whole all-reduces"),
+        ({"exchange": "bounded"}, "Bounded() needs steps without a wait for all"),
+        ({"schedule": "stale"}, "Stale() needs sums in rounds, which none of FixedBuckets(), Ring"),
+        ({"schedule": "stale", "exchange": "ring"}, "allowed: exchange=Bounded()"),
+        ({**STALE, "update": "whole"}, "Whole() needs whole all-reduces"),
+        ({**STALE, "wire": "bf16"}, "pieces are summed by their owners and sent on in the"),
+        ({**STALE, "wire": "topk"}, "pieces are summed by their owners and sent on in the"),
+        ({**STALE, "wire": SHARED}, "ends in another iteration on each worker; leave share out"),
+        ({**STALE, "plan": "bo"}, "who make iterations of their own here; allowed: plan=Colayers"),
+        ({**STALE, "plan": "merged"}, "who make iterations of their own here; allowed: plan=Col"),
+        (
+            {"exchange": "partial", "wire": "sketch"},
+            "Strategy(exchange=Partial(), wire=Sketch()): parts of gradients travel as they are",
+        ),
+        (
+            {"exchange": "partial", "plan": "merged"},
+            "Strategy(exchange=Partial(), plan=Merged()): layers are merged by what whole",
+        ),
+        (
             {"schedule": "dear", "wire": TopK(momentum=0.9)},
             "TopK(momentum=0.9) needs whole all-reduces, which none of FixedBuckets(), Ring(), "
             "Decoupled(), Deferred() has; allowed: schedule=WaitFree(), which AllReduce has",
@@ -166,6 +193,10 @@ def test_a_preset_is_what_it_is_composed_of(name: str) -> None:
         (wingbeat.DeAR(wire="topk"), (False, "halves", True, True, False)),
         (wingbeat.OMGS(), (False, "whole", False, False, True)),
         (wingbeat.OMGS(wire="fp32"), (True, "whole", False, False, False)),
+        (wingbeat.Ako(), (False, "partial", False, False, False)),
+        (wingbeat.Canary(), (False, "stale", False, False, False)),
+        (wingbeat.Canary(s=0, p=4, colayers=4), (True, "whole", False, False, False)),
+        (wingbeat.Canary(s=0, p=3, colayers=4), (False, "stale", False, False, False)),
         (OWN, (False, "halves", True, True, False)),
     ],
 )
@@ -173,7 +204,15 @@ def test_traits_follow_from_the_parts(strategy: Any, expected: tuple[object, ...
     traits = strategy.traits
     found = (traits.exact, traits.bound, traits.halves, traits.in_parts, traits.gathered)
     assert found == expected
-    assert traits.synchronous
+    apart = isinstance(strategy, wingbeat.Ako | wingbeat.Canary) and not traits.exact
+    assert traits.synchronous == (not apart)
+
+
+def test_a_codec_is_not_on_trial_where_workers_are_apart() -> None:
+    assert wingbeat.Canary(wire="sketch@4").choices().wire == wingbeat.Sketch(
+        bits=4, auto_disable=False
+    )
+    assert wingbeat.AllReduce(wire="sketch").choices().wire == wingbeat.Sketch()
 
 
 def test_one_part_that_is_late_or_rounds_makes_the_whole_so() -> None:
@@ -257,3 +296,20 @@ def test_servers_take_these_wires(wire: str, back: str) -> None:
     assert choices.wire == wires.of(wire)
     assert choices.servers is not None
     assert choices.servers.dense == (back == "dense")
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [Sketch(groups={"a": 3}), LowRank(share=0.5, total=9, auto_disable=False)],
+    ids=repr,
+)
+def test_layers_are_not_merged_by_what_only_some_of_them_cost(wire: Any) -> None:
+    """Nor by what a codec costs that is left out later."""
+    with pytest.raises(UsageError, match="leave out groups and share") as caught:
+        Strategy(plan="merged", wire=wire)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="leave out groups and share"):
+        wingbeat.OMGS(wire=wire)
+    assert wingbeat.OMGS(wire=wire, merge="size").choices().wire == wire
+    assert Strategy(plan="merged", wire=TopK(groups={"a": 0.5})).choices().merging
+    assert Strategy(plan="merged", wire=Sketch(share=1.0, total=9)).choices().merging

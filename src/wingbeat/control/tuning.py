@@ -168,6 +168,7 @@ def _key_of(bucketing: Bucketing, collectives: Collectives, choices: Choices) ->
     shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
     return {
         **({"server_updates": True} if choices.server_updates else {}),
+        **({} if choices.partitions is None else {"partitions": choices.partitions}),
         "parameters": planfile.digest(shapes),
         "workers": collectives.world.size,
         "links": len(collectives.world.links),

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.news import printable
 from wingbeat.exchanges.part import Part
+from wingbeat.exchanges.request import Request
 from wingbeat.servers.documents import Document
 from wingbeat.servers.outbox import Flow, Order, Outbox
-from wingbeat.servers.protocol import SENT, Ids, Kind
+from wingbeat.servers.protocol import SENT, Ids, Kind, urgency_of
 from wingbeat.servers.sums import Refused
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
 from wingbeat.transport.messages.mailbox import Mailbox
 
@@ -49,68 +46,6 @@ _ANSWERS = {
 _MOST_STATE = 1 << 32
 """Bytes that a server may say of one slice."""
 
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """Slices that were pushed, or pulled, together: what a `Handle` is to whoever waits.
-
-    Attributes:
-        kind: push, store, pull and so on.
-        dtype: of the elements.
-        parts: the slices.
-        what: what messages call all of them.
-        finish: called by the thread that serves when all sums have come, before anybody hears so.
-        documents: what servers have said of their state, by the ids of what was asked.
-    """
-
-    kind: Kind
-    dtype: str
-    parts: Sequence[Part]
-    what: str
-    finish: Callable[[], None] = lambda: None
-    missing: int = 0
-    error: PeerError | None = None
-    posted: list[Posted] = field(default_factory=list)
-    documents: dict[tuple[int, ...], Document] = field(default_factory=dict)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _callbacks: list[Callable[[Request], None]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, without waiting."""
-        return self._over.is_set()
-
-    def add_done_callback(self, callback: Callable[[Request], None]) -> None:
-        """Have ``callback(request)`` called once, when it is done or has failed."""
-        with self._lock:
-            if not self._over.is_set():
-                self._callbacks.append(callback)
-                return
-        run_callback(lambda: callback(self))
-
-    def wait(self) -> None:
-        """Block until all sums are in the buffer, or all that was stored has arrived.
-
-        Raises:
-            PeerError: a server or a worker failed; names it.
-        """
-        # The thread that serves has the deadlines, and ends every request.
-        self._over.wait()
-        if self.error is not None:
-            raise PeerError(str(self.error))
-
-    wait_received = wait
-
-    def end(self, error: PeerError | None = None) -> None:
-        """Let whoever waits go on; for the thread that serves."""
-        with self._lock:
-            self.error = error
-            self._over.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            run_callback(functools.partial(callback, self))
-
-
 _NOTHING = memoryview(b"")
 
 _Wanted: TypeAlias = "dict[tuple[int, ...], tuple[Request, Part]]"
@@ -133,6 +68,8 @@ class Client:
 
     Attributes:
         failed: whether a server or a worker has failed.
+        sent: bytes of payloads by mailbox and class; any thread may read a copy.
+        received: likewise, by the class that was wished for.
     """
 
     def __init__(
@@ -164,6 +101,8 @@ class Client:
         self._looked = 0.0
         self._heard = clock()
         self._ending = self._quick = self._forgotten = self.failed = False
+        self.sent: Counter[tuple[int, int]] = Counter()
+        self.received: Counter[tuple[int, int]] = Counter()
         self._interrupt = mailbox.interrupter()
         self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
 
@@ -195,6 +134,11 @@ class Client:
         if error is not None:  # meanwhile: the thread may not have seen the request
             request.end(error)
         return request
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many frames and connections were refused, by the reason; any thread may ask."""
+        return self._mailbox.refused + self._mailbox.turned_away
 
     def _failure(self) -> PeerError | None:
         return self._error
@@ -300,6 +244,7 @@ class Client:
         posted = self._mailbox.post(
             flow.peer, request.kind, payload, ids=part.ids, dtype=dtype, urgency=flow.urgency
         )
+        self.sent[flow.peer, flow.urgency] += payload.nbytes
         if request.kind in SENT:
             request.posted.append(posted)
         return posted.done
@@ -322,6 +267,7 @@ class Client:
             raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
         request, part = found
         self._heard = self._clock()
+        self.received[message.peer, urgency_of(part.ids.wish)] += len(message.payload)
         if kind == Kind.STATE:
             if not self._read(message, request, part):
                 return

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wingbeat.collectives import Handle
     from wingbeat.gradients.bucket import Bucket
     from wingbeat.gradients.compression import Compression
+    from wingbeat.observe.meter import Section
     from wingbeat.types import Span
 
 
@@ -33,6 +34,10 @@ class CollectiveExchange:
     def owned(self, bucket: Bucket) -> Span:
         """Return the elements of the buffer that a reduce-scatter leaves whole here."""
         return self._collectives.owned(bucket.flat.numel())
+
+    def sections(self) -> Sequence[Section]:
+        """All that there is to see is on the interfaces."""
+        return ()
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
         """Begin ``operation`` on the bucket, and keep its handle there.

@@ -9,6 +9,7 @@ from wingbeat.schedules.events import Operation
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
+    from wingbeat.observe.meter import Section
     from wingbeat.types import Span
 
 
@@ -43,3 +44,9 @@ class Exchange(Protocol):
 
     def owned(self, bucket: Bucket) -> Span:
         """Return the elements of ``bucket.flat`` that a reduce-scatter leaves whole here."""
+
+    def sections(self) -> Sequence[Section]:
+        """Return what is to be seen of it in `wingbeat top`, now; other threads ask.
+
+        It must not wait, nor take a lock.
+        """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.make import all_of
 from wingbeat.servers import head
 from wingbeat.servers.coded import CODED, bytes_of
 from wingbeat.types import Span
@@ -68,11 +68,9 @@ class Plan:
     def __init__(self, wire: Coded, coding: Coding, span: Span) -> None:
         self.span = span
         self.coding = coding.cut(span)
-        regions = self.coding.regions
-        self.head = head.pack(
-            wire,
-            [head.Piece(len(r.span), r.cols, isinstance(r.codec, Dense)) for r in regions],
-        )
+        known, regions = all_of(wire), self.coding.regions
+        pieces = [head.Piece(len(r.span), r.cols, known.index(r.codec)) for r in regions]
+        self.head = head.pack(wire, pieces)
         self.nbytes = len(self.head) + self.coding.room(Span(0, len(span)))
 
 

@@ -23,6 +23,7 @@ from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
+    from wingbeat.observe.meter import Section
     from wingbeat.types import Span
 
 _DOES = {
@@ -106,6 +107,10 @@ class GpuServers:
     def owned(self, bucket: Bucket) -> Span:
         """As with servers of their own: nothing is updated in parts."""
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
+
+    def sections(self) -> Sequence[Section]:
+        """NCCL does not say how many bytes each class has sent."""
+        return ()
 
     def _group(self, urgency: int) -> NativeGroup:
         classes = self._serving.classes

@@ -13,11 +13,11 @@ from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.client import Client
 from wingbeat.exchanges.news import News
 from wingbeat.servers.config import ServerConfig, limits_of
-from wingbeat.servers.launch import InProcess, InThread, Started
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.sums import EACH
 from wingbeat.transport import interfaces, leaving
 from wingbeat.transport.messages import Mailbox, open_mailbox
+from wingbeat.transport.services.launch import InProcess, InThread, Started
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from wingbeat.exchanges.client import Client, Request
+from wingbeat.exchanges.client import Client
 from wingbeat.exchanges.hosting import Hosting
 from wingbeat.exchanges.part import Part
+from wingbeat.exchanges.request import Request
 from wingbeat.servers.documents import Document, messages
 from wingbeat.servers.partition import Slice
 from wingbeat.servers.protocol import NO_ROUND, Ids, Kind

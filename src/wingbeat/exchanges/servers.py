@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from wingbeat.exchanges.hosting import Hosting
 from wingbeat.exchanges.part import Form, Part
 from wingbeat.exchanges.remote import RemoteOptimizer
 from wingbeat.observe.log import log
+from wingbeat.observe.meter import Section
 from wingbeat.schedules.events import Operation
 from wingbeat.servers import head
 from wingbeat.servers.dtypes import sum_dtype
@@ -133,6 +135,23 @@ class ServerExchange:
     def owned(self, bucket: Bucket) -> Span:
         """Servers leave nothing whole on one worker alone."""
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
+
+    def sections(self) -> Sequence[Section]:
+        """Return bytes by class and by server, and what was refused of what has come."""
+        client = self._client
+        ways = {"out": client.sent.copy(), "in": client.received.copy()}
+        classes: Counter[str] = Counter()
+        servers: Counter[str] = Counter()
+        for way, moved in ways.items():
+            for (server, urgency), nbytes in moved.items():
+                classes[f"{urgency} {way}"] += nbytes
+                servers[f"{server - self._workers} {way}"] += nbytes
+        shown = [
+            Section("classes", dict(sorted(classes.items())), "B/s"),
+            Section("servers", dict(sorted(servers.items())), "B/s"),
+        ]
+        refused = client.refused
+        return [*shown, Section("refused", dict(refused))] if refused else shown
 
     def collect(self) -> None:
         """Add what the servers' sums still lack to this worker's residuals.

@@ -9,7 +9,7 @@ import torch
 from wingbeat import plans
 from wingbeat.errors import PeerError
 from wingbeat.gradients.bucket import Bucket, Slot
-from wingbeat.gradients.layers import fully_connected
+from wingbeat.gradients.layers import convolutional, fully_connected
 from wingbeat.transport.world import World
 from wingbeat.types import Fusion, Plan, TensorSpec
 
@@ -22,10 +22,12 @@ class Bucketing:
 
     The order in which gradients become ready is the one that rank 0 saw in the first backward, so
     that all workers hold the same plan. Forward needs parameters in the reverse order: a gradient
-    is ready when backward has passed the parameter's first use.
+    is ready when backward has passed the parameter's first use. Where workers are not in lockstep,
+    the order stays that in which the parameters are defined, reversed.
 
     Attributes:
         slots: one for each trained parameter, in the order of ``model.named_parameters()``.
+        others: the model's tensors that are not trained, and buffers, but those to be ignored.
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same, in the order in which forward needs their parameters.
         fusion: the rule by which they are made, unless a plan is given.
@@ -33,22 +35,32 @@ class Bucketing:
         stale: whether the rule or an order has changed since, so that `rebuild` is due.
     """
 
-    def __init__(self, model: torch.nn.Module, fusion: Fusion, world: World) -> None:
+    def __init__(
+        self, model: torch.nn.Module, fusion: Fusion, world: World, *, lockstep: bool = True
+    ) -> None:
         trained = [(n, p) for n, p in synchronised(model) if p.requires_grad]
         connected = fully_connected(model)
+        kinds = dict.fromkeys(convolutional(model), "conv") | dict.fromkeys(connected, "fc")
         self.slots = [
             Slot(i, name, param, param in connected) for i, (name, param) in enumerate(trained)
         ]
-        self.specs = [spec_of(name, param) for name, param in trained]
+        self.specs = [spec_of(name, param, kinds.get(param, "")) for name, param in trained]
         self.slot_of: dict[torch.Tensor, Slot] = {slot.param: slot for slot in self.slots}
+        left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
+        self.others = [
+            tensor.detach()
+            for name, tensor in named
+            if name not in left_out and tensor not in self.slot_of
+        ]
         self._readers = list(_readers(model, self.slot_of))
         self.buckets: list[Bucket] = []
         self.forward_buckets: list[Bucket] = []
         self._world = world
         self.fusion = fusion
         self._plan: Plan | None = None
-        self._seen: list[int] | None = []
-        self._told = False
+        # Without lockstep nobody waits for what rank 0 has seen: definition order, reversed, stays.
+        self._seen: list[int] | None = [] if lockstep else None
+        self._told = not lockstep
         self._ready_order = list(reversed(range(len(self.slots))))
         self._unused: list[int] = []
         self._buckets_of: dict[torch.nn.Module, list[Bucket]] = {}
@@ -197,12 +209,13 @@ def is_opaque(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) or compiled or hasattr(module, "_orig_mod")
 
 
-def spec_of(name: str, param: torch.Tensor) -> TensorSpec:
-    """Describe a parameter for the plan."""
+def spec_of(name: str, param: torch.Tensor, layer: str = "") -> TensorSpec:
+    """Describe a parameter, of a layer of that kind, for the plan."""
     return TensorSpec(
         name,
         tuple(param.shape),
         str(param.dtype).removeprefix("torch."),
         param.element_size(),
         str(param.device),
+        layer,
     )

@@ -8,20 +8,17 @@ from typing import Any
 
 import torch
 
-from wingbeat.codecs import Coding, make
+from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.feedback import Residuals
+from wingbeat.codecs.regions import regions
 from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.observe.log import log
 from wingbeat.types import Choices, Span
-from wingbeat.wires import HALF_BYTES, Coded, Half, LowRank, Sketch, TopK
-
-LARGE = 1 << 16
-"""Elements from which a gradient travels by itself: worth a table of its own levels, or factors if
-it is a fully connected layer's (Canary, section 4.3.1, case 1)."""
+from wingbeat.wires import HALF_BYTES, Coded, Half, TopK, own, unmatched
 
 
 class Compression:
@@ -29,7 +26,7 @@ class Compression:
 
     Attributes:
         coded: the codec's settings; None for a mere dtype.
-        on: whether gradients go through the codec at present, if there is one.
+        on: whether gradients may go through the codec at present, if there is one.
         residuals: what this worker's gradients still lack; None where nothing is kept.
         collect: adds to residuals here what others keep of them while training goes on.
     """
@@ -37,11 +34,10 @@ class Compression:
     collect: Callable[[], None] | None = None
 
     def __init__(self, wire: str | Coded, slots: Sequence[Slot], collectives: Collectives) -> None:
-        world = collectives.world
         self.coded = None if isinstance(wire, str) else wire
         self._dtype = wire_dtype(wire) if isinstance(wire, str) else None
         self._collectives = collectives
-        self._made: weakref.WeakKeyDictionary[Bucket, tuple[int, Encoded]] = (
+        self._made: weakref.WeakKeyDictionary[Bucket, tuple[int, Encoded | None]] = (
             weakref.WeakKeyDictionary()
         )
         self._held: weakref.WeakKeyDictionary[Bucket, list[tuple[torch.Tensor, torch.Tensor]]] = (
@@ -52,13 +48,21 @@ class Compression:
         self.residuals: Residuals | None = None
         if self.coded is None:
             return
-        if getattr(self.coded, "feedback", isinstance(self.coded, TopK)):
-            self.residuals = Residuals(
-                {slot.name: tuple(slot.param.shape) for slot in slots},
-                rank=world.rank,
-                world_size=world.size,
-                velocity=self.momentum > 0,
-            )
+        _check_groups(self.coded, slots)
+        if self.coded.keeps or self.coded.ends_after is not None:  # their state has the step
+            self.residuals = self.new_residuals(slots, velocity=self.momentum > 0)
+
+    def new_residuals(self, slots: Sequence[Slot], velocity: bool = False) -> Residuals:
+        """Return residuals of zero for this worker's gradients."""
+        world = self._collectives.world
+        shapes = {slot.name: tuple(slot.param.shape) for slot in slots}
+        return Residuals(shapes, rank=world.rank, world_size=world.size, velocity=velocity)
+
+    @property
+    def coding(self) -> bool:
+        """Whether gradients go through the codec in this iteration: its share is not over."""
+        ends = None if self.coded is None else self.coded.ends_after
+        return self.on and (ends is None or max(0, self._step) < ends)
 
     @property
     def momentum(self) -> float:
@@ -71,18 +75,23 @@ class Compression:
     def launching(self, bucket: Bucket) -> WireFormat | None:
         """Return what the bucket, whose gradients are complete, travels as this time.
 
-        While the codec is off, residuals go along with the gradients.
+        While the codec is off, residuals go along with the gradients; and so they do, once, where
+        nothing keeps any.
         """
         if self.coded is None:
             return self._dtype
         encoded = self._encoded(bucket)
+        if encoded is None or encoded.residual is None:
+            self._give_what_is_left(bucket)
+        if encoded is None:
+            return None
         velocity = self.velocity(bucket)
         kept = [each for each in (encoded.residual, velocity) if each is not None]
         if kept:
             self._give_back(bucket)
             if not bucket.dense:
                 self._held[bucket] = [each for flat in kept for each in _hold_back(bucket, flat)]
-        if self.on and not self._saves_nothing(bucket):
+        if self.coding and not self._saves_nothing(bucket):
             return encoded
         if velocity is not None:
             moving = velocity[: bucket.numel]
@@ -92,6 +101,10 @@ class Compression:
             _add_residual(bucket.flat[: bucket.numel], encoded.residual[: bucket.numel])
         return None
 
+    def encoded(self, bucket: Bucket) -> Encoded | None:
+        """Return how a bucket is encoded, where it always is; None where it travels as it is."""
+        return None if self.coded is None else self._encoded(bucket)
+
     def add_own_residual(self, bucket: Bucket, own: Span) -> None:
         """Add the residual of the block ``own`` to it now, where no second encoding will do so."""
         if isinstance(bucket.wire, Encoded) and bucket.wire.residual is not None:
@@ -100,6 +113,14 @@ class Compression:
 
     def _saves_nothing(self, bucket: Bucket) -> bool:
         return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
+
+    def _give_what_is_left(self, bucket: Bucket) -> None:
+        """Add what other buckets, or an earlier run, have left of gradients, and forget it."""
+        for slot in bucket.slots:
+            known = self.residuals if slot.used else None
+            residual = None if known is None else known.take(slot.name)
+            if residual is not None:
+                slot.view.add_(residual.view(slot.param.shape).to(slot.view.device))
 
     def changes_alone(self) -> bool:
         """Whether there is anything that `alone` would add to gradients."""
@@ -125,29 +146,38 @@ class Compression:
         """Return where momentum correction gathers momentum, as long as the bucket's buffer."""
         if self.momentum == 0 or self.residuals is None:
             return None
-        return self.residuals.velocity_for(*_arrangement(bucket))
+        return self.residuals.velocity_for(*arrangement(bucket))
 
     def _give_back(self, bucket: Bucket) -> None:
         for part, held in self._held.pop(bucket, ()):
             part.add_(held)
 
-    def _encoded(self, bucket: Bucket) -> Encoded:
+    def _encoded(self, bucket: Bucket) -> Encoded | None:
+        """Return how the bucket is encoded; None if all its parameters are in dense groups."""
         assert self.coded is not None
         step = max(0, self._step)
         if isinstance(self.coded, TopK):
             step = min(step, self.coded.warmup)
         known = self._made.get(bucket)
         if known is None or (known[0] != step and isinstance(self.coded, TopK)):
-            residual = None
-            if self.residuals is not None:
-                residual = self.residuals.flat_for(*_arrangement(bucket))
-            coding = Coding(list(_regions(bucket, self.coded, step)))
-            known = self._made[bucket] = (step, Encoded(coding, residual))
+            known = self._made[bucket] = (step, self._made_for(bucket, self.coded, step))
         return known[1]
+
+    def _made_for(self, bucket: Bucket, wire: Coded, step: int) -> Encoded | None:
+        found = list(_regions(bucket, wire, step))
+        if all(isinstance(region.codec, Dense) for region in found):
+            return None
+        residual = None
+        if self.residuals is not None and wire.keeps:
+            residual = self.residuals.flat_for(*arrangement(bucket))
+        return Encoded(Coding(found), residual)
 
     def count_step(self) -> None:
         """Count an iteration: a warm-up goes by it."""
         self._step += 1
+
+    def follow(self, root: int) -> None:
+        """All workers have taken over the weights of rank ``root``, which residuals do not mind."""
 
     # -- state ----------------------------------------------------------------------------
 
@@ -161,7 +191,7 @@ class Compression:
             self.collect()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return this worker's residuals and the steps made; None where nothing is kept."""
+        """Return this worker's residuals and the steps made; None where neither counts."""
         if self.residuals is None:
             return None
         self.settle()
@@ -273,32 +303,30 @@ def _hold_back(
             yield part, held
 
 
-def _arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
+def arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
+    """Return how a bucket's residual is arranged: names, their elements, length and device."""
     names = [slot.name for slot in bucket.slots]
     numels = [slot.param.numel() for slot in bucket.slots]
     return names, numels, bucket.flat.numel(), bucket.flat.device
 
 
 def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
-    """Yield large gradients by themselves if the codec gains by that, and the rest in runs.
+    """Yield those of the parameters; flags travel as they are: they must not be rounded."""
+    yield from regions(wire, [(slot.name, slot.param.shape) for slot in bucket.slots], step)
+    yield Region(Span(bucket.numel, bucket.flat.numel()), Dense())
 
-    A run has one codec. The flags at the end travel as they are: who has used a parameter must not
-    be rounded.
-    """
-    start = end = 0
-    codec = make(wire, step, bucket.slots[0].name)
-    for slot in bucket.slots:
-        stop = end + slot.param.numel()
-        own = make(wire, step, slot.name)
-        alone = isinstance(wire, LowRank | Sketch) and stop - end >= LARGE
-        if end > start and (alone or own != codec):
-            yield Region(Span(start, end), codec)
-            start = end
-        if alone:
-            matrix = isinstance(wire, LowRank) and slot.param.ndim == 2
-            yield Region(Span(end, stop), own, slot.param.shape[1] if matrix else 0)
-            start = stop
-        codec, end = own, stop
-    if end > start:
-        yield Region(Span(start, end), codec)
-    yield Region(Span(end, bucket.flat.numel()), Dense())
+
+def _check_groups(wire: Coded, slots: Sequence[Slot]) -> None:
+    """Raise a `UsageError` for groups that have no parameters, or such as no codec can carry."""
+    names = [slot.name for slot in slots]
+    for pattern in unmatched(wire, names) if names else ():
+        raise UsageError(
+            f"{type(wire).__name__}(groups=...): {pattern!r} matches no trained parameter; their "
+            f"names are {names[0]!r} to {names[-1]!r}: correct the pattern, or leave it out"
+        )
+    for slot in slots:
+        if slot.param.dtype is torch.float64 and not own(wire, slot.name):
+            raise UsageError(
+                f'{type(wire).__name__}(groups=...): {slot.name!r} is float64, and "fp32" in a '
+                "group is float32; convert it, or leave it to the codec, which keeps the rest"
+            )

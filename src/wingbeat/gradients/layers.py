@@ -1,4 +1,4 @@
-"""Which parameters belong to fully connected layers: what coarse priorities go by."""
+"""Which parameters belong to which kind of layer: what coarse priorities and colayers go by."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 _DENSE = (nn.Linear, nn.Bilinear, nn.MultiheadAttention)
@@ -31,6 +32,12 @@ def fully_connected(model: nn.Module) -> set[torch.Tensor]:
         if module not in computing:  # else it counts for the layer whose parameter it computes
             (dense if is_fully_connected(module) else others).update(_own(module))
     return dense - others
+
+
+def convolutional(model: nn.Module) -> set[torch.Tensor]:
+    """Return the parameters that torch's convolutions, and layers derived from them, have."""
+    convolutions = (module for module in model.modules() if isinstance(module, _ConvNd))
+    return {param for module in convolutions for param in _own(module)}
 
 
 def is_fully_connected(module: nn.Module) -> bool:

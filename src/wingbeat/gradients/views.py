@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.gradients.pending import Gatherer, PendingGradient
@@ -22,6 +23,16 @@ class Views(Protocol):
     """
 
     hidden: bool
+
+    def begin(self) -> None:
+        """A backward begins whose gradients are to be exchanged.
+
+        Raises:
+            UsageError: they were added to ones that nothing can be added to.
+        """
+
+    def zeroed(self) -> None:
+        """The user drops the gradients, or sets them to zero."""
 
     def taken(self, slot: Slot) -> None:
         """The slot's gradient is in its bucket, which is about to travel."""
@@ -50,6 +61,12 @@ class ShownGradients:
     def __init__(self, bucketing: Bucketing) -> None:
         self._bucketing = bucketing
 
+    def begin(self) -> None:
+        """Nothing: autograd adds to what all workers have alike."""
+
+    def zeroed(self) -> None:
+        """Nothing to forget."""
+
     def taken(self, slot: Slot) -> None:
         """Show the bucket's view as the gradient."""
         if slot.used:
@@ -76,6 +93,47 @@ class ShownGradients:
         return contextlib.nullcontext()
 
 
+class MixedGradients(ShownGradients):
+    """Shows gradients that differ between workers, and to which nothing can be added therefore.
+
+    A worker has its own gradient and parts of the others' in one tensor; after autograd has added
+    to that, nobody knows what of it the others have got already.
+
+    Args:
+        bucketing: the plan in force.
+        owns: whether the optimizer updates a parameter, and zeroes its gradient.
+    """
+
+    def __init__(self, bucketing: Bucketing, owns: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__(bucketing)
+        self._owns = owns
+        self._mixed: list[Slot] = []
+
+    def begin(self) -> None:
+        """Refuse gradients that were added to exchanged ones.
+
+        Raises:
+            UsageError: the gradients of the last backward have not been dropped.
+        """
+        slot = next((slot for slot in self._mixed if slot.holds(slot.param.grad)), None)
+        if slot is not None:
+            where = "optimizer" if self._owns(slot.param) else "model"
+            raise UsageError(
+                f"parameter {slot.name!r} may get a gradient on top of one that was exchanged in "
+                "parts (Partial, Ako) and differs between workers: before each backward call "
+                f"{where}.zero_grad(), and accumulate under no_sync()"
+            )
+
+    def zeroed(self) -> None:
+        """From now on the optimizer's gradients are this worker's own."""
+        self._mixed = [slot for slot in self._mixed if not self._owns(slot.param)]
+
+    def show(self, slots: Iterable[Slot] | None = None) -> None:
+        """Show what has come of others too."""
+        super().show(slots)
+        self._mixed = self._bucketing.slots
+
+
 class HiddenGradients:
     """Has pending gradients stand in ``p.grad`` until somebody looks at one.
 
@@ -90,6 +148,12 @@ class HiddenGradients:
         self._bucketing = bucketing
         self._gatherer = weakref.ref(gatherer)
         self._added_to: Slot | None = None
+
+    def begin(self) -> None:
+        """Nothing: autograd adds to what all workers have alike."""
+
+    def zeroed(self) -> None:
+        """Nothing to forget."""
 
     def taken(self, slot: Slot) -> None:
         """Hide the gradient: what the buffer holds until the all-gather is no gradient."""
@@ -141,6 +205,98 @@ class HiddenGradients:
                 slot.pending = PendingGradient(slot, self._gatherer)
             if shown:
                 slot.param.grad = slot.pending
+
+
+class SentGradients(HiddenGradients):
+    """Shows no gradients: those of backward are this worker's own, and have been sent.
+
+    What stands in ``p.grad`` between backward and step refuses to be read or changed. After a step
+    there are none.
+
+    Args:
+        bucketing: the plan in force.
+
+    Attributes:
+        sent: whether gradients of a backward were sent, and no step has followed.
+    """
+
+    hidden = False
+
+    def __init__(self, bucketing: Bucketing) -> None:
+        super().__init__(bucketing, _SENT)
+        self.sent = self._spent = False
+
+    def begin(self) -> None:
+        """Refuse a backward whose gradients would be added to ones that were sent.
+
+        Raises:
+            UsageError: there was no step, or no ``zero_grad``, since the last backward.
+        """
+        if self.sent:
+            raise UsageError(
+                "a second backward before optimizer.step(): the gradients of the last one, or of a "
+                "part of it if an exception has cut it short, were sent to the other workers as "
+                "they were made (Canary); call step() after each backward, and accumulate under "
+                "no_sync()"
+            )
+        if self._spent:
+            raise UsageError(
+                "a backward after optimizer.step() without zero_grad(): its gradients would be "
+                "added to ones that other workers have used (Canary); call optimizer.zero_grad() "
+                "before each backward, or model.zero_grad()"
+            )
+
+    def zeroed(self) -> None:
+        """From now on gradients are new ones."""
+        self._spent = False
+
+    def hide(self) -> None:
+        """Hide all, which have been sent."""
+        super().hide()
+        self.sent = True
+
+    def spend(self) -> None:
+        """Have no gradients: a step has followed."""
+        for slot in self._bucketing.slots:
+            slot.param.grad = None
+        self.sent, self._spent = False, True
+
+    def renewed(self, bucket: Bucket) -> None:
+        """Have what somebody has kept of the old gradients refuse to be read as ever."""
+        for slot in bucket.slots:
+            if slot.pending is not None:
+                slot.pending.drop()
+        super().renewed(bucket)
+
+    def show(self, slots: Iterable[Slot] | None = None) -> None:
+        """Nothing: nobody has whole gradients."""
+
+
+class _Sent:
+    """Refuses to make gradients whole that have been sent."""
+
+    def show_gradient(self, slot: Slot) -> None:
+        raise UsageError(
+            f"the gradient of parameter {slot.name!r} was read, changed or added to after "
+            "backward: under bounded staleness (Canary) it is this worker's own, and has been "
+            "sent; leave p.grad alone between backward() and step(), or use wingbeat.AllReduce()"
+        )
+
+    def unscale(
+        self,
+        grads: list[torch.Tensor],  # noqa: ARG002
+        found_inf: torch.Tensor,  # noqa: ARG002
+        inv_scale: torch.Tensor,  # noqa: ARG002
+    ) -> None:
+        raise UsageError(
+            "GradScaler under bounded staleness (Canary): scaled gradients have been sent to the "
+            "other workers, who may have another scale; train in float32 or bfloat16 without a "
+            "scaler (GradScaler(enabled=False)), or use wingbeat.AllReduce()"
+        )
+
+
+_SENT = _Sent()
+"""The only one: what refers to it does so weakly."""
 
 
 def replaced(slots: Sequence[Slot], owns: Callable[[torch.Tensor], bool]) -> bool:

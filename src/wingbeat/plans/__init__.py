@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from wingbeat.costs import Workload
 from wingbeat.plans import merge
+from wingbeat.plans.colayers import bundled
 from wingbeat.plans.fixed import fixed
 from wingbeat.plans.layers import layers, none
 from wingbeat.types import Fusion, Plan, TensorSpec
@@ -23,6 +24,8 @@ def make(fusion: Fusion, specs: Sequence[TensorSpec], order: Sequence[int]) -> P
     """
     if fusion.kind == "layers":
         return layers(specs, order, fusion.layers)
+    if fusion.kind == "colayers":
+        return bundled(specs, order, fusion.layers)
     if fusion.kind == "none":
         return none(order)
     if fusion.kind == "one":

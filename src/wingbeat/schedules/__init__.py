@@ -7,6 +7,7 @@ from wingbeat.schedules.events import Schedule
 from wingbeat.schedules.served import Served, ServedAtStart
 from wingbeat.schedules.served_updates import ServedUpdates, ServedUpdatesAtStart
 from wingbeat.schedules.sharded import ShardedDear
+from wingbeat.schedules.stale import Stale
 from wingbeat.schedules.wfbp import Wfbp
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ServedUpdates",
     "ServedUpdatesAtStart",
     "ShardedDear",
+    "Stale",
     "Wfbp",
 ]
 
@@ -28,5 +30,6 @@ BY_NAME: dict[str, type[Schedule]] = {
     "served_at_start": ServedAtStart,
     "served_updates": ServedUpdates,
     "served_updates_at_start": ServedUpdatesAtStart,
+    "stale": Stale,
 }
 """Each is made once for a run."""

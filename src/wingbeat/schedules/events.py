@@ -29,6 +29,8 @@ class Operation(enum.Enum):
     """Of the parameters that the servers update next; each is asked for."""
     EXPECT = "expect"
     """The same where they are sent without being asked for."""
+    CONTRIBUTE = "contribute"
+    """To those workers who sum; sums come when they come."""
 
 
 class Phase(enum.Enum):

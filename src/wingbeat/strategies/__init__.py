@@ -7,8 +7,11 @@ Strategy(plan=TunedBuckets(mb=10), schedule=Decoupled())
 
 from __future__ import annotations
 
+from wingbeat.strategies.ako import Ako
+from wingbeat.strategies.canary import Canary
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.presets import (
+    BML,
     LAGS,
     MGS,
     MGWFBP,
@@ -27,10 +30,11 @@ from wingbeat.strategies.served import (
     TicTac,
     VanillaPS,
 )
-from wingbeat.strategies.spelling import names, options, parse
+from wingbeat.strategies.spelling import names, parse
 from wingbeat.strategies.strategy import Strategy
 
 __all__ = [
+    "BML",
     "LAGS",
     "MGS",
     "MGWFBP",
@@ -38,7 +42,9 @@ __all__ = [
     "P3",
     "PRESETS",
     "PSGD",
+    "Ako",
     "AllReduce",
+    "Canary",
     "DeAR",
     "Geryon",
     "ParameterServer",
@@ -49,6 +55,5 @@ __all__ = [
     "TopKSGD",
     "VanillaPS",
     "names",
-    "options",
     "parse",
 ]

@@ -14,12 +14,24 @@ from wingbeat.errors import UsageError
 from wingbeat.parts import plan as plans
 from wingbeat.parts.plan import PlanPart
 from wingbeat.settings import named
+from wingbeat.strategies.ako import Ako
+from wingbeat.strategies.canary import Canary
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.served import P3, Geryon, ParameterServer, PartitionedPS, TicTac, VanillaPS
 from wingbeat.strategies.strategy import Strategy
 from wingbeat.wires import TopK, Wire
 
 TOPOLOGIES = tuple(topologies.BY_NAME)
+
+
+def check_topology(preset: AllReduce | DeAR | OMGS) -> None:
+    """Raise a `UsageError` unless the option is a topology's name, maybe with its size."""
+    if str(preset.topology).startswith("bcube@"):
+        topologies.get(str(preset.topology))
+    else:
+        preset.check_name("topology", TOPOLOGIES)
+
+
 _OF_PLANS = ("mb", "edge_mb", "min_mb", "max_mb", "layers", "trials", "steps", "plan_file")
 """Those options of DeAR that a plan by name may have."""
 
@@ -40,8 +52,9 @@ class AllReduce(Preset):
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
             such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
-        topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop) or ``"doubling"``
-            (fewest messages: for many workers and little data).
+        topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop), ``"doubling"``
+            (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
+            network interface for each level of a BCube; ``"bcube@3x2"``: of this size).
 
     Raises:
         UsageError: a value out of range.
@@ -55,7 +68,7 @@ class AllReduce(Preset):
     def __post_init__(self) -> None:
         self.check_size("mb")
         self.check_size("first_mb")
-        self.check_name("topology", TOPOLOGIES)
+        check_topology(self)
         self.compose()
 
     def compose(self) -> Strategy:
@@ -66,6 +79,35 @@ class AllReduce(Preset):
             exchange=self.topology,
             schedule=parts.WaitFree(),
         )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BML(AllReduce):
+    """BML: all-reduces over all interfaces of a BCube at once (Wang et al., NeurIPS 2018).
+
+    The buckets and the order of `AllReduce`, along ``topology="bcube"``. Exact: the weights equal
+    DDP's.
+
+    Args:
+        mb: as for `AllReduce`.
+        first_mb: as for `AllReduce`.
+        wire: ``"fp32"`` (the gradients' own dtype), ``"bf16"``, or top-k.
+        topology: ``"bcube"``, found from the workers and their network interfaces, or with its
+            size, as in ``"bcube@3x2"``: switches of 3 ports, 2 levels, 9 workers.
+
+    Raises:
+        UsageError: a value out of range, or another topology.
+    """
+
+    topology: str = "bcube"
+
+    def __post_init__(self) -> None:
+        AllReduce.__post_init__(self)
+        if self.topology.partition("@")[0] != "bcube":
+            raise UsageError(
+                f"BML(topology={self.topology!r}): BML has bcube, or bcube@3x2 with its size; "
+                "AllReduce has others"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -97,8 +139,9 @@ class DeAR(Preset):
         shard_optimizer: each worker updates only the part of the parameters whose gradients it
             reduced, and the all-gather carries parameters: the optimizer's state and arithmetic
             are divided among the workers.
-        topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop) or ``"doubling"``
-            (fewest messages: for many workers and little data).
+        topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop), ``"doubling"``
+            (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
+            network interface for each level of a BCube; ``"bcube@3x2"``: of this size).
 
     Raises:
         UsageError: a value out of range.
@@ -125,7 +168,7 @@ class DeAR(Preset):
             self.check_count(key, 1, 10_000)
         self.check_file("plan_file")
         self.check_flag("shard_optimizer")
-        self.check_name("topology", TOPOLOGIES)
+        check_topology(self)
         if self.plan in plans.SEARCHES:
             plans.check_range(self)
         self.compose()
@@ -208,8 +251,8 @@ class OMGS(Preset):
         drift: measure and merge anew when iterations take this many times as long, or as short,
             as right after planning.
         plan_file: where rank 0 keeps what was measured; a run that finds it there measures nothing.
-        topology: ``"ring"``, ``"mesh"`` or ``"doubling"``; payloads that are small together are
-            gathered by doubling in any case.
+        topology: ``"ring"``, ``"mesh"``, ``"doubling"`` or ``"bcube"``; payloads that are
+            small together are gathered by doubling in any case.
 
     Raises:
         UsageError: a value out of range, or options of top-k with another wire.
@@ -235,7 +278,7 @@ class OMGS(Preset):
         self.check_count("elements", 1, 2**40)
         self.check_count("steps", 1, 10_000)
         self.check_number("drift", "numbers above 1", lambda v: v > 1)
-        self.check_name("topology", TOPOLOGIES)
+        check_topology(self)
         self.check_file("plan_file")
         object.__setattr__(self, "groups", wires.pairs(self.groups))
         self.compose()
@@ -328,6 +371,7 @@ PRESETS: dict[str, type[Preset]] = {
     cls.__name__.lower(): cls
     for cls in (
         AllReduce,
+        BML,
         DeAR,
         OMGS,
         PSGD,
@@ -341,6 +385,8 @@ PRESETS: dict[str, type[Preset]] = {
         PartitionedPS,
         TicTac,
         P3,
+        Ako,
+        Canary,
     )
 }
 """All of them, by their names on the command line."""

@@ -12,22 +12,30 @@ from wingbeat.parts import exchange as exchanges
 from wingbeat.parts import plan as plans
 from wingbeat.parts import schedule as schedules
 from wingbeat.parts import update as updates
-from wingbeat.parts.exchange import Servers
+from wingbeat.parts.exchange import Bounded, Partial, Servers
 from wingbeat.parts.plan import PlanPart
 from wingbeat.parts.schedule import SchedulePart
 from wingbeat.parts.update import UpdatePart
 from wingbeat.settings import Named, Settings, named
-from wingbeat.topologies import Topology
+from wingbeat.topologies import BCube, Topology
 from wingbeat.traits import HALVES, KEPT, ONCE, Part, Traits
 from wingbeat.types import Choices
-from wingbeat.wires import CodecPart, TopK, Wire
+from wingbeat.wires import CodecPart, LowRank, Sketch, TopK, Wire
 
 T = TypeVar("T")
 
-_EXCHANGES: Mapping[str, Named[Topology | Servers]] = {
+
+def _bcube(size: tuple[int, int] = (0, 0)) -> BCube:
+    return BCube(*size)
+
+
+_EXCHANGES: Mapping[str, Named[Topology | Servers | Partial | Bounded]] = {
     **{name: Named(type(topology)) for name, topology in topologies.BY_NAME.items()},
+    "bcube": Named(_bcube, "size", topologies.parse_size),
     **exchanges.BY_NAME,
 }
+
+_ANY_EXCHANGE = (Topology, Servers, Partial, Bounded)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,7 +48,8 @@ class Strategy(Settings):
     Args:
         plan: which tensors travel together.
         wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
-        exchange: along which links: a topology, or `wingbeat.parts.Servers`.
+        exchange: along which links: a topology, `wingbeat.parts.Servers`,
+            `wingbeat.parts.Partial` or `wingbeat.parts.Bounded`.
         schedule: when, relative to forward and backward.
         update: who applies the optimizer; empty: as the schedule has it.
 
@@ -50,7 +59,7 @@ class Strategy(Settings):
 
     plan: PlanPart | str = "fixed"
     wire: Wire = "fp32"
-    exchange: Topology | Servers | str = "ring"
+    exchange: Topology | Servers | Partial | Bounded | str = "ring"
     schedule: SchedulePart | str = "wfbp"
     update: UpdatePart | str = ""
 
@@ -59,7 +68,7 @@ class Strategy(Settings):
         found: dict[str, Any] = {
             "plan": _part("plan", self.plan, PlanPart, plans.BY_NAME),
             "wire": self.wire if self.wire in wires.DTYPES else wires.of(self.wire),
-            "exchange": _part("exchange", self.exchange, (Topology, Servers), _EXCHANGES),
+            "exchange": _part("exchange", self.exchange, _ANY_EXCHANGE, _EXCHANGES),
             "schedule": schedule,
         }
         if self.update != "":
@@ -71,9 +80,15 @@ class Strategy(Settings):
             object.__setattr__(self, key, part)
         if isinstance(self.exchange, Servers):
             _check_served(self)
+        elif isinstance(self.exchange, Partial):
+            _check_partial(self)
+        elif isinstance(self.exchange, Bounded):
+            _check_bounded(self)
         else:
             topologies.name_of(found["exchange"])
+            _check_spanning(self)
         _check_needs(self._parts())
+        _check_merged(self)
 
     def __repr__(self) -> str:
         usual = Strategy()
@@ -100,7 +115,7 @@ class Strategy(Settings):
             exact=all(part.exact for part in parts)
             and (codec is not None or not wires.of(self.wire)),
             synchronous=all(part.synchronous for part in parts),
-            bound=schedule.bound,
+            bound=getattr(self.exchange, "bound", schedule.bound),
             halves=HALVES in schedule.has,
             in_parts=self._update.in_parts,
             gathered=codec is not None and codec.gathers and ONCE in schedule.has,
@@ -111,16 +126,19 @@ class Strategy(Settings):
         plan, schedule = cast(PlanPart, self.plan), cast(SchedulePart, self.schedule)
         exchange = self.exchange
         served = exchange.serving() if isinstance(exchange, Servers) else None
+        partial = exchange if isinstance(exchange, Partial) else None
         return Choices(
             schedule=schedule.machine,
-            topology="ring" if served else topologies.name_of(cast(Topology, exchange)),
+            topology=_topology_of(exchange),
             servers=served,
             fusion=plan.fusion(),
             tuning=plan.tuning(),
             merging=plan.merging(),
-            wire=wires.of(self.wire),
+            wire=_wire_of(self.wire, exchange),
             shard_optimizer=self._update.shards,
             server_updates=self._update.on_servers,
+            partitions=None if partial is None else partial.partitions,
+            staleness=exchange.staleness() if isinstance(exchange, Bounded) else None,
         )
 
     def compose(self) -> Strategy:
@@ -166,10 +184,88 @@ def _check_needs(parts: list[Part]) -> None:
             having = [f"schedule={one!r}, which {one.of} has" for one in fit if need in one.has]
             if need in Servers.has:
                 having.append("exchange=Servers()")
+            if need in Bounded.has:
+                having.append("exchange=Bounded()")
             others = ", ".join(repr(other) for other in parts if other is not part)
             raise UsageError(
                 f"{part!r} needs {need}, which none of {others} has; allowed: {'; '.join(having)}"
             )
+
+
+def _check_spanning(strategy: Strategy) -> None:
+    """Raise a `UsageError` for a codec whose payloads would not go along the topology."""
+    topology, codec = cast(Topology, strategy.exchange), isinstance(strategy.wire, CodecPart)
+    if topology.spans_links and codec and not strategy.traits.gathered:
+        raise UsageError(
+            f"Strategy(exchange={topology!r}, wire={strategy.wire!r}): what is encoded goes "
+            "straight to the worker that sums it, and most are no neighbours there; allowed: "
+            '"bf16", "fp32", TopK() with whole all-reduces, or exchange="mesh"'
+        )
+
+
+def _check_merged(strategy: Strategy) -> None:
+    """Raise a `UsageError` where what a plan measures is not what travels."""
+    wire, plan = strategy.wire, cast(PlanPart, strategy.plan)
+    if plan.merging() is None or not isinstance(wire, Sketch | LowRank):
+        return
+    if wire.ends_after is not None or wire.groups:
+        raise UsageError(
+            f"Strategy(plan={plan!r}, wire={wire!r}): layers are merged by what one codec costs "
+            "all of them, always; leave out groups and share, or take another plan, such as "
+            "FixedBuckets()"
+        )
+
+
+def _topology_of(exchange: Any) -> str:
+    if isinstance(exchange, Partial):
+        return exchange.topology
+    return "ring" if isinstance(exchange, Servers | Bounded) else topologies.name_of(exchange)
+
+
+def _check_partial(strategy: Strategy) -> None:
+    """Raise a `UsageError` for what is no part of a bucket."""
+    where = f"Strategy(exchange={strategy.exchange!r}"
+    if strategy.wire not in wires.DTYPES:
+        raise UsageError(
+            f"{where}, wire={strategy.wire!r}): parts of gradients travel as they are, or rounded; "
+            'allowed: "fp32", "bf16", or a topology as the exchange'
+        )
+    plan = cast(PlanPart, strategy.plan)
+    if plan.merging() is not None:
+        raise UsageError(
+            f"{where}, plan={plan!r}): layers are merged by what whole all-reduces cost; allowed: "
+            "another plan, such as FixedBuckets(), or a topology as the exchange"
+        )
+
+
+def _wire_of(wire: Wire, exchange: Any) -> str | wires.Coded:
+    """Return what gradients travel as; a codec is not on trial where workers share no iteration."""
+    found = wires.of(wire)
+    if isinstance(exchange, Bounded) and not isinstance(found, str):
+        return replace(found, auto_disable=False)
+    return found
+
+
+def _check_bounded(strategy: Strategy) -> None:
+    """Raise a `UsageError` for what takes lockstep, or cannot be summed piece by piece."""
+    where, wire = f"Strategy(exchange={strategy.exchange!r}", strategy.wire
+    if wire == "bf16" or isinstance(wire, TopK):
+        raise UsageError(
+            f"{where}, wire={wire!r}): pieces are summed by their owners and sent on in the same "
+            'form; allowed: Sketch(), LowRank(), Half(), "fp32", or a topology as the exchange'
+        )
+    if isinstance(wire, CodecPart) and wire.ends_after is not None:
+        raise UsageError(
+            f"{where}, wire={wire!r}): the first part of a training ends in another iteration on "
+            "each worker; leave share out, or take a topology as the exchange"
+        )
+    plan = cast(PlanPart, strategy.plan)
+    if plan.tuning() is not None or plan.merging() is not None:
+        raise UsageError(
+            f"{where}, plan={plan!r}): what is tried or measured while training goes on is decided "
+            "by all workers at once, who make iterations of their own here; allowed: "
+            "plan=Colayers(), or another fixed plan, such as Layers()"
+        )
 
 
 def _check_served(strategy: Strategy) -> None:

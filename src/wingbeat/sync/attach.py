@@ -93,7 +93,7 @@ def _on_optimizer(engine: Hooked, me: weakref.ref[Hooked]) -> list[Any]:
     before = ModuleHook(me, "before_state")
     return [
         optimizer.register_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_pre_hook(ModuleHook(me, "before_loading")),
         optimizer.register_load_state_dict_post_hook(ModuleHook(me, "after_load")),
     ]
 

@@ -91,11 +91,17 @@ class BufferSync:
         model: whose buffers; looked up anew each time, as a name may be given another tensor.
         ignored: names of buffers that each worker keeps for itself.
         collectives: what gradients travel by.
-        world: a channel of its own for the byte, which must not queue behind gradients.
+        lockstep: whether workers wait for each other in each iteration; if not, each keeps its own
+            buffers, until `level`.
     """
 
     def __init__(
-        self, model: torch.nn.Module, ignored: Collection[str], collectives: Collectives
+        self,
+        model: torch.nn.Module,
+        ignored: Collection[str],
+        collectives: Collectives,
+        *,
+        lockstep: bool = True,
     ) -> None:
         self._places = list(_places(model, ignored))
         self._collectives = collectives
@@ -107,7 +113,8 @@ class BufferSync:
         self._handle: Handle | None = None
         self._asked: Handle | None = None
         self._root = 0
-        if self._places and collectives.world.size > 1:
+        if self._places and lockstep and collectives.world.size > 1:
+            # The byte must not queue behind gradients.
             self._own = type(collectives)(collectives.world.open_channel(), "mesh")
 
     @property
@@ -160,6 +167,11 @@ class BufferSync:
             self._own.broadcast(self._sent.flat, self._root, label="buffers").wait()
         if self._rank != self._root and self._sent is not None:
             self._sent.unpack(self._tensors())
+
+    def level(self) -> None:
+        """Take over rank 0's now; every worker must call it."""
+        with torch.no_grad():
+            broadcast_now(self._tensors(), self._collectives, root=0)
 
     def _packed(self, root: int) -> ByteBuffer:
         """Lay out today's buffers, with the values of this worker if it is the root."""

@@ -8,8 +8,6 @@ what (`updates`), and what is decided while training goes on (`control`).
 from __future__ import annotations
 
 import contextlib
-import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,17 +16,15 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.control.control import Control
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients import reduced
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.bucketing import Bucketing, ignored, synchronised
-from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.convert import (
     refuse_assignment,
     refuse_fused_layouts,
     refuse_unfrozen,
 )
-from wingbeat.gradients.pending import PendingGradient
 from wingbeat.gradients.steps import Steps
+from wingbeat.observe.meter import Meter
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,
@@ -37,12 +33,10 @@ from wingbeat.schedules.events import (
     GradientsDropped,
     GradientsNeeded,
     ParametersNeeded,
-    PartsNeeded,
     Phase,
     Planned,
 )
-from wingbeat.schedules.intents import Intent
-from wingbeat.sync import kinds
+from wingbeat.sync import forks, kinds, looks
 from wingbeat.sync.attach import Hooks, in_backward
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.hooks import WeakCall
@@ -53,28 +47,17 @@ from wingbeat.types import Choices
 from wingbeat.updates.stepper import Stepper
 from wingbeat.updates.update import Closure, Training
 
-GONE = "an exception cut its backward short; call optimizer.zero_grad() and run the backward again"
-
-_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _flush_all() -> None:
-    """Before a fork: a child has no threads that could bring it what is on its way."""
-    for engine in list(_ENGINES):
-        engine.flush()
-
-
-os.register_at_fork(before=_flush_all)
-
 
 class Engine(Intake):
     """Synchronises one model's gradients: tells its schedule what happens, and does what it says.
 
     Attributes:
-        control: what is decided while training goes on; None for a worker alone.
+        control: what is decided while training goes on; None for a worker alone, and where workers
+            are not in lockstep.
         scaled: whether a GradScaler unscales the gradients.
         asked: whether it has asked the optimizer, since the last step, what to do.
         hooks: on the model, its parameters and its optimizer; None for a worker alone.
+        meter: what its training has taken so far, for whoever watches the job.
     """
 
     def __init__(
@@ -93,17 +76,19 @@ class Engine(Intake):
         self.collectives = collectives
         self.choices = choices
         self.stepper = Stepper(optimizer, plain_step)
-        self.buffer_sync = BufferSync(model, ignored(model), collectives)
-        self.bucketing = Bucketing(model, choices.fusion, world)
-        self.compression = Compression(choices.wire, self.bucketing.slots, collectives)
+        lockstep = choices.lockstep or world.size == 1
+        self.buffer_sync = BufferSync(model, ignored(model), collectives, lockstep=lockstep)
+        self.bucketing = Bucketing(model, choices.fusion, world, lockstep=lockstep)
+        self.compression = kinds.compression_of(choices, self.bucketing.slots, collectives)
         self.steps_made = Steps(world)
         self.control: Control | None = None
         self.scaled = self.asked = False
         self.before_synced_forward: Callable[[], Any] | None = None
         self.hooks: Hooks | None = None
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
-        self.bucketing.strided = not choices.divides and self.compression.coded is None
-        if self.compression.coded is not None and not choices.shard_optimizer:
+        flat = self.compression.coded is not None or not lockstep
+        self.bucketing.strided = not choices.divides and not flat
+        if flat and not choices.shard_optimizer:
             refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
         refresh = WeakCall(self.refresh)
@@ -114,6 +99,8 @@ class Engine(Intake):
         if world.size > 1 and (choices.shard_optimizer or choices.servers is not None):
             world.on_close(WeakCall(self.flush_at_last))
         self.runtime = kinds.runtime_of(choices, training, self.compression, self)
+        self.meter = self.runtime.meter = Meter(type(model).__name__)
+        self.meter.show(self.runtime.exchange.sections)
         self.views = self.runtime.views
         self.update = self.runtime.update
         if world.size > 1:
@@ -125,11 +112,12 @@ class Engine(Intake):
 
     def _start(self) -> None:
         exchange, links = self.runtime.exchange, self.collectives
-        self.control = Control(self.choices, self.bucketing, self.compression, links, exchange)
+        if self.choices.lockstep:
+            self.control = Control(self.choices, self.bucketing, self.compression, links, exchange)
         self.bucketing.build()
         self._planned()
         self.hooks = Hooks(self)
-        _ENGINES.add(self)
+        forks.add(self)
 
     def _planned(self) -> None:
         for bucket in self.buckets:
@@ -170,6 +158,7 @@ class Engine(Intake):
 
     def before_backward(self) -> None:
         """Finish the last step, and gather gradients that this backward adds to."""
+        self.meter.enter("backward")
         self.before_module(self.forward_buckets)
         self.tell(BackwardBegins())
         self.runtime.checked = False
@@ -194,10 +183,11 @@ class Engine(Intake):
                 slot.param.grad = None
         elif others and not blind:
             self.views.show(others)
+        self.meter.enter("other")
 
     def recover(self) -> None:
         """After a backward that an exception cut short: keep in step with the other workers."""
-        cut_short = self._cut_short
+        cut_short = self.cut_short
         super().recover()
         if cut_short:
             self.update.dropped(True)
@@ -225,6 +215,20 @@ class Engine(Intake):
             return  # nothing is pending yet; or others may never push what would be waited for
         with contextlib.suppress(PeerError):  # told already to whoever waited
             self.flush()
+
+    def level(self, *, always: bool = True) -> None:
+        """Apply all that is under way; where workers differ for a while, all must call it.
+
+        Args:
+            always: whether also if this worker has made no step since the last time.
+
+        Raises:
+            PeerError: a worker did not; names it.
+        """
+        self.recover()
+        self.flush()
+        if self.update.level(always=always):
+            self.buffer_sync.level()
 
     def settle(self) -> None:
         """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
@@ -273,28 +277,13 @@ class Engine(Intake):
                 self.settle()
             slot.used |= in_backward()  # now it has a gradient
         if cut_short:
-            raise UsageError(f"the gradient of parameter {slot.name!r} is gone: " + GONE)
+            raise UsageError(f"the gradient of parameter {slot.name!r} is gone: " + looks.GONE)
 
     def unscale(
         self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
         """Do as a GradScaler does with ``grads``, on this worker's blocks where these suffice."""
-        cut_short = self._cut_short
-        self.recover()
-        if cut_short:
-            raise UsageError("GradScaler.unscale_(): the gradients are gone: " + GONE)
-        self.update.refuse_lost("GradScaler.unscale_()")
-        self.tell(PartsNeeded(Intent.SCALE))
-        if self.phase is Phase.REDUCED and not self.shadowed:
-            # All of a kind, whatever this worker's user has put in their place: others count on it.
-            kind = grads[0].dtype, grads[0].device
-            buckets = [b for b in self.buckets if (b.flat.dtype, b.flat.device) == kind]
-            others = [grad for grad in grads if not isinstance(grad, PendingGradient)]
-            reduced.unscale(buckets, others, self.collectives, found_inf, inv_scale)
-            return
-        self.settle_gradients()
-        whole = [g.whole() if isinstance(g, PendingGradient) else g for g in grads]
-        torch._amp_foreach_non_finite_check_and_unscale_(whole, found_inf, inv_scale)
+        looks.unscale(self, grads, found_inf, inv_scale)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the averaged gradients so that their global norm is at most ``max_norm``.
@@ -303,14 +292,7 @@ class Engine(Intake):
         gather. Inside of ``join()`` whole gradients are clipped, which needs no exchange of its
         own: a worker that has run out of batches cannot know when the others clip.
         """
-        self.recover()
-        self.update.refuse_lost("clip_grad_norm_()")
-        self.tell(PartsNeeded(Intent.CLIP))
-        if self.phase is Phase.REDUCED and not self.shadowed:
-            return reduced.clip(self.buckets, self.collectives, max_norm, norm_type)
-        if self.views.hidden:
-            self.settle()
-        return torch.nn.utils.clip_grad_norm_(self.stepper.params(), max_norm, norm_type)
+        return looks.clip_grad_norm_(self, max_norm, norm_type)
 
     # -- the optimizer --------------------------------------------------------------------
 
@@ -318,7 +300,10 @@ class Engine(Intake):
         """Do what a call of the user's ``optimizer.step`` asks for; return the closure's value."""
         # A scaler asks before each step that it makes: without one, that was the last.
         self.scaled, self.asked = self.scaled and self.asked, False
-        return self.update.step(self, closure)
+        self.meter.enter("update")
+        returned = self.update.step(self, closure)
+        self.meter.stepped()
+        return returned
 
     def visible_state(self) -> Any:
         """Return the optimizer's state after all updates; inside its own step, as it is."""
@@ -340,7 +325,8 @@ class Engine(Intake):
     def detach(self) -> None:
         """Apply what is pending and remove every hook; gradients become plain tensors."""
         self.settle()
-        _ENGINES.discard(self)
+        self.level()
+        forks.discard(self)
         if self.hooks is not None:
             self.hooks.remove()
         for bucket in self.buckets:
@@ -358,6 +344,7 @@ class Engine(Intake):
         """Before the model's forward: get ready for the backward that may follow."""
         if not torch.is_grad_enabled() or in_backward():
             return
+        self.meter.enter("forward")
         refuse_around(self.model)
         refuse_unfrozen(self.model, self._frozen)
         self.recover()
@@ -390,12 +377,20 @@ class Engine(Intake):
             self.before_module(buckets)
 
     def before_state(self, *_args: Any) -> None:
-        """Before a state dict is made or loaded."""
+        """Before a state dict is made."""
         self.settle()
+
+    def before_loading(self, *_args: Any) -> None:
+        """Before a state dict is loaded: nothing of the old one is to come after it.
+
+        Each module of a model asks for it, so only the first finds anything to do.
+        """
+        self.settle()
+        self.level(always=False)
 
     def before_load(
         self, _module: Any, _state: Any, prefix: str, metadata: dict[str, Any], *_args: Any
     ) -> None:
         """Before a module loads its part of a state dict."""
         refuse_assignment(prefix, metadata)
-        self.settle()
+        self.before_loading()

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, UsageError
+from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.bucket import strides_of
 from wingbeat.gradients.bucketing import ignored, spec_of
 from wingbeat.gradients.compression import check_momentum
@@ -25,6 +26,7 @@ from wingbeat.sync.upgrade import (
     engine_of,
     upgrade,
 )
+from wingbeat.sync.watching import check_wishes, watch
 from wingbeat.sync.wrapped import refuse_inside
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices
@@ -65,27 +67,41 @@ def distribute(
 
     Raises:
         UsageError: no `init` before, something is already distributed, the optimizer has
-            parameters that the model has not, or it cannot be divided (``shard_optimizer``).
+            parameters that the model has not, or it cannot be divided (``shard_optimizer``); or
+            the environment says something that cannot be of how the job is watched.
         MismatchError: the ranks' models differ; on every rank, naming the first parameter.
     """
     inner = unwrapped(optimizer)
     _check(model, inner, strategy)
-    world = world or current()
+    world = whole = world or current()
+    check_wishes(whole)
     choices = strategy.choices()
     given, optimizer = optimizer, cast(OptimizerT, inner)
     check_momentum(choices, optimizer)
+    _check_returned(world, choices, strategy)
     if world.size > 1:
-        _check_same_model(model, world, strategy)
+        if not world.returned:
+            _check_same_model(model, world, strategy)
         # Several models of one process launch their buckets in any order.
         world = world.open_channel()
     collectives = Collectives(world, choices.topology)
-    if world.size > 1:
+    if world.size > 1 and not world.returned:
         _take_over_rank_zeros(model, collectives)
     engine = Engine(model, optimizer, choices, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
     upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
     claims.claim(engine, (slot.param for slot in engine.slots))
+    engine.meter.strategy = repr(strategy)
+    watch(whole, engine.meter)
     return model, given
+
+
+def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> None:
+    if world.returned and choices.lockstep:
+        raise UsageError(
+            f"rank {world.rank} was started again while the others go on, which {strategy!r} "
+            "cannot let in: train with wingbeat.Canary(), or start all workers again"
+        )
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -132,13 +148,20 @@ def join(
     return joined(_engine_of(model, "join"), *options)
 
 
+def bounded_exchange(model: torch.nn.Module) -> StaleExchange | None:
+    """Return how a model's gradients are exchanged under bounded staleness; None if not so."""
+    engine = engine_of(model)
+    exchange = None if engine is None else engine.runtime.exchange
+    return exchange if isinstance(exchange, StaleExchange) else None
+
+
 def flush(model: torch.nn.Module) -> None:
     """As ``model.flush()``, also for a model with an attribute of that name of its own.
 
     Raises:
         UsageError: the model is not distributed.
     """
-    _engine_of(model, "flush").flush()
+    _engine_of(model, "flush").level()
 
 
 def _engine_of(model: Any, what: str) -> Engine:

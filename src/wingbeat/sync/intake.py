@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from wingbeat.gradients.compression import Compression
     from wingbeat.gradients.steps import Steps
     from wingbeat.gradients.views import Views
+    from wingbeat.observe.meter import Meter
     from wingbeat.sync.buffers import BufferSync
 
 
@@ -36,6 +37,7 @@ class Intake:
     compression: Compression
     buffer_sync: BufferSync
     control: Control | None
+    meter: Meter
     views: Views
     steps_made: Steps
 
@@ -72,7 +74,7 @@ class Intake:
         return self._in_backward and self._backward is not None and self._backward() is not None
 
     @property
-    def _cut_short(self) -> bool:
+    def cut_short(self) -> bool:
         """Whether an exception has ended the backward that gradients are taken from."""
         return self._in_backward and not self.amid_backward
 
@@ -112,7 +114,7 @@ class Intake:
                     self._skip_backward()
                     return
                 self._begin_backward()
-            elif self._cut_short:
+            elif self.cut_short:
                 raise UsageError(
                     f"parameter {self.slots[index].name!r} got a gradient, but an exception has "
                     "cut the backward before this one short; call optimizer.zero_grad() after it"
@@ -148,6 +150,7 @@ class Intake:
         """Leave a backward alone, which ends what the forward before it has decided."""
         if self._decided is not None and not self._skipping:
             self._skipping = True
+            self.meter.enter("backward")
             on_backward_end(self)
 
     def _open_backward(self) -> None:
@@ -167,6 +170,9 @@ class Intake:
             bucket.reopen()
 
     def _begin_backward(self) -> None:
+        decided, self._decided = self._decided, None
+        self.views.begin()  # where it refuses, what the forward has decided is used up
+        self._decided = decided
         self._open_backward()
         self._in_backward = True
         self._backward = on_backward_end(self)
@@ -211,6 +217,7 @@ class Intake:
         self._decided = None
         self._skipping = False
         if not self._in_backward:
+            self.meter.enter("other")
             return
         if self.merging is not None:
             self.merging.end()
@@ -248,7 +255,7 @@ class Intake:
         backward goes on, by a hook, a part that is computed again, or another thread, it does
         nothing.
         """
-        if self._cut_short:
+        if self.cut_short:
             if self.merging is not None:
                 self.merging.abandon()
             try:
@@ -275,6 +282,7 @@ class Intake:
         """Drop or zero the gradients, also those that only exist in the buckets."""
         self.recover()
         self.discard()
+        self.views.zeroed()
         # Nothing here reads a parameter, so those whose update is due need not be asked.
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:

@@ -94,6 +94,7 @@ class _Party:
                 engine.buffer_sync.ask(engine.buffer_root)
                 engine.shadow_backward()
                 engine.update.step_of_others(engine)
+                engine.meter.stepped()
                 engine.zero_grad(True)
                 for slot in engine.slots:
                     slot.param.grad = None
@@ -109,6 +110,11 @@ def joined(
     if engine.world.size == 1 or not enable:
         yield
         return
+    if not engine.choices.lockstep:
+        raise UsageError(
+            "join() under bounded staleness (Canary): workers may have different numbers of "
+            "batches as it is; leave it out, and call model.flush() on all when each has trained"
+        )
     party, scale = _Party(engine, divide_by_all, throw), engine.scale
     hook = ModuleHook(weakref.ref(party), "begin_local_batch")
     handle = engine.model.register_forward_pre_hook(hook, prepend=True)
@@ -154,6 +160,7 @@ def _follow(engine: Engine, root: int) -> None:
         tensors = [slot.param for slot in engine.slots] + list(engine.model.buffers())
         broadcast_now(tensors, collectives, root)
     broadcast_now(_state_like(engine, root), collectives, root)
+    engine.compression.follow(root)
 
 
 def _steps_of(engine: Engine, root: int) -> int:

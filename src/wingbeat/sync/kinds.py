@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from wingbeat import schedules
+from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
 from wingbeat.exchanges.gpus import GpuServers
+from wingbeat.exchanges.partial import PartialExchange
 from wingbeat.exchanges.servers import FLOAT32, ServerExchange
+from wingbeat.exchanges.stale import StaleExchange
+from wingbeat.gradients.backlog import Backlog
+from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.pending import Gatherer
-from wingbeat.gradients.views import HiddenGradients, ShownGradients, Views
+from wingbeat.gradients.views import (
+    HiddenGradients,
+    MixedGradients,
+    SentGradients,
+    ShownGradients,
+    Views,
+)
 from wingbeat.schedules.events import Schedule
+from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.alone import AloneUpdate
+from wingbeat.updates.bounded import BoundedUpdate
 from wingbeat.updates.deferred import DeferredUpdate
 from wingbeat.updates.described import OPTION, describe
 from wingbeat.updates.divided import check_divisible
@@ -23,6 +40,19 @@ from wingbeat.updates.served import ServedUpdate
 from wingbeat.updates.sharded import ShardedUpdate
 from wingbeat.updates.update import Training, Update
 from wingbeat.updates.whole import WholeUpdate
+
+
+def compression_of(
+    choices: Choices, slots: Sequence[Slot], collectives: Collectives
+) -> Compression:
+    """Make what says how buckets travel, and keeps what is not sent of them.
+
+    Raises:
+        UsageError: gradients cannot travel so.
+    """
+    if choices.partitions is not None and collectives.world.size > 1:
+        return Backlog(choices.wire, slots, collectives)
+    return Compression(choices.wire, slots, collectives)
 
 
 def runtime_of(
@@ -35,16 +65,16 @@ def runtime_of(
         MismatchError: the workers' optimizers differ, and the strategy divides them.
     """
     schedule = _schedule_of(choices, training.collectives.world.size)
-    views: Views = ShownGradients(training.bucketing)
-    if not schedule.whole_after_backward:
-        views = HiddenGradients(training.bucketing, gatherer)
+    views = _views_of(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
     if choices.server_updates and training.collectives.world.size > 1:
         exchange, update = _on_servers(choices, training, schedule, views)
+    elif isinstance(views, SentGradients):
+        exchange, update = _bounded(choices, training, views, compression)
     else:
         update = _update_of(choices, training, schedule, views, compression)
         exchange = _exchange_of(choices, training, compression)
-    return Runtime(
+    runtime = Runtime(
         schedule,
         exchange,
         training.bucketing,
@@ -53,6 +83,59 @@ def runtime_of(
         Agreement(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
+    if isinstance(exchange, StaleExchange):
+        exchange.waited = WeakCall(runtime.waited)
+    return runtime
+
+
+def _views_of(
+    schedule: Schedule, training: Training, compression: Compression, gatherer: Gatherer
+) -> Views:
+    bucketing = training.bucketing
+    if isinstance(schedule, schedules.Stale):
+        return SentGradients(bucketing)
+    if not schedule.whole_after_backward:
+        return HiddenGradients(bucketing, gatherer)
+    if isinstance(compression, Backlog):
+        return MixedGradients(bucketing, training.stepper.owns)
+    return ShownGradients(bucketing)
+
+
+def _bounded(
+    choices: Choices, training: Training, views: SentGradients, compression: Compression
+) -> tuple[Exchange, Update]:
+    """Make what exchanges gradients, and applies sums, under bounded staleness.
+
+    Raises:
+        UsageError: another optimizer has a part of the model, or this one a part of another.
+    """
+    assert choices.staleness is not None, "a strategy's parts have been checked"
+    stepper, slots = training.stepper, training.bucketing.slots
+    slot = next((slot for slot in slots if not stepper.owns(slot.param)), None)
+    if slot is not None:
+        raise UsageError(
+            f"parameter {slot.name!r} is not the optimizer's: under bounded staleness (Canary) one "
+            "optimizer updates all parameters that need a gradient; give them all to it, or "
+            "freeze the others"
+        )
+    known = training.bucketing.slot_of
+    local = sum(param.requires_grad and param not in known for param in stepper.params())
+    if local:
+        raise UsageError(
+            f"{local} parameters of the optimizer are not synchronised: under bounded staleness "
+            "(Canary) it steps when sums come, which has nothing to do with their gradients; give "
+            "them an optimizer of their own"
+        )
+    world = training.collectives.world
+    exchange = StaleExchange(
+        world,
+        choices.staleness,
+        compression,
+        training.optimizer,
+        stepper.whole_step,
+        training.bucketing.others,
+    )
+    return exchange, BoundedUpdate(training, views, exchange)
 
 
 def _on_servers(
@@ -88,6 +171,14 @@ def _on_servers(
 
 def _exchange_of(choices: Choices, training: Training, compression: Compression) -> Exchange:
     collectives = training.collectives
+    if isinstance(compression, Backlog):
+        if isinstance(training.optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "torch.optim.LBFGS with gradients that are exchanged in parts (Partial, Ako) is "
+                "not possible: how often it evaluates the loss depends on gradients, which differ "
+                "between workers; use wingbeat.AllReduce()"
+            )
+        return PartialExchange(collectives, compression, choices.partitions or 0)
     if choices.servers is None or collectives.world.size == 1:
         return CollectiveExchange(collectives, compression)
     if training.bucketing.device.type in collectives.world.native_on:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from wingbeat.exchanges.exchange import Exchange
@@ -11,6 +12,7 @@ from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.gradients.steps import Steps
 from wingbeat.gradients.views import Views
 from wingbeat.observe.events import stream
+from wingbeat.observe.meter import Meter
 from wingbeat.schedules.events import Event, Hear, Say, Schedule, Show, Start, UpdateCommand, Wait
 from wingbeat.schedules.intents import Answer
 from wingbeat.updates.agreement import Agreement
@@ -23,6 +25,7 @@ class Runtime:
 
     Attributes:
         checked: whether workers are known to be in step in the present iteration.
+        meter: counts what is waited for.
     """
 
     schedule: Schedule
@@ -33,6 +36,7 @@ class Runtime:
     agreement: Agreement
     steps: Steps
     checked: bool = False
+    meter: Meter = field(default_factory=lambda: Meter(""))
 
     def tell(self, event: Event, closure: Closure = None) -> Any:
         """Do what the schedule has to say to ``event``; return what a step has returned, if any.
@@ -66,21 +70,38 @@ class Runtime:
         self.agreement.say(command.intent, command.used)
 
     def _hear(self, _: Hear) -> Answer:
-        with stream.timed("wait"):
+        begin = time.monotonic_ns()
+        try:
             return self.agreement.hear()
+        finally:
+            self._waited(begin)
 
     def _wait(self, command: Wait) -> None:
         bucket = self.bucketing.buckets[command.bucket]
-        with stream.timed("wait", bucket=bucket.index):
+        begin = time.monotonic_ns()
+        try:
             if bucket.handle is not None and (command.read_only or self.update.reads_only(bucket)):
                 bucket.handle.wait_received()
             else:
                 bucket.settle()
+        finally:
+            self._waited(begin, bucket.index)
         if command.whole and not self.checked:
             # On a GPU the host would wait for the flags.
             if bucket.flat.device.type == "cpu" and not bucket.in_step():
                 self.steps.disagree()
             self.checked = True
+
+    def waited(self, ns: int) -> None:
+        """Count what the training thread was blocked on others, inside of a step."""
+        self.meter.waited_ns += ns
+
+    def _waited(self, begin: int, bucket: int = -1) -> None:
+        """Count what the training thread was blocked on, since ``begin`` (ns)."""
+        end = time.monotonic_ns()
+        self.meter.waited_ns += end - begin
+        if stream.on:
+            stream.record("wait", begin, end, bucket=bucket)
 
 
 _OWN: dict[type, Callable[[Runtime, Any], Any]] = {

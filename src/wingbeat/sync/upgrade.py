@@ -146,8 +146,11 @@ class DistributedModel(_Model):
         )
 
     def flush(self) -> None:
-        """Apply updates that are still under way; happens by itself where it is needed."""
-        self._engine.flush()
+        """Apply updates that are still under way; happens by itself where it is needed.
+
+        Under bounded staleness all ranks must call it, and all hold the same weights afterwards.
+        """
+        self._engine.level()
 
 
 class DistributedOptimizer(_Distributed):

@@ -155,6 +155,10 @@ class DividedUpdate:
             inside["state"] = kept
             self._has_whole_state = False
 
+    def level(self, *, always: bool) -> bool:  # noqa: ARG002
+        """All workers have the same parameters."""
+        return False
+
     def visible_state(self) -> Any:
         """Return the optimizer's state where it is whole, and else what refuses to be read."""
         state = self._training.optimizer.__dict__["state"]

@@ -106,6 +106,16 @@ class Update(Protocol):
     def refuse_lost(self, what: str) -> None:
         """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
 
+    def level(self, *, always: bool) -> bool:
+        """Wait until all workers hold the same parameters, where they differ for a while.
+
+        Args:
+            always: whether also if this worker has made no step since the last time.
+
+        Returns:
+            Whether all workers have met, each in this method; where they never differ nobody waits.
+        """
+
     def loaded(self) -> None:
         """The optimizer has loaded a whole state."""
 

@@ -57,6 +57,10 @@ class WholeUpdate:
     def refuse_lost(self, what: str) -> None:
         """Nothing is ever lost."""
 
+    def level(self, *, always: bool) -> bool:  # noqa: ARG002
+        """All workers hold the same."""
+        return False
+
     def loaded(self) -> None:
         """The optimizer has it all."""
 

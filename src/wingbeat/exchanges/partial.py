@@ -1,0 +1,187 @@
+"""Exchange in parts: each worker sends one part of its gathered gradients an iteration (Ako).
+
+Partial gradient exchange (Watcharapichat et al., SoCC 2016). A bucket's gradients are divided into
+P partitions. In iteration t worker i sends partition (i + t) mod P of what it has gathered of its
+own gradients to all others, and forgets that much; so each worker has sent everything within P
+iterations. Its own gradients it applies at once. An iteration ends when what was sent in it has
+arrived (Canary, section 6.1.3).
+
+A worker sends ``(workers - 1) * (ceil(elements / P) + parameters + 4)`` elements of each bucket an
+iteration: the part, and who has used which parameter, after how many steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from wingbeat.collectives import Collectives, Gathered
+from wingbeat.collectives.cast import narrower
+from wingbeat.errors import UsageError
+from wingbeat.gradients.backlog import Backlog
+from wingbeat.schedules.events import Operation
+from wingbeat.types import Span, blocks_of
+
+if TYPE_CHECKING:
+    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.observe.meter import Section
+
+LOST = math.inf
+"""A flag in place of 1: this worker's gradient of the parameter is not finite."""
+
+
+def turn_of(rank: int, turn: int, partitions: int) -> int:
+    """Return which partition a worker sends in an iteration.
+
+    >>> [turn_of(1, turn, 3) for turn in range(4)]
+    [1, 2, 0, 1]
+    """
+    return (rank + turn) % partitions
+
+
+class PartialExchange:
+    """Sends a part of each bucket's gathered gradients, and adds the parts of the others.
+
+    Args:
+        collectives: of two workers or more.
+        backlog: what is still to be sent.
+        partitions: of each bucket; 0 for as many as there are workers.
+    """
+
+    def __init__(self, collectives: Collectives, backlog: Backlog, partitions: int) -> None:
+        self._collectives = collectives
+        self._backlog = backlog
+        self._partitions = partitions or collectives.world.size
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def sections(self) -> Sequence[Section]:
+        """All that there is to see is on the interfaces."""
+        return ()
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
+        """Use these buckets from now on: what is kept goes along, by parameter.
+
+        Raises:
+            UsageError: one of them is not on the CPU.
+        """
+        for bucket in buckets:
+            if bucket.flat.device.type != "cpu":
+                raise UsageError(
+                    f"parameter {bucket.slots[0].name!r} is on {bucket.flat.device}: gradients are "
+                    "exchanged in parts (Partial, Ako) on the CPU only; use wingbeat.AllReduce()"
+                )
+        self._kept = {bucket.index: self._backlog.of(bucket) for bucket in buckets}
+
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """There are no classes."""
+        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
+
+    def owned(self, bucket: Bucket) -> Span:
+        """Nothing is left whole on one worker alone."""
+        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
+
+    @torch.no_grad()
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
+        """Begin to send a part of the bucket, and to add the others' parts to its gradients.
+
+        Args:
+            operation: an all-reduce; what it leaves differs between workers.
+            bucket: its ``wire`` is what parts travel as. Its buffer is written to when the handle
+                is waited for.
+            chained: means nothing here.
+
+        Raises:
+            PeerError: an earlier collective failed, so that the workers are no longer in step.
+        """
+        assert operation is Operation.ALL_REDUCE, operation
+        world, kept = self._collectives.world, self._kept[bucket.index]
+        lost = self._backlog.add(bucket, kept)
+        for slot in lost:
+            bucket.flags[bucket.slots.index(slot)] = LOST
+        tail = len(bucket.flags) + len(bucket.turns)
+        blocks = blocks_of(bucket.numel, self._partitions)
+        turn = self._backlog.turn
+        sent = [blocks[turn_of(rank, turn, self._partitions)] for rank in range(world.size)]
+        dtype = self._dtype(bucket)
+        width = tail + -(-bucket.numel // self._partitions)
+        rows = torch.empty(world.size, width, dtype=dtype)
+        arrivals = _Arrivals(bucket, rows, sent, tail, world.rank)
+        arrivals.fill(kept)
+        handle = self._collectives.all_gather(rows.view(-1), bucket=bucket.index)
+        bucket.handle = Gathered(handle, arrivals)
+
+    @staticmethod
+    def _dtype(bucket: Bucket) -> torch.dtype:
+        wire = bucket.wire
+        assert wire is None or isinstance(wire, torch.dtype), wire
+        return narrower(wire, bucket.flat) or bucket.flat.dtype
+
+
+@dataclass(eq=False)
+class _Arrivals:
+    """One bucket's rows: from each worker its flags and turns, then its part.
+
+    Attributes:
+        bucket: its buffer has this worker's own gradients.
+        rows: one for each worker.
+        sent: which elements each worker sends.
+        tail: how many flags and turns there are.
+        rank: this worker's.
+    """
+
+    bucket: Bucket
+    rows: torch.Tensor
+    sent: Sequence[Span]
+    tail: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        # Whoever renews the buffer meanwhile does not get what is meant for this one.
+        self._flat = self.bucket.flat
+        self._ends = self._flat[self.bucket.numel : self.bucket.numel + self.tail]
+
+    def fill(self, kept: torch.Tensor) -> None:
+        """Move this worker's part out of what is ``kept``, as far as the rows' dtype holds it."""
+        row, span = self.rows[self.rank], self.sent[self.rank]
+        row[: self.tail] = self._ends
+        part = row[self.tail : self.tail + len(span)]
+        row[self.tail + len(span) :] = 0  # parts of one size: some are an element longer
+        left = kept[span.start : span.stop]
+        if part.dtype.itemsize >= left.dtype.itemsize:
+            part.copy_(left)
+            left.zero_()
+            return
+        most = torch.finfo(part.dtype).max  # the rest is sent the next time
+        part.copy_(left.clamp(-most, most))
+        left.sub_(part)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add the others' parts to the gradients, and their flags and turns, by rank."""
+        for rank, (row, span) in enumerate(zip(self.rows, self.sent, strict=True)):
+            if rank != self.rank:
+                self._ends.add_(row[: self.tail])
+                part = row[self.tail : self.tail + len(span)]
+                self._flat[span.start : span.stop].add_(part)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Mark what has come late of parameters that nobody uses now; spoil what is not finite.
+
+        All workers have to see an infinity, or some would make a step that others skip.
+        """
+        start = 0
+        flags = self._ends[: len(self.bucket.slots)]
+        for position, (slot, flag) in enumerate(
+            zip(self.bucket.slots, flags.tolist(), strict=True)
+        ):
+            gradient = self._flat[start : start + slot.param.numel()]
+            start += slot.param.numel()
+            if flag == LOST:
+                gradient.fill_(math.nan)
+            elif flag == 0 and bool(gradient.any()):
+                flags[position] = 1

@@ -1,0 +1,297 @@
+"""Exchange under bounded staleness: gradients go to those who sum, sums are applied as they come.
+
+Each bucket is a colayer. What the words between workers mean is `wingbeat.stale`'s; a thread beside
+training carries them (`wingbeat.exchanges.courier`), over message flows between all workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wingbeat.errors import UsageError, WingbeatError
+from wingbeat.exchanges.arriving import Arrived, come
+from wingbeat.exchanges.coded import CodedPieces
+from wingbeat.exchanges.courier import Courier
+from wingbeat.exchanges.pieces import Pieces
+from wingbeat.exchanges.replica import TorchReplica, pace_of
+from wingbeat.exchanges.staleness import shown
+from wingbeat.observe.log import log
+from wingbeat.schedules.events import Operation
+from wingbeat.stale.messages import Round
+from wingbeat.stale.worker import Worker
+from wingbeat.transport import leaving
+from wingbeat.transport.store import Ledger
+from wingbeat.transport.world import World
+from wingbeat.types import Span, Staleness
+
+PATIENCE_S = 10.0
+"""Seconds without a sign, at least, after which a worker is missed."""
+
+if TYPE_CHECKING:
+    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.gradients.compression import Compression
+    from wingbeat.observe.meter import Section
+
+
+def arrive(world: World, *, encrypted: bool) -> Arrived:
+    """Join this worker to the others, or have it come back to them.
+
+    Args:
+        world: the workers; their numbers are their ranks.
+        encrypted: whether messages are.
+
+    Raises:
+        RendezvousError: a worker did not come, or cannot come back.
+    """
+    store = world.store if world.group_store is None else world.group_store()
+    assert isinstance(store, Ledger), "stores of jobs decide who was first"
+    return come(
+        store,
+        world.rank,
+        world.size,
+        room=f"stale{world.serial}",
+        interfaces=interfaces_of(world),
+        joined=reached(world.networks),
+        encrypted=encrypted,
+        patience=min(PATIENCE_S, world.timeout),
+        seconds=world.timeout,
+    )
+
+
+def interfaces_of(world: World) -> tuple[str, ...] | None:
+    """Return the names of the interfaces to use; None for all, where `init` has chosen none."""
+    return ("lo",) if world.threads else world.interfaces or None
+
+
+def reached(networks: Sequence[Sequence[str]]) -> list[set[int]] | None:
+    """Return by rank whom its interfaces reach directly; None if all reach all.
+
+    Args:
+        networks: by rank, the subnet of each interface, as `World.networks`.
+
+    >>> reached([["a", "x"], ["a", "y"], ["b", "x"], ["b", "y"]])
+    [{1, 2}, {0, 3}, {0, 3}, {1, 2}]
+    >>> reached([["a"], ["a"]])
+    """
+    ranks = range(len(networks))
+    near = [
+        {other for other in ranks if other != rank and set(networks[rank]) & set(networks[other])}
+        for rank in ranks
+    ]
+    return None if all(len(others) == len(ranks) - 1 for others in near) else near
+
+
+class StaleExchange:
+    """Sends buckets in pieces to those who sum, and has rounds of sums applied.
+
+    Args:
+        world: of two workers or more, who are joined in `planned`.
+        staleness: how far they may be apart.
+        compression: what gradients travel as.
+        optimizer: whose options belong to the rounds.
+        step: lets it make a step on the gradients in ``p.grad``.
+        others: what a worker that comes back needs of the model beside its parameters.
+
+    Attributes:
+        machine: this worker's, from `planned` on. Another thread uses it: look, and change nothing.
+        waited: told for how many nanoseconds training has waited for others, in each step.
+    """
+
+    machine: Worker
+
+    def __init__(
+        self,
+        world: World,
+        staleness: Staleness,
+        compression: Compression,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[[], Any],
+        others: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._world, self._staleness, self._compression = world, staleness, compression
+        self._optimizer, self._step, self._others = optimizer, step, others
+        self._dropped = False
+        self.waited: Callable[[int], None] = lambda _: None
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
+        """Take these buckets for colayers, from now on and for ever, and join the workers.
+
+        Raises:
+            UsageError: what cannot be summed so, or thresholds that do not fit the colayers.
+            RendezvousError: a worker did not come.
+        """
+        world, staleness, count = self._world, self._staleness, len(buckets)
+        pace = pace_of(staleness.s, count if staleness.p is None else staleness.p, count)
+        colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
+        wires = [self._compression.encoded(bucket) for bucket in buckets]
+        self._pieces = (
+            CodedPieces(colayers, world.size, wires) if any(wires) else Pieces(colayers, world.size)
+        )
+        params = [[slot.param for slot in bucket.slots] for bucket in buckets]
+        self._replica = TorchReplica(
+            params, self._pieces, self._optimizer, self._step, world.size, others=self._others
+        )
+        arrived = arrive(world, encrypted=staleness.encrypted)
+        combine, life = self._replica.sums.combine, arrived.life
+        self.machine = Worker(world.rank, world.size, pace, combine, life=life)
+        held = self._held = _Held(self._replica, world)
+        self._courier = Courier(
+            self.machine,
+            arrived.mailbox,
+            world.size,
+            pace.colayers,
+            held,
+            me=f"rank {world.rank}",
+            timeout=world.timeout,
+            # What says that it trains as DDP does ends as DDP does.
+            survives=pace.mode != "BSP",
+            lanes=arrived.lanes,
+            attendance=arrived.attendance,
+        )
+        self._courier.serve()
+        world.on_close(_Ending(self._courier, held, world))
+        self._courier.begin()
+
+    @torch.no_grad()
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
+        """Send a bucket's gradients, unless the iteration has been dropped; nothing comes back.
+
+        Raises:
+            PeerError: a worker has failed, or is gone.
+        """
+        assert operation is Operation.CONTRIBUTE, operation
+        if not self._dropped:
+            used = [slot.used for slot in bucket.slots]
+            flat = bucket.flat[: bucket.numel]
+            pieces = self._pieces.cut(bucket.index, flat, used)
+            self._dropped = not self._courier.computed(bucket.index, pieces)
+            if self._dropped and isinstance(self._pieces, CodedPieces):
+                self._pieces.take_back(bucket.index, flat, pieces)
+
+    def step(self) -> None:
+        """End the iteration, apply what has come, and enter the next when that is allowed.
+
+        Raises:
+            UsageError: an option of the optimizer that cannot be sent.
+            PeerError: others were waited for in vain; names them.
+        """
+        if not self._dropped:
+            self._courier.computed(self._replica.control, self._replica.options())
+        self._courier.finish()
+        self._dropped = False
+        begin, before = time.monotonic_ns(), self._held.spent_ns
+        try:
+            self._courier.begin()
+        finally:
+            self.waited(time.monotonic_ns() - begin - (self._held.spent_ns - before))
+
+    def level(self) -> None:
+        """Wait until all workers have called this and all is applied; then go on.
+
+        Raises:
+            PeerError: a worker did not call it, or has failed; names it.
+        """
+        self._courier.settle()
+        self._courier.begin()
+
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """There are no classes."""
+        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
+
+    def owned(self, bucket: Bucket) -> Span:
+        """Nothing is left whole on one worker alone."""
+        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
+
+    @property
+    def applied(self) -> float:
+        """Iterations' worth of all workers' gradients that are in the parameters here."""
+        world, machine = self._world, self.machine
+        return machine.gei.counted / (world.size**2 * machine.colayers)
+
+    def sections(self) -> Sequence[Section]:
+        """Return how far this worker is, what was dropped, and what it has of the others."""
+        return shown(self.machine, self._world.size, len(self._pieces))
+
+
+class _Held:
+    """A replica that the courier, whose thread goes on, does not keep alive, nor its model.
+
+    Args:
+        replica: held weakly.
+        world: kept, as long as the thread goes on, so that it is closed in the end.
+
+    Attributes:
+        spent_ns: nanoseconds that rounds have taken to apply.
+    """
+
+    def __init__(self, replica: TorchReplica, world: World) -> None:
+        self._replica, self._world = weakref.ref(replica), world
+        self._let_go = False
+        self.spent_ns = 0
+
+    def let_go(self) -> None:
+        """Apply nothing more."""
+        self._let_go = True
+
+    def step(self, parts: Sequence[Round]) -> None:
+        """Let the replica apply a round, while there is one."""
+        replica = self._replica()
+        if replica is not None and not self._let_go:
+            begin = time.monotonic_ns()
+            replica.step(parts)
+            self.spent_ns += time.monotonic_ns() - begin
+
+    def put(self, payload: Any) -> None:
+        """As the replica."""
+        replica = self._replica()
+        if replica is not None:
+            replica.put(payload)
+
+    def copied(self) -> bytes:
+        """As the replica.
+
+        Raises:
+            UsageError: the model is gone, so that nobody can have its parameters.
+        """
+        replica = self._replica()
+        if replica is None:
+            raise UsageError("another worker asks for parameters of a model that is gone here")
+        return replica.copied()
+
+
+class _Ending:
+    """Has a worker leave when all have ended: until then the others need the sums that it makes."""
+
+    def __init__(self, courier: Courier, held: _Held, world: World) -> None:
+        self._courier, self._held, self._world = courier, held, world
+
+    def __call__(self) -> None:
+        """Leave; after a failure at once."""
+        if leaving.failing():
+            self._courier.close(quick=True)
+        elif self._world.threads:
+            # Whoever closes worlds of one process closes one after the other.
+            self._held.let_go()
+            threading.Thread(target=self._end, name="wingbeat-ending").start()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        quick = True
+        try:
+            self._courier.end()
+            if self._courier.undisturbed:
+                # Nobody leaves before all know that all have ended.
+                self._world.exchange("end", None)
+            quick = False
+        except WingbeatError as error:
+            log.warning("%s", error)
+        with contextlib.suppress(WingbeatError):
+            self._courier.close(quick=quick)

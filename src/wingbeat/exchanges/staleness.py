@@ -1,0 +1,45 @@
+"""What `wingbeat top` shows of a worker under bounded staleness. Pure."""
+
+from __future__ import annotations
+
+from wingbeat.observe.meter import Cell, Section
+from wingbeat.stale.worker import Worker
+
+BITS = 16
+"""Workers up to which a cell of the index shows each one's bit, and not how many are set."""
+
+
+def shown(machine: Worker, workers: int, colayers: int) -> list[Section]:
+    """Return how far this worker is, and the oldest row of its index that is not complete.
+
+    Another thread than those that use the machine may ask: what is read takes no lock, and may be
+    of two moments.
+
+    Args:
+        machine: this worker's.
+        workers: how many there are.
+        colayers: of how many columns to show; one for each.
+    """
+    at, fastest = machine.at, machine.zeta
+    rows: dict[str, Cell] = {
+        "iteration": at,
+        "fastest": fastest,
+        "behind": max(fastest - at, 0),
+        "dropped": len(machine.dropped),
+    }
+    row = machine.gei.retired
+    index: dict[str, Cell] = {"row": row}
+    for colayer, mask in enumerate(machine.gei.row(row, own=machine.rank)[:colayers]):
+        index[f"c{colayer}"] = bits(mask, workers)
+    return [Section("staleness", rows), Section("exchanged", index)]
+
+
+def bits(mask: int, workers: int) -> str:
+    """Return the workers whose bits are set, worker 0 first; of many, how many.
+
+    >>> bits(0b101, 4), bits(0b101, 25)
+    ('1.1.', '2/25')
+    """
+    if workers > BITS:
+        return f"{mask.bit_count()}/{workers}"
+    return "".join("1" if mask >> worker & 1 else "." for worker in range(workers))

@@ -1,0 +1,276 @@
+"""Canary's own API, for those who write an exchange by hand (section 5.1, Table 3)."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from wingbeat.collectives import Collectives
+from wingbeat.errors import UsageError
+from wingbeat.stale.worker import Worker
+from wingbeat.sync import bounded_exchange
+from wingbeat.topologies import BCube, Ring
+from wingbeat.transport.world import World, current
+from wingbeat.types import Group
+
+_MOST_PIECES = 1024
+_sessions: weakref.WeakKeyDictionary[World, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""How many each world has had: cubes are groups, and each session's a later epoch of them."""
+
+
+class CanarySession:
+    """Collectives in a BCube's cubes, and a worker's gradient exchange index.
+
+    As in the paper: ``CanarySession(worker_id=(0, 0)).all_reduce(tensor, cube_id=(0, 0),
+    piece_level=2)``. All workers make their sessions in the same order, and the members of a cube
+    call its collectives in the same order. The other methods look at a model that is trained with
+    `Canary`, between two steps.
+
+    Args:
+        worker_id: this worker's digits, the highest level first, as the paper writes
+            ``W_(i, j)``: rank ``i * ports + j``. It says how many levels there are, and is checked
+            against the rank. None: as many levels as interfaces.
+        model: what is trained with `Canary`; None if only collectives are wanted.
+        world: the workers; default: those of `wingbeat.init`.
+
+    Raises:
+        UsageError: `init` was not called, the workers make no such BCube, it is not this worker's
+            number, or the model is not trained with `Canary`.
+    """
+
+    def __init__(
+        self,
+        worker_id: Sequence[int] | None = None,
+        *,
+        model: nn.Module | None = None,
+        world: World | None = None,
+    ) -> None:
+        world = world or current()
+        levels = max(1, len(world.links)) if worker_id is None else len(worker_id)
+        self._world, self._cube = world, BCube().fitted(world.size, levels)
+        self._levels = levels
+        if worker_id is not None and tuple(worker_id) != self.worker_id:
+            raise UsageError(
+                f"CanarySession(worker_id={tuple(worker_id)}) on rank {world.rank}, which is "
+                f"{self.worker_id} in {self._cube or 'a world of one worker'}: leave it out, or "
+                "start the workers in that order"
+            )
+        self._epoch = next(_sessions.setdefault(world, itertools.count()))
+        self._machine = None if model is None else _machine_of(model)
+        self._whole: Collectives | None = None
+        self._cubes: dict[tuple[int, int], Collectives] = {}
+
+    @property
+    def worker_id(self) -> tuple[int, ...]:
+        """This worker's digits, the highest level first."""
+        rank, cube = self._world.rank, self._cube
+        if self._world.size == 1:
+            return (0,) * self._levels
+        return tuple(cube.digit(rank, level) for level in reversed(range(cube.levels)))
+
+    # -- BCube driver -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        cube_id: tuple[int, int] | None = None,
+        piece_level: int = 1,
+    ) -> torch.Tensor:
+        """Sum a tensor over the workers of a cube, in place.
+
+        Args:
+            tensor: of any shape, the same on all members.
+            cube_id: the level, and which of its cubes, counted from 0; this worker is to be in it.
+                None: all workers, over all interfaces.
+            piece_level: into how many pieces each interface's part is cut; the next is on its way
+                while one is added up. 1 to 1024.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            UsageError: a cube that there is not or that this worker is not in, or a number of
+                pieces out of range.
+            PeerError: another worker failed.
+        """
+        _check_pieces("piece_level", piece_level)
+        collectives = self._of(cube_id)
+        flat = tensor.contiguous().view(-1)
+        for handle in [collectives.all_reduce(piece) for piece in flat.chunk(piece_level)]:
+            handle.wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view_as(tensor))
+        return tensor
+
+    @torch.no_grad()
+    def all_gather(
+        self,
+        tensor: torch.Tensor,
+        cube_id: tuple[int, int] | None = None,
+        pieces: int = 1,
+    ) -> torch.Tensor:
+        """Gather a tensor from the workers of a cube.
+
+        The paper's Table 2 says "allgather" where pieces are gathered and added; that is
+        `all_reduce` here, and this one adds nothing.
+
+        Args:
+            tensor: of any shape, the same on all members.
+            cube_id: as for `all_reduce`.
+            pieces: as ``piece_level`` of `all_reduce`.
+
+        Returns:
+            The members' tensors behind each other: shape ``(members, *tensor.shape)``, in the
+            order of their ports (of their ranks, for all workers).
+
+        Raises:
+            UsageError: as `all_reduce`.
+            PeerError: another worker failed.
+        """
+        _check_pieces("pieces", pieces)
+        collectives = self._of(cube_id)
+        mine = collectives.world.rank
+        parts, handles = [], []
+        for piece in tensor.contiguous().view(-1).chunk(pieces):
+            rows = piece.new_empty((collectives.world.size, piece.numel()))
+            rows[mine] = piece
+            handles.append(collectives.all_gather(rows.view(-1)))
+            parts.append(rows)
+        for handle in handles:
+            handle.wait()
+        return torch.cat(parts, dim=1).view(-1, *tensor.shape)
+
+    def _of(self, cube_id: tuple[int, int] | None) -> Collectives:
+        if cube_id is None or self._world.size == 1:
+            if self._whole is None:
+                direct = len(self._world.links) == self._levels and self._world.size > 1
+                self._whole = Collectives(self._world, self._cube if direct else Ring())
+            return self._whole
+        if cube_id not in self._cubes:
+            self._cubes[cube_id] = self._open(cube_id)
+        return self._cubes[cube_id]
+
+    def _open(self, cube_id: tuple[int, int]) -> Collectives:
+        level, number = cube_id
+        cube, world = self._cube, self._world
+        if not (0 <= level < cube.levels and 0 <= number < cube.workers // cube.ports):
+            raise UsageError(
+                f"cube_id={cube_id}: allowed are levels 0 to {cube.levels - 1} and cubes 0 to "
+                f"{cube.workers // cube.ports - 1} of {cube}"
+            )
+        members = cube.cube(world.rank, level)
+        low = cube.ports**level
+        mine = world.rank // (low * cube.ports) * low + world.rank % low
+        if number != mine:
+            raise UsageError(
+                f"cube_id={cube_id} on rank {world.rank}, which is in ({level}, {mine}) at that "
+                f"level, with the ranks {members}"
+            )
+        interface = level if len(world.links) == cube.levels else None
+        group = Group(tuple(members), self._epoch)
+        return Collectives(world.open_group(group, interface=interface))
+
+    # -- GEI handler ------------------------------------------------------------------------
+
+    def gei_row_vector(self, iteration: int | None = None) -> tuple[int, ...]:
+        """Return r of an iteration: for each colayer an integer, bit i for worker i (section 5.2).
+
+        This worker's bits are set as it sends, the others' as sums are applied. A row that is
+        complete everywhere is retired, and has all bits of those who took part.
+
+        Args:
+            iteration: None for the one that this worker is in.
+
+        Raises:
+            UsageError: no worker has entered it, it is retired, or there is no model.
+        """
+        machine = self._worker()
+        row = machine.at if iteration is None else iteration
+        if not machine.gei.retired <= row <= max(machine.gei.zeta, machine.at):
+            raise UsageError(
+                f"iteration={row}: the index has rows {machine.gei.retired} to {machine.gei.zeta}; "
+                "those before are complete"
+            )
+        return machine.gei.row(row, own=machine.rank)
+
+    def gei_matrix(self) -> dict[int, tuple[int, ...]]:
+        """Return Q: the rows that are not complete, by iteration; the last is the fastest's.
+
+        Raises:
+            UsageError: there is no model.
+        """
+        gei = self._worker().gei
+        return {row: self.gei_row_vector(row) for row in range(gei.retired, gei.zeta + 1)}
+
+    # -- consistency controller -------------------------------------------------------------
+
+    def calc_staleness(self, iteration: int | None = None) -> int:
+        """Return how many iterations the fastest worker is ahead (Pseudocode 1, line 5).
+
+        Args:
+            iteration: of which; None for the one that this worker is in.
+
+        Raises:
+            UsageError: there is no model.
+        """
+        machine = self._worker()
+        return max(0, machine.zeta - (machine.at if iteration is None else iteration))
+
+    def calc_proportion(self, row: Sequence[int]) -> int:
+        """Return of how many colayers this worker's own bit is set (Pseudocode 1, lines 7 to 17).
+
+        A count, as in the paper's prose; its pseudocode adds up powers of two.
+
+        Args:
+            row: of `gei_row_vector`.
+        """
+        return sum(mask >> self._world.rank & 1 for mask in row)
+
+    def check_staleness(self, staleness: int, threshold: int | None) -> bool:
+        """Return whether it is within s (Pseudocode 1, line 19); None is no bound."""
+        return threshold is None or staleness <= threshold
+
+    def check_proportion(self, proportion: int, threshold: int) -> bool:
+        """Return whether at least p colayers were exchanged (Pseudocode 1, line 22)."""
+        return proportion >= threshold
+
+    def _worker(self) -> Worker:
+        if self._machine is None:
+            raise UsageError(
+                "CanarySession without a model has no index: give it one that is trained with "
+                "Canary, CanarySession(model=model)"
+            )
+        return self._machine
+
+    def close(self) -> None:
+        """Close the cubes' connections; `shutdown` does too."""
+        for collectives in self._cubes.values():
+            collectives.world.close()
+        self._cubes.clear()
+
+    def __enter__(self) -> CanarySession:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _machine_of(model: nn.Module) -> Worker:
+    exchange = bounded_exchange(model)
+    if exchange is None:
+        raise UsageError(
+            f"CanarySession(model={type(model).__name__}): allowed is a model that "
+            "distribute() has returned with wingbeat.Canary(), of two workers or more"
+        )
+    return exchange.machine
+
+
+def _check_pieces(name: str, count: int) -> None:
+    if type(count) is not int or not 1 <= count <= _MOST_PIECES:
+        raise UsageError(f"{name}={count!r}: allowed are whole numbers, 1 to {_MOST_PIECES}")

@@ -1,0 +1,73 @@
+"""The preset whose workers make iterations of their own: Canary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wingbeat import parts
+from wingbeat.parts.exchange import check_thresholds, count_of
+from wingbeat.settings import READ
+from wingbeat.strategies.preset import Preset
+from wingbeat.strategies.strategy import Strategy
+from wingbeat.wires import Wire
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Canary(Preset):
+    """Bounded staleness: workers make iterations of their own, and exchange gradients piecewise.
+
+    Canary (Zhou et al., 2023), sections 4.3 to 5.3. The gradients of a colayer leave in pieces as
+    its backward is done; each worker sums one piece of what has come of all, and all apply these
+    sums in the same order. A slow worker does not hold up the others, as far as ``s`` and ``p``
+    allow:
+
+    - ``s=0``: nobody is ahead (BSP). Exact: the weights equal DDP's.
+    - ``s=2``: who would be more than 2 iterations ahead of the slowest waits (SSP).
+    - ``s=18, p=6``, as in the paper: who is more than 18 behind drops what it computes and goes on
+      from the fastest's iteration, unless it has sent 6 of its colayers already.
+    - ``s=None``: nobody waits and nothing is dropped (ASP).
+
+    Replicas differ by the rounds that they have applied, until `wingbeat.flush`.
+
+    Args:
+        s: iterations that a worker may be behind the fastest; None (``none`` on the command line):
+            any number.
+        p: colayers that a worker must have sent for its iteration not to be dropped; None: nothing
+            is dropped, and the others wait for it.
+        colayers: into how many bundles layers are put, k; a model with fewer layers has as many.
+        wire: what pieces travel as: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
+            ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``; it
+            is not tried whether that is faster. All but fp32 are not exact.
+        encrypted: whether messages are.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    s: int | None = field(default=2, metadata={READ: count_of})
+    p: int | None = field(default=None, metadata={READ: count_of})
+    colayers: int = 10
+    wire: Wire = "fp32"
+    encrypted: bool = True
+
+    def __post_init__(self) -> None:
+        check_thresholds(self)
+        self.check_count("colayers", 1, 10_000)
+        self.check_flag("encrypted")
+        if self.p is not None and self.p > self.colayers:
+            raise self._refuse("p", f"whole numbers, 1 to {self.colayers} (colayers), and None")
+        self.compose()
+
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        return Strategy(
+            plan=parts.Colayers(count=self.colayers),
+            wire=self.wire,
+            # All colayers, however many the model has.
+            exchange=parts.Bounded(
+                s=self.s,
+                p=None if self.p == self.colayers else self.p,
+                encrypted=self.encrypted,
+            ),
+            schedule=parts.Stale(),
+        )

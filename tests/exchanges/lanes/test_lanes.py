@@ -1,0 +1,217 @@
+"""Lanes over several interfaces in virtual time: spread, cut, mended, around and anew."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from helpers.cards import Cards, bcube, star
+from wingbeat.exchanges.lanes.lanes import BEGIN, MORE
+from wingbeat.exchanges.lanes.order import AHEAD, Astray
+
+PART = bytes(5_000)
+
+
+def numbered(count: int) -> list[bytes]:
+    return [b"%d" % number for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "reach", [star(3, 1), star(3, 2), bcube(2, 2), bcube(2, 3)], ids=["1", "2", "2x2", "2x3"]
+)
+def test_all_arrives_in_order_whatever_is_cut_and_mended(reach: list[list[list[int]]]) -> None:
+    for seed in range(3):
+        cards, chance = Cards(reach, seed, delay=0.05), random.Random(seed)
+        pairs = list(itertools.permutations(range(len(reach)), 2))
+        for source, to in pairs:
+            cards.say(source, to, numbered(30))
+        for _ in range(4):
+            card = chance.randrange(len(reach)), chance.randrange(len(reach[0]))
+            cards.cut(*card)
+            cards.run(chance.uniform(0.1, 4.0))
+            if chance.random() < 0.7:
+                cards.mend(*card)
+        for worker, interface in list(cards.down):
+            cards.mend(worker, interface)
+        cards.run(40.0, 0.1)
+        for source, to in pairs:
+            assert cards.from_(source, to) == numbered(30), (seed, source, to)
+        assert not any(len(lane.out) for lanes in cards.lanes for lane in lanes._lanes.values())
+        assert not any(lanes.silent() for lanes in cards.lanes)
+
+
+def test_parts_are_spread_over_the_interfaces() -> None:
+    cards = Cards(star(2, 2))
+    cards.say(0, 1, [PART] * 100)
+    cards.run(10.0)
+    assert len(cards.from_(0, 1)) == 100
+    a, b = cards.sent[0, 0], cards.sent[0, 1]
+    assert abs(a - b) < 0.1 * (a + b)
+
+
+def test_in_a_bcube_what_no_interface_reaches_is_passed_on_over_both() -> None:
+    cards = Cards(bcube(2, 2))
+    cards.say(0, 3, [PART] * 60)
+    cards.run(10.0)
+    assert len(cards.from_(0, 3)) == 60
+    assert min(cards.sent[0, 0], cards.sent[0, 1]) > 20 * len(PART)
+    assert cards.sent[0, 0] + cards.sent[0, 1] < 65 * len(PART)  # none is sent twice
+
+
+def test_a_cut_interface_is_named_once_and_used_again_when_mended() -> None:
+    cards = Cards(star(3, 2))
+    cards.cut(0, 1)
+    cards.say(0, 1, [PART] * 40)
+    cards.run(8.0)
+    assert len(cards.from_(0, 1)) == 40
+    assert not cards.lanes[0].silent()
+    mine = [line for line in cards.lines if line.startswith("rank 0")]
+    assert len(mine) == 1, mine
+    assert "rank 0: eth1 has had no sign of rank" in mine[0]
+    assert cards.lanes[0].cut
+    cut = cards.sent[0, 1]
+    cards.say(0, 1, [PART] * 40)
+    cards.run(2.0)
+    assert cards.sent[0, 1] == cut
+    cards.mend(0, 1)
+    cards.run(2.0)
+    assert [line for line in cards.lines if line.startswith("rank 0")][1:] == [
+        "rank 0: eth1 is used again"
+    ]
+    cards.say(0, 1, [PART] * 40)
+    cards.run(4.0)
+    assert cards.sent[0, 1] > cut + 10 * len(PART)
+    assert len(cards.from_(0, 1)) == 120
+
+
+def test_who_passes_on_may_die() -> None:
+    cards = Cards(bcube(3, 2))
+    cards.run(1.0)
+    cards.say(0, 4, [PART] * 50)
+    cards.run(0.05)
+    cards.dead.add(1)
+    cards.run(25.0)
+    assert len(cards.from_(0, 4)) == 50
+    assert set(cards.lanes[0].silent()) == {1}
+
+
+def test_who_is_silent_is_named_after_a_while() -> None:
+    cards = Cards(star(3, 2), patience=5.0)
+    cards.run(2.0)
+    cards.dead.add(2)
+    cards.run(4.0)
+    assert not cards.lanes[0].silent()
+    cards.run(2.0)
+    said = cards.lanes[0].silent()
+    assert list(said) == [2]
+    assert said[2].startswith("gave no sign for 5.") or said[2].startswith("gave no sign for 6.")
+    assert not cards.lanes[0].heard_since(2, 4.0)
+    assert cards.lanes[0].heard_since(1, 4.0)
+    cards.lanes[0].forget(2)
+    assert not cards.lanes[0].silent()
+    assert cards.lanes[0].send(2, BEGIN, PART)  # into the air
+
+
+def test_who_has_not_run_for_a_while_does_not_blame_the_others() -> None:
+    cards = Cards(star(2, 1), patience=5.0)
+    cards.say(0, 1, numbered(3))
+    cards.run(1.0)
+    cards.clock.now += 60.0
+    cards.lanes[0].tick()
+    assert not cards.lanes[0].silent()
+    cards.run(0.04)
+    assert not cards.lanes[0].silent()
+    assert cards.lines == []
+
+
+def test_who_was_never_heard_has_time_to_begin() -> None:
+    cards = Cards(star(2, 1), patience=5.0)
+    cards.dead.add(1)
+    cards.run(290.0, 0.1)
+    assert not cards.lanes[0].silent()
+    cards.run(15.0, 0.1)
+    assert list(cards.lanes[0].silent()) == [1]
+
+
+def test_a_new_life_begins_at_nothing_and_hears_nothing_of_the_old() -> None:
+    cards = Cards(star(2, 1), delay=0.5)
+    cards.say(0, 1, numbered(10))
+    cards.say(1, 0, numbered(10))
+    cards.run(0.3)
+    cards.plan.clear()
+    cards.got = {0: [], 1: []}
+    cards.lanes[0].renew(1, 1)
+    cards.lanes[1] = cards.new(1, [0, 1], None, 10.0)
+    cards.say(0, 1, [b"new", b"life"])
+    cards.say(1, 0, [b"I", b"am", b"back"])
+    cards.run(10.0)
+    assert cards.from_(0, 1) == [b"new", b"life"]
+    assert cards.from_(1, 0) == [b"I", b"am", b"back"]
+
+
+def test_no_more_than_allowed_is_kept() -> None:
+    cards = Cards(star(2, 1))
+    cards.dead.add(1)
+    sent = 0
+    while cards.lanes[0].send(1, MORE, b"x"):
+        sent += 1
+    assert sent == AHEAD
+    assert cards.lanes[0].busy
+
+
+@pytest.mark.parametrize("ids", [(0, 0, 2, 0), (0, 0, 1, 5), (70, 0, 1, 0), (0, 9, 1, 0)])
+def test_nonsense_is_refused(ids: tuple[int, int, int, int]) -> None:
+    cards = Cards(star(2, 1))
+    cards.boxes[1].post(0, BEGIN, b"", ids=ids, interface=0, urgency=0)
+    with pytest.raises(Astray):
+        cards.run(1.0)
+
+
+def test_what_goes_round_in_circles_ends() -> None:
+    cards = Cards(star(3, 1), delay=0.0)
+    cards.run(1.0)
+    cards.dead.add(2)  # whoever could pass it on gives it back
+    cards.lanes[0].send(2, BEGIN, b"x")
+    cards.run(20.0)
+    assert cards.sent.total() < 150_000  # some signs each half second, eight hops each
+
+
+def test_the_faster_interface_carries_more() -> None:
+    cards = Cards(star(2, 2))
+    cards.slow[0, 1] = 0.5
+    cards.say(0, 1, [PART] * 200)
+    cards.run(30.0)
+    assert len(cards.from_(0, 1)) == 200
+    assert cards.sent[0, 0] > 3 * cards.sent[0, 1]
+
+
+def test_where_nothing_waits_the_first_interface_is_used() -> None:
+    cards = Cards(star(2, 2))
+    for _ in range(8):
+        cards.say(0, 1, [PART])
+        cards.run(0.5)
+    assert cards.sent[0, 0] > 8 * len(PART)
+    assert cards.sent[0, 1] < len(PART)
+
+
+def test_on_a_slow_link_a_worker_is_heard_all_the_time() -> None:
+    """A mebibyte waits, the link carries 40 KB a second; nobody is cut, or missed."""
+    cards = Cards(star(2, 1), patience=4.0)
+    cards.slow[0, 0] = 0.4  # for each letter of at most 16 KB
+    cards.say(0, 1, [b"x" * 8_000] * 128)
+    missed: list[dict[int, str]] = []
+    cards.run(200.0, each=lambda: missed.append(cards.lanes[1].silent()))
+    assert not any(missed)
+    assert cards.lines == []
+    assert len(cards.from_(0, 1)) == 128
+
+
+def test_a_large_part_does_not_wait_for_small_ones_of_others() -> None:
+    cards = Cards(star(3, 1), delay=0.5)
+    cards.say(0, 1, [b"x" * 1_000] * 500)
+    cards.say(0, 2, [b"y" * 30_000])  # more than what the small ones leave of the window
+    cards.run(6.0)
+    assert cards.from_(0, 2) == [b"y" * 30_000]
+    assert len(cards.from_(0, 1)) < 500

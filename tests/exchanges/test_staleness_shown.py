@@ -1,0 +1,41 @@
+"""What is shown of a worker under bounded staleness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wingbeat.exchanges.staleness import bits, shown
+from wingbeat.stale.messages import Entry, Here
+from wingbeat.stale.pace import Pace
+from wingbeat.stale.view import whole
+from wingbeat.stale.worker import Worker
+
+
+def nothing(colayer: int, piece: int, waiting: dict[Entry, Any]) -> None:
+    """No sums are made here."""
+
+
+def test_how_far_a_worker_is_and_what_it_has_sent() -> None:
+    machine = Worker(1, 3, Pace(2, 1, 3), nothing)
+    machine.begin()
+    machine.computed(0, [None] * 3)
+    machine.receive(0, 0, Here(2, 1, 0, ended=False, zeta=2, view=whole(3)))
+    staleness, exchanged = shown(machine, 3, 2)
+    assert staleness.name == "staleness"
+    assert staleness.cells == {"iteration": 0, "fastest": 2, "behind": 2, "dropped": 0}
+    assert exchanged.name == "exchanged"
+    assert exchanged.cells == {"row": 0, "c0": ".1.", "c1": "..."}
+    assert staleness.unit == exchanged.unit == ""
+
+
+def test_what_is_dropped_is_counted() -> None:
+    machine = Worker(1, 2, Pace(1, 2, 3), nothing)
+    machine.begin()
+    machine.receive(0, 0, Here(4, 3, 0, ended=False, zeta=4, view=whole(2)))
+    staleness, _ = shown(machine, 2, 3)
+    assert staleness.cells == {"iteration": 4, "fastest": 4, "behind": 0, "dropped": 1}
+
+
+def test_of_many_workers_their_number_is_shown() -> None:
+    assert bits(0, 16) == "." * 16
+    assert bits((1 << 17) - 1, 17) == "17/17"

@@ -1,0 +1,104 @@
+"""An audit finds what somebody has done wrong, in journals of a run in virtual time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from helpers.stale import Game
+from wingbeat.stale.audit import audit
+from wingbeat.stale.pace import Pace
+
+Journals = list[list[str]]
+
+
+def journals(kills: int = 0, seed: int = 3, pace: Pace | None = None) -> Journals:
+    game = Game(seed, 3, pace or Pace(1, 1, 2), iterations=4, kills=kills, returns=True).play()
+    return [list(player.lines) for player in [*game.living(), *game.dead]]
+
+
+def test_a_run_is_counted() -> None:
+    found = audit(journals())
+    assert found.findings == ()
+    assert found.lives == 3
+    assert found.rounds > 4
+    assert found.counted >= 4
+    assert found.lost == found.pulls == 0
+
+
+def test_lives_that_ended_early_are_no_finding() -> None:
+    results = [audit(journals(kills=2, seed=seed)) for seed in range(20)]
+    assert not any(found.findings for found in results)
+    assert max(found.lives for found in results) > 3
+    assert sum(found.pulls for found in results) > 3
+    assert sum(found.lost for found in results) > 3
+
+
+def test_an_unfinished_last_line_is_left_out() -> None:
+    made = journals(kills=2, seed=4)
+    made[-1].append('{"sent":[99,')
+    assert audit(made).findings == ()
+
+
+def edited(made: Journals, which: str, edit: Callable[[dict], object]) -> Journals:
+    """Change the first such line of the first journal that has one."""
+    for lines in made:
+        for place, line in enumerate(lines):
+            words = json.loads(line)
+            if which in words and edit(words) is not False:
+                lines[place] = json.dumps(words) + "\n" if words else "\n"
+                return made
+    raise AssertionError(f"no {which}")
+
+
+def removed(made: Journals, which: str, index: int = 0) -> Journals:
+    places = [place for place, line in enumerate(made[0]) if which in json.loads(line)]
+    del made[0][places[index]]
+    return made
+
+
+def twice(words: dict) -> object:
+    if len(words["entries"]) < 2 or words["round"] < 1:
+        return False
+    words["entries"][0][2] = [[0, 0], *words["entries"][0][2]]
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: edited(m, "round", twice), "is another one than elsewhere"),
+        (lambda m: removed(m, "round", 1), "applied round 2 after 1 rounds"),
+        (lambda m: removed(m, "sent"), "counts and was not sent"),
+        (lambda m: removed(m, "sent"), "it has sent"),
+        (lambda m: edited(m, "sent", lambda w: w.update(sent=[77, 0])), "does not count"),
+        (lambda m: edited(m, "began", lambda w: w.update(began=9)), "began iteration 9 with 0 rou"),
+        (lambda m: edited(m, "settled", lambda w: w.update(digest="x")), "its replica is another"),
+        (lambda m: edited(m, "settled", lambda w: w.update(settled=99)), "settled at 99 with"),
+        (lambda m: edited(m, "began", lambda w: w.update(what=1) or w.pop("began")), "means noth"),
+        (lambda m: [[*m[0][:-1], '{"dropped":[1,2]}\n', m[0][-1]], *m[1:]], "dropped iteration 1"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_found(change: Callable[[Journals], Journals], said: str) -> None:
+    findings = audit(change(journals())).findings
+    assert any(said in finding for finding in findings), findings
+
+
+def everywhere(made: Journals, edit: Callable[[dict], object]) -> Journals:
+    return [
+        [json.dumps(edit(json.loads(line)) or json.loads(line)) + "\n" for line in lines]
+        for lines in made
+    ]
+
+
+def test_what_all_have_counted_twice_or_too_late_is_found() -> None:
+    def again(words: dict) -> dict:
+        if words.get("round") == 4:
+            words["entries"].append([0, 0, [[0, 0]]])
+        return words
+
+    findings = audit(everywhere(journals(), again)).findings
+    assert any("iteration 0 of worker 0, colayer 0, piece 0 counts 2 times" in f for f in findings)
+    assert any("is in round 4, and at most 2 late are allowed" in f for f in findings)

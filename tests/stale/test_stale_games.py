@@ -1,0 +1,126 @@
+"""Thousands of histories of bounded staleness in virtual time, each audited from its logs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from helpers.stale import Game, Replica, add, audit, gradient
+from wingbeat.stale.messages import Round
+from wingbeat.stale.pace import Pace
+from wingbeat.stale.view import whole
+
+MODES = {
+    "BSP": lambda rng, k: Pace(0, k, k),
+    "SSP": lambda rng, k: Pace(rng.randrange(1, 4), k, k),
+    "PGE": lambda rng, k: Pace(rng.randrange(3), rng.randrange(1, k), k),
+    "ASP": lambda rng, k: Pace(None, k, k),
+}
+
+
+def game(mode: str, seed: int, kills: int = 0, most: int = 9) -> Game:
+    """A game that is as its seed says."""
+    rng = random.Random(f"{mode} {seed} {kills}")
+    pace = MODES[mode](rng, rng.randrange(2, 5))
+    assert pace.mode == mode
+    return Game(
+        seed, rng.randrange(2, most + 1), pace, iterations=rng.randrange(1, 8), kills=kills,
+        keep=rng.choice((None, 2, 3)),
+    )  # fmt: skip
+
+
+def play(mode: str, seed: int, kills: int = 0, most: int = 9) -> Game:
+    """Play a game, and audit it unless nobody was left who had all parameters."""
+    played = game(mode, seed, kills, most).play()
+    if not played.stranded:
+        audit(played)
+    assert not played.stranded or (played.keep is not None and (kills > 1 or played.n == 2))
+    return played
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_contributions_count_once_everywhere_and_replicas_end_equal(mode: str) -> None:
+    for seed in range(40):
+        play(mode, seed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_die_and_come_back(mode: str) -> None:
+    for seed in range(60):
+        play(mode, seed, kills=1 + seed % 4, most=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 2250, 125))
+@pytest.mark.parametrize("mode", MODES)
+def test_ten_thousand_histories(mode: str, first: int) -> None:
+    for seed in range(first, first + 125):
+        play(mode, seed)
+        play(mode, seed, kills=1 + seed % 4)
+
+
+def test_two_that_ask_each_other_for_parameters_ask_somebody_else() -> None:
+    play("PGE", 1180, kills=1)
+
+
+def test_games_drop_pull_lose_and_bring_back() -> None:
+    # Otherwise the games above would show nothing.
+    played = [play("PGE", seed, kills=2, most=6) for seed in range(30)]
+    players = [player for each in played for player in each.living()]
+    assert sum(len(player.machine.dropped) for player in players) > 20
+    assert sum(1 for p in players for _, sent in p.machine.dropped if sent) > 3
+    assert sum(player.pulls for player in players) > 20
+    assert sum(player.life > 0 and len(player.begun) > 0 for player in players) > 5
+    assert sum(len(each.dead) for each in played) > 40
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
+def test_bsp_is_the_synchronous_result_bit_for_bit(n: int) -> None:
+    pace = Pace(0, 3, 3)
+    reference = Replica(n, 3)
+    for iteration in range(6):
+        for z in range(3):
+            for q in range(n):
+                grads = {(iteration, w): gradient(w, iteration, z, q) for w in range(n)}
+                total = add(z, q, grads)
+                reference.step((Round(z, q, iteration, (), (), whole(n), total),))
+    for seed in range(5):
+        played = Game(seed, n, pace, iterations=6).play()
+        audit(played)
+        assert {player.replica.bits() for player in played.living()} == {reference.bits()}
+        assert not any(player.machine.dropped for player in played.living())
+
+
+def test_a_killed_worker_holds_bsp_up_only_until_it_is_missed() -> None:
+    played = Game(3, 4, Pace(0, 2, 2), iterations=8, returns=False, even=True)
+    played.later(5.0, played.kill)
+    audit(played.play())
+    assert len(played.living()) == 3
+    for player in played.living():
+        assert player.begun == list(range(8))
+
+
+def test_workers_that_are_alike_are_summed_together() -> None:
+    # Late answers would be right as well, but each would cost a round of staleness.
+    game = Game(0, 6, Pace(4, 3, 4), iterations=12, even=True)
+    game.lag = 0.01
+    audit(game.play())
+    ages = [
+        part.number - iteration
+        for parts in game.living()[0].applied
+        for part in parts
+        for iteration, _ in part.entries
+    ]
+    assert sum(ages) / len(ages) < 0.5
+
+
+def test_all_go_on_together_after_they_have_settled() -> None:
+    played = Game(1, 3, Pace(2, 1, 2), iterations=4).play()
+    audit(played)
+    at = {player.machine.settled and player.machine.at for player in played.living()}
+    for player in played.living():
+        player.machine.resume()
+        player.machine.posts.clear()
+    assert len({player.machine.at for player in played.living()}) == 1
+    assert played.living()[0].machine.at > max(at)

@@ -1,0 +1,635 @@
+"""Training under bounded staleness: the sums, the bound, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wingbeat
+from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
+from wingbeat import sync
+from wingbeat.bench import digits
+from wingbeat.errors import PeerError, UsageError
+
+SIZE = 4
+PLAIN: dict[str, Any] = {"encrypted": False}
+
+
+def canary(**options: Any) -> wingbeat.Canary:
+    return wingbeat.Canary(**{**PLAIN, **options})
+
+
+def made(world: Any, strategy: Any = None, make: Any = sgd, model: Any = None) -> tuple[Any, Any]:
+    model = net() if model is None else model
+    strategy = canary(s=0) if strategy is None else strategy
+    return sync.distribute(model, make(model.parameters()), strategy, world=world)
+
+
+def courier(model: Any) -> Any:
+    return engine(model).runtime.exchange._courier
+
+
+class Layers(nn.Module):
+    """Layers of one parameter each, the gradients of which are given, and whole numbers."""
+
+    SIZES = (5, 3, 7, 2)
+
+    def __init__(self, sizes: Sequence[int] = SIZES) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, size, bias=False) for size in sizes)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.zero_()
+        self.before: Callable[[int], object] = lambda layer: None
+
+    def forward(self, numbers: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for number, (layer, given) in enumerate(zip(self.layers, numbers, strict=True)):
+            weight: Any = layer.weight
+            product = (weight * given).sum()
+            product.register_hook(functools.partial(self._reached, number))
+            total = product + 1 * total
+        return total
+
+    def _reached(self, layer: int, _grad: Tensor) -> None:
+        self.before(layer)
+
+
+def given(step: int, rank: int, sizes: Sequence[int] = Layers.SIZES) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-9, 10, (size, 1), generator=rng).float() for size in sizes]
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def iterate(model: Any, optimizer: Any, numbers: Sequence[Tensor]) -> None:
+    optimizer.zero_grad()
+    model(numbers).backward()
+    optimizer.step()
+
+
+def repeat(model: Any, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        iterate(model, optimizer, given(step, 1))
+
+
+def total(
+    each: Sequence[tuple[int, int]], size: int, sizes: Sequence[int] = Layers.SIZES
+) -> dict[str, Tensor]:
+    """Weights that have met the gradients of these (step, rank), which are exact in any order."""
+    found = weights(Layers(sizes))
+    for step, rank in each:
+        for weight, gradient in zip(found.values(), given(step, rank, sizes), strict=True):
+            weight -= 0.5 * gradient / size
+    return found
+
+
+# -- nobody ahead ------------------------------------------------------------------------
+
+
+def one_process(steps: int, size: int) -> tuple[Any, Any]:
+    """Training on the sum of scaled gradients, added in the order of ranks."""
+    model = net()
+    optimizer = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(steps):
+        sums: list[Any] = [None] * len(list(model.parameters()))
+        for rank in range(size):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            for i, param in enumerate(model.parameters()):
+                if param.grad is not None:
+                    part = param.grad * (1 / size)
+                    sums[i] = part if sums[i] is None else sums[i] + part
+        for param, gradient in zip(model.parameters(), sums, strict=True):
+            param.grad = gradient
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("size", "colayers"), [(2, 1), (3, 10)])
+def test_with_nobody_ahead_it_is_the_synchronous_result_bit_for_bit(
+    size: int, colayers: int
+) -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, canary(s=0, colayers=colayers))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(5):
+            train(model, optimizer, [step])
+            scheduler.step()
+        state = copy.deepcopy(optimizer.state_dict()["state"])  # nobody waits for the others
+        found = weights(model), state
+        sync.release(model, optimizer)
+        return found
+
+    model, optimizer = one_process(5, size)
+    for found in on(size, body):
+        assert_same(found, (weights(model), optimizer.state_dict()["state"]))
+
+
+def test_gradients_that_accumulate_under_no_sync_are_sent_once() -> None:
+    def body(world: Any) -> dict[str, Tensor]:
+        model, optimizer = made(world, make=plain_sgd, model=Layers())
+        for step in range(2):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(given(2 * step, world.rank)).backward()
+            model(given(2 * step + 1, world.rank)).backward()
+            optimizer.step()
+        found = weights(model)
+        sync.release(model, optimizer)
+        return found
+
+    wanted = total([(step, rank) for step in range(4) for rank in range(2)], 2)
+    for found in on(2, body):
+        assert_same(found, wanted)
+
+
+def test_parameters_that_some_do_not_use_and_that_nobody_does() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = made(world)
+        before = weights(model)
+        for step in range(2):
+            model.use_spare = world.rank == 0 and step == 1
+            train(model, optimizer, [step])
+            if step == 0:
+                assert torch.equal(model.spare.weight, before["spare.weight"])
+        found = weights(model)
+        assert not torch.equal(found["spare.weight"], before["spare.weight"])
+        sync.release(model, optimizer)
+        return found
+
+    first, *others = on(2, body)
+    for other in others:
+        assert_same(other, first)
+
+
+# -- apart --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("s", [0, 1, None])
+def test_every_gradient_is_applied_once_and_all_end_equal(s: int | None) -> None:
+    """Also where workers have different numbers of batches; twice, with a flush between."""
+    counts = [[6, 3, 5, 4], [1, 4, 2, 0]]
+
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, canary(s=s), plain_sgd, Layers())
+        found = []
+        for epoch, batches in enumerate(counts):
+            for step in range(batches[world.rank]):
+                iterate(model, optimizer, given(10 * epoch + step, world.rank))
+            model.flush()
+            found.append(weights(model))
+        sync.release(model, optimizer)
+        assert type(model) is Layers
+        return found
+
+    each: list[tuple[int, int]] = []
+    results = on(SIZE, body)
+    for epoch, batches in enumerate(counts):
+        each += [(10 * epoch + n, rank) for rank in range(SIZE) for n in range(batches[rank])]
+        for found in results:
+            assert_same(found[epoch], total(each, SIZE))
+
+
+def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
+    """Rank 1 stops in its first backward until rank 0 has made some steps, and makes another."""
+    go_on = threading.Event()
+
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, strategy, plain_sgd, Layers())
+        if world.rank == 1:
+            last = len(Layers.SIZES) - 1 - colayers_before
+
+            def wait(layer: int) -> None:
+                if layer == last:
+                    assert go_on.wait(20.0)
+
+            model.before = wait
+            iterate(model, optimizer, given(0, 1))
+            model.before = lambda layer: None
+            iterate(model, optimizer, given(1, 1))  # which is not out of date
+        else:
+            made_here = 0
+            try:
+                courier(model)._timeout = 0.5
+                while made_here < steps:
+                    iterate(model, optimizer, given(made_here, 0))
+                    made_here += 1
+            except PeerError as error:
+                return str(error), made_here
+            finally:
+                courier(model)._timeout = 20.0
+                go_on.set()
+        model.flush()
+        found = weights(model), list(courier(model).machine.dropped)
+        sync.release(model, optimizer)
+        return found
+
+    return on(2, body)
+
+
+def test_a_worker_that_is_out_of_date_holds_up_nobody_and_drops_its_iteration() -> None:
+    (mine, nothing), (theirs, dropped) = held_up(canary(s=2, p=3), steps=9, colayers_before=1)
+    assert_same(mine, theirs)
+    assert nothing == []
+    assert dropped == [(0, 1)]
+    wanted = total([*((step, 0) for step in range(9)), (1, 1)], 2)
+    sent = given(0, 1)[-1]
+    wanted["layers.3.weight"] -= 0.5 * sent / 2  # what it had sent by then counts
+    assert_same(mine, wanted)
+
+
+def test_one_that_has_sent_enough_is_waited_for() -> None:
+    (said, made_here), _ = held_up_and_failing(canary(s=2, p=3), colayers_before=3)
+    assert "no worker may begin within 0.5 s: waits for rank 1" in said
+    assert made_here < 4
+
+
+@pytest.mark.parametrize("s", [0, 2])
+def test_where_nothing_is_dropped_nobody_runs_ahead_of_the_bound(s: int) -> None:
+    (said, made_here), _ = held_up_and_failing(canary(s=s), colayers_before=0)
+    assert "waits for rank 1" in said
+    assert made_here == s
+
+
+def test_without_a_bound_nobody_waits_and_nothing_is_dropped() -> None:
+    (mine, nothing), (theirs, dropped) = held_up(canary(s=None), steps=9, colayers_before=1)
+    assert nothing == dropped == []
+    assert_same(mine, theirs)
+    assert_same(mine, total([*((step, 0) for step in range(9)), (0, 1), (1, 1)], 2))
+
+
+def held_up_and_failing(strategy: Any, colayers_before: int) -> list[Any]:
+    """As `held_up`, where rank 0 gives up: rank 1 goes on alone, or ends where all are needed."""
+    go_on, there = threading.Event(), threading.Event()
+
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, strategy, plain_sgd, Layers())
+        mine = courier(model)
+        if world.rank == 1:
+            last = len(Layers.SIZES) - 1 - colayers_before
+
+            def wait(layer: int) -> None:
+                if layer == last:
+                    there.set()
+                    go_on.wait(20.0)
+
+            model.before = wait
+            left = "rank 1: before all had settled, rank 0 has left"
+            ends = pytest.raises(PeerError, match=left) if strategy.s == 0 else nullcontext()
+            with ends:
+                repeat(model, optimizer, 3)
+            return None
+        assert there.wait(20.0)  # it has sent what it is to have sent
+        mine._timeout = 0.5
+        made_here = 0
+        try:
+            for step in range(9):
+                iterate(model, optimizer, given(step, 0))
+                made_here += 1
+        except PeerError as error:
+            spent = engine(model).meter.spent
+            assert spent["exchange"] > 0.4 > spent["update"]
+            mine.close(quick=True)
+            go_on.set()
+            return str(error), made_here
+        raise AssertionError("nobody was waited for")
+
+    return on(2, body)
+
+
+# -- through a codec ----------------------------------------------------------------------
+
+
+def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made() -> None:
+    wire, sizes = wingbeat.Sketch(bits=2, auto_disable=False), (90, 60)
+
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, canary(s=1, wire=wire), plain_sgd, Layers(sizes))
+        for step in range(6):
+            iterate(model, optimizer, given(step, world.rank, sizes))
+        model.flush()
+        found = weights(model), optimizer.residual_state_dict()["residuals"]
+        sync.release(model, optimizer)
+        return found
+
+    (mine, kept), (theirs, other) = on(2, body)
+    assert_same(mine, theirs)
+    everything = total([(step, rank) for step in range(6) for rank in range(2)], 2, sizes)
+    for name, wanted in everything.items():
+        lacking = (kept[name] + other[name]).reshape(wanted.shape)
+        torch.testing.assert_close(mine[name] - 0.5 * lacking, wanted, rtol=1e-4, atol=1e-3)
+    assert any(bool(residual.any()) for residual in kept.values())
+
+
+def test_what_a_dropped_iteration_had_not_sent_changes_no_residual() -> None:
+    (mine, _), (theirs, dropped) = held_up(
+        canary(s=2, p=3, wire=wingbeat.Sketch(auto_disable=False)), steps=6, colayers_before=1
+    )
+    assert dropped == [(0, 1)]
+    assert_same(mine, theirs)
+
+
+# -- real data ----------------------------------------------------------------------------
+
+
+def test_the_digits_are_learnt() -> None:
+    """In which order sums come is never twice the same; that all end equal is."""
+    images, answers, test_images, test_answers = digits.data()
+    start = digits.network(0).state_dict()
+
+    def body(world: Any) -> tuple[float, dict[str, Tensor]]:
+        model = digits.network(0)
+        model.load_state_dict(start)
+        model, optimizer = made(world, canary(s=2), plain_sgd, model)
+        optimizer.param_groups[0]["lr"] = 0.2
+        own = digits.batches(images, answers, rank=world.rank, workers=2, seed=1)
+        for _, (x, y) in zip(range(250), own, strict=False):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model.flush()
+        staleness, exchanged = engine(model).meter.sections
+        assert staleness.cells["iteration"] >= 100
+        assert len(exchanged.cells) == 1 + 4, "a row number, and a cell for each colayer"
+        found = digits.accuracy(model, test_images, test_answers), weights(model)
+        sync.release(model, optimizer)
+        return found
+
+    (accuracy, mine), (_, theirs) = on(2, body)
+    assert accuracy > 0.5, "ten digits: a tenth by chance"
+    assert_same(mine, theirs)
+
+
+# -- state --------------------------------------------------------------------------------
+
+
+def test_state_that_is_loaded_is_what_training_goes_on_from() -> None:
+    loading = threading.Event()
+
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, canary(s=None), plain_sgd, Layers())
+        if world.rank == 1:
+            assert loading.wait(20.0)
+        for step in range(3):
+            iterate(model, optimizer, given(step, world.rank))
+        loading.set()
+        model.load_state_dict(Layers().state_dict())  # nothing of before comes after it
+        optimizer.load_state_dict(plain_sgd(Layers().parameters()).state_dict())
+        iterate(model, optimizer, given(7, world.rank))
+        model.flush()
+        found = weights(model)
+        sync.release(model, optimizer)
+        return found
+
+    for found in on(2, body):
+        assert_same(found, total([(7, 0), (7, 1)], 2))
+
+
+def test_buffers_are_each_workers_own_until_all_meet() -> None:
+    """Rank 0 begins when rank 1, which would wait for its buffers in lockstep, has trained."""
+    trained = threading.Event()
+
+    def body(world: Any) -> Any:
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        model, optimizer = made(world, canary(s=None), plain_sgd, model)
+        assert engine(model).control is None
+        if world.rank == 0:
+            assert trained.wait(10.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step, world.rank)).square().mean().backward()
+            optimizer.step()
+        trained.set()
+        before = model[1].running_mean.clone()
+        model.flush()
+        found = before, model[1].running_mean.clone()
+        sync.release(model, optimizer)
+        return found
+
+    (own, mine), (other, theirs) = on(2, body)
+    assert not torch.equal(own, other)
+    assert torch.equal(mine, own)
+    assert torch.equal(theirs, own)
+
+
+def test_a_model_that_is_forgotten_goes_and_the_others_are_served() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, canary(s=None), plain_sgd, Layers())
+        iterate(model, optimizer, given(0, world.rank))
+        reference = weakref.ref(model)
+        del model, optimizer
+        for _ in range(500):  # another thread may be collecting
+            if gc.collect() is not None and reference() is None:
+                return True
+            time.sleep(0.01)
+        return False
+
+    assert on(2, body) == [True, True]
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+def after_backward(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    backward(model, 0, 0)
+
+
+def clipped(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clipped_by_the_optimizer(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    optimizer.clip_grad_norm_(1.0)
+
+
+def read(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    print(model.head.weight.grad.norm())
+
+
+def replaced(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    model.head.weight.grad = torch.ones(3, 7)
+    optimizer.step()
+
+
+def dropped(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    optimizer.zero_grad()
+    backward(model, 0, 0)
+
+
+def dropped_and_stepped(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def twice(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    backward(model, 0, 0)
+
+
+def without_zero_grad(model: Any, optimizer: Any) -> None:
+    train(model, optimizer, [0], 0)
+    backward(model, 0, 0)
+
+
+def only_under_no_sync(model: Any, optimizer: Any) -> None:
+    with model.no_sync():
+        backward(model, 0, 0)
+    optimizer.step()
+
+
+def scaled(model: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(batch(0, 0)).mean()).backward()
+    scaler.step(optimizer)
+
+
+def with_a_closure(model: Any, optimizer: Any) -> None:
+    optimizer.step(lambda: backward(model, 0, 0))
+
+
+def joined(model: Any, optimizer: Any) -> None:
+    with model.join():
+        pass
+
+
+def flushed_between(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    model.flush()
+
+
+def loaded_between(model: Any, optimizer: Any) -> None:
+    after_backward(model, optimizer)
+    model.load_state_dict(net().state_dict())
+
+
+def after_an_exception(model: Any, optimizer: Any) -> None:
+    def fail(_grad: Tensor) -> None:
+        raise KeyError("no memory")
+
+    hidden = model.first(batch(0, 0))
+    hidden.register_hook(fail)
+    with pytest.raises(KeyError):
+        model.head(model.second(torch.tanh(hidden))).sum().backward()
+    optimizer.zero_grad()
+    backward(model, 0, 0)
+
+
+REFUSED: dict[Callable[[Any, Any], None], str] = {
+    clipped: "was read, changed or added to after backward",
+    clipped_by_the_optimizer: r"clip_grad_norm_\(\): under bounded staleness",
+    read: "the gradient of parameter 'head.weight' was read",
+    replaced: "gradients were changed or dropped after backward",
+    dropped: "a second backward before optimizer.step",
+    dropped_and_stepped: "gradients were changed or dropped after backward",
+    twice: "was read, changed or added to after backward",
+    without_zero_grad: r"without zero_grad\(\)",
+    only_under_no_sync: r"has not been sent: the last backward .* outside of no_sync\(\)",
+    scaled: "GradScaler under bounded staleness",
+    with_a_closure: r"optimizer.step\(closure\) under bounded staleness",
+    joined: r"join\(\) under bounded staleness",
+    flushed_between: r"between backward\(\) and step\(\)",
+    loaded_between: r"between backward\(\) and step\(\)",
+    after_an_exception: "a part of it if an exception has cut it short",
+}
+
+
+@pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
+def test_what_cannot_be_right_is_refused_in_one_line(act: Callable[[Any, Any], None]) -> None:
+    def body(world: Any) -> str:
+        model, optimizer = made(world, canary(s=None))
+        if world.rank:
+            return ""
+        with pytest.raises(UsageError, match=REFUSED[act]) as caught:
+            act(model, optimizer)
+        return str(caught.value)
+
+    said, _ = on(2, body)
+    assert "\n" not in said
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params)
+
+
+def rate_in_a_tensor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=torch.tensor(0.1))
+
+
+def some(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params)[1:], lr=0.1)
+
+
+class Ignoring(Layers):
+    """A model that keeps a trained parameter to itself, as DDP's users can have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ddp_params_and_buffers_to_ignore = ["layers.0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "strategy", "words"),
+    [
+        (net, lbfgs, canary(), "LBFGS evaluates the loss in its step"),
+        (net, rate_in_a_tensor, canary(), r"Adam: lr=tensor\(0.1000\) of group 0"),
+        (net, some, canary(), "parameter 'scale' is not the optimizer's"),
+        (Ignoring, plain_sgd, canary(), "1 parameters of the optimizer are not synchronised"),
+        (Layers, plain_sgd, canary(s=2, p=5), "p=5 of 4 colayers; allowed: 1 to 4"),
+        (lambda: net().bfloat16(), plain_sgd, canary(), "is torch.bfloat16 on cpu: under bounded"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
+            plain_sgd,
+            canary(colayers=1),
+            r"colayers=1: '1\.\w+' \(float64 on cpu\) and '0",
+        ),
+    ],
+)
+def test_what_cannot_be_summed_or_stepped_is_refused_on_all(
+    model: Any, make: Any, strategy: Any, words: str
+) -> None:
+    def body(world: Any) -> None:
+        with pytest.raises(UsageError, match=words):
+            made(world, strategy, make, model())
+
+    on(2, body)
+
+
+def test_a_worker_alone_trains_as_ever() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, canary(s=2))
+        optimizer.zero_grad()
+        backward(model, 0, 0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.flush()
+        return weights(model)
+
+    model = net()
+    optimizer = sgd(model.parameters())
+    backward(model, 0, 0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert_same(on(1, body), [weights(model)])

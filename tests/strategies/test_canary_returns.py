@@ -1,0 +1,85 @@
+"""A process that is killed while it trains with Canary, and started again alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from helpers.ports import free_port
+
+SCRIPT = """if True:
+    import sys, time, torch, wingbeat
+    from torch import nn
+    from wingbeat.bench import digits
+    from wingbeat.sync import bounded_exchange
+    torch.set_num_threads(1)
+    world = wingbeat.init(timeout=60)
+    model = digits.network(world.rank if world.returned else 0)  # is taken over from the others
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    strategy = wingbeat.Canary(s=8, p=2, colayers=4, encrypted=False)
+    model, optimizer = wingbeat.distribute(model, optimizer, strategy)
+    exchange = bounded_exchange(model)
+    print("returned" if world.returned else "begun", exchange.machine.at, flush=True)
+    images, answers, *_ = digits.data()
+    for x, y in digits.batches(images, answers, rank=world.rank, workers=3, seed=1):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        time.sleep(0.02)  # a machine with two cores has three workers
+        print("applied", int(exchange.applied), flush=True)
+        if exchange.applied >= float(sys.argv[1]):
+            break
+    model.flush()
+    begin = time.monotonic()
+    sums = [float(p.detach().double().abs().sum()) for p in model.parameters()]
+    print("ended", sums, flush=True)
+    wingbeat.shutdown()
+    print("left", time.monotonic() - begin, flush=True)
+"""
+
+
+def start(rank: int, port: int, length: int) -> subprocess.Popen[str]:
+    named = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(length)],
+        env={**os.environ, **named, "MASTER_PORT": str(port), "WINGBEAT_TOP": "off"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines(process: subprocess.Popen[str]) -> Iterator[list[str]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield line.split(maxsplit=1)
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_killed_comes_back_and_all_end_equal() -> None:
+    port = free_port()
+    workers = [start(rank, port, 700) for rank in range(3)]
+    try:
+        said = [lines(worker) for worker in workers]
+        assert any(what == "applied" and int(value) >= 50 for what, value in said[0])
+        workers[2].kill()
+        workers[2].wait(10)
+        now = next(int(value) for what, value in said[0] if what == "applied")
+        # The others go on: with two of three workers, what is applied still grows.
+        assert any(what == "applied" and int(value) >= now + 60 for what, value in said[0])
+        workers[2] = start(2, port, 700)
+        said[2] = lines(workers[2])
+        what, at = next(said[2])
+        assert what == "returned"
+        assert int(at) > 50
+        ended = [dict(each for each in own if each[0] in ("ended", "left")) for own in said]
+        assert ended[0]["ended"] == ended[1]["ended"] == ended[2]["ended"]
+        assert all(float(own["left"]) < 20 for own in ended)
+        assert [worker.wait(30) for worker in workers] == [0, 0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(10)
