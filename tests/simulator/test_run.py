@@ -15,6 +15,7 @@ from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
+from wingbeat.simulator.traffic import Traffic
 from wingbeat.types import TensorSpec
 
 GBIT = Links(bytes_per_s=125e6)
@@ -127,6 +128,41 @@ def test_two_interfaces_are_faster_than_one(strategy: str) -> None:
     assert run(strategy, links=both).median_s < 0.75 * run(strategy, links=slow).median_s
 
 
+def test_who_sleeps_before_an_iteration_holds_everybody_back_by_that() -> None:
+    usual = run("allreduce:mb=1", slow={0: 1.0}, iterations=4).iterations_s
+    asked = []
+
+    def sleeps(rank: int, iteration: int) -> float:
+        asked.append((rank, iteration))
+        return 0.7 if (rank, iteration) in ((1, 2), (3, 4)) else 0.0
+
+    slept = run("allreduce:mb=1", sleeps=sleeps, iterations=4).iterations_s
+    assert sorted(asked) == [(rank, i) for rank in range(4) for i in range(1, 5)]
+    more = [b - a for a, b in zip(usual, slept, strict=True)]
+    assert more == pytest.approx([0.0, 0.7, 0.0, 0.7], abs=2e-3)
+
+
+@pytest.mark.parametrize("partitions", [0, 2, 8])
+def test_parts_of_gradients_take_the_time_of_their_bytes(partitions: int) -> None:
+    """Ako: each worker sends a part, a flag for each parameter, and four turns."""
+    numel, workers = 8_000_000, 4
+    model = Model((TimedLayer(0.0, 0.0, (0,)),), (TensorSpec("t", (numel,), "float32", 4),))
+    traffic = Traffic()
+    links = Links(bytes_per_s=125e6, latency_s=0.0)
+    made = run(
+        f"ako:partitions={partitions}",
+        model,
+        workers,
+        links=links,
+        work=FREE,
+        iterations=3,
+        traffic=traffic,
+    )
+    sent = (workers - 1) * 4 * (numel // (partitions or workers) + 1 + 4)
+    assert traffic.sent == {0: 3 * sent}
+    assert made.median_s == pytest.approx(sent / links.bytes_per_s, rel=0.05)
+
+
 def test_dear_hides_more_than_wfbp_does() -> None:
     slow = Links(bytes_per_s=12.5e6)
     dear, wfbp = (run(KINDS[kind], links=slow).median_s for kind in ("dear", "allreduce"))
@@ -148,6 +184,7 @@ def test_one_worker_takes_its_own_time() -> None:
         (lambda: run("allreduce:wire=sketch"), "not simulated yet"),
         (lambda: run("geryon:wire=bf16"), "not simulated yet; simulate one without"),
         (lambda: run("dear:shard_optimizer=true"), "not simulated yet"),
+        (lambda: run("canary"), "iterations of their own .Bounded, Canary. are another"),
         (lambda: run("geryon:update=server"), 'update="server"\\) or measured merging are not'),
         (lambda: Links(bytes_per_s=0.0), "bytes_per_s=0.0"),
         (lambda: Links(bytes_per_s=1.0, latency_s=-1.0), "latency_s=-1.0"),

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from wingbeat.simulator.bounded import simulate_bounded
 from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.colayers import SKETCH, Coding
+from wingbeat.simulator.groups import GroupRun, simulate_groups
 from wingbeat.simulator.model import Model, TimedLayer, of_profile
 from wingbeat.simulator.run import Run, simulate
+from wingbeat.simulator.staleness import StaleRun
 from wingbeat.simulator.thresholds import Thresholds
+from wingbeat.simulator.traffic import Traffic
 
-__all__ = ["Links", "Model", "Run", "Thresholds", "TimedLayer", "Work", "of_profile", "simulate"]
+__all__ = [
+    "SKETCH",
+    "Coding",
+    "GroupRun",
+    "Links",
+    "Model",
+    "Run",
+    "StaleRun",
+    "Thresholds",
+    "TimedLayer",
+    "Traffic",
+    "Work",
+    "of_profile",
+    "simulate",
+    "simulate_bounded",
+    "simulate_groups",
+]

@@ -19,6 +19,7 @@ class Agenda:
         self.now = 0.0
         self._entries: list[tuple[float, int, Callable[[], None]]] = []
         self._entered = 0
+        self._stopped = False
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Have ``action`` done at the moment ``when``, which is not before now."""
@@ -26,7 +27,11 @@ class Agenda:
         self._entered += 1
 
     def run(self) -> None:
-        """Do everything, and what is entered meanwhile, until nothing is left."""
-        while self._entries:
+        """Do everything, and what is entered meanwhile, until nothing is left or it is stopped."""
+        while self._entries and not self._stopped:
             self.now, _, action = heapq.heappop(self._entries)
             action()
+
+    def stop(self) -> None:
+        """Do nothing after what is done now."""
+        self._stopped = True

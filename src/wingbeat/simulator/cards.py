@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links
+from wingbeat.simulator.network import Side
+from wingbeat.simulator.paths import Path, Paths, first_interface
+from wingbeat.simulator.traffic import Traffic
 
 
 class Stream(NamedTuple):
@@ -48,10 +52,18 @@ class Port:
     """One direction of a card: serves the most urgent class that waits, and in it streams in turn.
 
     What has begun is carried to the end of its quantum.
+
+    Args:
+        carried: told when each quantum begins and ends, and of how many bytes it is.
     """
 
-    def __init__(self, agenda: Agenda, links: Links) -> None:
-        self._agenda = agenda
+    def __init__(
+        self,
+        agenda: Agenda,
+        links: Links,
+        carried: Callable[[float, float, int], None] | None = None,
+    ) -> None:
+        self._agenda, self._note = agenda, carried
         self._seconds_per_byte = 1 / links.bytes_per_s
         self._quantum = links.quantum
         self._blind = not links.priorities
@@ -103,6 +115,8 @@ class Port:
         if frame.begun is not None:
             frame.begun(nbytes, last)
         ends = self._agenda.now + nbytes * self._seconds_per_byte
+        if self._note is not None:
+            self._note(self._agenda.now, ends, nbytes)
         over = frame.over if last else None
         self._agenda.at(ends, lambda: self._carried(stream, again, over))
 
@@ -115,38 +129,78 @@ class Port:
 
 
 class Cards:
-    """A card at each host, on a switch that is never the limit but where it sends to a card.
+    """Cards at each host, on switches that are never the limit but where they send to a card.
 
     A quantum begins to arrive one latency after it has begun to leave, if the receiver's port is
     free by then; ports of a host carry what all its processes send and receive. What stays on a
-    host needs neither card nor time.
+    host needs neither card nor time. A host that passes something on does so by quanta.
 
     Args:
         host: of each process, by number.
+        paths: which cards join two hosts: those of the first interface if it is not given.
+        traffic: where to note what leaves each host.
     """
 
-    def __init__(self, agenda: Agenda, links: Links, host: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        agenda: Agenda,
+        links: Links,
+        host: Callable[[int], int],
+        paths: Paths = first_interface,
+        traffic: Traffic | None = None,
+    ) -> None:
         self._agenda, self._links = agenda, links
-        self._host = host
-        self._out: dict[int, Port] = {}
-        self._in: dict[int, Port] = {}
+        self._host, self._paths, self._traffic = host, paths, traffic
+        self._out: dict[Side, Port] = {}
+        self._in: dict[Side, Port] = {}
 
     def carry(self, stream: Stream, nbytes: int, arrived: Action) -> None:
-        """Carry a frame, behind those of the same stream; ``arrived`` is called at its end."""
+        """Carry a frame, behind those of the same stream; ``arrived`` is called at its end.
+
+        Over several paths each carries an equal share of it.
+        """
         source, target = self._host(stream.source), self._host(stream.target)
         if source == target:
             self._agenda.at(self._agenda.now, arrived)
             return
-        egress = self._port(self._in, target)
+        paths = self._paths(source, target)
+        whole = arrived if len(paths) == 1 else _after(len(paths), arrived)
+        for path in paths:
+            self._pass_on(stream, path, -(-nbytes // len(paths)), whole)
+
+    def _pass_on(self, stream: Stream, path: Path, nbytes: int, arrived: Action | None) -> None:
+        (source, target), *rest = path
+        egress = self._into(target)
         agenda, latency = self._agenda, self._links.latency_s
 
         def begun(part: int, last: bool) -> None:
             over = arrived if last else None
+            if rest:
+                over = partial(self._pass_on, stream, rest, part, over)
             agenda.at(agenda.now + latency, lambda: egress.offer(stream, part, None, over))
 
-        self._port(self._out, source).offer(stream, nbytes, begun, None)
+        self._out_of(source).offer(stream, nbytes, begun, None)
 
-    def _port(self, ports: dict[int, Port], host: int) -> Port:
-        if host not in ports:
-            ports[host] = Port(self._agenda, self._links)
-        return ports[host]
+    def _into(self, side: Side) -> Port:
+        if side not in self._in:
+            self._in[side] = Port(self._agenda, self._links)
+        return self._in[side]
+
+    def _out_of(self, side: Side) -> Port:
+        if side not in self._out:
+            note = partial(self._traffic.carried, side[0]) if self._traffic else None
+            self._out[side] = Port(self._agenda, self._links, note)
+        return self._out[side]
+
+
+def _after(count: int, action: Action) -> Action:
+    """Return what is to be called so many times until ``action`` is."""
+    left = count
+
+    def one() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            action()
+
+    return one

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from wingbeat.collectives.program import compile_collective
+from wingbeat.gradients.bucket import TURNS
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.lane import Collective, Lane
 from wingbeat.simulator.model import ITEMSIZE, Buckets
-from wingbeat.simulator.network import Network
+from wingbeat.simulator.network import Carrier
 
 if TYPE_CHECKING:
     from wingbeat.topologies import Topology
@@ -45,6 +46,8 @@ class Collectives:
 
     Args:
         alike: whether this worker stands for all others too.
+        partitions: of each bucket, of which one is gathered an iteration (`exchanges.partial`), 0
+            for as many as workers; None if buckets are summed.
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class Collectives:
         links: Links,
         work: Work,
         agenda: Agenda,
-        network: Network,
+        network: Carrier,
         alike: bool = False,
+        partitions: int | None = None,
     ) -> None:
         self._rank, self._workers, self._buckets = rank, workers, buckets
         self._topology = topology
+        self._partitions = workers if partitions == 0 else partitions
         self._weights = (1.0,) * links.count
         self._lanes = [
             Lane(rank, lane, agenda, network, work, workers if alike else 0)
@@ -70,9 +75,13 @@ class Collectives:
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:
         """Begin an operation on a bucket."""
-        numel = -(-self._buckets.numel[bucket] // self._workers) * self._workers
+        what, numel = operation.value, self._buckets.numel[bucket]
+        numel = -(-numel // self._workers) * self._workers
+        if self._partitions is not None:
+            what = Operation.ALL_GATHER.value
+            numel = self._workers * self._row(bucket, self._partitions)
         programs = compile_collective(
-            operation.value,
+            what,
             self._topology,
             self._rank,
             self._workers,
@@ -85,6 +94,11 @@ class Collectives:
             lane.submit(program, ITEMSIZE, before[number] if before else None)
             for number, (lane, program) in enumerate(zip(self._lanes, programs, strict=True))
         ]
+
+    def _row(self, bucket: int, partitions: int) -> int:
+        """Return the elements that a worker sends: a part, flags, and turns."""
+        buckets = self._buckets
+        return -(-buckets.numel[bucket] // partitions) + buckets.members[bucket] + TURNS
 
     def under_way(self, bucket: int) -> Sequence[Waitable]:
         """Return what was started last on a bucket."""

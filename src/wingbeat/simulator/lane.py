@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives import machine
 from wingbeat.collectives.machine import Machine, Task
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
-from wingbeat.simulator.network import Network
+from wingbeat.simulator.network import Carrier, Key
 
 if TYPE_CHECKING:
     from wingbeat.collectives.program import Program, Transfer
@@ -46,7 +46,7 @@ class Lane:
     """
 
     def __init__(
-        self, rank: int, lane: int, agenda: Agenda, network: Network, work: Work, alike: int = 0
+        self, rank: int, lane: int, agenda: Agenda, network: Carrier, work: Work, alike: int = 0
     ) -> None:
         self._rank = rank
         self._lane = lane
@@ -109,10 +109,10 @@ class Lane:
         key = self._key(self._rank, to, task, transfer)
         self._network.hand(key, source, target, int(len(transfer.span) * task.itemsize))
 
-    def _inward(self, task: Collective, transfer: Transfer) -> Hashable:
+    def _inward(self, task: Collective, transfer: Transfer) -> Key:
         return self._key(transfer.peer, self._rank, task, transfer)
 
-    def _key(self, source: int, target: int, task: Collective, transfer: Transfer) -> Hashable:
+    def _key(self, source: int, target: int, task: Collective, transfer: Transfer) -> Key:
         if self._alike:
             source, target = 0, (target - source) % self._alike
         return source, target, transfer.link, self._lane, task.number, transfer.tag

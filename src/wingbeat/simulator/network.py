@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links
+from wingbeat.simulator.traffic import Traffic
 
 Side = tuple[int, int]
 """A worker and one of its interfaces."""
+
+Key = tuple[Hashable, ...]
+"""Tells a chunk from all others."""
+
+
+class Carrier(Protocol):
+    """Carries chunks, as `Network` does."""
+
+    def announce(self, key: Key) -> None:
+        """The receiver of the chunk ``key`` has room for it."""
+
+    def hand(self, key: Key, source: Side, target: Side, nbytes: int) -> None:
+        """The sender of the chunk ``key`` has it ready."""
+
+    def take(self, key: Key, resume: Callable[[], None]) -> bool:
+        """Whether the chunk is there, to be taken now; else ``resume`` is called when it is."""
+        ...
 
 
 class Network:
@@ -17,10 +36,13 @@ class Network:
     A chunk leaves when it has been handed over, the receiver has announced room for it, and the
     sender's interface is free. It arrives when the receiver's interface has had the time for it,
     too: so several senders to one receiver wait for each other.
+
+    Args:
+        traffic: where to note what leaves each worker.
     """
 
-    def __init__(self, agenda: Agenda, links: Links) -> None:
-        self._agenda = agenda
+    def __init__(self, agenda: Agenda, links: Links, traffic: Traffic | None = None) -> None:
+        self._agenda, self._traffic = agenda, traffic
         self._seconds_per_byte = 1 / links.bytes_per_s
         self._latency_s = links.latency_s
         self._out_free: dict[Side, float] = {}
@@ -58,6 +80,8 @@ class Network:
         seconds = nbytes * self._seconds_per_byte
         leaves = max(self._agenda.now, self._out_free.get(source, 0.0)) + seconds
         self._out_free[source] = leaves
+        if self._traffic is not None:
+            self._traffic.carried(source[0], leaves - seconds, leaves, nbytes)
         # Its first byte is there one latency after it has left; no sooner can the last one be.
         first = max(leaves - seconds + self._latency_s, self._in_free.get(target, 0.0))
         self._in_free[target] = first + seconds

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 
 from wingbeat import schedules, topologies
 from wingbeat.errors import UsageError
+from wingbeat.groups.layout import Layout
 from wingbeat.schedules.events import Schedule
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.exchange import Collectives, Exchange
+from wingbeat.simulator.hosts import LOCAL, Hosts
 from wingbeat.simulator.mailbox import Room
 from wingbeat.simulator.model import Buckets, Model, buckets_of
-from wingbeat.simulator.network import Network
+from wingbeat.simulator.network import Carrier, Network
 from wingbeat.simulator.serving import hire
-from wingbeat.simulator.worker import Worker
+from wingbeat.simulator.traffic import Traffic
+from wingbeat.simulator.worker import Sleeps, Worker
 from wingbeat.types import Choices
 
 Moment = tuple[float, int, str, int]
@@ -53,8 +56,12 @@ def simulate(
     *,
     work: Work | None = None,
     slow: Mapping[int, float] | None = None,
+    sleeps: Sleeps | None = None,
     iterations: int = 4,
     schedule: Callable[[], Schedule] | None = None,
+    traffic: Traffic | None = None,
+    layout: Layout | None = None,
+    local: Links = LOCAL,
 ) -> Run:
     """Train ``model`` for some iterations in virtual time.
 
@@ -69,18 +76,35 @@ def simulate(
         slow: by rank, what a worker's times are multiplied by. Without it all do the same at
             the same moments, so only rank 0 is simulated, whose messages come back to itself; with
             servers all are.
+        sleeps: by rank and iteration, counted from 1, how many seconds a worker sleeps before it;
+            then all are simulated as well.
         iterations: how many, one at least.
         schedule: makes a worker's schedule, in place of the one that ``choices`` names.
+        traffic: where to note what leaves the workers that are simulated, servers beside them too.
+        layout: which worker is on which host, whose cards they share; each has its own without.
+        local: between workers of a host, if there is a ``layout``; servers are as fast to reach as
+            if nothing were in between.
 
     Raises:
         UsageError: no such number, or a strategy that cannot be simulated.
     """
     if workers < 1 or iterations < 1:
         raise UsageError(f"simulate(workers={workers}, iterations={iterations}): 1 or more")
+    if layout is not None and layout.workers != workers:
+        raise UsageError(f"simulate(workers={workers}): layout has {layout.workers}; give as many")
+    if layout is not None and traffic is not None:
+        raise UsageError(
+            "simulate(layout=, traffic=): what shared cards send is not noted; give one of them"
+        )
     if choices.wire or choices.divides or choices.merging is not None:
         raise UsageError(
             "simulate(): strategies with a wire, a divided optimizer (shard_optimizer, "
             'update="server") or measured merging are not simulated yet; simulate one without'
+        )
+    if not choices.lockstep:
+        raise UsageError(
+            "simulate(): workers that make iterations of their own (Bounded, Canary) are another "
+            "simulation: simulate_bounded()"
         )
     if choices.servers is not None and choices.servers.tuning is not None:
         raise UsageError(
@@ -92,7 +116,11 @@ def simulate(
     agenda = Agenda()
     trace: list[Moment] = []
     buckets = buckets_of(model, choices.fusion)
-    exchanges, room = _exchanges(choices, workers, buckets, links, work, agenda, alike=not slow)
+    network = Hosts(agenda, layout, links, local) if layout else Network(agenda, links, traffic)
+    exchanges, room = _exchanges(
+        choices, layout or Layout.even(workers, 1), buckets, links, work, agenda, network,
+        alike=not slow and sleeps is None and layout is None, traffic=traffic,
+    )  # fmt: skip
     crew = [
         Worker(
             rank,
@@ -104,6 +132,7 @@ def simulate(
             agenda,
             lambda *moment: trace.append(moment),
             slow=(slow or {}).get(rank, 1.0),
+            sleeps=sleeps or (lambda _rank, _iteration: 0.0),
         )
         for rank, exchange in enumerate(exchanges)
     ]
@@ -119,22 +148,35 @@ def simulate(
 
 def _exchanges(
     choices: Choices,
-    workers: int,
+    layout: Layout,
     buckets: Buckets,
     links: Links,
     work: Work,
     agenda: Agenda,
+    network: Carrier,
     alike: bool,
+    traffic: Traffic | None,
 ) -> tuple[Sequence[Exchange], Room | None]:
     """Return what each worker exchanges by, of one alone if it stands for all, and mailboxes."""
     if choices.servers is not None:
-        return hire(choices.servers, workers, buckets, links, work, agenda)
-    network = Network(agenda, links)
-    topology = topologies.get(choices.topology)
+        return hire(choices.servers, layout, buckets, links, work, agenda, traffic)
+    workers = layout.workers
+    topology = topologies.get(choices.topology).fitted(workers, links.count)
     # Where all are alike, each does at every moment what rank 0 does: one stands for all.
     alike = topology.symmetric and alike
     crew = [
-        Collectives(rank, workers, buckets, topology, links, work, agenda, network, alike)
+        Collectives(
+            rank,
+            workers,
+            buckets,
+            topology,
+            links,
+            work,
+            agenda,
+            network,
+            alike,
+            choices.partitions,
+        )
         for rank in range(1 if alike else workers)
     ]
     return crew, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from wingbeat.groups.layout import Layout
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.protocol import Kind
@@ -15,6 +16,7 @@ from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.mailbox import LIMITS, Room
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.server import Server
+from wingbeat.simulator.traffic import Traffic
 from wingbeat.types import Serving
 
 
@@ -68,16 +70,23 @@ class ServerExchange:
 
 
 def hire(
-    serving: Serving, workers: int, buckets: Buckets, links: Links, work: Work, agenda: Agenda
+    serving: Serving,
+    layout: Layout,
+    buckets: Buckets,
+    links: Links,
+    work: Work,
+    agenda: Agenda,
+    traffic: Traffic | None = None,
 ) -> tuple[list[ServerExchange], Room]:
     """Start the servers, one worker's host after the other, and connect every worker to them.
 
     Returns:
         Each worker's exchange, by rank, and the mailboxes of all.
     """
+    workers = layout.workers
     servers = serving.count or workers
-    # Each worker has a host of its own; servers sit on them in turn.
-    cards = Cards(agenda, links, lambda number: number if number < workers else number % workers)
+    # Servers sit beside the workers, in turn.
+    cards = Cards(agenda, links, lambda number: layout.host_of[number % workers], traffic=traffic)
     room = Room(agenda, cards, serving.classes)
     numbers = range(workers, workers + servers)
     order = Order(serving.order)

@@ -26,6 +26,9 @@ from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
 Pause = float | Waitable
 """What a training thread waits for: so many seconds, or something under way."""
 
+Sleeps = Callable[[int, int], float]
+"""From a worker and one of its iterations, counted from 1, to seconds that it sleeps before it."""
+
 Note = Callable[[float, int, str, int], None]
 """Called with a moment, a rank, what happens there, and to which bucket (-1: to none)."""
 
@@ -37,6 +40,7 @@ class Worker:
         rank: this worker's number.
         exchange: what its schedule starts operations on.
         slow: what its layers' times are multiplied by.
+        sleeps: how long it sleeps before each iteration.
     """
 
     def __init__(
@@ -50,11 +54,12 @@ class Worker:
         agenda: Agenda,
         note: Note,
         slow: float = 1.0,
+        sleeps: Sleeps = lambda _rank, _iteration: 0.0,
     ) -> None:
         self._rank, self._model, self._buckets = rank, model, buckets
         self._schedule, self._exchange = schedule, exchange
         self._work, self._agenda, self._note = work, agenda, note
-        self._slow = slow
+        self._slow, self._sleeps = slow, sleeps
         self.ends: list[float] = []
         self._thread: Iterator[Pause] = iter(())
 
@@ -82,7 +87,8 @@ class Worker:
 
     def _train(self, iterations: int) -> Iterator[Pause]:
         yield from self._tell(Planned(self._buckets.forward))
-        for _ in range(iterations):
+        for iteration in range(1, iterations + 1):
+            yield self._sleeps(self._rank, iteration)
             yield from self._forward()
             yield from self._backward()
             yield from self._tell(StepCalled())

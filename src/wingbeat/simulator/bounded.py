@@ -1,0 +1,151 @@
+"""Simulate training under bounded staleness: the machines of a real run on a described cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from wingbeat import topologies
+from wingbeat.errors import UsageError
+from wingbeat.simulator import paths
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cards import Cards
+from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.colayers import Bundled, Coding, Letters, bundled
+from wingbeat.simulator.courier import Courier
+from wingbeat.simulator.crowd import Crowd
+from wingbeat.simulator.model import Model
+from wingbeat.simulator.staleness import Log, StaleRun
+from wingbeat.simulator.traffic import Traffic
+from wingbeat.simulator.trainer import Machine, Trainer
+from wingbeat.simulator.worker import Sleeps
+from wingbeat.stale.pace import Pace
+from wingbeat.stale.worker import Worker
+
+NETWORKS = ("star", "bcube")
+
+
+def simulate_bounded(
+    model: Model,
+    pace: Pace,
+    workers: int,
+    links: Links,
+    *,
+    gradients: float,
+    network: str = "star",
+    coding: Coding | None = None,
+    work: Work | None = None,
+    sleeps: Sleeps | None = None,
+    traffic: Traffic | None = None,
+    crowd: bool = False,
+) -> StaleRun:
+    """Train ``model`` in virtual time until so many contributions are in all replicas.
+
+    The same arguments give the same run, to the last bit.
+
+    Args:
+        model: layers and their times.
+        pace: staleness s, proportion p and the number of colayers k.
+        workers: how many, two at least.
+        links: what joins them. On several interfaces of a star each message is divided.
+        gradients: contributions, of one worker and one iteration each; workers count for all.
+        network: ``"star"``, or ``"bcube"``, where hosts pass on what is not for their own switches.
+        coding: how gradients travel; dense if it is not given.
+        work: what communication costs their processors.
+        sleeps: by rank and iteration, counted from 1, how many seconds a worker sleeps before it.
+        traffic: where to note what leaves the workers.
+        crowd: one owner of pieces stands for all (`wingbeat.simulator.crowd`). An approximation,
+            for more workers than some 30: without it messages are ``2 k n**2`` a round.
+
+    Raises:
+        UsageError: a number or a name out of range.
+    """
+    if workers < 2 or gradients <= 0:
+        raise UsageError(
+            f"simulate_bounded(workers={workers}, gradients={gradients:g}): 2 workers or more, and "
+            "more than 0 gradients"
+        )
+    if network not in NETWORKS:
+        raise UsageError(f"simulate_bounded(network={network!r}): allowed are {NETWORKS}")
+    job = _Job(
+        bundled(model, pace.colayers), pace, workers, links, coding or Coding(), work or Work()
+    )
+    agenda = Agenda()
+    log = Log(agenda, workers, pace.colayers, gradients)
+    machines = (job.stand_in if crowd else job.all_of_them)(network, agenda, traffic)
+    for rank, (machine, posted, hear) in enumerate(machines):
+        trainer = Trainer(
+            rank,
+            machine,
+            posted,
+            job.model,
+            job.coding,
+            1 if crowd else workers,
+            job.work,
+            agenda,
+            log,
+            sleeps or (lambda _rank, _iteration: 0.0),
+        )
+        hear(trainer.heard)
+    agenda.run()
+    assert log.whole, "all workers wait for each other"
+    return log.run([machine.dropped for machine, _, _ in machines])
+
+
+_Member = tuple[Machine, Callable[[], None], Callable[[Callable[[], None]], None]]
+"""A machine, what to call when it may have posts, and who is to be called when it has heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    model: Bundled
+    pace: Pace
+    workers: int
+    links: Links
+    coding: Coding
+    work: Work
+
+    @property
+    def letters(self) -> Letters:
+        return Letters(self.model, self.workers, self.coding)
+
+    def all_of_them(
+        self, network: str, agenda: Agenda, traffic: Traffic | None
+    ) -> Sequence[_Member]:
+        cards = Cards(agenda, self.links, lambda n: n, self._paths(network), traffic)
+        crew: list[Courier] = []
+        letters = self.letters
+        for rank in range(self.workers):
+            machine = Worker(rank, self.workers, self.pace, lambda *_: None)
+            crew.append(Courier(machine, letters, self.coding, self.work, agenda, cards, crew))
+
+        def member(courier: Courier) -> _Member:
+            return courier.machine, courier.wake, lambda heard: setattr(courier, "heard", heard)
+
+        for courier in crew:
+            agenda.at(0.0, courier.wake)
+        return [member(courier) for courier in crew]
+
+    def _paths(self, network: str) -> paths.Paths:
+        if network == "star":
+            return paths.star(self.links.count)
+        return paths.bcube(self._cube())
+
+    def _cube(self) -> topologies.BCube:
+        return topologies.BCube().fitted(self.workers, self.links.count)
+
+    def stand_in(self, network: str, agenda: Agenda, traffic: Traffic | None) -> Sequence[_Member]:
+        hops = 1.0
+        if network == "bcube":
+            cube = self._cube()
+            away = [sum(map(bool, _digits(cube, other))) for other in range(1, self.workers)]
+            hops = sum(away) / len(away)
+        crowd = Crowd(
+            self.pace, self.workers, self.links, hops, self.letters, self.coding, self.work, agenda,
+            traffic,
+        )  # fmt: skip
+        return crowd.members
+
+
+def _digits(cube: topologies.BCube, rank: int) -> list[int]:
+    return [cube.digit(rank, level) for level in range(cube.levels)]

@@ -1,0 +1,185 @@
+"""A model's colayers as a simulator sees them: when each is computed, and what it sends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from wingbeat.errors import UsageError
+from wingbeat.plans.colayers import LayerProperties, colayers
+from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.mailbox import LIMITS
+from wingbeat.simulator.model import ITEMSIZE, Model, TimedLayer
+from wingbeat.stale.letters import words_of
+from wingbeat.stale.messages import Here, Message, Piece, Round
+from wingbeat.stale.view import whole
+from wingbeat.transport.messages.header import FIXED
+
+_TYPICAL = 100
+"""An iteration, as long in JSON as most are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """How gradients and their sums travel, dense float32 by default.
+
+    Attributes:
+        ratio: bytes on the wire for each byte of float32.
+        encode_s_per_byte: seconds for each byte of float32, of the training thread for its
+            gradients, and of an owner's courier for its sums.
+        decode_s_per_byte: the same, of an owner's courier for each contribution, and of the
+            training thread for sums.
+    """
+
+    ratio: float = 1.0
+    encode_s_per_byte: float = 0.0
+    decode_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            UsageError: one is out of range.
+        """
+        if not 0 < self.ratio <= 1:
+            raise UsageError(f"Coding(ratio={self.ratio}): allowed are numbers above 0 up to 1")
+        if min(self.encode_s_per_byte, self.decode_s_per_byte) < 0:
+            raise UsageError("Coding(): seconds for each byte are 0 or more")
+
+
+SKETCH = Coding(ratio=0.251, encode_s_per_byte=1 / 3.43e9, decode_s_per_byte=1 / 5.78e9)
+"""A sketch of 8 bits on one core ("Codecs" in ``docs/results.md``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """A model in colayers, the last layers' first; times are a batch's, in seconds.
+
+    Attributes:
+        forward_s: of forward.
+        backward_s: by colayer, from the end of the one before.
+        rest_s: of backward after the last colayer.
+        numel: elements by colayer.
+        tensors: parameters by colayer.
+    """
+
+    forward_s: float
+    backward_s: tuple[float, ...]
+    rest_s: float
+    numel: tuple[int, ...]
+    tensors: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What an iteration takes that waits for nobody."""
+        return self.forward_s + sum(self.backward_s) + self.rest_s
+
+
+def bundled(model: Model, count: int) -> Bundled:
+    """Bundle a model's layers as `wingbeat.plans.colayers` does.
+
+    Raises:
+        UsageError: it has fewer layers with parameters.
+    """
+    layers = [layer for layer in reversed(model.layers) if layer.tensors]
+    bundles = colayers([_properties(model, layer) for layer in layers], count)
+    if len(bundles) < count:
+        raise UsageError(
+            f"colayers={count}; allowed: up to {len(bundles)}, as many as the model has layers"
+        )
+    last = {id(layers[bundle.stop - 1]) for bundle in bundles}
+    seconds, ends = 0.0, []
+    for layer in reversed(model.layers):
+        seconds += layer.backward_s
+        if id(layer) in last:
+            ends.append(seconds)
+            seconds = 0.0
+    tensors = [[t for n in bundle for t in layers[n].tensors] for bundle in bundles]
+    return Bundled(
+        sum(layer.forward_s for layer in model.layers),
+        tuple(ends),
+        seconds,
+        tuple(sum(model.tensors[t].numel for t in each) for each in tensors),
+        tuple(map(len, tensors)),
+    )
+
+
+def _properties(model: Model, layer: TimedLayer) -> LayerProperties:
+    numel = sum(model.tensors[t].numel for t in layer.tensors)
+    kind = "linear" if layer.fully_connected else "conv"
+    return LayerProperties("", kind, numel, layer.backward_s)
+
+
+class Letter(NamedTuple):
+    """A message as it travels.
+
+    Attributes:
+        nbytes: all of them, headers too.
+        parts: in how many messages of the message layer.
+    """
+
+    nbytes: int
+    parts: int
+
+    def handled_s(self, work: Work) -> float:
+        """Return what a courier needs to post or to take it."""
+        return self.parts * work.message_s + self.nbytes * work.message_s_per_byte
+
+
+class Letters:
+    """Sizes of what couriers carry (`wingbeat.exchanges.courier`).
+
+    Args:
+        model: in colayers.
+        workers: how many there are; as many are the pieces.
+        coding: how gradients travel.
+
+    Attributes:
+        numel: elements of a piece, by colayer.
+        here: of a `Here`.
+        pieces: of a `Piece`, by colayer.
+    """
+
+    def __init__(self, model: Bundled, workers: int, coding: Coding) -> None:
+        self.numel = tuple(-(-numel // workers) for numel in model.numel)
+        self._flags, self._ratio = model.tensors, coding.ratio
+        view, first = whole(workers), (_TYPICAL,) * workers
+        number = _TYPICAL
+        self.here = _letter(_words(Here(number, number, number, False, number, view)), 0)
+        words = _words(Piece(number, 0, workers - 1, view))
+        self.pieces = tuple(_letter(words, self._payload(z)) for z in range(len(self.numel)))
+
+        def length(entries: Sequence[tuple[int, int]]) -> int:
+            return _words(Round(0, workers - 1, number, tuple(entries), first, view))
+
+        entry = number, workers - 1
+        self._entry = length([entry, entry]) - length([entry])
+        self._empty = length([entry]) - self._entry
+
+    def of(self, message: Message) -> Letter:
+        """Return how a message travels."""
+        match message:
+            case Round():
+                return self.round(message.colayer, len(message.entries))
+            case Piece():
+                return self.pieces[message.colayer]
+        return self.here
+
+    def round(self, colayer: int, entries: int) -> Letter:
+        """Return how the sum of so many contributions travels."""
+        payload = self._payload(colayer) if entries else 0
+        return _letter(self._empty + entries * self._entry, payload)
+
+    def _payload(self, colayer: int) -> int:
+        return int(self.numel[colayer] * ITEMSIZE * self._ratio) + self._flags[colayer]
+
+
+def _words(message: Message) -> int:
+    return len(json.dumps({**words_of(message, 0), "nbytes": 10**6}))
+
+
+def _letter(words: int, payload: int) -> Letter:
+    parts = 1 + -(-payload // LIMITS.message)
+    return Letter(words + payload + FIXED * parts, parts)

@@ -1,0 +1,287 @@
+"""Training with averages over groups, in virtual time: generator, members and machine of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from wingbeat.errors import UsageError
+from wingbeat.groups.generator import Generator, Run
+from wingbeat.groups.layout import Layout
+from wingbeat.groups.member import Member
+from wingbeat.groups.rules import Rules
+from wingbeat.groups.static import group_of
+from wingbeat.schedules.events import Operation
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.exchange import Collectives
+from wingbeat.simulator.hosts import LOCAL, Among, Hosts
+from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
+from wingbeat.topologies import Ring
+
+Pause = float | Callable[[Callable[[], None]], None]
+"""So many seconds, or something that calls back when it is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """What a simulated run did.
+
+    Attributes:
+        iteration_s: mean seconds of an iteration of a worker, over all iterations of all workers.
+        waited: share of them in which the training thread did not compute.
+        steps: of each worker, what it has done.
+        groups: the groups that have averaged, in the order in which they began.
+    """
+
+    iteration_s: float
+    waited: float
+    steps: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def averages(self) -> float:
+        """In how many averages a worker takes part in each iteration."""
+        return sum(len(group) for group in self.groups) / sum(self.steps)
+
+
+def simulate_groups(
+    model: Model,
+    rules: Rules | None,
+    layout: Layout,
+    links: Links,
+    *,
+    work: Work | None = None,
+    local: Links = LOCAL,
+    slow: Mapping[int, float] | None = None,
+    jitter: float = 0.02,
+    overlap: bool = False,
+    iterations: int = 40,
+    warmup: int = 8,
+    seed: int = 0,
+) -> GroupRun:
+    """Train ``model`` with averages of parameters over groups, in virtual time (Ripples, Fig. 7).
+
+    A worker computes, updates, asks, takes part in averages and goes on. All parameters are one
+    flat buffer. The same arguments give the same run, to the last bit.
+
+    Args:
+        model: layers and their times.
+        rules: the group generator's; None for the static schedule.
+        layout: which worker is on which host; those of a host share its cards.
+        links: of each host.
+        work: what communication costs the workers' processors, and messages the generator's.
+        local: between workers of a host.
+        slow: by rank, what a worker's times are multiplied by.
+        jitter: standard deviation of an iteration's computation, as a share of it.
+        overlap: whether a worker computes its next step while its parameters are averaged.
+        iterations: how many are timed, of the workers' average.
+        warmup: how many come before these.
+        seed: of groups and jitter.
+
+    Raises:
+        UsageError: no such number.
+    """
+    if iterations < 1 or warmup < 0 or jitter < 0:
+        raise UsageError(
+            f"simulate_groups(iterations={iterations}, warmup={warmup}, jitter={jitter}): allowed "
+            "are 1 or more iterations, and 0 or more of the others"
+        )
+    scene = _Scene(model, rules, layout, links, local, work or Work(), seed)
+    first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
+    crew = [
+        _Worker(rank, scene, (slow or {}).get(rank, 1.0), jitter, overlap, last)
+        for rank in range(layout.workers)
+    ]
+    scene.crew = crew
+    for worker in crew:
+        worker.begin()
+    scene.agenda.run()
+    assert len(scene.ends) >= last, f"workers wait for ever after {len(scene.ends)} iterations"
+    begun = scene.ends[first - 1] if first else 0.0
+    iteration_s = (scene.ends[last - 1] - begun) * layout.workers / (last - first)
+    seconds = sum(worker.trained_s for worker in crew)
+    computed = sum(worker.computed_s for worker in crew)
+    return GroupRun(
+        iteration_s,
+        1 - computed / seconds,
+        tuple(worker.steps for worker in crew),
+        tuple(scene.groups),
+    )
+
+
+class _Scene:
+    """What the workers have in common.
+
+    Attributes:
+        ends: moments at which somebody has ended an iteration, in their order.
+        groups: those of two workers and more that have begun.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rules: Rules | None,
+        layout: Layout,
+        links: Links,
+        local: Links,
+        work: Work,
+        seed: int,
+    ) -> None:
+        self.agenda = Agenda()
+        self.model, self.rules, self.layout = model, rules, layout
+        self.links, self.work, self.seed = links, work, seed
+        self.network = Hosts(self.agenda, layout, links, local)
+        self.numel = sum(tensor.numel for tensor in model.tensors)
+        self.ends: list[float] = []
+        self.groups: list[tuple[int, ...]] = []
+        self.crew: list[_Worker] = []
+        self._generator = Generator(layout, rules, seed) if rules else None
+        self._free = 0.0
+
+    def tell(self, say: Callable[[Generator], list[Run]]) -> None:
+        """Tell the generator something; it arrives in a while, and is answered after those before.
+
+        Every message costs the generator's processor time, in and out.
+        """
+        self.agenda.at(self.agenda.now + self._trip_s, lambda: self._hear(say))
+
+    def _hear(self, say: Callable[[Generator], list[Run]]) -> None:
+        assert self._generator is not None
+        self._free = max(self._free, self.agenda.now) + self.work.message_s
+        for run in say(self._generator):
+            if len(run.members) > 1:
+                self.groups.append(run.members)
+            for member in run.members:
+                self._free += self.work.message_s
+                hear = self.crew[member].hear
+                self.agenda.at(self._free + self._trip_s, lambda hear=hear, run=run: hear(run))  # type: ignore[misc]
+
+    @property
+    def _trip_s(self) -> float:
+        return self.links.latency_s + self.work.message_s
+
+    def average(
+        self, rank: int, meeting: object, members: tuple[int, ...], over: Callable[[], None]
+    ) -> None:
+        """Take part in a P-Reduce, and call ``over`` when it is over here."""
+        buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,))
+        place, size = members.index(rank), len(members)
+        network = Among(self.network, meeting, members)
+        collectives = Collectives(
+            place, size, buckets, Ring(), self.links, self.work, self.agenda, network
+        )
+        collectives.start(Operation.ALL_REDUCE, 0, chained=False)
+        parts = list(collectives.under_way(0))
+        left = len(parts)
+
+        def one_over() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                over()
+
+        for part in parts:
+            part.when_over(one_over)
+
+
+class _Worker:
+    """A training thread, and the thread that averages beside it."""
+
+    def __init__(
+        self, rank: int, scene: _Scene, slow: float, jitter: float, overlap: bool, last: int
+    ) -> None:
+        self._rank, self._scene, self._overlap, self._last = rank, scene, overlap, last
+        self._slow, self._jitter = slow, jitter
+        self._chance = Random(f"{scene.seed} {rank}")
+        self._member = Member(rank, scene.rules) if scene.rules else None
+        self._met: Counter[tuple[int, ...]] = Counter()
+        self._busy = False
+        self._resume: Callable[[], None] | None = None
+        self._thread: Iterator[Pause] = iter(())
+        self.steps, self.computed_s, self.trained_s = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """Start training now."""
+        self._thread = self._train()
+        self._scene.agenda.at(self._scene.agenda.now, self._go)
+
+    def hear(self, run: Run) -> None:
+        """Run what the generator says."""
+        assert self._member is not None
+        if not self._member.hear(run):
+            return
+        if len(run.members) == 1:
+            self._averaged()
+        else:
+            self._scene.average(self._rank, run[:2], run.members, self._averaged)
+
+    def _averaged(self) -> None:
+        assert self._member is not None
+        run = self._member.done()
+        self._scene.tell(lambda generator: generator.acknowledge(self._rank, run[0], run[1]))
+        if not self._member.waiting:
+            self._rest()
+
+    def _go(self) -> None:
+        for pause in self._thread:
+            if callable(pause):
+                pause(self._go)
+                return
+            if pause > 0:
+                self._scene.agenda.at(self._scene.agenda.now + pause, self._go)
+                return
+
+    def _train(self) -> Iterator[Pause]:
+        scene, agenda = self._scene, self._scene.agenda
+        layers = scene.model.layers
+        compute_s = self._slow * sum(layer.forward_s + layer.backward_s for layer in layers)
+        # Parameters go into the flat buffer and back.
+        update_s = scene.numel * ITEMSIZE * (
+            scene.work.update_s_per_byte + 2 * scene.work.fill_s_per_byte
+        )  # fmt: skip
+        while len(scene.ends) < self._last:
+            begun = agenda.now
+            seconds = compute_s * max(0.1, self._chance.gauss(1.0, self._jitter)) + update_s
+            yield seconds
+            if self._overlap:
+                yield from self._wait()
+            self._ask()
+            if not self._overlap:
+                yield from self._wait()
+            self.steps += 1
+            self.computed_s += seconds
+            self.trained_s += agenda.now - begun
+            scene.ends.append(agenda.now)
+
+    def _wait(self) -> Iterator[Pause]:
+        while self._busy:
+            yield self._call_back
+
+    def _call_back(self, resume: Callable[[], None]) -> None:
+        self._resume = resume
+
+    def _rest(self) -> None:
+        """Nothing is averaged any more that the training thread has asked for."""
+        self._busy = False
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            self._scene.agenda.at(self._scene.agenda.now, resume)
+
+    def _ask(self) -> None:
+        self._busy = True
+        if self._member is not None:
+            self._member.ask()
+            self._scene.tell(lambda generator: generator.request(self._rank))
+            return
+        members = group_of(self._scene.layout, self._rank, self.steps)
+        if len(members) == 1:
+            self._busy = False
+            return
+        # All members count their meetings alike, as they meet in one order.
+        self._met[members] += 1
+        if members[0] == self._rank:
+            self._scene.groups.append(members)
+        self._scene.average(self._rank, self._met[members], members, self._rest)

@@ -1,0 +1,131 @@
+"""The training thread of a worker under bounded staleness, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.colayers import Bundled, Coding
+from wingbeat.simulator.model import ITEMSIZE
+from wingbeat.simulator.staleness import Log
+from wingbeat.simulator.worker import Sleeps
+from wingbeat.stale.messages import Round
+
+
+class Machine(Protocol):
+    """What training calls, see `wingbeat.stale.worker.Worker`.
+
+    Attributes:
+        at: the iteration that is computed, or wanted.
+        zeta: the latest iteration that any worker has entered.
+        dropped: iterations that the rule has ended, with the number of colayers that were sent.
+    """
+
+    at: int
+    zeta: int
+    dropped: list[tuple[int, int]]
+
+    def ready(self) -> bool:
+        """Whether the wanted iteration may be computed."""
+
+    def begin(self) -> int:
+        """Enter the wanted iteration, and return it."""
+
+    def computed(self, colayer: int, payloads: Sequence[Any]) -> bool:
+        """Send a colayer's pieces; return whether they were sent."""
+
+    def finish(self) -> None:
+        """End the iteration."""
+
+    def take(self) -> tuple[Round, ...] | None:
+        """Return the next round to apply."""
+
+
+class Trainer:
+    """Iterations, one after the other, as the machine lets them begin.
+
+    The backward of an iteration that is dropped goes on to its end: autograd cannot be stopped.
+
+    Args:
+        rank: this worker's number.
+        machine: says what may begin.
+        posted: called when the machine may have something to be sent.
+        workers: how many there are.
+        sleeps: how long it sleeps before the forward of each of its own iterations.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        machine: Machine,
+        posted: Callable[[], None],
+        model: Bundled,
+        coding: Coding,
+        workers: int,
+        work: Work,
+        agenda: Agenda,
+        log: Log,
+        sleeps: Sleeps,
+    ) -> None:
+        self._rank, self._machine, self._posted = rank, machine, posted
+        self._model, self._agenda, self._log, self._sleeps = model, agenda, log, sleeps
+        self._payloads = (None,) * workers
+        fill_s = work.fill_s_per_byte + coding.encode_s_per_byte
+        self._fill_s = tuple(numel * ITEMSIZE * fill_s for numel in model.numel)
+        step_s = work.update_s_per_byte + coding.decode_s_per_byte
+        self._step_s = sum(model.numel) * ITEMSIZE * step_s
+        self._since: float | None = None
+        self._thread = self._train()
+        agenda.at(agenda.now, self._go)
+
+    def heard(self) -> None:
+        """Look again whether an iteration may begin, if one waits for that."""
+        if self._since is not None:
+            self._log.waited_s[self._rank] += self._agenda.now - self._since
+            self._since = None
+            self._go()
+
+    def _go(self) -> None:
+        for seconds in self._thread:
+            if seconds is None:
+                self._since = self._agenda.now
+                return
+            if seconds > 0:
+                self._agenda.at(self._agenda.now + seconds, self._go)
+                return
+
+    def _train(self) -> Iterator[float | None]:
+        count = 0
+        while True:
+            count += 1
+            yield from self._between()
+            self._log.began(self._rank, self._machine.begin())
+            self._posted()
+            yield self._sleeps(self._rank, count)
+            yield self._model.forward_s
+            yield from self._backward()
+
+    def _between(self) -> Iterator[float | None]:
+        """Apply what has come, and wait until nobody is left behind."""
+        while True:
+            while (parts := self._machine.take()) is not None:
+                yield self._step_s
+                self._log.applied(self._rank, parts)
+                self._posted()
+            if self._machine.ready():
+                return
+            yield None
+
+    def _backward(self) -> Iterator[float]:
+        sends = True
+        for colayer, seconds in enumerate(self._model.backward_s):
+            yield seconds + self._fill_s[colayer] * sends
+            sends = self._machine.computed(colayer, self._payloads)
+            self._posted()
+        yield self._model.rest_s
+        if sends:
+            self._log.ended(self._machine.zeta - self._machine.at)
+        self._machine.finish()
+        self._posted()

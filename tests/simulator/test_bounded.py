@@ -1,0 +1,282 @@
+"""Bounded staleness in virtual time: closed forms, stragglers, bytes, and the crowd beside all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from wingbeat.errors import UsageError
+from wingbeat.simulator import Links, Model, Work
+from wingbeat.simulator.bounded import simulate_bounded
+from wingbeat.simulator.colayers import Coding, bundled
+from wingbeat.simulator.crowd import Member
+from wingbeat.simulator.model import TimedLayer
+from wingbeat.simulator.staleness import StaleRun
+from wingbeat.simulator.traffic import Traffic
+from wingbeat.stale.messages import Here
+from wingbeat.stale.pace import Pace
+from wingbeat.stale.view import whole
+from wingbeat.stale.worker import Worker
+from wingbeat.types import TensorSpec
+
+FREE = Work(
+    chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0,
+    message_s=0.0, message_s_per_byte=0.0,
+)  # fmt: skip
+LINKS = Links(bytes_per_s=1e9, latency_s=0.0, quantum=1 << 18)
+TWO = Links(bytes_per_s=1e9, latency_s=0.0, count=2, quantum=1 << 20)
+NUMEL = 12_000_000
+COMPUTE_S = 0.4
+"""Of an iteration of `model`."""
+
+
+def model(layers: int = 1, numel: int = NUMEL) -> Model:
+    """0.1 s of forward and 0.3 s of backward, in equal layers."""
+    return Model(
+        tuple(TimedLayer(0.1 / layers, 0.3 / layers, (i,)) for i in range(layers)),
+        tuple(TensorSpec(f"t{i}", (numel // layers,), "float32", 4) for i in range(layers)),
+    )
+
+
+def run(pace: Pace, workers: int = 3, iterations: int = 20, **options: Any) -> StaleRun:
+    made = options.pop("model", model(pace.colayers))
+    links = options.pop("links", LINKS)
+    options = {"work": FREE, **options}
+    return simulate_bounded(made, pace, workers, links, gradients=iterations * workers, **options)
+
+
+def bsp(colayers: int = 1) -> Pace:
+    return Pace(0, colayers, colayers)
+
+
+def mean(counts: Mapping[int, float]) -> float:
+    return sum(key * count for key, count in counts.items()) / sum(counts.values())
+
+
+def slow(worker: int, factor: float) -> Any:
+    return lambda rank, _iteration: factor * COMPUTE_S * (rank == worker)
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("ratio", [1.0, 0.25])
+def test_bsp_takes_computation_and_then_its_bytes(workers: int, ratio: float, crowd: bool) -> None:
+    """Pieces and then sums, of one colayer: nothing overlaps."""
+    made = run(bsp(), workers, 10, coding=Coding(ratio=ratio), crowd=crowd)
+    wire = 2 * (workers - 1) / workers * NUMEL * 4 * ratio / LINKS.bytes_per_s
+    assert made.seconds == pytest.approx(10 * (COMPUTE_S + wire), rel=0.02)
+    assert made.delays == {0: 10 * workers}
+    assert (made.lost, made.rounds, set(made.lags)) == (0.0, 10, {0})
+    assert made.waited_s == pytest.approx([10 * wire] * workers, rel=0.05)
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_colayers_are_exchanged_while_backward_goes_on(crowd: bool) -> None:
+    """Of four, three are hidden, and the last is on its way alone."""
+    made = run(bsp(4), iterations=10, crowd=crowd)
+    last = 2 * 2 / 3 * NUMEL / 4 * 4 / LINKS.bytes_per_s
+    assert made.seconds == pytest.approx(10 * (COMPUTE_S + last), rel=0.02)
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_without_a_bound_nobody_waits_for_the_network(crowd: bool) -> None:
+    made = run(Pace(None, 2, 2), iterations=40, crowd=crowd)
+    assert made.seconds < 40 * COMPUTE_S + 2 * COMPUTE_S
+    assert made.waited_s == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_on_a_slow_network_queues_use_up_s(crowd: bool) -> None:
+    """Workers run ahead until s stops them, so contributions are s steps late, all alike."""
+    links = Links(bytes_per_s=5e7, latency_s=0.0, quantum=1 << 20)
+    delays = run(Pace(4, 2, 2), iterations=15, links=links, crowd=crowd).delays
+    assert max(delays) == 4
+    assert delays[4] > 0.5 * sum(delays.values())
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_a_slow_worker_holds_bsp_back_and_ssp_after_s(crowd: bool) -> None:
+    """It takes three times as long; the others are s ahead once, and then as slow."""
+    light = model(2, 1000)
+    times = [
+        run(pace, iterations=24, model=light, sleeps=slow(1, 2.0), crowd=crowd).seconds
+        for pace in (bsp(2), Pace(6, 2, 2))
+    ]
+    assert times[0] == pytest.approx(24 * 3 * COMPUTE_S, rel=0.02)
+    # Three of its iterations for each of the others' until they are 6 ahead: 4 more of each.
+    assert times[1] == pytest.approx((24 - 4) * 3 * COMPUTE_S, rel=0.06)
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_canary_drops_what_is_too_old_and_goes_on(crowd: bool) -> None:
+    light = model(4, 1000)
+    made = run(Pace(3, 3, 4), iterations=60, model=light, sleeps=slow(1, 6.0), crowd=crowd)
+    assert made.dropped[0] == made.dropped[2] == 0
+    assert made.dropped[1] > 3
+    assert 0 < made.lost <= made.dropped[1]
+    # Two workers at full speed make 2/3 of what was asked for in that time.
+    assert made.seconds < 60 * 1.5 * COMPUTE_S * 1.05
+    assert made.waited_s[0] < 0.1 * made.seconds
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_with_p_colayers_sent_the_others_wait_for_the_rest(crowd: bool) -> None:
+    """Whoever has sent its one of two in time is never dropped amid backward."""
+    light = model(2, 1000)
+    made = run(Pace(1, 1, 2), iterations=30, model=light, sleeps=slow(1, 2.0), crowd=crowd)
+    assert made.lost == 1.0 * made.dropped[1]  # before the first colayer: then p has been reached
+
+
+def test_one_worker_after_the_other_is_slow_and_hardly_matters() -> None:
+    """Each iteration another one sleeps: BSP waits for it each time, the others do not."""
+    light = model(2, 1000)
+
+    def sleeps(rank: int, iteration: int) -> float:
+        return 2 * COMPUTE_S * (rank == iteration % 4)
+
+    waits, goes_on = (
+        run(pace, 4, 40, model=light, sleeps=sleeps).seconds for pace in (bsp(2), Pace(8, 1, 2))
+    )
+    assert waits == pytest.approx(40 * 3 * COMPUTE_S, rel=0.02)
+    assert goes_on == pytest.approx(40 * 1.5 * COMPUTE_S, rel=0.1)
+
+
+@pytest.mark.parametrize(("network", "hops"), [("star", 1.0), ("bcube", 1.5)])
+@pytest.mark.parametrize("crowd", [False, True])
+def test_bytes_are_two_thirds_to_and_fro_and_more_where_hosts_pass_on(
+    network: str, hops: float, crowd: bool
+) -> None:
+    """Of nine workers 8/9 of the gradients, twice a round; in a BCube(3, 2) half take two hops."""
+    traffic = Traffic()
+    made = run(
+        bsp(), 9, 3, model=model(1, 8 * NUMEL), links=TWO, network=network, traffic=traffic,
+        crowd=crowd,
+    )  # fmt: skip
+    wire = 2 * 8 / 9 * 8 * NUMEL * 4 * hops
+    assert statistics.fmean(traffic.sent.values()) == pytest.approx(3 * wire, rel=0.02)
+    assert len(traffic.sent) == (1 if crowd else 9)
+    assert made.seconds == pytest.approx(3 * (COMPUTE_S + wire / 2e9), rel=0.06)
+    assert max(traffic.utilisation(2e9, made.seconds)) <= 1.0 + 1e-9
+
+
+def test_coding_takes_the_threads_time() -> None:
+    """The training thread encodes its gradients and decodes sums, owners the other two."""
+    plain = run(bsp(), iterations=10)
+    encode, decode = Coding(encode_s_per_byte=1e-9), Coding(decode_s_per_byte=1e-9)
+    nbytes = NUMEL * 4e-9
+    for coding, more in ((encode, nbytes * (1 + 1 / 3)), (decode, nbytes * 2)):
+        for crowd in (False, True):
+            made = run(bsp(), iterations=10, coding=coding, crowd=crowd)
+            assert made.seconds - plain.seconds == pytest.approx(10 * more, rel=0.1)
+
+
+def test_messages_have_their_price() -> None:
+    plain = run(bsp(), iterations=10)
+    work = Work(fill_s_per_byte=0.0, update_s_per_byte=0.0, add_s_per_byte=0.0, message_s=0.01)
+    for crowd in (False, True):
+        made = run(bsp(), iterations=10, work=work, crowd=crowd)
+        # To two others, pieces and sums of five parts each, posted and taken; and where each is.
+        assert 10 * 0.01 * 8 * 5 < made.seconds - plain.seconds < 10 * 0.01 * 8 * 5 * 2
+
+
+CASES = [
+    (bsp(4), 1.0, 0.0),
+    (Pace(4, 2, 4), 1.0, 0.0),
+    (Pace(4, 2, 4), 0.25, 2.0),
+    (Pace(2, 3, 4), 1.0, 6.0),
+    (Pace(4, 4, 4), 1.0, 2.0),
+]
+
+
+@pytest.mark.parametrize(("pace", "ratio", "factor"), CASES)
+def test_one_owner_stands_for_all(pace: Pace, ratio: float, factor: float) -> None:
+    options: dict[str, Any] = {
+        "model": model(4, 4 * NUMEL),
+        "coding": Coding(ratio=ratio),
+        "sleeps": slow(1, factor),
+        "work": Work(fill_s_per_byte=0.0, update_s_per_byte=0.0),
+    }
+    full, crowd = (run(pace, 5, 20, crowd=crowd, **options) for crowd in (False, True))
+    assert crowd.seconds == pytest.approx(full.seconds, rel=0.03)
+    assert mean(crowd.delays) == pytest.approx(mean(full.delays), rel=0.1, abs=0.3)
+    assert mean(crowd.lags) == pytest.approx(mean(full.lags), rel=0.1, abs=0.3)
+    assert crowd.lost == pytest.approx(full.lost, rel=0.3, abs=1.0)
+
+
+class Heard:
+    """What a member of a crowd of two says, with nobody to hear it."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, ...]] = []
+
+    def say(self, _rank: int, *told: int) -> None:
+        self.said.append(told)
+
+    def send_pieces(self, *_pieces: int) -> None:
+        pass
+
+    def reach(self, _rank: int, _iteration: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+@pytest.mark.parametrize("pace", [bsp(2), Pace(3, 2, 2), Pace(2, 2, 3), Pace(None, 2, 2)])
+def test_a_member_of_a_crowd_says_what_a_real_machine_says(pace: Pace, sent: int) -> None:
+    """While another goes on further and further, and it has sent some colayers."""
+    heard, real = Heard(), Worker(0, 2, pace, lambda *_: None)
+    member = Member(heard, 0, pace)  # type: ignore[arg-type]
+    member.go_on()
+    for machine in (real, member):
+        machine.begin()
+        for colayer in range(sent):
+            machine.computed(colayer, (None, None))
+    for zeta in range(1, 8):
+        real.receive(1, 0, Here(zeta, zeta - 1, 0, False, zeta, whole(2)))
+        member.hear(zeta)
+    for machine in (real, member):
+        machine.finish()
+    posts = [post.message for post in real.posts if isinstance(post.message, Here)]
+    assert heard.said == [(here.at, here.said, here.zeta) for here in posts]
+    assert member.dropped == real.dropped
+    assert member.ready() == real.ready()
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_the_same_arguments_give_the_same_run(crowd: bool) -> None:
+    first, second = (run(Pace(3, 2, 4), 4, sleeps=slow(2, 3.0), crowd=crowd) for _ in range(2))
+    assert first == second
+
+
+def test_all_of_a_model_is_in_its_colayers() -> None:
+    layers = [(0.01, 0.04, 100), (0.02, 0.06, 0), (0.0, 0.1, 300), (0.03, 0.2, 500)]
+    made = Model(
+        tuple(TimedLayer(f, b, (i,) if n else ()) for i, (f, b, n) in enumerate(layers)),
+        tuple(TensorSpec(f"t{i}", (n,), "float32", 4) for i, (_, _, n) in enumerate(layers)),
+    )
+    found = bundled(made, 3)
+    assert found.forward_s == pytest.approx(0.06)
+    assert found.backward_s == pytest.approx((0.2, 0.1, 0.1))
+    assert (found.numel, found.tensors) == ((500, 300, 100), (1, 1, 1))
+    assert found.seconds == pytest.approx(0.46)
+    assert found.rest_s == 0.0
+    assert (bundled(made, 1).numel, bundled(made, 1).tensors) == ((900,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: run(bsp(), 1), "workers=1"),
+        (lambda: run(bsp(), iterations=0), "gradients=0"),
+        (lambda: run(bsp(), network="ring"), "network='ring'.*allowed are .'star', 'bcube'"),
+        (lambda: run(bsp(), 6, network="bcube", links=TWO), "you have 6 with 2"),
+        (lambda: run(Pace(1, 1, 2), model=model(1)), "colayers=2; allowed: up to 1"),
+        (lambda: Coding(ratio=0.0), "ratio=0.0"),
+        (lambda: Coding(decode_s_per_byte=-1.0), "0 or more"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(call: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call()

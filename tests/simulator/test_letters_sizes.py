@@ -1,0 +1,45 @@
+"""Sizes of what couriers carry in virtual time, beside what a courier makes of the same message."""
+
+from __future__ import annotations
+
+import pytest
+
+from wingbeat.servers.documents import messages
+from wingbeat.simulator.colayers import Bundled, Coding, Letters
+from wingbeat.simulator.mailbox import LIMITS
+from wingbeat.stale.letters import words_of
+from wingbeat.stale.messages import Here, Message, Piece, Round
+from wingbeat.stale.view import whole
+from wingbeat.transport.messages.header import FIXED
+
+WORKERS = 5
+MODEL = Bundled(0.0, (0.0, 0.0), 0.0, (12_345_678, 1001), (4, 2))
+VIEW = whole(WORKERS)
+
+
+def real(message: Message, nbytes: int) -> tuple[int, int]:
+    """Bytes and number of messages with a payload of so many bytes."""
+    arrays = [memoryview(bytes(nbytes))] if nbytes else []
+    made = [len(part) + FIXED for part in messages(words_of(message, 0), arrays, LIMITS.message)]
+    return sum(made), len(made)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.25])
+@pytest.mark.parametrize("colayer", [0, 1])
+def test_a_letter_is_as_long_as_the_real_one(colayer: int, ratio: float) -> None:
+    letters = Letters(MODEL, WORKERS, Coding(ratio=ratio))
+    payload = int(4 * ratio * -(-MODEL.numel[colayer] // WORKERS)) + MODEL.tensors[colayer]
+    piece = Piece(100, colayer, 3, VIEW)
+    entries = tuple((100, worker) for worker in range(WORKERS))
+    some, none = (Round(colayer, 3, 100, e, (100,) * WORKERS, VIEW) for e in (entries, ()))
+    here = Here(100, 100, 100, False, 100, VIEW)
+    for message, nbytes in ((piece, payload), (some, payload), (none, 0), (here, 0)):
+        found, wanted = letters.of(message), real(message, nbytes)
+        assert found.parts == wanted[1]
+        assert found.nbytes == pytest.approx(wanted[0], abs=8)  # digits of how many bytes follow
+
+
+def test_words_grow_with_the_workers() -> None:
+    few, many = (Letters(MODEL, workers, Coding()) for workers in (10, 1000))
+    assert many.round(1, 1000).nbytes > 50 * few.round(1, 10).nbytes / 10
+    assert many.here.nbytes > 10 * few.here.nbytes

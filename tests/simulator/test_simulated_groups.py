@@ -1,0 +1,143 @@
+"""Averages over groups in virtual time: what must follow does follow, and runs repeat."""
+
+from __future__ import annotations
+
+import pytest
+
+from wingbeat import AllReduce
+from wingbeat.errors import UsageError
+from wingbeat.groups.layout import Layout
+from wingbeat.groups.mixing import parts_of
+from wingbeat.groups.rules import ABLATION, Rules
+from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.hosts import Among, Hosts
+from wingbeat.types import TensorSpec
+
+FREE = Work(
+    chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0, message_s=0.0
+)
+LINKS = Links(bytes_per_s=1e6, latency_s=0.0)
+NEAR = Links(bytes_per_s=1e12, latency_s=0.0)
+MODEL = Model((TimedLayer(0.2, 0.8, (0,)),), (TensorSpec("w", (30_000,), "float32", 4),))
+"""A second of computation, and 0.12 s to carry all parameters over a link."""
+
+
+def run(rules: Rules | None, layout: Layout, **options: object) -> GroupRun:
+    given: dict = {"work": FREE, "local": NEAR, "jitter": 0.0, "iterations": 8, "warmup": 4}
+    return simulate_groups(MODEL, rules, layout, LINKS, **given | options)
+
+
+@pytest.mark.parametrize("rules", [None, Rules()])
+def test_the_same_arguments_give_the_same_run_to_the_last_bit(rules: Rules | None) -> None:
+    layout = Layout.even(2, 3)
+    runs = [run(rules, layout, jitter=0.1, slow={1: 2.0}, work=Work()) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0] != run(rules, layout, jitter=0.1, slow={1: 2.0}, work=Work(), seed=1)
+
+
+def test_two_workers_average_in_every_iteration() -> None:
+    made = run(ABLATION["+ division"], Layout.even(2, 1))
+    assert made.iteration_s == pytest.approx(1.0 + 0.12)
+    assert made.waited == pytest.approx(0.12 / 1.12)
+    assert made.averages == pytest.approx(1)
+
+
+def test_the_static_schedule_averages_in_every_other_iteration_of_two_single_workers() -> None:
+    assert run(None, Layout.even(2, 1)).iteration_s == pytest.approx(1.0 + 0.12 / 2)
+
+
+def test_workers_of_a_host_share_its_card_and_need_none_among_themselves() -> None:
+    # Phase 0: one group over both cards. Phases 1 and 3: within hosts. Phase 2: another one.
+    assert run(None, Layout.even(2, 2)).iteration_s == pytest.approx(1.0 + 0.12 / 2, rel=1e-3)
+    pairs = Rules(size=2, inter_intra=False, threshold=None)
+    seconds = {True: set(), False: set()}
+    for seed in range(8):
+        made = run(pairs, Layout.even(2, 2), seed=seed, iterations=1, warmup=0)
+        seconds[set(made.groups[0]) in ({0, 1}, {2, 3})].add(made.iteration_s)
+    assert list(seconds[True]) == pytest.approx([1.0], rel=1e-3)
+    assert list(seconds[False]) == pytest.approx([1.0 + 2 * 0.12])
+
+
+def test_messages_to_and_from_the_generator_take_their_time() -> None:
+    slow_messages = Work(
+        chunk_s=0, add_s_per_byte=0, fill_s_per_byte=0, update_s_per_byte=0, message_s=0.01
+    )
+    made = run(ABLATION["+ division"], Layout.even(2, 1), work=slow_messages)
+    # A trip there, two requests heard one after the other, two answers, a trip back.
+    assert made.iteration_s == pytest.approx(1.12 + 0.01 * (1 + 2 + 2 + 1), abs=0.011)
+
+
+def test_overlapped_averages_hide_behind_the_next_step() -> None:
+    made = run(ABLATION["+ division"], Layout.even(2, 1), overlap=True)
+    assert made.iteration_s == pytest.approx(1.0)
+    assert made.waited == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_average_that_takes_longer_than_a_step_is_waited_for() -> None:
+    slow_links = Links(bytes_per_s=1e5, latency_s=0.0)
+    for overlap, seconds in ((True, 1.2), (False, 2.2)):
+        made = simulate_groups(
+            MODEL, ABLATION["+ division"], Layout.even(2, 1), slow_links, work=FREE, local=NEAR,
+            jitter=0.0, overlap=overlap, iterations=4, warmup=2,
+        )  # fmt: skip
+        assert made.iteration_s == pytest.approx(seconds)
+
+
+def test_meetings_of_the_same_members_do_not_mix() -> None:
+    agenda = Agenda()
+    network = Hosts(agenda, Layout.even(3, 1), LINKS, NEAR)
+    first, second = (Among(network, meeting, (2, 1)) for meeting in (1, 2))
+    key = (0, 1, 0, 0, 0, 7)
+    first.announce(key)
+    first.hand(key, (0, 0), (1, 0), 1000)
+    agenda.run()
+    assert not second.take(key, lambda: None)
+    assert first.take(key, lambda: None)
+
+
+def test_smart_groups_keep_their_speed_beside_a_slow_worker_and_static_ones_do_not() -> None:
+    layout, slow = Layout.even(4, 4), {5: 3.0}
+    options: dict = {"jitter": 0.02, "iterations": 30}
+    alike, uneven = (
+        {rules: run(rules, layout, slow=s, **options) for rules in (None, Rules())}
+        for s in ({}, slow)
+    )
+    kept = {rules: alike[rules].iteration_s / uneven[rules].iteration_s for rules in alike}
+    assert kept[Rules()] > 0.75
+    assert kept[None] < 0.5
+    assert uneven[Rules()].steps[5] < 0.6 * uneven[Rules()].steps[0]
+    assert parts_of(uneven[Rules()].groups, 16) == 1
+
+
+def test_each_random_request_makes_a_group_of_three() -> None:
+    made = run(Rules.random(), Layout.even(2, 4), iterations=4, warmup=0)
+    assert made.averages == pytest.approx(3, abs=0.8)
+    assert {len(group) for group in made.groups} == {3}
+
+
+def test_an_all_reduce_is_slower_where_workers_share_a_card() -> None:
+    choices = AllReduce().choices()
+    own = simulate(MODEL, choices, 4, LINKS, work=FREE).median_s
+    layout = Layout([0, 1, 0, 1])
+    shared = simulate(MODEL, choices, 4, LINKS, work=FREE, layout=layout, local=NEAR).median_s
+    near = simulate(MODEL, choices, 4, LINKS, work=FREE, layout=Layout.even(1, 4), local=NEAR)
+    assert near.median_s == pytest.approx(1.0, rel=1e-3)
+    # Each of a ring's hops crosses to the other host, two over each card. Who is done first
+    # computes while others still receive.
+    assert 1.5 * (own - 1.0) < shared - 1.0 < 2.1 * (own - 1.0)
+    with pytest.raises(UsageError, match="layout has 4; give as many"):
+        simulate(MODEL, choices, 3, LINKS, layout=layout)
+
+
+@pytest.mark.parametrize("wrong", [{"iterations": 0}, {"warmup": -1}, {"jitter": -0.1}])
+def test_what_cannot_be_simulated_is_refused(wrong: dict) -> None:
+    with pytest.raises(UsageError, match="1 or more iterations"):
+        run(None, Layout.even(2, 1), **wrong)
+
+
+@pytest.mark.slow
+def test_a_thousand_workers() -> None:
+    made = run(Rules(), Layout.even(250, 4), iterations=6, jitter=0.05, work=Work())
+    assert made.iteration_s < 2.0
+    assert parts_of(made.groups, 1000) < 50
