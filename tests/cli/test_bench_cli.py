@@ -85,7 +85,7 @@ def test_help_says_of_each_row_what_it_is() -> None:
         "topksgd: TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section "
         in (shown)
     )
-    assert shown.count("(exact, synchronous)") == 12
+    assert shown.count("(exact, synchronous)") == 13
     assert shown.count("(not exact, synchronous)") == 6
     assert contenders.parse(contenders.COMPOSED).traits.halves
     assert f"as in {contenders.COMPOSED}" in shown
@@ -128,6 +128,7 @@ def test_loopback_with_real_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 def test_star_with_a_paced_model(tmp_path: Path) -> None:
     png, trace = tmp_path / "out.png", tmp_path / "trace.json"
     data = run_bench(
@@ -173,6 +174,7 @@ def test_star_with_a_paced_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.lab
+@pytest.mark.alone
 def test_the_demo_shows_a_table_and_leaves_its_files(tmp_path: Path) -> None:
     done = wingbeat("demo", "--quick", "--out", str(tmp_path / "demo"), timeout=175)
     assert done.returncode == 0, done.stderr

@@ -116,6 +116,10 @@ def bench(
     breakdown: Annotated[
         Path | None, typer.Option(help="Draw where each row's time goes here, as stacked bars.")
     ] = None,
+    traffic: Annotated[
+        Path | None,
+        typer.Option(help="Draw what hosts send over time here, as a share of their links."),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for ui.perfetto.dev here.")
     ] = None,
@@ -145,11 +149,12 @@ def bench(
         breakdown=breakdown is not None,
         slow=tuple(slow or ()),
         target_loss=target_loss,
+        traffic=traffic is not None,
     )
     config.check()
-    if png is not None or breakdown is not None:
+    if png is not None or breakdown is not None or traffic is not None:
         need_matplotlib()
-    for path in (json_out, png, breakdown, trace):
+    for path in (json_out, png, breakdown, traffic, trace):
         if path is not None:
             check_writable(path)
     outcome = measure(config)
@@ -160,6 +165,13 @@ def bench(
 
         bars.draw_png(outcome.report, breakdown)
         print(f"breakdown: {breakdown}")
+    if traffic is not None:
+        from wingbeat.bench import traffic as drawing
+
+        report = outcome.report
+        rows = [(run.strategy, run.traffic) for run in report.runs if run.traffic is not None]
+        drawing.draw_png(rows, traffic, title=f"{report.model} on {report.lab}")
+        print(f"traffic: {traffic}")
 
 
 def need_matplotlib() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from wingbeat.cli import bench, demo, lab, plan
+from wingbeat.cli import bench, demo, lab, plan, top
 from wingbeat.errors import UsageError, WingbeatError
 
 # Typer brings its own copy of click, under a private name: reach its error through a public class.
@@ -25,6 +25,7 @@ app.add_typer(lab.app, name="lab")
 bench.register(app)
 demo.register(app)
 plan.register(app)
+top.register(app)
 
 
 def main(argv: list[str] | None = None) -> None:

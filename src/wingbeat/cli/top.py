@@ -1,0 +1,89 @@
+"""``wingbeat top``: a running job, live."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wingbeat.errors import UsageError
+
+if TYPE_CHECKING:
+    from wingbeat.monitor import lookup
+
+HELP = """Show a running wingbeat job: workers, progress, where time goes, traffic, strategy.
+
+\b
+Examples:
+  wingbeat top                      the job that runs on this host
+  wingbeat top train-4711           one of several
+  wingbeat top --json | jq .        once, for programs
+  wingbeat top | cat                once, as text
+  wingbeat top node7:9400           of another host, if the job was started
+                                    with WINGBEAT_METRICS=0.0.0.0:9400
+
+\b
+Run it on the host of rank 0, as the job's user. The job need not be told anything.
+docs/how-to/watch-a-job.md has the columns, --json and Prometheus.
+"""
+
+_MISSING = (
+    "the live view needs Textual: pip install 'wingbeat[top]'; without it: wingbeat top --json, or "
+    "wingbeat top | cat"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("top", help=HELP)(top)
+
+
+def top(
+    job: Annotated[str, typer.Argument(help="Which job, if several run; or HOST:PORT.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print once as JSON.")] = False,
+    every: Annotated[float, typer.Option(help="Time between two looks (s).")] = 1.0,
+) -> None:
+    """Show a running job."""
+    from wingbeat.monitor import lookup
+
+    if not 0.1 <= every <= 3600:
+        raise UsageError(f"--every {every:g}: allowed are 0.1 to 3600 seconds")
+    found = lookup.find(job)
+    live = sys.stdout.isatty() and sys.stdin.isatty() and not as_json
+    if live:
+        _watch(found, every)
+        return
+    text = json.dumps(found.ask().to_json(), indent=2) if as_json else _text(found)
+    _print(text)
+
+
+def _watch(found: lookup.Found, every: float) -> None:
+    try:
+        from wingbeat.monitor.screen import Top
+    except ModuleNotFoundError as err:
+        if (err.name or "").split(".")[0] != "textual":
+            raise
+        raise UsageError(_MISSING) from None
+    found.ask()  # whatever is wrong is one line, and no screen
+    Top(found.ask, every).run()
+
+
+def _text(found: lookup.Found) -> str:
+    """Return all tables, as wide as they are."""
+    from wingbeat.monitor import render
+
+    job = found.ask()
+    width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else 200
+    sheets = render.sheets(job, max(20, width))
+    tables = ["\n".join(render.lines(sheet)) for sheet in sheets]
+    return "\n\n".join([render.headline(job), *tables])
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,1 @@
+"""Watching a job: workers report, a process collects, `wingbeat top` looks (no torch)."""

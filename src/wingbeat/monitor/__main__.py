@@ -1,0 +1,26 @@
+"""The supervisor's process: ``python -m wingbeat.monitor NAME FOLDER [HOST PORT]``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+from wingbeat.monitor.supervisor import Places, serve
+
+
+def main(arguments: list[str]) -> None:
+    """Serve for as long as the one that started this process lives."""
+    # An interrupt goes to the whole terminal, and what ends a job, as a scheduler does, to all of
+    # its processes; it is for the workers to end, and this follows them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    name, folder, *http = arguments
+    places = Places(folder, http[0], int(http[1])) if http else Places(folder)
+    parent = os.getppid()
+    asyncio.run(serve(name, places, lambda: os.getppid() == parent))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

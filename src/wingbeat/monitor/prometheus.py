@@ -1,0 +1,86 @@
+"""A job in Prometheus' text exposition format, version 0.0.4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from wingbeat.monitor.report import Report
+from wingbeat.monitor.snapshot import Job
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_Sample: TypeAlias = "tuple[Mapping[str, str], float]"
+
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def exposition(job: Job) -> str:
+    """Return the page that Prometheus reads.
+
+    >>> print(exposition(Job("train-1", 3.0, 0.0, ())), end="")
+    # HELP wingbeat_workers Workers of the job.
+    # TYPE wingbeat_workers gauge
+    wingbeat_workers{job="train-1"} 0
+    """
+    lines: list[str] = []
+    for name, kind, text, samples in _families(job):
+        listed = list(samples)
+        if listed:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+            lines += [f"{name}{_labels(job, labels)} {value:.15g}" for labels, value in listed]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _families(job: Job) -> Iterator[tuple[str, str, str, Iterator[_Sample]]]:
+    reports = [worker.report for worker in job.workers if worker.report is not None]
+    yield "wingbeat_workers", "gauge", "Workers of the job.", iter([({}, len(job.workers))])
+    silent = (({"rank": str(w.rank)}, w.silent_s) for w in job.workers)
+    yield "wingbeat_silent_seconds", "gauge", "Time since the worker's last report.", silent
+    steps = ((_who(r), float(r.iteration)) for r in reports)
+    yield "wingbeat_iterations_total", "counter", "Optimizer steps.", steps
+    yield (
+        "wingbeat_spent_seconds_total",
+        "counter",
+        "Time by part of the iteration.",
+        (({**_who(r), "part": part}, s) for r in reports for part, s in r.spent_s.items()),
+    )
+    yield (
+        "wingbeat_interface_bytes_total",
+        "counter",
+        "Bytes of the worker's host, by the kernel's counters.",
+        (sample for r in reports for sample in _interfaces(r)),
+    )
+    yield (
+        "wingbeat_events_total",
+        "counter",
+        "Things that should be rare.",
+        (({**_who(r), "what": what}, float(n)) for r in reports for what, n in r.counts.items()),
+    )
+    # What grows is a counter and what is shown as it is a gauge; one family cannot have both.
+    for grows, name, kind in ((True, "_total", "counter"), (False, "", "gauge")):
+        cells = (sample for r in reports for sample in _cells(r, grows))
+        yield f"wingbeat_strategy{name}", kind, "What the strategy shows.", cells
+
+
+def _who(report: Report) -> dict[str, str]:
+    return {"rank": str(report.rank), "host": report.host}
+
+
+def _interfaces(report: Report) -> Iterator[_Sample]:
+    for name, (sent, received) in report.interfaces.items():
+        where = {**_who(report), "interface": name}
+        yield {**where, "direction": "sent"}, sent
+        yield {**where, "direction": "received"}, received
+
+
+def _cells(report: Report, grows: bool) -> Iterator[_Sample]:
+    for section in report.sections:
+        for name, cell in section.cells.items():
+            if bool(section.unit) is grows and not isinstance(cell, str):
+                yield {**_who(report), "table": section.name, "column": name}, cell
+
+
+def _labels(job: Job, labels: Mapping[str, str]) -> str:
+    named = {"job": job.name, **labels}
+    return "{" + ",".join(f'{k}="{v.translate(_ESCAPED)}"' for k, v in named.items()) + "}"

@@ -1,0 +1,127 @@
+"""The live view of a job in a terminal, with Textual. What it shows is `render`'s."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widgets import Footer, Static
+
+from wingbeat.errors import WingbeatError
+from wingbeat.monitor import render
+from wingbeat.monitor.snapshot import Job
+
+
+class Top(App[None]):
+    """Asks once in a while, and shows what it hears; the last answer stays when none comes.
+
+    Args:
+        ask: returns the job as it is; raises a `WingbeatError` if nobody answers.
+        every_s: seconds between two answers.
+    """
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS = "#job { padding: 0 1; } #head { padding: 0 1; height: auto; }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("tab", "turn(1)", "next table", priority=True),
+        Binding("shift+tab", "turn(-1)", "table before", priority=True),
+        Binding("a", "all", "all tables"),
+        Binding("p", "pause", "pause"),
+    ]
+
+    def __init__(self, ask: Callable[[], Job], every_s: float = 1.0) -> None:
+        super().__init__()
+        self._ask, self._every_s = ask, every_s
+        self._job: Job | None = None
+        self._trouble, self._heard = "", time.monotonic()
+        self._chosen: str = ""
+        self._paused = False
+        self._drawn = Text(), Text()
+
+    def compose(self) -> ComposeResult:
+        """Make the parts of the screen."""
+        yield Static(id="head")
+        with VerticalScroll():
+            yield Static(id="job")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to ask."""
+        self.set_interval(self._every_s, self._ask_again)
+        self._ask_again()
+
+    def on_resize(self) -> None:
+        """Make use of the room."""
+        self.show()
+
+    def _ask_again(self) -> None:
+        if not self._paused:
+            # Whoever answers late must not stop the keys.
+            self.run_worker(self._hear, thread=True, exclusive=True, group="ask")
+
+    def _hear(self) -> None:
+        try:
+            self.call_from_thread(self.take, self._ask())
+        except WingbeatError as error:
+            self.call_from_thread(self.take, self._job, str(error))
+
+    def take(self, job: Job | None, trouble: str = "") -> None:
+        """Show this job, and what went wrong as it was asked."""
+        self._job, self._trouble = job, trouble
+        if not trouble:
+            self._heard = time.monotonic()
+        self.show()
+
+    def show(self) -> None:
+        """Draw what is known."""
+        drawn = self._head(), self._body()
+        if drawn != self._drawn:
+            self._drawn = drawn
+            for place, text in zip(("#head", "#job"), drawn, strict=True):
+                self.query_one(place, Static).update(text)
+
+    def _head(self) -> Text:
+        width = max(1, self.size.width - 2)
+        if self._job is None:
+            return Text(render.cut(self._trouble or "asking...", width), style="bold")
+        head = Text(render.cut(render.headline(self._job), width), style="bold")
+        if self._trouble:
+            ago = time.monotonic() - self._heard
+            line = render.cut(f"from {ago:.0f} s ago: {self._trouble}", width)
+            head.append(f"\n{line}", style="bold red")
+        return head
+
+    def _body(self) -> Text:
+        body = Text()
+        # The padding, and the bar by which it is scrolled.
+        width = max(1, self.size.width - 4)
+        sheets = render.sheets(self._job, width) if self._job is not None else []
+        for sheet in [each for each in sheets if each.title == self._chosen] or sheets:
+            title, headings, *rest = (render.cut(line, width) for line in render.lines(sheet))
+            body.append(f"{title}\n", "bold underline").append(f"{headings}\n", "bold")
+            body.append("\n".join([*rest, "", ""]))
+        body.rstrip()
+        return body
+
+    def action_turn(self, step: int) -> None:
+        """Show the next table alone, or the one before."""
+        if self._job is not None:
+            titles = ["", *(each.title for each in render.sheets(self._job, 80))]
+            place = titles.index(self._chosen) if self._chosen in titles else 0
+            self._chosen = titles[(place + step) % len(titles)]
+            self.show()
+
+    def action_all(self) -> None:
+        """Show all tables."""
+        self._chosen = ""
+        self.show()
+
+    def action_pause(self) -> None:
+        """Let everything stand, or go on."""
+        self._paused = not self._paused

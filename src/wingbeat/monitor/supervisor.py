@@ -1,0 +1,218 @@
+"""The process that is asked about a job: it hears reports from rank 0, and answers who may look.
+
+It imports neither torch nor numpy, and takes nothing from those who look but the name of a page. If
+it dies nobody can look any more, and training goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from wingbeat.monitor.place import SUFFIX, NoPlace, made
+from wingbeat.monitor.prometheus import CONTENT_TYPE, exposition
+from wingbeat.monitor.report import LARGEST
+from wingbeat.monitor.watch import Watch
+
+ASKING_S = 2.0
+"""Seconds that whoever looks has for asking and for taking the answer."""
+
+_REQUEST = 8 << 10
+"""Bytes of a request."""
+
+_AT_ONCE = 32
+"""Visitors at the same time; others are turned away."""
+
+_BIND_S = 5.0
+"""Seconds to try for a port: when a job is started again, the one before may have it still."""
+
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where to answer.
+
+    Attributes:
+        folder: for the Unix socket.
+        host: for HTTP, with ``port``.
+        port: None for no HTTP; 0 for any.
+    """
+
+    folder: str
+    host: str = "127.0.0.1"
+    port: int | None = None
+
+
+class Supervisor:
+    """Answers whoever may look.
+
+    Args:
+        name: the job's.
+        places: where.
+        tell: hears a line for the job's user: where it answers, or why it cannot.
+    """
+
+    def __init__(self, name: str, places: Places, tell: Callable[[str], None]) -> None:
+        self._name, self._places, self._tell = name, places, tell
+        self._watch = Watch(name, time.monotonic())
+        self._visitors = 0
+        self._socket: Path | None = None
+        self._inode = 0
+
+    async def run(self, reports: asyncio.StreamReader, parent: Callable[[], bool]) -> None:
+        """Serve until reports end, or the one that started this process has."""
+        servers = [await self._open_socket(), await self._open_port()]
+        try:
+            if any(servers):
+                await self._hear(reports, parent)
+        finally:
+            for server in servers:
+                if server is not None:
+                    server.close()
+            self._remove_socket()
+
+    async def _hear(self, reports: asyncio.StreamReader, parent: Callable[[], bool]) -> None:
+        next_line = asyncio.ensure_future(reports.readline())
+        while parent():
+            done, _ = await asyncio.wait([next_line], timeout=_LOOK_S)
+            if not done:
+                continue
+            try:
+                line = next_line.result()
+                if not line:
+                    return
+                self._watch.take(line.decode(errors="replace"), time.monotonic())
+            except ValueError:  # longer than any report; the reader has dropped it
+                self._watch.refused += 1
+            next_line = asyncio.ensure_future(reports.readline())
+
+    def _page(self) -> bytes:
+        return json.dumps(self._watch.job(time.monotonic(), time.time()).to_json()).encode()
+
+    # -- the Unix socket ---------------------------------------------------------------------
+
+    async def _open_socket(self) -> asyncio.Server | None:
+        try:
+            path = made(Path(self._places.folder)) / f"{self._name}{SUFFIX}"
+            # Under another name first: one of that name may be there, of the job before a restart.
+            new = path.with_suffix(f".{os.getpid()}")
+            with contextlib.suppress(OSError):
+                new.unlink()
+            server = await asyncio.start_unix_server(self._show, new)
+            new.chmod(0o600)
+            self._inode = new.stat().st_ino
+            new.rename(path)
+        except OSError as err:  # NoPlace is one
+            why = str(err) if isinstance(err, NoPlace) else f"{self._places.folder}: {err}"
+            self._tell(f"`wingbeat top` will not find this job: {why}")
+            return None
+        self._socket = path
+        return server
+
+    def _remove_socket(self) -> None:
+        """Remove it, unless another job of that name has put its own in its place."""
+        with contextlib.suppress(OSError):
+            if self._socket is not None and self._socket.stat().st_ino == self._inode:
+                self._socket.unlink()
+
+    async def _show(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Whoever may connect is shown everything at once: there is nothing to ask."""
+        async with self._visit(writer) as welcome:
+            if welcome:
+                writer.write(self._page())
+
+    # -- HTTP ---------------------------------------------------------------------------------
+
+    async def _open_port(self) -> asyncio.Server | None:
+        host, port = self._places.host, self._places.port
+        if port is None:
+            return None
+        deadline = time.monotonic() + _BIND_S
+        while True:
+            try:
+                server = await asyncio.start_server(self._http, host, port, limit=_REQUEST)
+                break
+            except OSError as err:
+                if time.monotonic() > deadline:
+                    why = err.strerror if isinstance(err, socket.gaierror) else _plain(err)
+                    self._tell(f"metrics cannot be had at {host}:{port}: {why}; training goes on")
+                    return None
+                await asyncio.sleep(_LOOK_S)
+        self._tell(f"metrics at http://{host}:{server.sockets[0].getsockname()[1]}/metrics")
+        return server
+
+    async def _http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with self._visit(writer) as welcome:
+            if welcome:
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), ASKING_S)
+                writer.write(self._response(head.split(b"\r\n", 1)[0].split()))
+
+    def _response(self, words: list[bytes]) -> bytes:
+        if (
+            len(words) != 3
+            or words[0] not in (b"GET", b"HEAD")
+            or not words[2].startswith(b"HTTP/")
+        ):
+            return _http_text("400 Bad Request", "text/plain", b"GET /metrics or /job\n")
+        page = words[1].split(b"?")[0]
+        if page == b"/metrics":
+            job = self._watch.job(time.monotonic(), time.time())
+            text, kind = exposition(job).encode(), CONTENT_TYPE
+        elif page == b"/job":
+            text, kind = self._page(), "application/json"
+        else:
+            return _http_text("404 Not Found", "text/plain", b"there are /metrics and /job\n")
+        return _http_text("200 OK", kind, text, only_head=words[0] == b"HEAD")
+
+    @contextlib.asynccontextmanager
+    async def _visit(self, writer: asyncio.StreamWriter) -> AsyncIterator[bool]:
+        """Bear with a visitor who may go at any moment, ask anything, or never take the answer.
+
+        Yields whether there is room for one more.
+        """
+        self._visitors += 1
+        try:
+            yield self._visitors <= _AT_ONCE
+            await asyncio.wait_for(writer.drain(), ASKING_S)
+            writer.close()
+            await asyncio.wait_for(writer.wait_closed(), ASKING_S)
+        except (OSError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            self._visitors -= 1
+            writer.transport.abort()
+
+
+def _plain(err: OSError) -> str:
+    """Return what the system says; asyncio says it in more words."""
+    return os.strerror(err.errno) if err.errno else str(err)
+
+
+def _http_text(status: str, kind: str, text: bytes, *, only_head: bool = False) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(text)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if only_head else text)
+
+
+async def serve(name: str, places: Places, parent: Callable[[], bool]) -> None:
+    """Serve with reports from standard input, one a line, and lines for the user on the output."""
+    loop = asyncio.get_running_loop()
+    reports = asyncio.StreamReader(limit=2 * LARGEST)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), sys.stdin)
+
+    def tell(text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
+
+    await Supervisor(name, places, tell).run(reports, parent)
