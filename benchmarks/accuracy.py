@@ -209,11 +209,14 @@ def evaluate(model: nn.Module, task: Task) -> dict[str, float | None]:
 
 
 def train(task: Task, contender: Contender, seed: int, iterations: int) -> dict[str, Any]:
-    """Train once; the curve, and whether all workers end with the same weights."""
+    """Train once; the curve, and whether all workers end with the same weights.
+
+    A curve's seconds are those of training, without what evaluations take.
+    """
     begin = time.monotonic()
     batches = task.batches(dist.get_rank(), dist.get_world_size(), seed)
     marks = {round(iterations * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
-    curve = []
+    curve, evaluating = [], 0.0
     optimizer = functools.partial(torch.optim.SGD, momentum=task.momentum, weight_decay=5e-4)
     with attached(contender, task.network(seed), optimizer) as made:
         for step in range(iterations):
@@ -225,7 +228,10 @@ def train(task: Task, contender: Contender, seed: int, iterations: int) -> dict[
                 clip(made, task.max_norm)
             made.optimizer.step()
             if step + 1 in marks:
-                curve.append({"iteration": step + 1, **evaluate(made.model, task)})
+                paused = time.monotonic()
+                trained = paused - begin - evaluating
+                curve.append({"iteration": step + 1, "s": trained, **evaluate(made.model, task)})
+                evaluating += time.monotonic() - paused
         weights = [p.detach().clone() for p in made.model.parameters()]
     return {"same_weights": same_everywhere(weights), "s": time.monotonic() - begin, "curve": curve}
 

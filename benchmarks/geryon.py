@@ -5,6 +5,7 @@
     python benchmarks/geryon.py --workers 2 4 8 --models vgg19          (Figs. 8 and 9)
     python benchmarks/geryon.py --compare senders --models vgg19        (Table IV)
     python benchmarks/geryon.py --compare slicing --models vgg19        (Fig. 7: two workers)
+    python benchmarks/geryon.py --compare thresholds --models yolo      (four workers)
     python benchmarks/geryon.py --rates 10 --models resnet50 --iterations 6 --rows ddp geryon
 
 Each model is one ``wingbeat bench``: the rows take turns on one lab, whose switches have two
@@ -18,10 +19,17 @@ message costs at least is the two cores', and neither shrinks nor stretches.
 workers without the slow motion. ``bound`` is the best that any order could reach. ``ef`` and ``be``
 are the share of what a host sends in the urgent class and in the other, by the kernel's counters;
 ``simulated`` is how far off virtual time is, with the same plan, schedule, partition and queues.
-Rows do not encrypt, as the paper does not. Exit code 1 if a limit is missed. Tables II and III:
-Geryon's efficiency below the paper's or below 0.95 of the bound, or Geryon slower than partition
-and slicing with pulls at the same time, or less than 1.05 times as fast on resnet50. Table IV:
-Geryon behind TICTAC or P3, or a lead that does not grow as slices shrink.
+Rows do not encrypt, as the paper does not. The paper's partition and slicing is TensorFlow's, which
+pulls in random order when an iteration starts (sections II-B and V-A):
+``partitionedps:pull=start,order=random``; ours without ``order`` pulls in the order of forward.
+``geryon`` sends sums back as soon as they are complete, ``geryon:pull=start`` is the paper's.
+
+Exit code 1 if a limit is missed. Tables II and III: the efficiency of ``geryon`` below the paper's
+or below 0.95 of the bound, or ``geryon`` slower than the paper's partition and slicing, or less
+than 1.05 times as fast on resnet50 at 10 Gbit/s, or more than 10% off in virtual time. Table IV:
+Geryon behind TICTAC or P3, or a lead that does not grow as slices shrink. Thresholds: the tuned
+one, whose tuning takes 110 iterations or more before any row is timed, is more than 2% slower than
+the best of the others.
 """
 
 from __future__ import annotations
@@ -45,8 +53,18 @@ MODELS = ("alexnet", "vgg19", "resnet50", "yolo")
 IMAGES = {"alexnet": 512, "vgg19": 64, "resnet50": 64, "yolo": 64}
 """Images that a worker computes in an iteration (section V-A)."""
 
-VANILLA, SLICED, GERYON = "vanillaps", "partitionedps:pull=start", "geryon:pull=start"
-ROWS = (VANILLA, SLICED, GERYON, "geryon", "allreduce", "dear:plan=fixed")
+VANILLA, SLICED, GERYON = "vanillaps", "partitionedps:pull=start,order=random", "geryon"
+PULLED = "geryon:pull=start,threshold"
+ROWS = (
+    VANILLA,
+    SLICED,
+    "partitionedps:pull=start",
+    "geryon:pull=start",
+    "partitionedps",
+    GERYON,
+    "allreduce",
+    "dear:plan=fixed",
+)
 SENDERS = (("geryon:pull=start", "tictac"), ("geryon", "p3"))
 """Geryon and who it is compared with, which pulls at the same time: Table IV, and P3."""
 SLICES = (1 << 20, 1 << 19, 1 << 18)
@@ -54,11 +72,18 @@ SLICES = (1 << 20, 1 << 19, 1 << 18)
 SLICING = (VANILLA, f"{SLICED},slice=0")
 """Fig. 7: nothing, partition; and slicing by several thresholds."""
 THRESHOLDS = tuple(1 << power for power in (22, 21, 20, 19, 18, 16))
+SWEPT = (0.97, 0.95, 0.93, 0.9, 0.85, 0.8, 0.7, 0.5, 0.3)
+TUNED, OF_SWEEP = f"{PULLED}=tuned", 1.02
 OF_BOUND = 0.95
-LEAD = {"resnet50": 1.05}
-"""How much faster than partition and slicing Geryon has to be, where that is not just no slower."""
-WORKERS = {"systems": [8], "senders": [8], "slicing": [2]}
+OFF_SIMULATED = 0.1
+LEAD = {("resnet50", 10.0): 1.05}
+"""How much faster than partition and slicing Geryon has to be, by model and rate, where that is not
+just no slower. At 40 Gbit/s the paper's own is 1.02 times as fast on ResNet-50."""
+WORKERS = {"systems": [8], "senders": [8], "slicing": [2], "thresholds": [4]}
 STRETCH = {10.0: 4.0, 40.0: 8.0}
+"""Of eight workers, by rate in Gbit/s."""
+SLOWER = {"resnet50": 2.0, "yolo": 2.0}
+"""How much slower still where messages are many for their bytes, or links are never idle."""
 
 
 def main() -> int:
@@ -91,8 +116,10 @@ def main() -> int:
             show(where, found, paper(rate, workers, model))
             if args.rows is None and args.compare == "senders":
                 missed += judged_senders(where, found)
+            elif args.rows is None and args.compare == "thresholds":
+                missed += judged_thresholds(where, found)
             else:
-                missed += judged(where, model, found, paper(rate, workers, model))
+                missed += judged(where, model, rate, found, paper(rate, workers, model))
     except WingbeatError as err:
         print(f"geryon.py: {err}", file=sys.stderr)
         return 2 if isinstance(err, UsageError) else 1
@@ -113,7 +140,8 @@ def arguments() -> argparse.Namespace:
         choices=WORKERS,
         default="systems",
         help="systems: Tables II and III; senders: Geryon, TICTAC and P3 with three sizes of "
-        "slices (Table IV); slicing: what partition and slicing gain (Fig. 7)",
+        "slices (Table IV); slicing: what partition and slicing gain (Fig. 7); thresholds: "
+        "the tuned one and others",
     )
     parser.add_argument(
         "--rows", nargs="+", help="other rows, as for wingbeat bench; slices are a whole model's"
@@ -125,7 +153,7 @@ def arguments() -> argparse.Namespace:
         "--workers", type=int, nargs="+", metavar="N", help="hosts of the lab (8; slicing: 2)"
     )
     parser.add_argument("--scale", type=float, default=0.05, help="of the models")
-    parser.add_argument("--stretch", type=float, help="slow motion (default: 4 at 10 Gbit/s, or 8)")
+    parser.add_argument("--stretch", type=float, help="slow motion (default: what two cores need)")
     parser.add_argument("--json", type=Path, default=Path("out/geryon.json"))
     return parser.parse_args()
 
@@ -140,6 +168,7 @@ def config(rate: float, workers: int, model: str, args: argparse.Namespace) -> B
         "systems": ROWS,
         "senders": tuple(sliced(row, n) for n in SLICES for pair in SENDERS for row in pair),
         "slicing": SLICING + tuple(sliced(SLICED, n) for n in THRESHOLDS),
+        "thresholds": (TUNED, *(f"{PULLED}={threshold}" for threshold in SWEPT)),
     }
     return BenchConfig(
         lab=f"star:{workers}@{rate:g}gbit,prio=2",
@@ -148,8 +177,18 @@ def config(rate: float, workers: int, model: str, args: argparse.Namespace) -> B
         iterations=args.iterations,
         rounds=min(args.rounds, args.iterations),
         warmup=args.warmup,
-        stretch=args.stretch or STRETCH.get(rate, 8.0),
+        stretch=args.stretch or slow_motion(rate, workers, model),
     )
+
+
+def slow_motion(rate: float, workers: int, model: str) -> float:
+    """Return the stretch that two cores need: they do the work of all workers.
+
+    >>> slow_motion(10, 8, "vgg19"), slow_motion(10, 8, "resnet50"), slow_motion(10, 2, "vgg19")
+    (4.0, 8.0, 1.0)
+    """
+    of_eight = STRETCH.get(rate, 8.0) * SLOWER.get(model, 1.0)
+    return max(1.0, of_eight * workers / 8)
 
 
 def sliced(row: str, elements: int) -> str:
@@ -220,7 +259,9 @@ def paper(rate: float, workers: int, model: str) -> dict[str, float]:
     return dict(zip((VANILLA, SLICED, GERYON), known, strict=False))
 
 
-def judged(where: str, model: str, found: dict[str, Any], papers: dict[str, float]) -> list[str]:
+def judged(
+    where: str, model: str, rate: float, found: dict[str, Any], papers: dict[str, float]
+) -> list[str]:
     """Return which limits are missed where systems are compared."""
     rows, missed = found["rows"], []
     best, partitioned = rows.get(GERYON), rows.get(SLICED)
@@ -231,8 +272,10 @@ def judged(where: str, model: str, found: dict[str, Any], papers: dict[str, floa
         missed.append(f"{where}: efficiency {share:.3f}; the paper's is {theirs}")
     if best["of_bound"] is not None and best["of_bound"] < OF_BOUND:
         missed.append(f"{where}: {best['of_bound']:.3f} of the bound; limit {OF_BOUND}")
+    if best["simulated_off"] is not None and abs(best["simulated_off"]) > OFF_SIMULATED:
+        missed.append(f"{where}: virtual time is {best['simulated_off']:+.1%} off")
     if papers and partitioned:
-        lead, asked = best["efficiency"] / partitioned["efficiency"], LEAD.get(model, 1.0)
+        lead, asked = best["efficiency"] / partitioned["efficiency"], LEAD.get((model, rate), 1.0)
         if lead < asked:
             missed.append(f"{where}: {lead:.3f} of partition and slicing; limit {asked}")
     return missed
@@ -248,6 +291,14 @@ def judged_senders(where: str, found: dict[str, Any]) -> list[str]:
             listed = ", ".join(f"{lead:.3f}" for lead in leads)
             missed.append(f"{where}: {listed} of {other}; to be above 1 and to rise")
     return missed
+
+
+def judged_thresholds(where: str, found: dict[str, Any]) -> list[str]:
+    """Return whether the tuned threshold is too far from the best."""
+    seconds = {row: made["iteration_s"]["median"] for row, made in found["rows"].items()}
+    off = seconds[TUNED] / min(seconds.values())
+    best = min(seconds, key=seconds.__getitem__)
+    return [f"{where}: tuned takes {off:.3f} of {best}'s time"] if off > OF_SWEEP else []
 
 
 def show(where: str, found: dict[str, Any], papers: dict[str, float]) -> None:

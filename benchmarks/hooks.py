@@ -10,8 +10,9 @@ optimizer, compute times emulated; its scale shrinks bytes and links together, a
 ``wingbeat bench``. Encoding takes real time on real cores, which the emulated compute does not: a
 row's figure is worse for it than on a machine with a core for each worker.
 
-``sketch@B`` is sketch_hook with B bits, ``topk@D`` topk_hook with density D. Exit code 1 if a hook
-sends more than its payloads allow (``limit``, with 5% for headers and small messages).
+``sketch@B`` is sketch_hook with B bits, any other sketch or low rank is written as for ``wire=``
+(``lowrank@4:split=count:level=ends``), ``topk@D`` is topk_hook with density D. Exit code 1 if a
+hook sends more than its payloads allow (``limit``, with 5% for headers and small messages).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wingbeat import lab, paced
+from wingbeat import lab, paced, wires
 from wingbeat.bench import ddp as wrapping
 from wingbeat.bench import machine
 from wingbeat.bench.links import scaled
+from wingbeat.errors import UsageError
 from wingbeat.kernels import layout
 from wingbeat.lab import counters
 
@@ -55,12 +57,12 @@ class Row:
         kind, _, value = name.partition("@")
         if kind == "ddp+fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif kind == "sketch":
-            self.state = ddp.SketchState(self.model, bits=int(value))
-            self.model.register_comm_hook(self.state, ddp.sketch_hook)
         elif kind == "topk":
             self.state = ddp.TopKState(self.model, density=float(value))
             self.model.register_comm_hook(self.state, ddp.topk_hook)
+        elif kind != "ddp":
+            self.state = ddp.SketchState(self.model, wire=name)
+            self.model.register_comm_hook(self.state, ddp.sketch_hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
 
     def step(self) -> None:
@@ -123,9 +125,12 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def limit(row: str, buckets: list[int], workers: int) -> float | None:
-    """Bytes that a host may send in an iteration, headers apart; None for rows that are DDP's."""
+    """Bytes that a host may send in an iteration, headers apart; None where nobody says so.
+
+    A large gradient's own table is in the slack.
+    """
     kind, _, value = row.partition("@")
-    if kind == "sketch":
+    if kind == "sketch" and value.isdigit():
         blocks = [-(-n // workers) + 16 for n in buckets]
         return 2.0 * (workers - 1) * sum(layout.sketch_bytes(n, int(value)) + 16 for n in blocks)
     if kind == "topk":
@@ -169,11 +174,10 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Run the workers on the lab, print a table, and judge it."""
+def measure(args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
+    """Run the workers on the lab; how many there were, and each turn."""
     profile = paced.parse(args.model)
     spec = scaled(lab.LabSpec.parse(args.lab), profile.scale)
-    about = machine.describe()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "turns.json"
         words = [sys.executable, __file__, "--worker", str(path), "--model", args.model]
@@ -181,14 +185,20 @@ def launch(args: argparse.Namespace) -> int:
         words += ["--warmup", str(args.warmup), "--rows", *args.rows]
         result = lab.run(spec, words, on_line=progress)
         if result.exit_code:
-            return result.exit_code
-        turns = json.loads(path.read_text(encoding="utf-8"))
-    rows = summary(turns, args.rows, spec.hosts)
+            sys.exit(result.exit_code)
+        return spec.hosts, json.loads(path.read_text(encoding="utf-8"))
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Measure, print a table, and judge it."""
+    about = machine.describe()
+    hosts, turns = measure(args)
+    rows = summary(turns, args.rows, hosts)
     show(rows)
     if args.json:
         report = {
             "command": sys.argv,
-            "lab": str(spec),
+            "lab": str(scaled(lab.LabSpec.parse(args.lab), paced.parse(args.model).scale)),
             "model": args.model,
             "machine": about,
             "versions": machine.versions(),
@@ -207,17 +217,21 @@ def progress(_rank: int, line: str) -> None:
 def known(row: str) -> str:
     """Check one row's name."""
     kind, _, value = row.partition("@")
-    right = row in ("ddp", "ddp+fp16")
-    if kind == "sketch":
-        right = value.isdigit() and 1 <= int(value) <= layout.MAX_BITS
-    if kind == "topk":
-        try:
+    if row in ("ddp", "ddp+fp16"):
+        return row
+    try:
+        if kind == "topk":
             right = 0.0 < float(value) <= 1.0
-        except ValueError:
-            right = False
+        else:
+            right = isinstance(wires.of(row), wires.Sketch | wires.LowRank)
+    except UsageError as err:
+        raise argparse.ArgumentTypeError(str(err)) from None
+    except ValueError:
+        right = False
     if not right:
         raise argparse.ArgumentTypeError(
-            f"{row!r}; allowed: ddp, ddp+fp16, sketch@1 to sketch@8, topk@DENSITY"
+            f"{row!r}; allowed: ddp, ddp+fp16, sketch@1 to sketch@8 and lowrank@RANK, with options "
+            "or without, topk@DENSITY"
         )
     return row
 

@@ -25,7 +25,7 @@ TWO = [LayerCosts(1.0, 2.0, 10.0), LayerCosts(3.0, 4.0, 30.0)]
 
 
 def test_without_communication_the_floor_is_the_computation() -> None:
-    assert floor("single", TWO, per_byte=99.0) == 10.0
+    assert floor("single", TWO, per_byte=99.0) == floor("stale", TWO, per_byte=99.0) == 10.0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_simulated_schedule_reaches_the_allreduce_floor(
 
 
 def test_every_kind_has_a_formula_to_print() -> None:
-    assert set(BOUNDS) == {"single", "whole", "halves", "late", "fsdp"}
+    assert set(BOUNDS) == {"single", "whole", "halves", "late", "stale", "fsdp"}
 
 
 def test_the_slowest_host_decides() -> None:

@@ -30,3 +30,9 @@ def test_every_role_counts() -> None:
     # From the first worker's begin to the last one's end: 4.5 s and 3.5 s.
     assert clocks.cores_share(FAST_AND_SLOW, cpu, 2) == pytest.approx(2.4 / 16)
     assert clocks.cores_share(FAST_AND_SLOW, cpu, 1) == pytest.approx(2.4 / 8)
+
+
+def test_a_role_that_took_time_in_one_block_alone_counts_there() -> None:
+    blocks = [{"worker": [1.0, 2.0]}, {"worker": [1.0, 2.0], "server": [0.0, 0.5]}]
+    found = clocks.cpu_s_per_iteration(blocks, 2)
+    assert found == {"server": [0.0, 0.25], "worker": [1.0, 2.0]}

@@ -44,6 +44,14 @@ def config(**changes: Any) -> BenchConfig:
         ({"lab": "star:4@1mbit", "model": "paced:resnet50@0.5"}, ["scale by at least 1"]),
         ({"strategies": ("ddp+powersgd",), "warmup": 2}, ["warmup = 2", "3 or more"]),
         ({"strategies": ("fsdp",)}, ["fsdp", "digits"]),
+        (
+            {"strategies": ("ddp", "bml"), "lab": "star:8x2@1gbit"},
+            ["9 workers with 2 interfaces each are BCube(3, 2)", "you have 8 with 2"],
+        ),
+        (
+            {"strategies": ("bml:topology=bcube@2x2",), "per_host": 2, "lab": "star:4x2@1gbit"},
+            ["BCube(2, 2); you have 8 with 2"],
+        ),
         ({"slow": ("4=+2x",)}, ["no rank 4", "0 to 3"]),
         ({"slow": ("1=+2x@3-31",)}, ["3 to 31", "of the 30 timed"]),
         ({"slow": ("1=+2x", "random:+1x")}, ["one at a time"]),
@@ -114,6 +122,7 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "ddp+powersgd:rank=3": ("whole", 2_400 + 400),
         "fsdp": ("fsdp", 40_400),
         "allreduce": ("whole", 40_400),
+        "bml": ("whole", 40_400),
         "dear:mb=5": ("halves", 40_400),
         "omgs": ("whole", 606),
         "omgs:density=0.001": ("whole", 60),
@@ -123,6 +132,8 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "lags:density=0.01": ("whole", 606),
         "mgs:density=0.01": ("whole", 606),
         "strategy:wire=sketch@4,schedule=dear": ("halves", 5_050),
+        "ako": ("partial", 40_400),
+        "canary:s=2,p=6": ("stale", 40_400),
         **dict.fromkeys(SERVED, ("late", 40_400)),
     }
     for text, (kind, nbytes) in expected.items():
@@ -188,3 +199,12 @@ def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
     real = config(strategies=("omgs",), model="digits").check().rows[0].strategy
     assert real == strategies.OMGS().compose()
     assert real.choices().wire.warmup > 0
+
+
+@pytest.mark.parametrize("lab", ["star:9x2@1gbit", "bcube:3x2@1gbit", "star:3@1gbit", "loopback:3"])
+def test_bml_is_for_what_makes_a_bcube(lab: str) -> None:
+    assert config(lab=lab, strategies=("bml",)).check().rows[0].name == "bml"
+
+
+def test_workers_of_one_host_have_its_loopback_alone() -> None:
+    assert config(lab="star:1x2@1gbit", per_host=3, strategies=("bml",)).check().workers == 3

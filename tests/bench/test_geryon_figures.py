@@ -11,7 +11,7 @@ import pytest
 
 from helpers.scripts import benchmark
 
-GERYON, SLICED = "geryon:pull=start", "partitionedps:pull=start"
+GERYON, SLICED = "geryon", "partitionedps:pull=start,order=random"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_every_model_has_a_profile_and_rows_that_can_run(geryon: ModuleType) -> 
 
 def test_rows_with_servers_are_in_the_clear_and_others_as_they_are(geryon: ModuleType) -> None:
     rows = geryon.config(10.0, 8, "vgg19", args(geryon)).strategies
-    assert [("encrypted=False" in row) for row in rows] == [True, True, True, True, False, False]
+    assert [("encrypted=False" in row) for row in rows] == [True] * 6 + [False] * 2
 
 
 def test_senders_are_compared_with_the_papers_slices(geryon: ModuleType) -> None:
@@ -64,24 +64,38 @@ def test_slicing_is_compared_on_two_workers(geryon: ModuleType) -> None:
     assert made.lab == "star:2@10gbit,prio=2"
     assert made.strategies[:2] == (
         "vanillaps:encrypted=False",
-        "partitionedps:pull=start,slice=0,encrypted=False",
+        "partitionedps:pull=start,order=random,slice=0,encrypted=False",
     )
     assert made.check().rows[1].strategy.choices().servers.slice == 0
 
 
-def row(efficiency: float, of_bound: float | None = None, images: float = 1.0) -> dict[str, Any]:
+def test_slow_motion_grows_with_what_two_cores_carry(geryon: ModuleType) -> None:
+    assert geryon.slow_motion(10.0, 8, "vgg19") == 4.0
+    assert geryon.slow_motion(10.0, 4, "vgg19") == 2.0
+    assert geryon.slow_motion(10.0, 1, "vgg19") == 1.0  # never faster than real
+    assert geryon.slow_motion(10.0, 8, "resnet50") == 8.0
+    assert geryon.slow_motion(40.0, 8, "vgg19") == 8.0
+    assert geryon.config(10.0, 4, "vgg19", args(geryon)).stretch == 2.0
+    assert geryon.config(10.0, 4, "vgg19", args(geryon, stretch=3.0)).stretch == 3.0
+
+
+def row(
+    efficiency: float, of_bound: float | None = None, images: float = 1.0, off: float = -0.012
+) -> dict[str, Any]:
     return {
         "efficiency": efficiency,
         "images_per_s": images,
         "of_bound": of_bound,
         "share_by_class": {"ef": 0.25, "be": 0.75},
         "limited_by_cores": False,
-        "simulated_off": -0.012,
+        "simulated_off": off,
     }
 
 
-def found(geryons: float, sliced: float, of_bound: float = 1.0) -> dict[str, Any]:
-    return {"rows": {GERYON: row(geryons, of_bound), SLICED: row(sliced)}}
+def found(
+    geryons: float, sliced: float, of_bound: float = 1.0, off: float = -0.012
+) -> dict[str, Any]:
+    return {"rows": {GERYON: row(geryons, of_bound, off=off), SLICED: row(sliced)}}
 
 
 @pytest.mark.parametrize(
@@ -93,14 +107,22 @@ def found(geryons: float, sliced: float, of_bound: float = 1.0) -> dict[str, Any
         ("vgg19", found(0.95, 0.96), ["of partition and slicing; limit 1.0"]),
         ("resnet50", found(0.97, 0.925), ["1.049 of partition and slicing; limit 1.05"]),
         ("resnet50", found(0.97, 0.92), []),
+        ("vgg19", found(0.95, 0.8, off=-0.11), ["virtual time is -11.0% off"]),
     ],
 )
 def test_what_is_missed_is_said(
     geryon: ModuleType, model: str, figures: dict[str, Any], words: list[str]
 ) -> None:
-    missed = geryon.judged("here", model, figures, geryon.paper(10.0, 8, model))
+    missed = geryon.judged("here", model, 10.0, figures, geryon.paper(10.0, 8, model))
     assert len(missed) == len(words)
     assert all(word in line for word, line in zip(words, missed, strict=True))
+
+
+def test_the_papers_own_lead_is_smaller_on_the_faster_network(geryon: ModuleType) -> None:
+    papers = geryon.paper(40.0, 8, "resnet50")
+    assert geryon.judged("here", "resnet50", 40.0, found(0.97, 0.96), papers) == []
+    [line] = geryon.judged("here", "resnet50", 40.0, found(0.97, 0.98), papers)
+    assert "limit 1.0" in line
 
 
 @pytest.mark.parametrize(
@@ -116,6 +138,24 @@ def test_the_lead_over_other_senders_is_to_grow(
             rows[geryon.sliced(other, n)] = row(0.9, images=10)
     missed = geryon.judged_senders("here", {"rows": rows})
     assert len(missed) == (0 if fine else 2)
+
+
+def test_a_tuned_threshold_is_compared_with_others_on_four_workers(geryon: ModuleType) -> None:
+    made = geryon.config(10.0, 4, "yolo", args(geryon, compare="thresholds"))
+    assert geryon.WORKERS["thresholds"] == [4]
+    assert made.strategies[:2] == (
+        "geryon:pull=start,threshold=tuned,encrypted=False",
+        "geryon:pull=start,threshold=0.97,encrypted=False",
+    )
+    assert len(made.check().rows) == 10
+
+
+@pytest.mark.parametrize(("tuned", "fine"), [(0.9, True), (1.02, True), (1.021, False)])
+def test_a_tuned_threshold_is_nearly_the_best(geryon: ModuleType, tuned: float, fine: bool) -> None:
+    times = {geryon.TUNED: tuned, "geryon:pull=start,threshold=0.5": 1.0, "other": 1.1}
+    rows = {name: {"iteration_s": {"median": time}} for name, time in times.items()}
+    missed = geryon.judged_thresholds("here", {"rows": rows})
+    assert len(missed) == (0 if fine else 1)
 
 
 def test_rows_are_shown_beside_the_papers(

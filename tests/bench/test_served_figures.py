@@ -29,7 +29,7 @@ def tuned(**values: Any) -> dict[int, dict[str, Any]]:
     [
         ({}, {}, []),
         ({"slicing": 0.4}, {}, ["paper's order"]),
-        ({"geryon": 0.95}, {}, ["Geryon at 0.5 95.0%, the paper 95.4%"]),
+        ({"ready": 0.95}, {}, ["Geryon pulled when ready 95.0%, the paper 95.4%"]),
         ({}, {"efficiency": 0.95}, ["Geryon tuned 95.0%"]),
         ({}, {"of_best": 1.03}, ["takes 1.030 of the best one's time"]),
     ],

@@ -62,12 +62,12 @@ def test_what_misses_its_limit_is_said(
     assert [row["what"] for row in servers.judge(found(**values)) if not row["ok"]] == missed
 
 
-def test_sums_are_judged_for_float32_alone(servers: ModuleType) -> None:
+def test_sums_are_judged_for_every_dtype(servers: ModuleType) -> None:
     slow = {"server": 3 * [0.5], "torch": 3 * [1.0]}
     made = found()
     made["sum"] = {"float32": slow, "bfloat16": slow}
     rows = [row["what"] for row in servers.judge(made) if not row["ok"]]
-    assert rows == ["sum, float32: server / torch"]
+    assert rows == ["sum, float32: server / torch", "sum, bfloat16: server / torch"]
 
 
 def test_ways_take_turns_in_one_order_and_then_in_the_other(servers: ModuleType) -> None:

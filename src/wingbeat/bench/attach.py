@@ -67,7 +67,9 @@ def _attach_strategy(
     flush: Callable[[], None] = getattr(model, "flush")  # noqa: B009 - `distribute` adds it
     engine = engine_of(model)
     assert engine is not None
-    return Attached(model, optimizer, detach, flush, engine.compression, engine.control)
+    bounded = sync.bounded_exchange(model)
+    applied = None if bounded is None else lambda: bounded.applied
+    return Attached(model, optimizer, detach, flush, engine.compression, engine.control, applied)
 
 
 def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:

@@ -25,6 +25,8 @@ class Attached:
         settle: finish work that was put off into the next iteration.
         compression: the row's codec and whether it is on; None where the row is not wingbeat's.
         control: what is decided while the row trains; None where nothing is.
+        applied: how many iterations' worth of all workers' gradients are in the parameters; None
+            where workers are in lockstep, and every iteration's are.
     """
 
     model: nn.Module
@@ -33,6 +35,7 @@ class Attached:
     settle: Callable[[], None]
     compression: Compression | None = None
     control: Control | None = None
+    applied: Callable[[], float] | None = None
 
     def deciding(self) -> bool:
         """Whether the row is still finding out how it will train, and cannot be timed yet."""

@@ -151,6 +151,11 @@ BOUNDS = {
         _late,
         _simple_late,
     ),
+    "stale": Bound(
+        "t_ff + t_bp: for a while a worker may be ahead of the others, and wait for nothing",
+        _compute,
+        _compute,
+    ),
     "fsdp": Bound(
         "max(t_ff, t_ag) + max(t_bp, t_rs): parameters gathered once in forward",
         _simple_halves,

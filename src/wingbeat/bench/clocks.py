@@ -57,10 +57,13 @@ def cpu_s_per_iteration(
         blocks: by role, the seconds that each process took in a block.
         iterations: timed ones of all blocks together.
     """
-    roles = {role for block in blocks for role in block}
+    roles = {role: len(own) for block in blocks for role, own in block.items()}
     return {
-        role: [sum(own) / iterations for own in zip(*(b[role] for b in blocks), strict=True)]
-        for role in sorted(roles)
+        role: [
+            sum(own) / iterations
+            for own in zip(*(b.get(role, [0.0] * ranks) for b in blocks), strict=True)
+        ]
+        for role, ranks in sorted(roles.items())
     }
 
 

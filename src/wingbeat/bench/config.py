@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wingbeat import topologies
 from wingbeat.bench import contenders, links, models, slow
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.models import BenchModel
@@ -47,6 +48,7 @@ class BenchConfig:
         measure: whether to measure forward, backward and both halves of the exchange alone, once
             a round, for the speed-up and its bound.
         slow: which workers are slow on purpose, as `slow.parse` reads it.
+        traffic: whether to look at what each host sends over time.
         target_loss: the loss to which training is timed; None for no such figure.
     """
 
@@ -65,6 +67,7 @@ class BenchConfig:
     measure: bool = True
     slow: tuple[str, ...] = ()
     target_loss: float | None = None
+    traffic: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("iterations", 1), ("rounds", 1), ("warmup", 0), ("per_host", 1)):
@@ -92,10 +95,16 @@ class BenchConfig:
         rows = tuple(contenders.parse(text) for text in self.strategies)
         for row in rows:
             self._check_row(row, model)
+            self._check_topology(row, spec)
         if spec.hosts * self.per_host > 64:
             raise UsageError(
                 f"{spec.hosts} hosts x {self.per_host} workers is too many for one machine; "
                 "allowed: up to 64 workers"
+            )
+        if self.traffic and not spec.shaped:
+            raise UsageError(
+                f"traffic on lab {self.lab!r}, whose links have no rate to compare with; allowed: "
+                "a lab with rates, such as star:4@1gbit"
             )
         self._check_target(model)
         scale = 1.0 if model.profile is None else model.profile.scale
@@ -150,6 +159,13 @@ class BenchConfig:
                 f"fsdp with model {model.name!r}: FSDP replaces the parameters that a paced "
                 "model keeps its time by; allowed: digits"
             )
+
+    def _check_topology(self, row: Contender, spec: LabSpec) -> None:
+        """Refuse a topology that is not for so many workers, or for their interfaces."""
+        if row.strategy is not None:
+            interfaces = spec.rails if spec.hosts > 1 else 1  # else a host's own loopback
+            topology = topologies.get(row.strategy.choices().topology)
+            topology.fitted(spec.hosts * self.per_host, interfaces)
 
     def share(self, round_: int) -> int:
         """Timed iterations of each row in this round: ``iterations`` split as evenly as can be."""

@@ -13,6 +13,7 @@ from typing import Any
 from wingbeat import strategies, wires
 from wingbeat.bench.bound import low_rank_bytes
 from wingbeat.errors import UsageError, unknown
+from wingbeat.settings import read_options
 from wingbeat.traits import Traits
 
 
@@ -109,14 +110,20 @@ class Contender:
         """What gradients travel as; empty for their own dtype."""
         return "" if self.strategy is None else self.strategy.choices().wire
 
-    def wire_bytes(self, shapes: Sequence[Sequence[int]], itemsize: int = 4) -> int:
-        """Bytes of the gradients of tensors of these shapes, as they travel here."""
+    def wire_bytes(
+        self, shapes: Sequence[Sequence[int]], itemsize: int = 4, names: Sequence[str] = ()
+    ) -> int:
+        """Bytes of the gradients of tensors of these shapes, as they travel here.
+
+        ``names`` are the tensors', where groups of them travel in different ways.
+        """
         if self.name == "ddp+powersgd":
             return sum(low_rank_bytes(shape, self.options["rank"], itemsize) for shape in shapes)
         if self.alone:
             return 0
         width = min(itemsize, _HALF_BYTES) if self.name == "ddp+fp16" else itemsize
-        return sum(wires.least_bytes(self.wire, shape, width) for shape in shapes)
+        own = [wires.own(self.wire, name) for name in names] or [self.wire] * len(shapes)
+        return sum(map(wires.least_bytes, own, shapes, [width] * len(shapes)))
 
     @property
     def ddp(self) -> bool:
@@ -171,7 +178,7 @@ def parse(text: str) -> Contender:
         raise unknown("strategy", name, names())
     known = BASELINES[name]
     kinds = {key: type(value) for key, value in known.defaults.items()}
-    given = strategies.options(rest, kinds, where=text)
+    given = read_options(rest, kinds, where=text)
     for key, value in given.items():
         if not 0 < value <= 4096:
             raise UsageError(f"option {key}={value} in {text!r}: allowed are values from 0 to 4096")

@@ -46,7 +46,9 @@ def timings(checked: Checked, world: World) -> Timings:
     """Measure forward, backward, reduce-scatter and all-gather once, with all workers at once."""
     forward, backward, nbytes = _compute(checked, world, PASSES)
     gc.collect()
-    spans = _communicate(world, nbytes, checked.bucket_bytes)
+    direct = checked.lab.kind == "bcube" and checked.config.per_host == 1
+    topology = "bcube" if direct else "ring"  # through hosts in between it would be slower
+    spans = _communicate(world, nbytes, checked.bucket_bytes, topology)
     return Timings(forward, backward, spans, nbytes)
 
 
@@ -72,9 +74,11 @@ def _compute(checked: Checked, world: World, passes: int) -> tuple[list[float], 
     return forward[1:], backward[1:], gradient_bytes(built.model)
 
 
-def _communicate(world: World, nbytes: int, bucket_bytes: int) -> dict[str, list[Span]]:
+def _communicate(
+    world: World, nbytes: int, bucket_bytes: int, topology: str
+) -> dict[str, list[Span]]:
     """When each half began and ended, in each way, by half and way."""
-    collectives = Collectives(world)
+    collectives = Collectives(world, topology)
     flat = torch.ones(-(-nbytes // 4))
     buckets = list(flat.split(max(1, bucket_bytes // 4)))
     pieces = {"whole": [flat], "buckets": buckets}

@@ -52,7 +52,10 @@ class BenchModel:
             LayerCosts(
                 layer.forward_ms * factor,
                 layer.backward_ms * factor,
-                contender.wire_bytes([p.shape for p in layer.parameters]),
+                contender.wire_bytes(
+                    [p.shape for p in layer.parameters],
+                    names=[f"{layer.attribute}.{p.name}" for p in layer.parameters],
+                ),
             )
             for layer in self.profile.layers
         ]

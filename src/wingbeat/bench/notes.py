@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from wingbeat.bench import bound, clocks
 from wingbeat.bench.config import LOSSES
+from wingbeat.bench.traffic import WINDOW_S
 
 NOTES = {
     "iteration_s": (
@@ -22,7 +23,8 @@ NOTES = {
     ),
     "iterations_per_s": (
         "by_rank: a worker's timed iterations over the seconds that it took for them; total: their"
-        " sum. Iterations count whose gradients or parameters were applied: today all do"
+        " sum. Without lockstep (canary) an iteration is as many gradients as all workers make in"
+        " one, once they are applied"
     ),
     "cpu_s_per_iteration": (
         "by role of a process and in it by rank: CPU seconds of all its threads, in user mode and"
@@ -46,6 +48,11 @@ NOTES = {
     "class_bytes_per_iteration": (
         "the same by priority class of the lab's links (ef: DSCP 46; be: best effort), as on the"
         " wire, the headers of every segment included; empty without classes"
+    ),
+    "traffic": (
+        "with --traffic: what hosts send as a share of their links' rates, by the kernel's counters"
+        f" in windows of {WINDOW_S:g} s without slow motion (windows_s with it): mean over all of"
+        " the timed iterations, peak of the busiest window of any host, series: mean over hosts"
     ),
     "exposed_s": (
         "median iteration time minus the time to compute: forward + backward of a paced model,"

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wingbeat.bench import bound, clocks
+from wingbeat.bench import bound, clocks, traffic
 from wingbeat.bench.clocks import Rates
 from wingbeat.bench.config import Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
 from wingbeat.bench.speedup import Measured
 from wingbeat.bench.target import Curve, TimeToLoss, time_to_loss
+from wingbeat.bench.traffic import Samples, Traffic
 from wingbeat.observe.breakdown import Parts
 
 
@@ -37,6 +38,7 @@ class Block:
             unless the bench has a target loss.
         sent_by_class: for each worker, ``sent_bytes`` by class of the lab's links, as on the wire;
             empty without classes.
+        traffic: for each worker, what its host had sent when; None unless it was looked at.
     """
 
     row: int
@@ -49,6 +51,7 @@ class Block:
     merge: dict[str, Any] | None = None
     curves: list[Curve] | None = None
     sent_by_class: list[dict[str, float]] = field(default_factory=list)
+    traffic: list[Samples] | None = None
 
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
@@ -128,6 +131,7 @@ class Run:
     deciding: Deciding | None = None
     time_to_loss: TimeToLoss | None = None
     class_bytes_per_iteration: dict[str, float] = field(default_factory=dict)
+    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +240,7 @@ def _run(
         merge=next((b.merge for b in own if b.merge is not None), None),
         deciding=deciding,
         time_to_loss=_time_to_loss(checked, own),
+        traffic=_traffic(checked, own),
         class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
         **_of_clocks(frame, own),
     )
@@ -260,6 +265,20 @@ def _time_to_loss(checked: Checked, blocks: Sequence[Block]) -> TimeToLoss | Non
     if target is None:
         return None
     return time_to_loss(target, [b.curves for b in blocks if b.curves is not None])
+
+
+def _traffic(checked: Checked, blocks: Sequence[Block]) -> Traffic | None:
+    """What hosts have sent over time; workers of one host have seen the same."""
+    each = checked.config.per_host if checked.lab.shaped else checked.workers
+    rounds = [block.traffic[::each] for block in blocks if block.traffic is not None]
+    if not rounds:
+        return None
+    lab = checked.lab
+
+    def rate(host: int) -> float:
+        return float(sum(lab.link_rate(host, interface) for interface in range(lab.rails)))
+
+    return traffic.traffic(rounds, rate, traffic.WINDOW_S * checked.config.stretch)
 
 
 def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -22,20 +22,22 @@ class Sent:
     classes: dict[str, float]
 
     @classmethod
-    def read(cls, lab: LabSpec) -> Sent:
+    def read(cls, lab: LabSpec, *, classes: bool = True) -> Sent:
         """Read the counters of the host that this process is on.
+
+        Those of ``classes`` take a process of their own to read.
 
         Raises:
             LabError: this system has no counters.
         """
         sent = sum(c.tx_bytes for n, c in counters.read().items() if (n != "lo") == lab.shaped)
-        classes: Counter[str] = Counter()
-        if lab.shaped and lab.prio:
+        found: Counter[str] = Counter()
+        if classes and lab.shaped and lab.prio:
             for device in counters.read_classes(lab.prio).values():
-                classes.update({name: each.bytes for name, each in device.items()})
-        return cls(sent, dict(classes))
+                found.update({name: each.bytes for name, each in device.items()})
+        return cls(sent, dict(found))
 
-    def since(self, before: Sent, iterations: int) -> Sent:
+    def since(self, before: Sent, iterations: float) -> Sent:
         """Return what came after ``before``, an iteration."""
         sent = (self.sent - before.sent) / iterations
         passed = {name: n - before.classes[name] for name, n in self.classes.items()}

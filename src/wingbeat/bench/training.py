@@ -13,6 +13,8 @@ from wingbeat.bench.config import Checked
 from wingbeat.bench.models import Built
 from wingbeat.control.decisions import Decisions
 
+_ROUNDING = 1e-6
+
 
 @dataclass
 class Training:
@@ -45,6 +47,29 @@ class Training:
         self.pause(number)
         loss = attach.step(self.made, self.built.loss)
         self.curve.append((time.monotonic() - begin, loss))
+
+    def done(self) -> float:
+        """Return how many iterations there have been: those whose gradients were applied."""
+        applied = self.made.applied
+        return len(self.curve) if applied is None else applied()
+
+    def iterations(self, first: int, count: int) -> Iterator[int]:
+        """Make iterations; yield their numbers, from 0, as each is done.
+
+        Where workers are not in lockstep, one is done when as many gradients have been applied as
+        all workers make in one, whoever made them: a worker makes as many of its own as that takes.
+
+        Args:
+            first: number of the first, as for `iterate`.
+            count: how many are to be done.
+        """
+        before, own, found = self.done(), 0, 0
+        while found < count:
+            self.iterate(first + own)
+            own += 1
+            while found < count and self.done() - before > found + 1 - _ROUNDING:
+                yield found
+                found += 1
 
     def pause(self, number: int) -> None:
         """Sleep as a slow worker does before this iteration; mostly not at all."""

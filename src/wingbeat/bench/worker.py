@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.bench import halves, measure, processes, tracing
+from wingbeat.bench import halves, measure, processes, tracing, traffic
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.clocks import SERVER, WORKER
 from wingbeat.bench.config import BenchConfig, Checked
@@ -28,6 +28,7 @@ from wingbeat.bench.protocol import ONLY, say
 from wingbeat.bench.results import Block, Deciding
 from wingbeat.bench.sent import Sent
 from wingbeat.bench.speedup import Timings
+from wingbeat.bench.traffic import Sampler
 from wingbeat.bench.training import Training, training
 from wingbeat.control.decisions import Decisions
 from wingbeat.errors import WingbeatError
@@ -92,26 +93,35 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
         for i in range(config.warmup - lead):
             own.iterate(i - config.warmup + 1)
             worker.tick(row, round_, i - config.warmup)
-        before = _settled(worker, own.made)
+        before, worth = _settled(worker, own.made), own.done()
         for _ in range(lead):
             own.iterate(0)
             worker.tick(row, round_, -1)
         used, served = processes.own_cpu_s(), processes.children_cpu_s()
         starts = [time.monotonic()]
-        for i in range(count):
-            own.iterate(first + i)
-            starts.append(time.monotonic())
-            worker.tick(row, round_, i)
+        with _watched(worker) as sampler:
+            for done in own.iterations(first, count):
+                starts.append(time.monotonic())
+                worker.tick(row, round_, done)
         used = processes.own_cpu_s() - used
         served = processes.children_cpu_s() - served
-        sent = _settled(worker, own.made).since(before, count + lead)
+        sent = _settled(worker, own.made).since(before, own.done() - worth)
         said: dict[str, Any] = {"starts": starts, **asdict(sent), "cpu_s": (used, served)}
         said["loss"] = own.curve[-1][1]
         if config.target_loss is not None:
             said["curve"] = own.curve
+        if sampler is not None:
+            said["traffic"] = sampler.samples
         accuracy = own.built.accuracy(own.made.model)
         about = {"accuracy": accuracy, "coded": own.made.coded, "merge": own.made.merge}
     return _gather(worker, row, said, about)
+
+
+def _watched(worker: Worker) -> contextlib.AbstractContextManager[Sampler | None]:
+    config = worker.checked.config
+    if not config.traffic:
+        return contextlib.nullcontext()
+    return Sampler(worker.checked.lab, traffic.WINDOW_S * config.stretch / traffic.LOOKS)
 
 
 def decide(worker: Worker, row: int) -> Deciding | None:
@@ -177,6 +187,7 @@ def _gather(worker: Worker, row: int, said: dict[str, Any], about: dict[str, Any
         cpu_s=_by_role([each["cpu_s"] for each in everyone]),
         loss=sum(losses) / len(losses),
         curves=[each["curve"] for each in everyone] if "curve" in said else None,
+        traffic=[each["traffic"] for each in everyone] if "traffic" in said else None,
         **about,
     )
 

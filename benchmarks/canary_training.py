@@ -1,0 +1,233 @@
+"""Real training under bounded staleness, for ``canary.py``: Figs. 19 and 24.
+
+As a program, one worker of a lab: trains all rows of one cluster by turns within a seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import torch
+import torch.distributed as dist
+from exactness import same_everywhere
+
+import wingbeat
+from wingbeat import lab, topologies
+from wingbeat.bench import contenders
+from wingbeat.bench.attach import attached
+from wingbeat.errors import LabError
+
+POINTS = 0.5
+SLEEPS, HOW_OFTEN = 2.0, 0.5
+"""Of the slow worker: normal iterations, and before which share of its own."""
+FIRST_RATE, QUARTERLY = 0.1, 0.2
+MARKS = 20
+ROWS = ("bml", "canary:s={s},p=2,colayers=4,wire=sketch", "ako", "vanillaps:servers=1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what only real training knows."""
+    parser.add_argument(
+        "--training-rows", nargs="+", default=list(ROWS), help="in Fig. 19; {s} is 2 n"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="in Fig. 19")
+    parser.add_argument("--clusters", nargs="+", default=["2x2", "3x2"], help="in Fig. 19")
+    parser.add_argument("--slow-rate", default="50mbit", help="of its interfaces (50mbit)")
+    parser.add_argument("--length", type=int, default=400, help="iterations of each training (400)")
+
+
+def figure_19(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield the trainings of each cluster.
+
+    Raises:
+        LabError: a lab cannot be made, or a worker failed.
+    """
+    for size in args.clusters:
+        runs: list[dict[str, Any]] = []
+        for slow in (False, True):
+            lines = _in_a_lab(args, f"bcube:{size}@{args.slow_rate}", size, slow)
+            runs += [{**line, "slow": slow} for line in lines]
+        found = {"runs": runs, "rows": summary(runs)}
+        show(f"{size}: digits on bcube:{size}@{args.slow_rate}", found["rows"])
+        yield size, found
+
+
+def _in_a_lab(args: argparse.Namespace, spec: str, size: str, slow: bool) -> list[dict[str, Any]]:
+    ports, levels = topologies.parse_size(size)
+    rows = [row.format(s=2 * ports**levels) for row in args.training_rows]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.jsonl"
+        words = [sys.executable, __file__, "--json", str(path), "--length", str(args.length)]
+        words += ["--seeds", *map(str, args.seeds), "--rows", *rows, *["--slow"] * slow]
+        ended = lab.run(spec, words, on_line=lambda rank, line: print(f"[{rank}] {line}"))
+        if ended.exit_code:
+            raise LabError(f"{spec}: {ended.first_failure or ended.exit_code}")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each strategy, with and without a slow worker; the first of either is BSP."""
+    rows: list[dict[str, Any]] = []
+    for slow in (False, True):
+        own = [run for run in runs if run["slow"] == slow]
+        names = dict.fromkeys(run["row"] for run in own)
+        target = -math.inf
+        for name in names:
+            mine = [run for run in own if run["row"] == name]
+            final = statistics.fmean(run["curve"][-1]["accuracy"] for run in mine)
+            target = final - POINTS if target == -math.inf else target
+            times = [reached(run["curve"], target) for run in mine]
+            known = [seconds for seconds in times if seconds is not None]
+            rows.append(
+                {
+                    "row": name,
+                    "slow": slow,
+                    "accuracy": final,
+                    "gap": final - target - POINTS,
+                    "seconds": statistics.fmean(run["s"] for run in mine),
+                    "to_target_s": statistics.fmean(known) if len(known) == len(times) else None,
+                    "same_weights": all(run["same_weights"] for run in mine),
+                }
+            )
+    return rows
+
+
+def reached(curve: list[dict[str, Any]], target: float) -> float | None:
+    """Seconds until the accuracy was first as high as this; None if it never was."""
+    return next((point["s"] for point in curve if point["accuracy"] >= target), None)
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print them."""
+    print(f"\n{title}")
+    print(f"{'row':44} {'slow':>5} {'right %':>8} {'gap':>6} {'s':>7} {'s to target':>12}")
+    for row in rows:
+        to_target = "-" if row["to_target_s"] is None else f"{row['to_target_s']:.1f}"
+        print(
+            f"{row['row']:44} {'yes' if row['slow'] else 'no':>5} {row['accuracy']:8.2f} "
+            f"{row['gap']:+6.2f} {row['seconds']:7.1f} {to_target:>12}"
+        )
+
+
+def judged_19(found: dict[str, Any]) -> list[str]:
+    """Return which limits are missed."""
+    missed = []
+    for size, part in found.items():
+        for row in part["rows"]:
+            where = f"19, {size}: {row['row']}{', a worker slow' if row['slow'] else ''}"
+            if not row["same_weights"]:
+                missed.append(f"{where}: the workers' weights differ in the end")
+            if row["row"].startswith("canary"):
+                if row["gap"] < -POINTS:
+                    missed.append(f"{where}: {-row['gap']:.2f} points below BSP; limit {POINTS}")
+                missed += _not_first(where, row, part["rows"]) if row["slow"] else []
+    return missed
+
+
+def _not_first(where: str, row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    own = row["to_target_s"] or math.inf
+    others = [
+        r for r in rows if r["slow"] and r is not row and (r["to_target_s"] or math.inf) < own
+    ]
+    return [f"{where}: {own:.1f} s to BSP's; {r['row']} {r['to_target_s']:.1f} s" for r in others]
+
+
+# -- one worker ------------------------------------------------------------------------------
+
+
+def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float) -> dict[str, Any]:
+    """Train once; the curve of rank 0's replica, by seconds, and whether all end the same."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches, drawn = task.batches(rank, size, seed), random.Random(seed)
+    kept: list[tuple[float, float, dict[str, Any]]] = []
+    sgd = functools.partial(torch.optim.SGD, lr=FIRST_RATE)
+    with attached(contenders.parse(row), task.network(seed), sgd) as made:
+        dist.barrier()
+        begin, done, steps = time.monotonic(), 0.0, 0
+        while done < length:
+            for group in made.optimizer.param_groups:
+                group["lr"] = FIRST_RATE * QUARTERLY ** int(4 * done / length)
+            if rank == size - 1 and sleep_s and drawn.random() < HOW_OFTEN:
+                time.sleep(sleep_s)
+            made.optimizer.zero_grad()
+            accuracy.loss_of(made.model, *next(batches))[0].backward()
+            made.optimizer.step()
+            steps += 1
+            done = made.applied() if made.applied is not None else steps
+            if rank == 0 and done >= length * (len(kept) + 1) / MARKS:
+                state = {name: t.clone() for name, t in made.model.state_dict().items()}
+                kept.append((time.monotonic() - begin, done, state))
+        made.settle()
+        seconds = time.monotonic() - begin
+        same = same_everywhere([p.detach().clone() for p in made.model.parameters()])
+        state = {name: t.clone() for name, t in made.model.state_dict().items()}
+    kept.append((seconds, done, state))
+    curve = [{"s": s, "done": at, "accuracy": judge(task, seed, state)} for s, at, state in kept]
+    return {"row": row, "seed": seed, "s": seconds, "same_weights": same, "curve": curve}
+
+
+def judge(task: accuracy.Task, seed: int, state: dict[str, Any]) -> float:
+    """Accuracy in % of these weights."""
+    network = task.network(seed)
+    network.load_state_dict({name.removeprefix("module."): t for name, t in state.items()})
+    network.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in zip(*(part.split(128) for part in task.held_out), strict=True):
+            right += accuracy.loss_of(network, x, y)[1]
+    return 100 * right / task.held_out[1].numel()
+
+
+def normal_s(task: accuracy.Task) -> float:
+    """Seconds of an iteration's computation, all workers at once: the slowest one's median."""
+    network, batches = task.network(0), task.batches(dist.get_rank(), dist.get_world_size(), 0)
+    times = []
+    for _ in range(20):
+        dist.barrier()
+        begin = time.monotonic()
+        accuracy.loss_of(network, *next(batches))[0].backward()
+        times.append(time.monotonic() - begin)
+    slowest = torch.tensor(statistics.median(times))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def worker() -> None:
+    """Train all rows by turns; rank 0 keeps a line for each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--length", type=int, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--rows", nargs="+", required=True)
+    parser.add_argument("--slow", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    wingbeat.init(timeout=120.0)
+    task = accuracy.digits_task()
+    sleep_s = SLEEPS * normal_s(task) if args.slow else 0.0
+    for seed in args.seeds:
+        for row in args.rows:
+            made = train(task, row, seed, args.length, sleep_s)
+            if dist.get_rank() == 0:
+                with args.json.open("a") as file:
+                    print(json.dumps(made), file=file)
+                end = made["curve"][-1]["accuracy"]
+                print(f"{row}, seed {seed}: {end:.2f}%, {made['s']:.0f} s", flush=True)
+            dist.barrier()
+    wingbeat.shutdown()
+
+
+if __name__ == "__main__":
+    worker()

@@ -1,0 +1,220 @@
+"""Bounded staleness in virtual time, beside the figures of the Canary paper.
+
+    python benchmarks/canary_virtual.py --json out/canary_virtual.json
+
+No run and no clock: `wingbeat.simulator` with the state machines of a real run. VGG-19 at a V100's
+pace (batch 64), two interfaces of 10GbE less headers, s = 18, p = 6 of k = 10 colayers. Gradients
+are copied and parameters updated on other devices than those that communicate; messages and
+sums cost what `Work` says, and a sketch of 8 bits what one core needs, or nothing (``free``).
+
+- fig23: time for the same number of applied gradients on nine workers, all alike, with another one
+  that sleeps twice an iteration in each iteration, or always the same one; BML, a ring, Ako and one
+  server (with one interface, as in a tree) beside it;
+- fig21: traffic over time on a BCube(4, 2) beside BML's, by spans of half a second;
+- fig20: images per second by workers; above 25 beside a ring, as there is no BCube of 1000;
+- check: one owner of pieces that stands for all, beside the simulation of all, at 9 and 25 workers.
+
+One owner stands for all everywhere else, too, unless ``--whole`` is given: that takes an hour.
+
+Exit code 1 if Canary with a random slow worker is not 1.61x as fast as BML, or 0.98x where all are
+alike, or the stand-in is more than 5% off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import write
+from virtual import BASELINES, Predicted, Setting, baseline, canary
+
+from wingbeat import simulator
+from wingbeat.bench import machine
+from wingbeat.cli.bench import check_writable
+from wingbeat.errors import UsageError
+from wingbeat.stale.pace import Pace
+
+PAPER = {"bml": 1.61, "ako": 2.28, "ps": 2.84}
+"""Fig. 23, VGG-19: how much longer than Canary."""
+PAPER_PEAK = {"bml": 0.7598, "canary": 0.5105}
+PAPER_LESS_TRAFFIC = 0.5628
+SLOWS = {"alike": (), "random": ("random:+2x",), "one": ("0=+2x",)}
+ROWS = (
+    ("dense", "star"),
+    ("dense", "bcube"),
+    ("sketch", "star"),
+    ("sketch, free", "star"),
+    ("sketch, free", "bcube"),
+)
+FREE = simulator.Work(fill_s_per_byte=0.0, update_s_per_byte=0.0, message_s_per_byte=0.0)
+MOST_WHOLE = 25
+OFF = 0.05
+
+
+def pace(args: argparse.Namespace) -> Pace:
+    return Pace(args.s, args.p, args.colayers)
+
+
+def setting(args: argparse.Namespace, workers: int, **options: Any) -> Setting:
+    return Setting(profile=args.profile, workers=workers, gbit=args.gbit, **options)
+
+
+def bounded(
+    args: argparse.Namespace, job: Setting, rounds: int, rule: Pace | None = None, **options: str
+) -> Predicted:
+    crowd = not args.whole or job.workers > MOST_WHOLE
+    return canary(job, rule or pace(args), rounds, crowd=crowd, **options)
+
+
+def show(name: str, row: dict[str, Any], beside: str = "") -> None:
+    text = f"{name:38} {row['iterations_s'] * 1e3:8.0f} ms {row['images_per_s']:9.0f} images/s"
+    text += f" {row['mb_sent_per_iteration']:7.0f} MB"
+    if "mean_delay" in row:
+        text += f"  delay {row['mean_delay']:4.1f}, {row['dropped']} dropped"
+    print(f"{text} {beside}", flush=True)
+
+
+def fig23(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
+    """Nine workers, beside the baselines."""
+    for how, slows in SLOWS.items():
+        job = setting(args, 9, slows=slows)
+        rows = report.setdefault(how, {})
+        for name in BASELINES:
+            rows[name] = baseline(job, name, args.few).plain(job)
+        for coding, network in ROWS:
+            made = bounded(args, job, args.rounds, coding=coding, network=network)
+            rows[f"canary {coding} {network}"] = made.plain(job)
+        free = setting(args, 9, slows=slows, work=FREE)
+        made = bounded(args, free, args.rounds)
+        rows["canary dense star, couriers free"] = made.plain(free)
+        bml = rows["bml"]["iterations_s"]
+        for name, row in rows.items():
+            row["as_fast_as_bml"] = bml / row["iterations_s"]
+            show(f"{how}: {name}", row, f"{row['as_fast_as_bml']:.2f}x BML")
+        best = rows["canary sketch, free star"]["as_fast_as_bml"]
+        least = 0.98 if how == "alike" else PAPER["bml"]
+        if best < least:
+            yield f"fig23 {how}: Canary {best:.2f}x BML, wanted {least}x"
+
+
+def fig21(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
+    """Traffic over time of 16 workers."""
+    job = setting(args, 16)
+    made: dict[str, Predicted] = {"bml": baseline(job, "bml", args.few)}
+    for coding, network in (
+        ("dense", "bcube"),
+        ("sketch, free", "bcube"),
+        ("sketch, free", "star"),
+    ):
+        made[f"canary {coding} {network}"] = bounded(
+            args, job, args.rounds, coding=coding, network=network
+        )
+    rate = job.links().bytes_per_s * job.interfaces
+    for name, row in made.items():
+        used = row.traffic.utilisation(rate, row.seconds)
+        less = 1 - (row.sent / row.contributions) / (made["bml"].sent / made["bml"].contributions)
+        report[name] = {
+            **row.plain(job),
+            "utilisation": [round(value, 4) for value in used],
+            "peak": max(used),
+            "mean": sum(used) / len(used),
+            "less_than_bml": less,
+        }
+        text = f"peak {max(used):.1%}, mean {sum(used) / len(used):.1%}, {less:+.1%} less than BML"
+        show(name, report[name], text)
+    yield from ()
+
+
+def fig20(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
+    """Images per second by workers."""
+    for workers in args.workers:
+        few = workers > MOST_WHOLE
+        rounds = args.few if few else args.rounds
+        for how in ("alike", "random"):
+            job = setting(args, workers, slows=SLOWS[how])
+            rows = report.setdefault(f"{workers} {how}", {})
+            if not few:
+                rows["bml"] = baseline(job, "bml", args.few).plain(job)
+            elif how == "alike":  # so one worker of a ring stands for all
+                rows["ring"] = baseline(job, "ring", 2).plain(job)
+            for name, each in (("bsp", Pace(0, args.colayers, args.colayers)), ("pge", pace(args))):
+                for coding in ("dense", "sketch, free"):
+                    made = bounded(args, job, rounds, each, coding=coding)
+                    rows[f"{name} {coding}"] = made.plain(job)
+            for name, row in rows.items():
+                text = f"{row['speedup']:.1f}x one worker"
+                show(f"{workers} workers, {how}: {name}", row, text)
+    yield from ()
+
+
+def check(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
+    """One owner for all, beside all."""
+    cases = [(9, "alike", "dense"), (9, "random", "dense"), (9, "random", "sketch"),
+             (9, "one", "sketch"), (25, "random", "sketch"), (25, "alike", "dense")]  # fmt: skip
+    for workers, how, coding in cases:
+        job = setting(args, workers, slows=SLOWS[how])
+        whole, crowd = (
+            canary(job, pace(args), args.few, coding=coding, crowd=crowd).plain(job)
+            for crowd in (False, True)
+        )
+        off = crowd["seconds"] / whole["seconds"] - 1
+        name = f"{workers} {how}, {coding}"
+        report[name] = {"whole": whole, "crowd": crowd, "off": off}
+        show(f"{name}: all", whole, f"in {whole['took_s']:.0f} s")
+        show(f"{name}: one owner", crowd, f"{off:+.2%}, in {crowd['took_s']:.1f} s")
+        if abs(off) > OFF:
+            yield f"check {name}: {off:+.1%}"
+
+
+PARTS = {"fig23": fig23, "fig21": fig21, "fig20": fig20, "check": check}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART")
+    parser.add_argument("--profile", default="vgg19_v100", help="model and device (vgg19_v100)")
+    parser.add_argument("--gbit", type=float, default=10.0, help="of each of two interfaces (10)")
+    parser.add_argument("-s", type=int, default=18, help="iterations behind the fastest (18)")
+    parser.add_argument("-p", type=int, default=6, help="colayers to be exchanged (6)")
+    parser.add_argument("--colayers", type=int, default=10, help="k (10)")
+    parser.add_argument("--rounds", type=int, default=60, help="contributions of a worker (60)")
+    parser.add_argument("--few", type=int, default=20, help="the same where it takes long (20)")
+    parser.add_argument(
+        "--workers", nargs="+", type=int, default=[4, 9, 16, 25, 1000], metavar="N",
+        help="of fig20 (4 9 16 25 1000)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--whole", action="store_true", help=f"simulate all workers, up to {MOST_WHOLE}"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write all figures")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    report: dict[str, Any] = {"command": sys.argv, "versions": machine.versions(), "parts": {}}
+    lines: list[str] = []
+    try:
+        if args.json:
+            check_writable(args.json)
+        for name in args.parts:
+            print(f"-- {name}", flush=True)
+            lines += PARTS[name](args, report["parts"].setdefault(name, {}))
+            report["missed"] = lines
+            if args.json:
+                write(args.json, report)
+    except UsageError as error:
+        print(f"canary_virtual.py: {error}", file=sys.stderr)
+        return 2
+    for line in lines:
+        print(f"MISSED: {line}")
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
