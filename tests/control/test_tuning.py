@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 import wingbeat
-from wingbeat import sync
-from wingbeat.control.tuning import SizeTuning
+from wingbeat import Strategy, parts, sync
+from wingbeat.control.tuning import SizeTuning, _key_of
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.plans.tuner import SETTLING, Tuner
 from wingbeat.sync.upgrade import engine_of
@@ -169,6 +170,18 @@ def test_a_plan_file_of_another_strategy_is_replaced(other: dict[str, Any], tmp_
         assert file_says["key"]["topology"] == options.get("topology", "ring")
         assert file_says["key"]["shard_optimizer"] == ("shard_optimizer" in options)
     assert file_says["range_mb"][1] == pytest.approx(other.get("max_mb", 8 * KB), rel=0.1)
+
+
+def test_a_size_that_suits_sums_is_not_taken_for_parts() -> None:
+    bucketing: Any = SimpleNamespace(specs=[])
+    collectives: Any = SimpleNamespace(world=SimpleNamespace(size=2, links=(None,)))
+    plan = parts.TunedBuckets()
+    keys = [
+        _key_of(bucketing, collectives, Strategy(plan=plan, exchange=exchange).choices())
+        for exchange in ("mesh", "partial", "partial@4")
+    ]
+    assert keys[0] != keys[1] != keys[2] != keys[0]
+    assert "partitions" not in keys[0], "files of earlier versions stay valid"
 
 
 def test_a_plan_file_of_another_model_is_replaced(tmp_path: Path) -> None:

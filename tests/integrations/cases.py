@@ -32,6 +32,26 @@ def conserved(kind: str, options: dict[str, Any]) -> None:
     totals.close()
 
 
+def share_ends(find_unused: bool) -> None:
+    """Two of five iterations are sketched; then what is left goes along, once, and all is exact."""
+    wire = "sketch@2:share=0.4:total=5:auto_disable=false"
+    totals = Totals("sketch", state={"wire": wire}, find_unused_parameters=find_unused)
+    totals.train(range(2), backwards=2)
+    assert not totals.state.coding
+    assert totals.missing()["long"].abs().max() > 0.1
+    totals.check()
+    totals.train(range(2, 3))
+    assert not any(bool(each.any()) for each in totals.missing().values())
+    totals.check()
+    for step in range(3, 5):
+        totals.train(range(step, step + 1))
+        for name, param in totals.model.module.named_parameters():
+            mean = sum(gradient(step, rank, name) for rank in range(totals.size)) / totals.size
+            torch.testing.assert_close(param.grad, mean, rtol=1e-6, atol=1e-6)
+    totals.same_everywhere()
+    totals.close()
+
+
 def buckets_are_rebuilt(kind: str) -> None:
     """The case above is about several buckets, and other ones after the first iteration."""
     totals = Totals(kind)

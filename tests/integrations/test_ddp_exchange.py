@@ -15,7 +15,9 @@ from wingbeat.types import Span
 def test_what_waits_for_a_parameter_without_gradient_stays_as_it_is(span: Span) -> None:
     gradients = torch.linspace(1.0, 2.0, 60)
     gradients[20:50] = 0.0
-    bucket = HookBucket("bucket 0", gradients, ("a", "b", "c"), (20, 30, 10), keep_unused=True)
+    bucket = HookBucket(
+        "bucket 0", gradients, ("a", "b", "c"), ((20,), (5, 6), (10,)), keep_unused=True
+    )
     coding = _KeepingUnused([Region(Span(0, 60), TopKCodec(0.2, momentum=0.9))], bucket)
     residual, velocity = torch.full((60,), 8.0), torch.full((60,), 4.0)
     payload = torch.empty(coding.room(span), dtype=torch.uint8)

@@ -32,6 +32,20 @@ def test_nothing_is_lost(kind: str, size: int, name: str, pool_of: PoolOf) -> No
     pool_of(size).run(cases.conserved, kind, dict(OPTIONS[name]))
 
 
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize(
+    "wire", ["lowrank@2:bits=3:split=count:level=ends", "sketch@1:groups=wide@lowrank@2+s*@fp32"]
+)
+def test_nothing_is_lost_with_all_settings(wire: str, unused: bool, pool_of: PoolOf) -> None:
+    options = {"state": {"wire": wire}, "find_unused_parameters": unused}
+    pool_of(2).run(cases.conserved, "sketch", options)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_after_its_share_of_the_training_gradients_are_exact(unused: bool, pool_of: PoolOf) -> None:
+    pool_of(2).run(cases.share_ends, unused)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("halves", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_nothing_is_lost_in_subgroups(kind: str, halves: Any, pool_of: PoolOf) -> None:

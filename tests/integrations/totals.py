@@ -58,7 +58,8 @@ def always(step: int, rank: int, name: str) -> bool:
 def make_state(kind: str, model: nn.Module, **options: Any) -> tuple[Any, Any]:
     """A state and its hook; ``sketch`` and ``topk`` lose as much as they can."""
     if kind == "sketch":
-        return ddp.SketchState(model, **{"bits": 2, **options}), ddp.sketch_hook
+        usual = {} if "wire" in options else {"bits": 2}
+        return ddp.SketchState(model, **{**usual, **options}), ddp.sketch_hook
     return ddp.TopKState(model, **{"density": 0.02, **options}), ddp.topk_hook
 
 

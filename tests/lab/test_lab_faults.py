@@ -50,6 +50,7 @@ def test_kill_one_local_worker(run_lab: Callable[..., Any]) -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 def test_a_cut_cable_is_seen_by_its_host_alone_and_can_be_mended(
     run_python: Callable[..., Any],
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_cut_cable_is_seen_by_its_host_alone_and_can_be_mended(
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 def test_traffic_stops_while_cut_and_goes_on_after(measure: Callable[..., Any]) -> None:
     flows, faults = [[0, 1, "10.0.0.2", 0]], "400ms h1 down; 1s h1 up"
     (rate,) = measure("star:2@100mbit", flows, seconds=1.5, fail=faults).rates
@@ -68,6 +70,7 @@ def test_traffic_stops_while_cut_and_goes_on_after(measure: Callable[..., Any]) 
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.parametrize("prio", [0, 2])
 def test_changed_rate_holds_both_ways(prio: int, measure: Callable[..., Any]) -> None:
     flows = [[0, 1, "10.0.0.2", 0], [1, 0, "10.0.0.1", 0]]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.lab
+alone = pytest.mark.alone
+"""What measures links wants the machine to itself."""
 
 Measure = Callable[..., Any]
 EF, AF41 = 0xB8, 0x88
@@ -33,12 +35,14 @@ def assert_rates(measure: Measure, spec: str, flows: list[Any], rates: list[floa
     raise AssertionError(f"{best} of the asked rates after {ATTEMPTS} attempts")
 
 
+@alone
 @pytest.mark.parametrize(("text", "rate"), [("10mbit", 1e7), ("1gbit", 1e9)])
 def test_rate_both_ways(measure: Measure, text: str, rate: float) -> None:
     flows = [[0, 1, "10.0.0.2", 0]]
     assert_rates(measure, f"star:2@{text}", flows, [rate])
 
 
+@alone
 def test_ring_at_line_rate_loses_nothing(measure: Measure) -> None:
     flows = [[n, (n + 1) % 4, f"10.0.0.{(n + 1) % 4 + 1}", 0] for n in range(4)]
     stats = assert_rates(measure, "star:4@250mbit", flows, [25e7] * 4)
@@ -50,11 +54,13 @@ def test_ring_at_line_rate_loses_nothing(measure: Measure) -> None:
         assert port.into["all"].bytes > 0.9 * 31.25e6
 
 
+@alone
 def test_two_rails_carry_twice(measure: Measure) -> None:
     flows = [[0, 1, "10.0.0.2", 0], [0, 1, "10.1.0.2", 0]]
     assert_rates(measure, "star:2x2@250mbit", flows, [25e7, 25e7])
 
 
+@alone
 def test_overrides_hold_both_ways_and_only_there(measure: Measure) -> None:
     spec = "star:3x3@200mbit,h1.eth0@50mbit,h2@100mbit"
     into = [[0, 1, "10.0.0.2", 0], [0, 1, "10.1.0.2", 0], [0, 2, "10.2.0.3", 0]]
@@ -63,6 +69,7 @@ def test_overrides_hold_both_ways_and_only_there(measure: Measure) -> None:
     assert_rates(measure, spec, out, [5e7, 2e8, 1e8])
 
 
+@alone
 def test_trunk_is_the_bottleneck_between_leaf_switches(measure: Measure) -> None:
     across, inside = [0, 2, "10.0.0.3", 0], [0, 1, "10.0.0.2", 0]
     stats = assert_rates(measure, "fat-tree:4/2@300mbit+100mbit", [across], [1e8])
@@ -71,12 +78,14 @@ def test_trunk_is_the_bottleneck_between_leaf_switches(measure: Measure) -> None
     assert stats.trunks["leaf0-0 -> spine0"]["all"].bytes < 10_000
 
 
+@alone
 def test_many_senders_share_the_receivers_link(measure_quietly: Measure) -> None:
     flows = [[n, 0, "10.0.0.1", 0] for n in (1, 2, 3)]
     measured = measure_quietly("star:4@300mbit", flows, enough=lambda m: m.together > 0.85 * 3e8)
     assert 0.85 * 3e8 < measured.together < 1.01 * 3e8
 
 
+@alone
 @pytest.mark.parametrize("prio", [2, 3])
 def test_urgent_flow_takes_the_link(measure_quietly: Measure, prio: int) -> None:
     flows = [[0, 2, "10.0.0.3", EF], [1, 2, "10.0.0.3", AF41]]
@@ -93,6 +102,7 @@ def test_urgent_flow_takes_the_link(measure_quietly: Measure, prio: int) -> None
     assert measured.stats.hosts["h0"]["eth0"].out["ef"].bytes > 0.85 * 3e8 / 8
 
 
+@alone
 def test_without_priorities_flows_share(measure: Measure) -> None:
     """Of few flows the first to start keeps most for seconds: so many, and any attempt will do.
 
@@ -109,6 +119,7 @@ def test_without_priorities_flows_share(measure: Measure) -> None:
     raise AssertionError(f"urgent flows had {shares} of what all had")
 
 
+@alone
 def test_urgent_flows_both_ways_are_not_held_up_by_their_acknowledgements(
     measure_quietly: Measure,
 ) -> None:
@@ -160,6 +171,7 @@ def test_bcube_hosts_reach_each_other(run_python: Callable[..., Any]) -> None:
         assert json.loads(ran.lines[rank][0]) == {"right": 16, "of": 16}
 
 
+@alone
 def test_bcube_switches_work_at_the_same_time(measure: Measure) -> None:
     flows = [[0, 1, "10.0.0.2", 0], [0, 2, "10.1.0.2", 0]]
     assert_rates(measure, "bcube:2x2@150mbit", flows, [15e7, 15e7])

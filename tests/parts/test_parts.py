@@ -49,6 +49,13 @@ def wrong(make: Any, *args: Any, **options: Any) -> str:
         (parts.Merged, {"steps": 0}, "Merged(steps=0)"),
         (parts.Merged, {"drift": 1}, "Merged(drift=1): allowed are numbers above 1"),
         (parts.Merged, {"file": "a\0b"}, "Merged(file='a\\x00b')"),
+        (parts.Partial, {"partitions": -1}, "Partial(partitions=-1): allowed are whole numbers"),
+        (parts.Partial, {"topology": "star"}, "unknown topology 'star'"),
+        (parts.Colayers, {"count": 0}, "Colayers(count=0)"),
+        (parts.Bounded, {"s": -1}, "Bounded(s=-1): allowed are whole numbers, 0 to"),
+        (parts.Bounded, {"p": 0}, "Bounded(p=0): allowed are whole numbers, 1 to"),
+        (parts.Bounded, {"s": None, "p": 3}, "Bounded(s=None, p=3): without a bound nobody is out"),
+        (parts.Bounded, {"encrypted": 1}, "Bounded(encrypted=1): allowed are True and False"),
         (parts.PerTensor, {"mb": 3}, "unknown option 'mb' in PerTensor(mb=3); allowed: none"),
     ],
 )
@@ -85,6 +92,7 @@ def test_a_part_is_a_value(make: Any) -> None:
         ("one", parts.OneBucket()),
         ("merged", parts.Merged()),
         ("merged@paper", parts.Merged(rule="paper")),
+        ("colayers@4", parts.Colayers(count=4)),
     ],
 )
 def test_a_plan_has_a_name(text: str, meant: Any) -> None:
@@ -94,7 +102,7 @@ def test_a_plan_has_a_name(text: str, meant: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fixd", "unknown plan 'fixd' (did you mean 'fixed'?); allowed: bo, elements, fixed, "),
+        ("fixd", "unknown plan 'fixd' (did you mean 'fixed'?); allowed: bo, colayers, elements, "),
         ("bo@3", "plan='bo@3': bo has no option; write bo"),
         ("layers@x", "plan='layers@x': 'x' is no valid count; write for example layers@4"),
         ("layers@0", "Layers(count=0)"),
@@ -111,7 +119,7 @@ def test_every_plan_has_a_name_and_a_rule() -> None:
         cls for cls in CONCRETE if issubclass(cls, parts.PlanPart)
     }
     for one in made:
-        assert one.fusion().kind in ("buffer", "layers", "elements", "one", "none")
+        assert one.fusion().kind in ("buffer", "layers", "elements", "one", "none", "colayers")
         assert one.tuning() is None or one.merging() is None
 
 
@@ -134,11 +142,11 @@ def test_updates_need_what_some_schedule_has() -> None:
         assert entry.make().needs <= offered
 
 
-def test_codecs_are_not_exact_and_everything_else_is() -> None:
+def test_codecs_and_parts_are_not_exact_and_everything_else_is() -> None:
     codecs = {parts.Sketch, parts.TopK, parts.LowRank, parts.Half}
-    assert {cls for cls in CONCRETE if not cls.exact} == codecs
+    assert {cls for cls in CONCRETE if not cls().exact} == {*codecs, parts.Partial, parts.Bounded}
     assert all(issubclass(cls, wires.CodecPart) for cls in codecs)
-    assert all(cls.synchronous for cls in CONCRETE)
+    assert {cls for cls in CONCRETE if not cls().synchronous} == {parts.Partial, parts.Bounded}
 
 
 def test_sizes_follow_a_models() -> None:
@@ -160,4 +168,4 @@ def test_a_topology_says_its_name() -> None:
     class Star(parts.Ring):
         """Not known to anybody else."""
 
-    assert "allowed are Ring(), Mesh(), Doubling()" in wrong(topologies.name_of, Star())
+    assert "allowed are Ring(), Mesh(), Doubling(), BCube()" in wrong(topologies.name_of, Star())

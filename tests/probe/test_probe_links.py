@@ -116,3 +116,15 @@ def test_a_worker_that_is_missing_is_named_and_the_link_is_closed() -> None:
         assert "rank 1 failed during all-gather on interface lo0" in first
         assert "rank 1 failed during all-gather on interface lo0" in last
         assert used[0].count("closed") == used[2].count("closed") == 1
+
+
+def test_a_bcubes_interfaces_are_measured_too() -> None:
+    """By itself an interface makes no BCube(2, 2): then a ring says what it is worth."""
+    with late.open_worlds(4, interfaces=2) as (members, _):
+        found = loopback.run(
+            members,
+            lambda world: measure_links(
+                Collectives(world, "bcube"), topology="bcube@2x2", largest_bytes=1024, repeats=1
+            ),
+        )
+    assert [link.name for link in found[0]] == ["lo0", "lo1", "lo0 + lo1"]

@@ -152,7 +152,7 @@ class PacedModel(nn.Module):
         self._clock = Clock()
         for layer in profile.layers:
             child = PacedLayer(layer, self._clock, factor=1.0 + 0.1 * rank, time_scale=time_scale)
-            self.add_module(layer.name.replace(".", "_"), child)
+            self.add_module(layer.attribute, child)
 
     def forward(self, x: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Run the layers at their pace and return the loss; ``x`` is not looked at."""

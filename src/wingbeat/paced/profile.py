@@ -65,6 +65,11 @@ class ProfiledLayer:
     backward_ms: float
 
     @property
+    def attribute(self) -> str:
+        """What it is called in a module: without dots, of which modules make levels."""
+        return self.name.replace(".", "_")
+
+    @property
     def numel(self) -> int:
         """Number of parameter elements of the layer."""
         return sum(p.numel for p in self.parameters)

@@ -7,8 +7,9 @@ Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())
 
 from __future__ import annotations
 
-from wingbeat.parts.exchange import Servers
+from wingbeat.parts.exchange import Bounded, Partial, Servers
 from wingbeat.parts.plan import (
+    Colayers,
     Elements,
     FixedBuckets,
     Layers,
@@ -18,19 +19,23 @@ from wingbeat.parts.plan import (
     PlanPart,
     TunedBuckets,
 )
-from wingbeat.parts.schedule import Decoupled, SchedulePart, Served, WaitFree
-from wingbeat.parts.update import Deferred, OnServers, Sharded, UpdatePart, Whole
-from wingbeat.topologies import Doubling, Mesh, Ring
+from wingbeat.parts.schedule import Decoupled, SchedulePart, Served, Stale, WaitFree
+from wingbeat.parts.update import Deferred, InRounds, OnServers, Sharded, UpdatePart, Whole
+from wingbeat.topologies import BCube, Doubling, Mesh, Ring
 from wingbeat.traits import Part, Traits
 from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 __all__ = [
+    "BCube",
+    "Bounded",
+    "Colayers",
     "Decoupled",
     "Deferred",
     "Doubling",
     "Elements",
     "FixedBuckets",
     "Half",
+    "InRounds",
     "Layers",
     "LowRank",
     "Merged",
@@ -38,6 +43,7 @@ __all__ = [
     "OnServers",
     "OneBucket",
     "Part",
+    "Partial",
     "PerTensor",
     "PlanPart",
     "Ring",
@@ -46,6 +52,7 @@ __all__ = [
     "Servers",
     "Sharded",
     "Sketch",
+    "Stale",
     "TopK",
     "Traits",
     "TunedBuckets",

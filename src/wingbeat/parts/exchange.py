@@ -1,15 +1,16 @@
-"""Along which links gradients travel, where that is no topology: to servers and back."""
+"""How gradients are exchanged where no topology says it: by servers, in parts, as they come."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from wingbeat import topologies
 from wingbeat.errors import UsageError, unknown
 from wingbeat.settings import READ, SIZE, Named, Settings, is_number
-from wingbeat.traits import KEPT, ONCE, Part
-from wingbeat.types import Serving, ThresholdTuning
+from wingbeat.traits import KEPT, ONCE, OWN, ROUNDS, WHOLE, Part
+from wingbeat.types import Serving, Staleness, ThresholdTuning
 
 ASKED = ("forward", "random")
 """Orders of sums that are asked for; those that come by themselves have none."""
@@ -172,4 +173,124 @@ class Servers(Part, Settings):
         )
 
 
-BY_NAME: Mapping[str, Named[Servers]] = {"servers": Named(Servers, "count", int)}
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Partial(Part, Settings):
+    """Each worker sends the others a part of its gradients an iteration, and keeps the rest (Ako).
+
+    Partial gradient exchange (Watcharapichat et al., SoCC 2016), in step: an iteration ends when
+    what was sent in it has arrived. A worker applies its own gradients whole and at once, and what
+    the others send when it comes. So every gradient is applied once on every worker, at different
+    times: weights differ between workers, and are nobody's but each worker's own.
+
+    Args:
+        partitions: of each bucket, of which one is sent an iteration, another one the next time;
+            what was gathered for it is sent at once. 0: as many as there are workers, so that a
+            worker sends no more than its gradients' bytes whatever the number of workers, and a
+            gradient reaches everyone within as many iterations.
+        topology: along which connections.
+
+    Raises:
+        UsageError: a number or a name out of range.
+    """
+
+    exact: ClassVar[bool] = False
+    synchronous: ClassVar[bool] = False
+    bound: ClassVar[str] = "partial"
+
+    partitions: int = 0
+    topology: str = "mesh"
+
+    def __post_init__(self) -> None:
+        self.check_count("partitions", 0, 4096)
+        topologies.get(str(self.topology))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """A schedule that waits for each bucket before the step."""
+        return frozenset({WHOLE})
+
+
+def count_of(text: str) -> int | None:
+    """Read a number, or ``none``.
+
+    >>> count_of("18"), count_of("none")
+    (18, None)
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return None if text.lower() == "none" else int(text)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Bounded(Part, Settings):
+    """Workers exchange pieces of buckets among themselves, up to so many iterations apart.
+
+    Canary (sections 4.3, 4.4.2 and 5). Every worker sums one piece of each bucket of what has come,
+    and all apply these sums in the same order. Not synchronous, but with ``s=0`` and all of ``p``.
+
+    Args:
+        s: iterations that a worker may be behind the fastest; None (``none`` where strategies are
+            spelled): any number.
+        p: a worker that is further behind drops its iteration, unless it has sent so many of its
+            buckets; then the others wait for the rest. None: nothing is dropped, and the others
+            wait.
+        encrypted: whether messages are; without it whoever sees the traffic can send in them.
+
+    Raises:
+        UsageError: a number out of range, or ``p`` without a bound that it would belong to.
+    """
+
+    has: ClassVar[frozenset[str]] = frozenset({ROUNDS})
+
+    s: int | None = field(default=2, metadata={READ: count_of})
+    p: int | None = field(default=None, metadata={READ: count_of})
+    encrypted: bool = True
+
+    def __post_init__(self) -> None:
+        check_thresholds(self)
+        self.check_flag("encrypted")
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        """Whether weights stay DDP's: if nobody is ahead, and nothing is dropped."""
+        return self.s == 0 and self.p is None
+
+    @property
+    def synchronous(self) -> bool:  # type: ignore[override]
+        """Whether an update has all workers' gradients of its own iteration."""
+        return self.exact
+
+    @property
+    def bound(self) -> str:
+        """Which bound holds: where nobody is ahead, that of whole all-reduces."""
+        return "whole" if self.exact else "stale"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """A schedule in which nobody waits for all."""
+        return frozenset({OWN})
+
+    def staleness(self) -> Staleness:
+        """Return the thresholds for the engine."""
+        return Staleness(s=self.s, p=self.p, encrypted=self.encrypted)
+
+
+def check_thresholds(options: Any) -> None:
+    """Raise a `UsageError` unless ``s`` and ``p`` are thresholds of bounded staleness."""
+    if options.s is not None:
+        options.check_count("s", 0, 1_000_000)
+    if options.p is not None:
+        options.check_count("p", 1, 100_000)
+    if options.s is None and options.p is not None:
+        raise UsageError(
+            f"{type(options).__name__}(s=None, p={options.p!r}): without a bound nobody is out of "
+            "date, and nothing is dropped; leave p out, or give s"
+        )
+
+
+BY_NAME: Mapping[str, Named[Servers | Partial | Bounded]] = {
+    "servers": Named(Servers, "count", int),
+    "partial": Named(Partial, "partitions", int),
+    "bounded": Named(Bounded, "s", count_of),
+}

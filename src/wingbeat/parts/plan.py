@@ -146,6 +146,26 @@ class Layers(PlanPart):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class Colayers(PlanPart):
+    """Layers that follow each other, bundled by kind and size into so many buckets (Canary, 4.3.2).
+
+    Where a model has fewer layers, there are as many buckets.
+
+    Raises:
+        UsageError: a ``count`` out of range.
+    """
+
+    count: int = 10
+
+    def __post_init__(self) -> None:
+        self.check_count("count", 1, 10_000)
+
+    def fusion(self) -> Fusion:
+        """Return the rule that the buckets are made by."""
+        return Fusion(kind="colayers", layers=self.count)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Elements(PlanPart):
     """Nearby tensors until there are so many elements (MGS-SGD).
 
@@ -240,6 +260,7 @@ BY_NAME: Mapping[str, Named[PlanPart]] = {
     **{search: Named(partial(TunedBuckets, search=search)) for search in SEARCHES},
     "layers": Named(Layers, "count", int),
     "elements": Named(Elements, "count", int),
+    "colayers": Named(Colayers, "count", int),
     "none": Named(PerTensor),
     "one": Named(OneBucket),
     "merged": Named(Merged, "rule", str),

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from wingbeat.parts.update import Deferred, UpdatePart, Whole
+from wingbeat.parts.update import Deferred, InRounds, UpdatePart, Whole
 from wingbeat.settings import Named, Settings
-from wingbeat.traits import HALVES, KEPT, LATE, ONCE, WHOLE, Part
+from wingbeat.traits import HALVES, KEPT, LATE, ONCE, OWN, ROUNDS, WHOLE, Part
 
 PULLS = ("ready", "start")
 
@@ -93,8 +93,25 @@ class Served(SchedulePart):
         return frozenset() if self.pull == "ready" else frozenset({KEPT})
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Stale(SchedulePart):
+    """Sent under backward; sums are applied when they have come, and nobody waits (Canary, 5.3)."""
+
+    name: ClassVar[str] = "stale"
+    bound: ClassVar[str] = "stale"
+    update: ClassVar[UpdatePart] = InRounds()
+    of: ClassVar[str] = "Canary"
+    has: ClassVar[frozenset[str]] = frozenset({OWN})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Sums that come when they come."""
+        return frozenset({ROUNDS})
+
+
 BY_NAME: Mapping[str, Named[SchedulePart]] = {
     WaitFree.name: Named(WaitFree),
     Decoupled.name: Named(Decoupled),
     Served.name: Named(Served, "pull", str),
+    Stale.name: Named(Stale),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from wingbeat.settings import Named, Settings
-from wingbeat.traits import HALVES, KEPT, LATE, WHOLE, Part
+from wingbeat.traits import HALVES, KEPT, LATE, OWN, WHOLE, Part
 
 
 class UpdatePart(Part, Settings):
@@ -73,9 +73,22 @@ class OnServers(UpdatePart):
         return frozenset({KEPT, LATE})
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class InRounds(UpdatePart):
+    """Every worker applies the sums that have come when ``step()`` is called, a round at a time."""
+
+    in_parts: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Steps in which nobody waits for all."""
+        return frozenset({OWN})
+
+
 BY_NAME: Mapping[str, Named[UpdatePart]] = {
     "whole": Named(Whole),
     "deferred": Named(Deferred),
     "sharded": Named(Sharded),
     "servers": Named(OnServers),
+    "rounds": Named(InRounds),
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from wingbeat import topologies
 from wingbeat.collectives import Collectives
 from wingbeat.probe.exchange import (
     BUDGET_S,
@@ -52,7 +53,8 @@ def measure_links(
 ) -> tuple[LinkSamples, ...]:
     """Measure plain collectives on each network interface by itself, then on all together.
 
-    All-gathers go by doubling, as those of small payloads do; all-reduces by ``topology``.
+    All-gathers go by doubling, as those of small payloads do; all-reduces by ``topology``, or
+    around a ring where that is for several interfaces together (a BCube) and one is measured.
     Tensors are on the CPU. Nothing else may be under way.
 
     Args:
@@ -70,7 +72,9 @@ def measure_links(
 
     def measure(name: str, world: World) -> LinkSamples:
         by_what = []
-        for what, how in (("all_gather", "doubling"), ("all_reduce", topology)):
+        together = topologies.get(topology).spans_links and world is not whole
+        reduced = "ring" if together else topology
+        for what, how in (("all_gather", "doubling"), ("all_reduce", reduced)):
             alone = Collectives(world, how)
 
             def action(nbytes: int, what: str = what, alone: Collectives = alone) -> Action:

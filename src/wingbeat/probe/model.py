@@ -14,7 +14,7 @@ from wingbeat.plans.planfile import digest
 from wingbeat.probe.exchange import Samples
 from wingbeat.probe.links import LinkSamples
 from wingbeat.types import TensorSpec
-from wingbeat.wires import DTYPES, Coded, TopK, least_bytes
+from wingbeat.wires import DTYPES, Coded, TopK, least_bytes, own
 
 _SHOWN = 5
 _FLAG_BYTES = 4
@@ -156,12 +156,9 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
     """
     each = []
     for spec in specs:
-        flag, own = _FLAG_BYTES, wire
-        if isinstance(own, TopK):
-            own = replace(own, density=own.density_of(spec.name), groups=())
-        if isinstance(own, str):
-            flag = least_bytes(own, (1,), spec.itemsize)
-        each.append(float(least_bytes(own, spec.shape, spec.itemsize) + flag))
+        mine = own(wire, spec.name)
+        flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
+        each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))
     return each
 
 

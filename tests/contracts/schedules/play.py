@@ -40,6 +40,7 @@ from wingbeat.schedules.intents import Answer, Intent
 RS, AG = Operation.REDUCE_SCATTER, Operation.ALL_GATHER
 AR, AP = Operation.ALL_REDUCE, Operation.ALL_GATHER_PARAMETERS
 PUSH, PULL = Operation.PUSH, Operation.PULL
+GIVE = Operation.CONTRIBUTE
 NEW = frozenset({Operation.FETCH, Operation.EXPECT})
 """Of parameters that servers update."""
 Said = tuple[Intent, frozenset[int]]
@@ -116,7 +117,7 @@ class Worker:
             assert self._last[bucket] is PUSH, "there is nothing to pull"
         elif operation in NEW:
             assert self._handed, "the servers lack what they are to update with"
-        elif operation in (RS, AR, PUSH):
+        elif operation in (RS, AR, PUSH, GIVE):
             assert self._last.get(bucket) is not PUSH, "others may still push for the sum before"
             self._placed.discard(bucket)
         elif operation is AG:
@@ -150,7 +151,7 @@ class Worker:
                 assert spent is not None or self.schedule.phase is not Phase.IDLE
             case Step():
                 assert not self.due, "an older update would come after this one"
-                assert all(last in (AG, AR, PULL) for last in self._last.values())
+                assert all(last in (AG, AR, PULL, GIVE) for last in self._last.values())
 
     def _update_servers(self, command: Hand | UpdateServers) -> None:
         assert self._handed is isinstance(command, UpdateServers)

@@ -17,6 +17,9 @@ from wingbeat.schedules.intents import Intent
 
 from .play import AP, RS, Worker, iteration, planned, together
 
+HISTORIES = 50
+"""Histories for each number of hypothesis: to choose one takes as long as to play it."""
+
 ALIKE = {"sharded", "served_updates", "served_updates_at_start"}
 """Schedules under which all workers have to do the same with their gradients."""
 
@@ -41,23 +44,29 @@ def history(name: str, seed: int) -> list[Worker]:
     return workers
 
 
-@pytest.mark.parametrize("name", schedules.BY_NAME)
-@settings(max_examples=3000)
-@given(seed=st.integers(0, 10**9))
-def test_whatever_users_do_workers_start_the_same_operations(name: str, seed: int) -> None:
-    workers = history(name, seed)
-    together(workers, [[GradientsDropped()]] * len(workers))
-    assert all(worker.started == workers[0].started for worker in workers)
+def seeds(first: int) -> range:
+    return range(HISTORIES * first, HISTORIES * (first + 1))
 
 
 @pytest.mark.parametrize("name", schedules.BY_NAME)
-@settings(max_examples=500)
-@given(seed=st.integers(0, 10**9))
-def test_all_that_is_due_is_made_in_the_end(name: str, seed: int) -> None:
-    workers = history(name, seed)
-    every = ParametersNeeded(tuple(range(len(workers[0].members))))
-    together(workers, [[every]] * len(workers))
-    assert not any(worker.due for worker in workers)
+@settings(max_examples=3000 // HISTORIES)
+@given(first=st.integers(0, 10**8))
+def test_whatever_users_do_workers_start_the_same_operations(name: str, first: int) -> None:
+    for seed in seeds(first):
+        workers = history(name, seed)
+        together(workers, [[GradientsDropped()]] * len(workers))
+        assert all(worker.started == workers[0].started for worker in workers), seed
+
+
+@pytest.mark.parametrize("name", schedules.BY_NAME)
+@settings(max_examples=500 // HISTORIES)
+@given(first=st.integers(0, 10**8))
+def test_all_that_is_due_is_made_in_the_end(name: str, first: int) -> None:
+    for seed in seeds(first):
+        workers = history(name, seed)
+        every = ParametersNeeded(tuple(range(len(workers[0].members))))
+        together(workers, [[every]] * len(workers))
+        assert not any(worker.due for worker in workers), seed
 
 
 @pytest.mark.parametrize("name", schedules.BY_NAME)
@@ -79,9 +88,15 @@ def test_a_plan_may_change_between_two_iterations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALIKE))
-@settings(max_examples=2000)
-@given(seed=st.integers(0, 10**9))
-def test_workers_without_batches_stay_in_step_where_all_agree(name: str, seed: int) -> None:
+@settings(max_examples=2000 // HISTORIES)
+@given(first=st.integers(0, 10**8))
+def test_workers_without_batches_stay_in_step_where_all_agree(name: str, first: int) -> None:
+    for seed in seeds(first):
+        with_followers(name, seed)
+
+
+def with_followers(name: str, seed: int) -> None:
+    """Let some workers train without a batch; all must do the same."""
     chooser = random.Random(seed)
     plan, size = planned(chooser), chooser.randint(2, 4)
     followers = chooser.randint(1, size - 1)

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import wingbeat
 from wingbeat.wires import TopK
 
-INIT_TIMEOUT = 20.0
+INIT_TIMEOUT = 60.0
+"""Seconds, of which no case waits out as many: servers load torch, on busy cores."""
 
 _world_is_up = False
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from wingbeat.codecs import Codec, Coding
+from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.feedback import Residuals
 from wingbeat.collectives import Encoded
@@ -32,15 +33,20 @@ class HookBucket:
         where: its number and first parameter, for messages.
         buffer: DDP's flat gradients, any float dtype; the average takes their place.
         names: its parameters, in their order in the buffer.
-        numels: elements of each.
+        shapes: of each.
         keep_unused: whether DDP may drop the average of parameters that no worker used.
     """
 
     where: str
     buffer: Tensor
     names: Sequence[str]
-    numels: Sequence[int]
+    shapes: Sequence[Sequence[int]]
     keep_unused: bool
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each parameter."""
+        return [math.prod(shape) for shape in self.shapes]
 
     def scaled(self, size: int) -> Tensor:
         """Return this worker's part of the average, float32; in place where the dtype allows."""
@@ -74,7 +80,7 @@ class HookExchange:
         bucket: what is averaged.
         group: its collectives are this exchange's alone.
         residuals: of the bucket's parameters, with a velocity if the codec has momentum.
-        codec: how the gradients travel.
+        regions: how the gradients travel.
         gathered: everyone gets everyone's payload; False: each worker averages a block.
         momentum: whether the codec corrects for it.
     """
@@ -82,7 +88,7 @@ class HookExchange:
     bucket: HookBucket
     group: NativeGroup
     residuals: Residuals
-    codec: Codec
+    regions: Sequence[Region]
     gathered: bool
     momentum: bool = False
 
@@ -116,8 +122,7 @@ class HookExchange:
         return kept(names, numels, buffer.numel(), buffer.device)
 
     def _coding(self) -> Coding:
-        regions = [Region(Span(0, self._values.numel()), self.codec)]
-        bucket = self.bucket
+        bucket, regions = self.bucket, self.regions
         return _KeepingUnused(regions, bucket) if bucket.keep_unused else Coding(regions)
 
 

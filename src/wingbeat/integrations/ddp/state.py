@@ -13,13 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wingbeat.codecs.coding import Region
+from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.feedback import Part, Residuals
-from wingbeat.codecs.sketch import SketchCodec
+from wingbeat.codecs.regions import regions
 from wingbeat.codecs.topk import TopKCodec, warmed_up
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.exchange import HookBucket, HookExchange
 from wingbeat.integrations.ddp.executor import Executor, HookJob
 from wingbeat.transport.native import NativeGroup
+from wingbeat.types import Span
+from wingbeat.wires import LowRank, Sketch, Wire, of, unmatched
 
 
 class _State:
@@ -80,7 +84,7 @@ class _State:
     def _bucket(self, bucket: Any, buffer: Tensor) -> HookBucket:
         self._refuse_misuse()
         index = bucket.index()
-        names, numels = [], []
+        names, shapes = [], []
         for position, param in enumerate(bucket.parameters()):
             name = self._names.get(param)
             if name is None:
@@ -90,7 +94,7 @@ class _State:
                     f"{self._shown()}; make a state for each model, after its parameters are made"
                 )
             names.append(name)
-            numels.append(param.numel())
+            shapes.append(param.shape)
         where = (
             f"bucket {index} ({names[0]} ...)" if len(names) > 1 else f"bucket {index} ({names[0]})"
         )
@@ -100,8 +104,9 @@ class _State:
                 f"{str(buffer.layout).removeprefix('torch.')}; allowed: dense ones of a float "
                 "dtype, so use nn.Embedding(sparse=False)"
             )
-        assert sum(numels) == buffer.numel(), f"{where} has {buffer.numel()} elements"
-        return HookBucket(where, buffer, names, numels, self._keep_unused)
+        made = HookBucket(where, buffer, names, shapes, self._keep_unused)
+        assert sum(made.numels) == buffer.numel(), f"{where} has {buffer.numel()} elements"
+        return made
 
     def _refuse_misuse(self) -> None:
         kind = type(self).__name__
@@ -182,6 +187,9 @@ class SketchState(_State):
         model: the model, or the DistributedDataParallel around it. Given the latter, what only
             ``find_unused_parameters=True`` needs is left out where it is off.
         bits: of each value on the wire, 1 to 8.
+        wire: all settings, in place of bits: a `wingbeat.Sketch` or `wingbeat.LowRank`, or its
+            text, such as ``"lowrank@4:split=count:level=ends"``. A hook has no trial:
+            ``auto_disable`` means nothing here.
         process_group: the one given to DistributedDataParallel, if not the default. If it has only
             some of the ranks, every other rank must make a state in a group of its own too, so
             that torch's numbering of groups stays the same everywhere.
@@ -189,7 +197,7 @@ class SketchState(_State):
 
     Raises:
         UsageError: a value is out of range, ``torch.distributed`` is not initialised, or the model
-            has nothing to train.
+            has nothing to train, or nothing of what a group is for.
     """
 
     def __init__(
@@ -197,17 +205,33 @@ class SketchState(_State):
         model: nn.Module,
         bits: int = 8,
         *,
+        wire: Wire | None = None,
         process_group: Any = None,
         timeout: float | None = None,
     ) -> None:
         if type(bits) is not int or not 1 <= bits <= 8:
             raise UsageError(f"SketchState(bits={bits!r}): allowed are whole numbers from 1 to 8")
-        self.bits = bits
+        self.wire = _sketched(wire, bits)
+        self.bits = self.wire.bits
+        names = _trained(model, type(self).__name__).values()
+        for pattern in unmatched(self.wire, names):
+            raise UsageError(
+                f"SketchState(wire=...): {pattern!r} matches no trained parameter; their names are "
+                f"{', '.join(list(names)[:3])} ...: correct the pattern, or leave it out"
+            )
         super().__init__(model, velocity=False, process_group=process_group, timeout=timeout)
 
+    @property
+    def coding(self) -> bool:
+        """Whether the coming iteration is sketched: its share of the training is not over."""
+        ends = self.wire.ends_after
+        return ends is None or self._steps < ends
+
     def _exchange(self, bucket: HookBucket) -> HookExchange:
-        codec = SketchCodec(self.bits)
-        return HookExchange(bucket, self._group, self._residuals, codec, gathered=False)
+        found = [Region(Span(0, bucket.buffer.numel()), Dense())]
+        if self.coding:
+            found = list(regions(self.wire, list(zip(bucket.names, bucket.shapes, strict=True))))
+        return HookExchange(bucket, self._group, self._residuals, found, gathered=False)
 
 
 class TopKState(_State):
@@ -266,14 +290,27 @@ class TopKState(_State):
 
     def _exchange(self, bucket: HookBucket) -> HookExchange:
         codec = TopKCodec(self.density_now, self.momentum)
+        whole = Region(Span(0, bucket.buffer.numel()), codec)
         return HookExchange(
             bucket,
             self._group,
             self._residuals,
-            codec,
+            [whole],
             gathered=True,
             momentum=self.momentum > 0,
         )
+
+
+def _sketched(wire: Wire | None, bits: int) -> Sketch | LowRank:
+    if wire is None:
+        return Sketch(bits=bits)
+    found = of(wire)
+    if not isinstance(found, Sketch | LowRank) or bits != Sketch.bits:
+        raise UsageError(
+            f"SketchState(bits={bits!r}, wire={wire!r}): allowed are bits alone, or as wire a "
+            "wingbeat.Sketch or wingbeat.LowRank, or its text"
+        )
+    return found
 
 
 def _number(value: Any) -> bool:
