@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wingbeat.session import CanarySession as CanarySession
+    from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
     from wingbeat.strategies import LAGS as LAGS
     from wingbeat.strategies import MGS as MGS
@@ -25,13 +26,17 @@ if TYPE_CHECKING:
     from wingbeat.strategies import AllReduce as AllReduce
     from wingbeat.strategies import Canary as Canary
     from wingbeat.strategies import DeAR as DeAR
+    from wingbeat.strategies import DiLoCo as DiLoCo
     from wingbeat.strategies import Geryon as Geryon
+    from wingbeat.strategies import LocalSGD as LocalSGD
     from wingbeat.strategies import ParameterServer as ParameterServer
     from wingbeat.strategies import PartitionedPS as PartitionedPS
+    from wingbeat.strategies import Ripples as Ripples
     from wingbeat.strategies import Strategy as Strategy
     from wingbeat.strategies import TicTac as TicTac
     from wingbeat.strategies import TopKSGD as TopKSGD
     from wingbeat.strategies import VanillaPS as VanillaPS
+    from wingbeat.sync import consensus as consensus
     from wingbeat.sync import distribute as distribute
     from wingbeat.sync import flush as flush
     from wingbeat.sync import join as join
@@ -53,7 +58,11 @@ _HOME = {
     "Geryon": "wingbeat.strategies",
     "Ako": "wingbeat.strategies",
     "Canary": "wingbeat.strategies",
+    "ADPSGD": "wingbeat.strategies",
     "AllReduce": "wingbeat.strategies",
+    "DiLoCo": "wingbeat.strategies",
+    "LocalSGD": "wingbeat.strategies",
+    "Ripples": "wingbeat.strategies",
     "CanarySession": "wingbeat.session",
     "BML": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
@@ -68,6 +77,7 @@ _HOME = {
     "Strategy": "wingbeat.strategies",
     "TopK": "wingbeat.wires",
     "TopKSGD": "wingbeat.strategies",
+    "consensus": "wingbeat.sync",
     "distribute": "wingbeat.sync",
     "flush": "wingbeat.sync",
     "init": "wingbeat.transport",
@@ -79,6 +89,7 @@ _HOME = {
 
 
 __all__ = [
+    "ADPSGD",
     "BML",
     "LAGS",
     "MGS",
@@ -91,17 +102,21 @@ __all__ = [
     "Canary",
     "CanarySession",
     "DeAR",
+    "DiLoCo",
     "Geryon",
     "Group",
+    "LocalSGD",
     "LowRank",
     "ParameterServer",
     "PartitionedPS",
+    "Ripples",
     "Sketch",
     "Strategy",
     "TicTac",
     "TopK",
     "TopKSGD",
     "VanillaPS",
+    "consensus",
     "distribute",
     "flush",
     "init",

@@ -29,6 +29,12 @@ ROUNDS = "sums in rounds"
 OWN = "steps without a wait for all"
 """Each worker makes iterations of its own, and no part of any is a collective of all."""
 
+MEANS = "means of models"
+"""Parameters are averaged, with all workers or with some."""
+
+LOCAL = "steps on a worker's own gradients"
+"""No gradient travels; models part, and are averaged now and then."""
+
 
 class Part:
     """One of a strategy's answers to the design's questions: a frozen value.

@@ -295,6 +295,33 @@ class Staleness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Averaging:
+    """How models are averaged between steps on local gradients (Ripples; local SGD; DiLoCo).
+
+    Attributes:
+        partners: with whom: ``"all"``; ``"pairs"``, a worker of the other half at a time; or how
+            groups are made, a name of `wingbeat.groups.rules.POLICIES`.
+        size: members of a random group.
+        threshold: C_thres of the slowdown filter; None for no filter.
+        every: steps from one average of a fragment to its next.
+        delay: steps after which an average is taken over; 0: before the step returns.
+        outer: learning rate and momentum of the outer optimizer; None where parameters become the
+            average itself.
+        seed: of random choices.
+        encrypted: whether messages are; parameters of groups never are.
+    """
+
+    partners: str
+    size: int = 3
+    threshold: int | None = 4
+    every: int = 1
+    delay: int = 0
+    outer: tuple[float, float] | None = None
+    seed: int = 0
+    encrypted: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """A strategy's answers, as the engine wants them.
 
@@ -303,7 +330,8 @@ class Choices:
     for their own, or a codec; ``shard_optimizer`` updates each parameter on one worker only,
     ``server_updates`` on the servers; with ``partitions`` each worker sends one of so many parts of
     its gradients an iteration, 0 for as many as there are workers; with ``staleness`` workers make
-    iterations of their own, and exchange gradients as these come.
+    iterations of their own, and exchange gradients as these come; with ``averaging`` each makes
+    steps on its own gradients, and parameters are averaged.
     """
 
     schedule: str
@@ -317,11 +345,12 @@ class Choices:
     server_updates: bool = False
     partitions: int | None = None
     staleness: Staleness | None = None
+    averaging: Averaging | None = None
 
     @property
     def lockstep(self) -> bool:
         """Whether all workers make the same iterations: each may wait for all in each of them."""
-        return self.staleness is None
+        return self.staleness is None and self.averaging is None
 
     @property
     def divides(self) -> bool:

@@ -156,6 +156,11 @@ BOUNDS = {
         _compute,
         _compute,
     ),
+    "local": Bound(
+        "t_ff + t_bp: models may be averaged under computation, in a group or now and then",
+        _compute,
+        _compute,
+    ),
     "fsdp": Bound(
         "max(t_ff, t_ag) + max(t_bp, t_rs): parameters gathered once in forward",
         _simple_halves,

@@ -12,7 +12,7 @@ from wingbeat.errors import PeerError
 from wingbeat.groups.client import GIVEN_UP
 from wingbeat.transport.blame import Blame
 from wingbeat.transport.meeting import room_of
-from wingbeat.types import Group
+from wingbeat.types import Group, Span
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,10 @@ class GroupAverage:
     Connections are kept for as long as the group generator says. If a group fails, the buffer is as
     it was.
 
+    Attributes:
+        part: of the buffer, which is averaged; all of it to begin with.
+        members: of the group that is being averaged with now, or was last.
+
     Args:
         world: of all workers, on CPUs.
         buffer: all parameters: flat, contiguous, of floating point numbers, on the CPU.
@@ -42,6 +46,8 @@ class GroupAverage:
 
     def __init__(self, world: World, buffer: torch.Tensor, wire: WireFormat | None = None) -> None:
         self._world, self._buffer, self._wire = world, buffer, wire
+        self.part = Span(0, buffer.numel())
+        self.members: tuple[int, ...] = ()
         # A collective that fails leaves nothing of its buffer.
         self._sum = buffer.clone()
         self._longest_s = 0.0
@@ -53,7 +59,7 @@ class GroupAverage:
         return len(self._kept)
 
     def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
-        """Replace the buffer by its mean over the members, with the same bits on each.
+        """Replace the buffer's part by its mean over the members, with the same bits on each.
 
         Args:
             run: the group, of two members at least.
@@ -68,9 +74,11 @@ class GroupAverage:
             inner = self._world.open_group(group)
             self._kept[meeting] = group, inner, Collectives(inner)
         group, inner, collectives = self._kept[meeting]
-        self._sum.copy_(self._buffer)
+        self.members = run.members
+        inside = slice(self.part.start, self.part.stop)
+        total = self._sum[inside].copy_(self._buffer[inside])
         try:
-            handle = collectives.all_reduce(self._sum, wire=self._wire)
+            handle = collectives.all_reduce(total, wire=self._wire)
             if not self._over(handle, alive):
                 for link in inner.links:
                     link.close()  # What is under way ends with it.
@@ -81,7 +89,7 @@ class GroupAverage:
             lost = self._lost(group, inner)
             self.close([meeting])
             return lost
-        self._buffer.copy_(self._sum.div_(len(run.members)))
+        self._buffer[inside].copy_(total.div_(len(run.members)))
         return None
 
     def close(self, meetings: Iterable[int] | None = None) -> None:

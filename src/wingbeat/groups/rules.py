@@ -110,3 +110,31 @@ ABLATION = {
     "+ filter": Rules(),
 }
 """Section 5, a step at a time."""
+
+
+POLICIES = ("smart", "random", "buffered", "divided", "inter-intra", "static", "all")
+"""What users call the ways to make groups. Each step of the ablation has all before it."""
+
+
+def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
+    """Return the rules of a policy.
+
+    Args:
+        policy: one of `POLICIES`. Where groups follow the static schedule, rules are those of a
+            generator that is not asked.
+        size: members of a random group.
+        threshold: of the filter.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+    if policy == "all":
+        return Rules.everyone()
+    if policy == "random":
+        return Rules.random(size)
+    return Rules(
+        size=size,
+        division=policy != "buffered",
+        inter_intra=policy not in ("buffered", "divided"),
+        threshold=threshold if policy == "smart" else None,
+    )

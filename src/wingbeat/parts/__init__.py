@@ -8,6 +8,7 @@ Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())
 from __future__ import annotations
 
 from wingbeat.parts.exchange import Bounded, Partial, Servers
+from wingbeat.parts.partners import Groups, Pairs, Partners
 from wingbeat.parts.plan import (
     Colayers,
     Elements,
@@ -19,13 +20,23 @@ from wingbeat.parts.plan import (
     PlanPart,
     TunedBuckets,
 )
-from wingbeat.parts.schedule import Decoupled, SchedulePart, Served, Stale, WaitFree
-from wingbeat.parts.update import Deferred, InRounds, OnServers, Sharded, UpdatePart, Whole
+from wingbeat.parts.schedule import Decoupled, Local, SchedulePart, Served, Stale, WaitFree
+from wingbeat.parts.update import (
+    Averaged,
+    Deferred,
+    InRounds,
+    OnServers,
+    Outer,
+    Sharded,
+    UpdatePart,
+    Whole,
+)
 from wingbeat.topologies import BCube, Doubling, Mesh, Ring
 from wingbeat.traits import Part, Traits
 from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 __all__ = [
+    "Averaged",
     "BCube",
     "Bounded",
     "Colayers",
@@ -34,16 +45,21 @@ __all__ = [
     "Doubling",
     "Elements",
     "FixedBuckets",
+    "Groups",
     "Half",
     "InRounds",
     "Layers",
+    "Local",
     "LowRank",
     "Merged",
     "Mesh",
     "OnServers",
     "OneBucket",
+    "Outer",
+    "Pairs",
     "Part",
     "Partial",
+    "Partners",
     "PerTensor",
     "PlanPart",
     "Ring",

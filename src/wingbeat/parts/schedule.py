@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from wingbeat.parts.update import Deferred, InRounds, UpdatePart, Whole
+from wingbeat.errors import UsageError
+from wingbeat.parts.update import Averaged, Deferred, InRounds, UpdatePart, Whole
 from wingbeat.settings import Named, Settings
-from wingbeat.traits import HALVES, KEPT, LATE, ONCE, OWN, ROUNDS, WHOLE, Part
+from wingbeat.traits import HALVES, KEPT, LATE, LOCAL, MEANS, ONCE, OWN, ROUNDS, WHOLE, Part
 
 PULLS = ("ready", "start")
 
@@ -109,9 +110,53 @@ class Stale(SchedulePart):
         return frozenset({ROUNDS})
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Local(SchedulePart):
+    """Steps on this worker's own gradients, and averages of models between them (Ripples, 3.2).
+
+    Args:
+        every: steps from one average to the next. Where the plan has several fragments, each has a
+            turn of its own in that time.
+        delay: steps after which an average is taken over, under which it is made; 0: it is waited
+            for in the step that begins it.
+
+    Raises:
+        UsageError: a number out of range.
+    """
+
+    name: ClassVar[str] = "local"
+    bound: ClassVar[str] = "local"
+    update: ClassVar[UpdatePart] = Averaged()
+    of: ClassVar[str] = "Ripples"
+    has: ClassVar[frozenset[str]] = frozenset({LOCAL})
+
+    every: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        check_local(self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Somebody to average with."""
+        return frozenset({MEANS})
+
+
+def check_local(options: Any) -> None:
+    """Raise a `UsageError` unless ``every`` and ``delay`` are numbers of steps that fit."""
+    options.check_count("every", 1, 1_000_000)
+    options.check_count("delay", 0, 1_000_000)
+    if options.delay > options.every:
+        raise UsageError(
+            f"{type(options).__name__}(every={options.every}, delay={options.delay}): an average "
+            f"is taken over before the next begins; allowed is delay=0 to {options.every}"
+        )
+
+
 BY_NAME: Mapping[str, Named[SchedulePart]] = {
     WaitFree.name: Named(WaitFree),
     Decoupled.name: Named(Decoupled),
     Served.name: Named(Served, "pull", str),
     Stale.name: Named(Stale),
+    Local.name: Named(Local, "every", int),
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from wingbeat.settings import Named, Settings
-from wingbeat.traits import HALVES, KEPT, LATE, OWN, WHOLE, Part
+from wingbeat.traits import HALVES, KEPT, LATE, LOCAL, OWN, WHOLE, Part
 
 
 class UpdatePart(Part, Settings):
@@ -85,10 +85,59 @@ class InRounds(UpdatePart):
         return frozenset({OWN})
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Averaged(UpdatePart):
+    """Parameters become what was averaged (Ripples, section 3.2; local SGD)."""
+
+    in_parts: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Steps between averages."""
+        return frozenset({LOCAL})
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Outer(UpdatePart):
+    """What workers have moved since the last average is averaged, and is an optimizer's gradient.
+
+    DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum, on the average over workers of how
+    far each has come. ``Outer(lr=1, momentum=0)`` takes the average as it is.
+
+    Args:
+        lr: the outer learning rate.
+        momentum: Nesterov's, 0 for none.
+
+    Raises:
+        UsageError: a number out of range.
+    """
+
+    in_parts: ClassVar[bool] = False
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_outer(self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Steps between averages."""
+        return frozenset({LOCAL})
+
+
+def check_outer(options: Any, prefix: str = "") -> None:
+    """Raise a `UsageError` unless ``lr`` and ``momentum`` are an outer optimizer's."""
+    options.check_number(f"{prefix}lr", "numbers above 0", lambda value: value > 0)
+    options.check_number(f"{prefix}momentum", "0 to below 1", lambda value: 0 <= value < 1)
+
+
 BY_NAME: Mapping[str, Named[UpdatePart]] = {
     "whole": Named(Whole),
     "deferred": Named(Deferred),
     "sharded": Named(Sharded),
     "servers": Named(OnServers),
     "rounds": Named(InRounds),
+    "averaged": Named(Averaged),
+    "outer": Named(Outer, "lr", float),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from wingbeat.schedules.dear import Dear
 from wingbeat.schedules.events import Schedule
+from wingbeat.schedules.local import Local
 from wingbeat.schedules.served import Served, ServedAtStart
 from wingbeat.schedules.served_updates import ServedUpdates, ServedUpdatesAtStart
 from wingbeat.schedules.sharded import ShardedDear
@@ -13,6 +14,7 @@ from wingbeat.schedules.wfbp import Wfbp
 __all__ = [
     "BY_NAME",
     "Dear",
+    "Local",
     "Served",
     "ServedAtStart",
     "ServedUpdates",
@@ -31,5 +33,6 @@ BY_NAME: dict[str, type[Schedule]] = {
     "served_updates": ServedUpdates,
     "served_updates_at_start": ServedUpdatesAtStart,
     "stale": Stale,
+    "local": Local,
 }
 """Each is made once for a run."""

@@ -290,7 +290,37 @@ class UpdateServers:
     unasked: bool
 
 
-UpdateCommand = Defer | Update | UpdateOwn | Place | Step | Share | Forget | Hand | UpdateServers
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Begin to average parameters with other workers': those of fragments ``first`` to ``last``.
+
+    Attributes:
+        first: number of the first fragment.
+        last: of the one behind the last.
+    """
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Wait for the average that was begun last, and take it over; unless that has been done."""
+
+
+UpdateCommand = (
+    Defer
+    | Update
+    | UpdateOwn
+    | Place
+    | Step
+    | Share
+    | Forget
+    | Hand
+    | UpdateServers
+    | Average
+    | Adopt
+)
 """What the optimizer's side of training does."""
 
 Command = Start | Wait | Show | Say | Hear | UpdateCommand

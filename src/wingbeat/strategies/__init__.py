@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from wingbeat.strategies.ako import Ako
 from wingbeat.strategies.canary import Canary
+from wingbeat.strategies.local import ADPSGD, DiLoCo, LocalSGD, Ripples
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.presets import (
     BML,
@@ -34,6 +35,7 @@ from wingbeat.strategies.spelling import names, parse
 from wingbeat.strategies.strategy import Strategy
 
 __all__ = [
+    "ADPSGD",
     "BML",
     "LAGS",
     "MGS",
@@ -46,10 +48,13 @@ __all__ = [
     "AllReduce",
     "Canary",
     "DeAR",
+    "DiLoCo",
     "Geryon",
+    "LocalSGD",
     "ParameterServer",
     "PartitionedPS",
     "Preset",
+    "Ripples",
     "Strategy",
     "TicTac",
     "TopKSGD",

@@ -16,6 +16,7 @@ from wingbeat.parts.plan import PlanPart
 from wingbeat.settings import named
 from wingbeat.strategies.ako import Ako
 from wingbeat.strategies.canary import Canary
+from wingbeat.strategies.local import ADPSGD, DiLoCo, LocalSGD, Ripples
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.served import P3, Geryon, ParameterServer, PartitionedPS, TicTac, VanillaPS
 from wingbeat.strategies.strategy import Strategy
@@ -387,6 +388,10 @@ PRESETS: dict[str, type[Preset]] = {
         P3,
         Ako,
         Canary,
+        Ripples,
+        ADPSGD,
+        LocalSGD,
+        DiLoCo,
     )
 }
 """All of them, by their names on the command line."""

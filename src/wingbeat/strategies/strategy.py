@@ -9,17 +9,19 @@ from typing import Any, TypeVar, cast
 from wingbeat import topologies, wires
 from wingbeat.errors import UsageError
 from wingbeat.parts import exchange as exchanges
+from wingbeat.parts import partners
 from wingbeat.parts import plan as plans
 from wingbeat.parts import schedule as schedules
 from wingbeat.parts import update as updates
 from wingbeat.parts.exchange import Bounded, Partial, Servers
+from wingbeat.parts.partners import Groups, Partners
 from wingbeat.parts.plan import PlanPart
-from wingbeat.parts.schedule import SchedulePart
-from wingbeat.parts.update import UpdatePart
+from wingbeat.parts.schedule import Local, SchedulePart
+from wingbeat.parts.update import Outer, UpdatePart
 from wingbeat.settings import Named, Settings, named
 from wingbeat.topologies import BCube, Topology
 from wingbeat.traits import HALVES, KEPT, ONCE, Part, Traits
-from wingbeat.types import Choices
+from wingbeat.types import Averaging, Choices
 from wingbeat.wires import CodecPart, LowRank, Sketch, TopK, Wire
 
 T = TypeVar("T")
@@ -29,13 +31,14 @@ def _bcube(size: tuple[int, int] = (0, 0)) -> BCube:
     return BCube(*size)
 
 
-_EXCHANGES: Mapping[str, Named[Topology | Servers | Partial | Bounded]] = {
+_EXCHANGES: Mapping[str, Named[Topology | Servers | Partial | Bounded | Partners]] = {
     **{name: Named(type(topology)) for name, topology in topologies.BY_NAME.items()},
     "bcube": Named(_bcube, "size", topologies.parse_size),
     **exchanges.BY_NAME,
+    **partners.BY_NAME,
 }
 
-_ANY_EXCHANGE = (Topology, Servers, Partial, Bounded)
+_ANY_EXCHANGE = (Topology, Servers, Partial, Bounded, Partners)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -49,7 +52,8 @@ class Strategy(Settings):
         plan: which tensors travel together.
         wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
         exchange: along which links: a topology, `wingbeat.parts.Servers`,
-            `wingbeat.parts.Partial` or `wingbeat.parts.Bounded`.
+            `wingbeat.parts.Partial` or `wingbeat.parts.Bounded`; or with whom models are
+            averaged, `wingbeat.parts.Groups` or `wingbeat.parts.Pairs`.
         schedule: when, relative to forward and backward.
         update: who applies the optimizer; empty: as the schedule has it.
 
@@ -59,7 +63,7 @@ class Strategy(Settings):
 
     plan: PlanPart | str = "fixed"
     wire: Wire = "fp32"
-    exchange: Topology | Servers | Partial | Bounded | str = "ring"
+    exchange: Topology | Servers | Partial | Bounded | Partners | str = "ring"
     schedule: SchedulePart | str = "wfbp"
     update: UpdatePart | str = ""
 
@@ -84,6 +88,8 @@ class Strategy(Settings):
             _check_partial(self)
         elif isinstance(self.exchange, Bounded):
             _check_bounded(self)
+        elif isinstance(self.exchange, Partners):
+            _check_averaged(self)
         else:
             topologies.name_of(found["exchange"])
             _check_spanning(self)
@@ -139,6 +145,18 @@ class Strategy(Settings):
             server_updates=self._update.on_servers,
             partitions=None if partial is None else partial.partitions,
             staleness=exchange.staleness() if isinstance(exchange, Bounded) else None,
+            averaging=self._averaging(),
+        )
+
+    def _averaging(self) -> Averaging | None:
+        if not isinstance(self.exchange, Partners):
+            return None
+        local, update = cast(Local, self.schedule), self._update
+        return Averaging(
+            every=local.every,
+            delay=local.delay,
+            outer=(update.lr, update.momentum) if isinstance(update, Outer) else None,
+            **self.exchange.averaging(),
         )
 
     def compose(self) -> Strategy:
@@ -186,6 +204,8 @@ def _check_needs(parts: list[Part]) -> None:
                 having.append("exchange=Servers()")
             if need in Bounded.has:
                 having.append("exchange=Bounded()")
+            if need in Partners.has:
+                having += ["exchange=Groups()", "exchange=Pairs()"]
             others = ", ".join(repr(other) for other in parts if other is not part)
             raise UsageError(
                 f"{part!r} needs {need}, which none of {others} has; allowed: {'; '.join(having)}"
@@ -219,7 +239,8 @@ def _check_merged(strategy: Strategy) -> None:
 def _topology_of(exchange: Any) -> str:
     if isinstance(exchange, Partial):
         return exchange.topology
-    return "ring" if isinstance(exchange, Servers | Bounded) else topologies.name_of(exchange)
+    other = isinstance(exchange, Servers | Bounded | Partners)
+    return "ring" if other else topologies.name_of(exchange)
 
 
 def _check_partial(strategy: Strategy) -> None:
@@ -265,6 +286,30 @@ def _check_bounded(strategy: Strategy) -> None:
             f"{where}, plan={plan!r}): what is tried or measured while training goes on is decided "
             "by all workers at once, who make iterations of their own here; allowed: "
             "plan=Colayers(), or another fixed plan, such as Layers()"
+        )
+
+
+def _check_averaged(strategy: Strategy) -> None:
+    """Raise a `UsageError` for what cannot be averaged so."""
+    exchange, wire = strategy.exchange, strategy.wire
+    where = f"Strategy(exchange={exchange!r}"
+    plan, update = cast(PlanPart, strategy.plan), strategy._update
+    if plan.tuning() is not None or plan.merging() is not None:
+        raise UsageError(
+            f"{where}, plan={plan!r}): what is averaged together does not change while training "
+            "goes on; allowed: plan=OneBucket(), or another fixed plan, such as Layers()"
+        )
+    if wire not in wires.DTYPES:
+        raise UsageError(
+            f"{where}, wire={wire!r}): models are averaged as they are, or rounded; allowed: "
+            '"fp32", "bf16"'
+        )
+    if isinstance(exchange, Groups) and exchange.policy == "all":
+        return
+    if isinstance(update, Outer):
+        raise UsageError(
+            f"{where}, update={update!r}): the outer optimizer starts from one model, which all "
+            'workers have; allowed: Groups(policy="all"), or update="averaged"'
         )
 
 

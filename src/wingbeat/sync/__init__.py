@@ -1,5 +1,13 @@
 """When, relative to forward and backward: hooks on a model and its optimizer."""
 
-from wingbeat.sync.entry import bounded_exchange, distribute, flush, join, no_sync, release
+from wingbeat.sync.entry import (
+    bounded_exchange,
+    consensus,
+    distribute,
+    flush,
+    join,
+    no_sync,
+    release,
+)
 
-__all__ = ["bounded_exchange", "distribute", "flush", "join", "no_sync", "release"]
+__all__ = ["bounded_exchange", "consensus", "distribute", "flush", "join", "no_sync", "release"]

@@ -35,13 +35,18 @@ class Hooked(Protocol):
 
 
 class Hooks:
-    """An engine's hooks, which do not keep it alive, and of which copies of the model have none."""
+    """An engine's hooks, which do not keep it alive, and of which copies of the model have none.
 
-    def __init__(self, engine: Hooked) -> None:
+    Args:
+        engine: whose.
+        gradients: whether it takes gradients in.
+    """
+
+    def __init__(self, engine: Hooked, *, gradients: bool = True) -> None:
         me = weakref.ref(engine)
         self._inner = list(_on_inner_modules(engine, me))
         self._others = [
-            *_on_parameters(engine, me),
+            *(_on_parameters(engine, me) if gradients else ()),
             *_on_model(engine, me),
             *_on_optimizer(engine, me),
         ]

@@ -133,8 +133,8 @@ class BufferSync:
         self.apply()
         self._sent = self._packed(root)
         if self._rank != root:
-            self._before = ByteBuffer(self._tensors())
-            self._before.pack(self._tensors())
+            self._before = ByteBuffer(self.tensors())
+            self._before.pack(self.tensors())
         self._root = root
         label = "buffers after backward"
         self._handle = self._collectives.broadcast(self._sent.flat, root, label=label)
@@ -147,7 +147,7 @@ class BufferSync:
         self._root = root
         if self._rank == root:
             sent = self._sent
-            self._news[0] = sent is None or not all(sent.equal(self._tensors()))
+            self._news[0] = sent is None or not all(sent.equal(self.tensors()))
         self._asked = self._own.broadcast(self._news, root, label="news of buffers")
 
     def apply(self) -> None:
@@ -157,7 +157,7 @@ class BufferSync:
             handle.wait()
             if self._rank != self._root and self._before is not None:
                 # What somebody has written since is this worker's until the next forward.
-                self._sent.unpack(self._tensors(), self._before)
+                self._sent.unpack(self.tensors(), self._before)
         asked, self._asked = self._asked, None
         if asked is None or self._own is None:
             return
@@ -166,23 +166,24 @@ class BufferSync:
             self._sent = self._packed(self._root)
             self._own.broadcast(self._sent.flat, self._root, label="buffers").wait()
         if self._rank != self._root and self._sent is not None:
-            self._sent.unpack(self._tensors())
+            self._sent.unpack(self.tensors())
 
     def level(self) -> None:
         """Take over rank 0's now; every worker must call it."""
         with torch.no_grad():
-            broadcast_now(self._tensors(), self._collectives, root=0)
+            broadcast_now(self.tensors(), self._collectives, root=0)
 
     def _packed(self, root: int) -> ByteBuffer:
         """Lay out today's buffers, with the values of this worker if it is the root."""
-        tensors = self._tensors()
+        tensors = self.tensors()
         if self._sent is None or not self._sent.fits(tensors):
             self._sent = ByteBuffer(tensors)
         if self._rank == root:
             self._sent.pack(tensors)
         return self._sent
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
+        """Return today's buffers, as a name may have been given another one."""
         found = (place.get(name) for place, name in self._places)
         return [tensor for tensor in found if tensor is not None]
 

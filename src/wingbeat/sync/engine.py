@@ -98,7 +98,8 @@ class Engine(Intake):
         # Before the exchange, which is made next, is closed: leave no update behind.
         if world.size > 1 and (choices.shard_optimizer or choices.servers is not None):
             world.on_close(WeakCall(self.flush_at_last))
-        self.runtime = kinds.runtime_of(choices, training, self.compression, self)
+        buffers = self.buffer_sync.tensors
+        self.runtime = kinds.runtime_of(choices, training, self.compression, self, buffers)
         self.meter = self.runtime.meter = Meter(type(model).__name__)
         self.meter.show(self.runtime.exchange.sections)
         self.views = self.runtime.views
@@ -114,9 +115,11 @@ class Engine(Intake):
         exchange, links = self.runtime.exchange, self.collectives
         if self.choices.lockstep:
             self.control = Control(self.choices, self.bucketing, self.compression, links, exchange)
-        self.bucketing.build()
+        local = self.choices.averaging is not None
+        if not local:
+            self.bucketing.build()
         self._planned()
-        self.hooks = Hooks(self)
+        self.hooks = Hooks(self, gradients=not local)
         forks.add(self)
 
     def _planned(self) -> None:

@@ -164,6 +164,20 @@ def flush(model: torch.nn.Module) -> None:
     _engine_of(model, "flush").level()
 
 
+def consensus(model: torch.nn.Module) -> None:
+    """Have all workers hold the same model; where each has one of its own, their mean.
+
+    Before evaluation and saving, on all ranks: under `Ripples`, `ADPSGD`, `LocalSGD` and `DiLoCo`,
+    whose models differ, parameters and floating-point buffers become the mean over all workers, and
+    training goes on from it. Under other strategies the same as `flush`.
+
+    Raises:
+        UsageError: the model is not distributed.
+        PeerError: a worker did not call it in time; names it.
+    """
+    _engine_of(model, "consensus").level()
+
+
 def _engine_of(model: Any, what: str) -> Engine:
     engine = engine_of(model) if isinstance(model, torch.nn.Module) else None
     if engine is None:

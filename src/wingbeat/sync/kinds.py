@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,6 +27,7 @@ from wingbeat.gradients.views import (
     Views,
 )
 from wingbeat.schedules.events import Schedule
+from wingbeat.sync import averaged
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
@@ -50,20 +51,36 @@ def compression_of(
     Raises:
         UsageError: gradients cannot travel so.
     """
+    if choices.averaging is not None:  # gradients do not travel
+        return Compression("", slots, collectives)
     if choices.partitions is not None and collectives.world.size > 1:
         return Backlog(choices.wire, slots, collectives)
     return Compression(choices.wire, slots, collectives)
 
 
 def runtime_of(
-    choices: Choices, training: Training, compression: Compression, gatherer: Gatherer
+    choices: Choices,
+    training: Training,
+    compression: Compression,
+    gatherer: Gatherer,
+    buffers: Callable[[], list[torch.Tensor]],
 ) -> Runtime:
     """Make the parts that ``choices`` ask for.
+
+    Args:
+        choices: the strategy's.
+        training: what they work on.
+        compression: how gradients travel.
+        gatherer: makes gradients whole when somebody looks at one.
+        buffers: returns the model's, as they are today.
 
     Raises:
         UsageError: it is not possible with this optimizer.
         MismatchError: the workers' optimizers differ, and the strategy divides them.
     """
+    averaging = choices.averaging
+    if averaging is not None and training.collectives.world.size > 1:
+        return averaged.runtime_of(averaging, choices.wire, training, buffers)
     schedule = _schedule_of(choices, training.collectives.world.size)
     views = _views_of(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.

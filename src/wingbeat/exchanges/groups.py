@@ -1,0 +1,109 @@
+"""Averages of parameters in groups of the moment, beside training (Ripples, section 3.2)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from wingbeat.exchanges.grouping import Grouping
+from wingbeat.observe.meter import Section
+from wingbeat.transport import leaving
+from wingbeat.types import Span
+
+if TYPE_CHECKING:
+    import torch
+
+    from wingbeat.transport.world import World
+
+
+class GroupAverager:
+    """Has a thread meet the groups that this worker is in, while training goes on.
+
+    Args:
+        grouping: this worker's way to groups.
+        buffer: all parameters: flat, contiguous, of floating point, on the CPU.
+        world: of all workers.
+    """
+
+    def __init__(self, grouping: Grouping, buffer: torch.Tensor, world: World) -> None:
+        self.buffer = buffer
+        self._grouping, self._threads, self._closed = grouping, world.threads, False
+        self._whole = Span(0, buffer.numel())
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._over = threading.Event()
+        self._failed: BaseException | None = None
+        self._averages = 0
+        self._thread = threading.Thread(target=self._serve, name="wingbeat-averages", daemon=True)
+        self._thread.start()
+
+    def begin(self, part: Span) -> None:
+        """Have the part averaged in the next groups; leave it alone until `end`."""
+        self._start(part, self._grouping.step)
+
+    def end(self) -> None:
+        """Wait until this worker's groups are done.
+
+        Raises:
+            PeerError: no group came in time, or the generator has sent what it never sends.
+        """
+        self._over.wait()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def level(self) -> None:
+        """Make the whole buffer the mean over all workers that take part, who all call this.
+
+        Raises:
+            PeerError: a worker did not; names it.
+        """
+        self._start(self._whole, self._grouping.level)
+        self.end()
+
+    def sections(self) -> Sequence[Section]:
+        """Return how many averages there were, with whom the last, and who takes no part."""
+        client = self._grouping.client
+        return [
+            Section(
+                "groups",
+                {
+                    "averages": self._averages,
+                    "group": " ".join(map(str, sorted(self._grouping.averages.members))),
+                    "absent": " ".join(map(str, sorted(client.absent))),
+                    "generator": "gone" if client.fallen else "",
+                },
+            )
+        ]
+
+    def close(self) -> None:
+        """Leave; nobody waits for this worker any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._jobs.put(None)
+        if self._threads:
+            # Whoever closes worlds of one process closes one after the other.
+            threading.Thread(target=self._end, name="wingbeat-ending").start()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if not leaving.failing():
+            self._thread.join()
+        self._grouping.close()
+
+    def _start(self, part: Span, step: Callable[[], None]) -> None:
+        self._grouping.averages.part = part
+        self._over.clear()
+        self._jobs.put(step)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+                self._averages += 1
+            except BaseException as error:  # for the thread that trains
+                self._failed = error
+            self._over.set()

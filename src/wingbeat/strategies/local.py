@@ -1,0 +1,195 @@
+"""Presets whose workers step on their own gradients and average models: Ripples and its kin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wingbeat import parts
+from wingbeat.groups.rules import GROUP_SIZE, THRESHOLD
+from wingbeat.parts.partners import check_groups, threshold_of
+from wingbeat.parts.schedule import check_local
+from wingbeat.parts.update import check_outer
+from wingbeat.settings import READ
+from wingbeat.strategies.preset import Preset
+from wingbeat.strategies.strategy import Strategy
+from wingbeat.wires import Wire
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Ripples(Preset):
+    """Partial all-reduce: after a step, models are averaged in a group of the moment.
+
+    Ripples (Luo et al., 2020). Each worker steps on its own gradients and asks a group generator
+    with whom to average, so that slow workers hold nobody back. Not exact: models differ until
+    `wingbeat.consensus`.
+
+    Args:
+        policy: ``"smart"``, the paper's last word; the steps to it, ``"random"``, ``"buffered"``
+            (+ Group Buffer), ``"divided"`` (+ Global Division) and ``"inter-intra"``, each with all
+            before it; or ``"static"``, a schedule that needs no generator (section 4.2).
+        size: members of a random group.
+        threshold: C_thres of the slowdown filter (section 5.3), of ``"smart"``; None (``none`` on
+            the command line): no filter.
+        every: steps from one average to the next.
+        overlap: whether an average is made under the next forward and backward, and taken over in
+            the next step; otherwise each step waits for its own.
+        wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        encrypted: whether messages to the generator are.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    policy: str = "smart"
+    size: int = GROUP_SIZE
+    threshold: int | None = field(default=THRESHOLD, metadata={READ: threshold_of})
+    every: int = 1
+    overlap: bool = False
+    wire: Wire = "fp32"
+    encrypted: bool = True
+
+    def __post_init__(self) -> None:
+        check_groups(self)
+        self.check_count("every", 1, 1_000_000)
+        for key in ("overlap", "encrypted"):
+            self.check_flag(key)
+        self.compose()
+
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        return Strategy(
+            plan=parts.OneBucket(),
+            wire=self.wire,
+            exchange=parts.Groups(
+                policy=self.policy,
+                size=self.size,
+                threshold=self.threshold,
+                encrypted=self.encrypted,
+            ),
+            schedule=parts.Local(every=self.every, delay=int(self.overlap)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ADPSGD(Preset):
+    """Asynchronous decentralised SGD: after a step, a worker averages with one other.
+
+    AD-PSGD (Lian et al., 2018), as Ripples compares itself with it (sections 2.3 and 7). Workers of
+    even rank choose a random one of odd rank, which averages at once, whatever it computes; without
+    these two halves there are deadlocks (Fig. 2a). The same without halves, on groups of two, is
+    ``Ripples(policy="random", size=2)``. Not exact: models differ until `wingbeat.consensus`.
+
+    Args:
+        overlap: whether averages are made under the next forward and backward.
+        wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        encrypted: whether messages, parameters among them, are.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    overlap: bool = True
+    wire: Wire = "fp32"
+    encrypted: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("overlap", "encrypted"):
+            self.check_flag(key)
+        self.compose()
+
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        return Strategy(
+            plan=parts.OneBucket(),
+            wire=self.wire,
+            exchange=parts.Pairs(encrypted=self.encrypted),
+            schedule=parts.Local(delay=int(self.overlap)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LocalSGD(Preset):
+    """Steps on each worker's own gradients; every so many, all models become their mean.
+
+    Local SGD (Stich, 2019). With ``every=1`` and SGD, with momentum or without, weights are those
+    of DDP. Not exact otherwise.
+
+    Args:
+        every: steps from one average to the next, H.
+        overlap: whether an average is made under the next forward and backward, and taken over in
+            the next step; otherwise its step waits for it.
+        wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        encrypted: whether messages to the generator are, who knows which workers are there.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    every: int = 8
+    overlap: bool = False
+    wire: Wire = "fp32"
+    encrypted: bool = True
+
+    def __post_init__(self) -> None:
+        self.check_count("every", 1, 1_000_000)
+        for key in ("overlap", "encrypted"):
+            self.check_flag(key)
+        self.compose()
+
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        return Strategy(
+            plan=parts.OneBucket(),
+            wire=self.wire,
+            exchange=parts.Groups(policy="all", encrypted=self.encrypted),
+            schedule=parts.Local(every=self.every, delay=int(self.overlap)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DiLoCo(Preset):
+    """Local steps; how far workers have come is averaged, and is an outer optimizer's gradient.
+
+    DiLoCo (Douillard et al., 2023); with ``fragments`` and ``delay`` Streaming DiLoCo (Douillard et
+    al., 2025): fragments of the model take turns, each averaged under training. The inner
+    optimizer is the user's, of any kind. Not exact.
+
+    Args:
+        every: steps from one average of a fragment to its next, H.
+        fragments: into how many the model's layers are put.
+        delay: steps after which a fragment's average is taken over, under which it is made; 0: its
+            step waits for it.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: Nesterov momentum of the outer optimizer.
+        wire: what differences travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        encrypted: whether messages to the generator are, who knows which workers are there.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    every: int = 30
+    fragments: int = 1
+    delay: int = 0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    wire: Wire = "fp32"
+    encrypted: bool = True
+
+    def __post_init__(self) -> None:
+        check_local(self)
+        check_outer(self, "outer_")
+        self.check_count("fragments", 1, 10_000)
+        self.check_flag("encrypted")
+        self.compose()
+
+    def compose(self) -> Strategy:
+        """Return the parts that it stands for."""
+        plan = parts.OneBucket() if self.fragments == 1 else parts.Colayers(count=self.fragments)
+        return Strategy(
+            plan=plan,
+            wire=self.wire,
+            exchange=parts.Groups(policy="all", encrypted=self.encrypted),
+            schedule=parts.Local(every=self.every, delay=self.delay),
+            update=parts.Outer(lr=self.outer_lr, momentum=self.outer_momentum),
+        )

@@ -1,0 +1,104 @@
+"""The parts of strategies that average models (Ripples, AD-PSGD, local SGD, DiLoCo)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from wingbeat import plans, schedules
+from wingbeat.collectives import wire_dtype
+from wingbeat.errors import UsageError
+from wingbeat.exchanges.averager import Averager
+from wingbeat.exchanges.grouping import Grouping
+from wingbeat.exchanges.groups import GroupAverager
+from wingbeat.exchanges.models import ModelExchange
+from wingbeat.gradients.views import ShownGradients
+from wingbeat.groups.rules import rules_of
+from wingbeat.sync.hooks import WeakCall
+from wingbeat.sync.runtime import Runtime
+from wingbeat.transport.world import World
+from wingbeat.types import Averaging, Fusion
+from wingbeat.updates.agreement import Agreement
+from wingbeat.updates.flat import FlatModel
+from wingbeat.updates.local import LocalUpdate
+from wingbeat.updates.outer import OuterUpdate
+from wingbeat.updates.update import Training
+
+
+def runtime_of(
+    averaging: Averaging,
+    wire: object,
+    training: Training,
+    buffers: Callable[[], list[torch.Tensor]],
+) -> Runtime:
+    """Make them.
+
+    Args:
+        averaging: how models are averaged.
+        wire: name of the dtype that they travel in; empty for float32 (or float64).
+        training: what the parts work on.
+        buffers: returns the model's, as they are today.
+
+    Raises:
+        UsageError: a model that cannot be averaged so, or the generator cannot be started.
+        RendezvousError: a worker did not come.
+    """
+    bucketing, world = training.bucketing, training.collectives.world
+    _check(training, world)
+    model = FlatModel(_fragments(training, bucketing.fusion), lambda: _floating(buffers()))
+    averager = _averager_of(averaging, str(wire), world, model.flat)
+    if averaging.outer is None:
+        update = LocalUpdate(training, model, averager)
+    else:
+        update = OuterUpdate(training, model, averager, *averaging.outer)
+    world.on_close(averager.close)
+    runtime = Runtime(
+        schedules.Local(averaging.every, averaging.delay),
+        ModelExchange(averager, len(model.spans)),
+        bucketing,
+        ShownGradients(bucketing),
+        update,
+        Agreement(training.collectives, len(bucketing.slots)),
+        training.steps,
+    )
+    update.waited = WeakCall(runtime.waited)
+    return runtime
+
+
+def _check(training: Training, world: World) -> None:
+    """Raise a `UsageError` for what cannot be averaged on this machine."""
+    device = training.bucketing.device
+    if device.type != "cpu" or device.type in world.native_on:
+        raise UsageError(
+            f"parameters on {device}: models are averaged on the CPU only (Ripples, ADPSGD, "
+            "LocalSGD, DiLoCo); keep the model on the CPU, or use wingbeat.DeAR()"
+        )
+
+
+def _fragments(training: Training, fusion: Fusion) -> list[list[torch.Tensor]]:
+    """Return which parameters are averaged at the same time; first those that forward reads."""
+    bucketing = training.bucketing
+    plan = plans.make(fusion, bucketing.specs, bucketing.ready_order)
+    return [
+        [bucketing.slots[index].param for index in sorted(bucket.tensors)]
+        for bucket in reversed(plan.buckets)
+    ]
+
+
+def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those that have a mean; how many batches there were, say, has none."""
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def _averager_of(averaging: Averaging, wire: str, world: World, flat: torch.Tensor) -> Averager:
+    rules = rules_of(averaging.partners, averaging.size, averaging.threshold)
+    grouping = Grouping(
+        world,
+        flat,
+        rules,
+        wire=wire_dtype(wire),
+        seed=averaging.seed,
+        encrypted=averaging.encrypted,
+    )
+    return GroupAverager(grouping, flat, world)

@@ -1,0 +1,95 @@
+"""A model's parameters in one flat buffer, cut into fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from wingbeat.errors import UsageError
+from wingbeat.types import Span
+
+Tensors = list[torch.Tensor]
+
+
+class FlatModel:
+    """Room for all parameters, and for buffers behind them, in float32 (float64 if any is that).
+
+    Values are copied in and out: whatever a parameter's dtype, strides and ``data`` are by then.
+
+    Args:
+        fragments: parameters that are averaged at the same time, in the order of their turns.
+        buffers: returns tensors that are averaged only when all workers meet: each time as many, of
+            the same shapes, of floating point.
+
+    Attributes:
+        flat: the room, on the CPU; its values are whatever was put there last.
+        spans: of each fragment.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Sequence[torch.Tensor]],
+        buffers: Callable[[], Tensors] = list,
+    ) -> None:
+        self._fragments, self._buffers = [list(part) for part in fragments], buffers
+        tensors = [*(param for part in self._fragments for param in part), *buffers()]
+        double = any(tensor.dtype is torch.float64 for tensor in tensors)
+        numel = sum(tensor.numel() for tensor in tensors)
+        self.flat = torch.zeros(numel, dtype=torch.float64 if double else torch.float32)
+        self.spans: list[Span] = []
+        self._views: list[Tensors] = []
+        start = 0
+        for part in (*self._fragments, buffers()):
+            views, begin = [], start
+            for tensor in part:
+                stop = start + tensor.numel()
+                views.append(self.flat[start:stop].view(tensor.shape))
+                start = stop
+            self._views.append(views)
+            self.spans.append(Span(begin, start))
+        self.spans.pop()  # buffers are no fragment
+
+    def part(self, first: int, last: int) -> Span:
+        """Return where the fragments from ``first`` to before ``last`` are."""
+        return Span(self.spans[first].start, self.spans[last - 1].stop)
+
+    @torch.no_grad()
+    def read(self, first: int = 0, last: int | None = None) -> None:
+        """Put the values of fragments into the room; of all, and of buffers, by default."""
+        for views, tensors in self._pairs(first, last):
+            torch._foreach_copy_(views, tensors)
+
+    @torch.no_grad()
+    def write(self, first: int = 0, last: int | None = None) -> None:
+        """Give fragments the values in the room; all, and buffers, by default."""
+        for views, tensors in self._pairs(first, last):
+            torch._foreach_copy_(tensors, views)
+
+    @torch.no_grad()
+    def add(self, first: int, last: int) -> None:
+        """Add what is in the room to the fragments' values."""
+        for views, tensors in self._pairs(first, last):
+            torch._foreach_add_(tensors, views)
+
+    def _pairs(self, first: int, last: int | None) -> Iterator[tuple[Tensors, Tensors]]:
+        for number, views in list(enumerate(self._views))[first:last]:
+            if number < len(self._fragments):
+                yield views, [param.detach() for param in self._fragments[number]]
+            elif views:
+                yield views, self._checked(views)
+
+    def _checked(self, views: Tensors) -> Tensors:
+        """Return the buffers.
+
+        Raises:
+            UsageError: they are others than when training began.
+        """
+        tensors = self._buffers()
+        if [tensor.shape for tensor in tensors] != [view.shape for view in views]:
+            raise UsageError(
+                "the model's buffers have other shapes than at distribute(), and cannot be "
+                "averaged: call wingbeat.release(model, optimizer) before they change, and "
+                "distribute() again"
+            )
+        return tensors
