@@ -27,6 +27,9 @@ _LOOK_S = 0.5
 GRACE_S = 5.0
 """Seconds, beside twice what the longest average has taken, after which they will not come."""
 
+_APART = 1 << 40
+"""Epochs of groups that are left to each channel of a world; no number of a meeting gets so far."""
+
 
 class GroupAverage:
     """Averages this worker's parameters with those of groups, for `wingbeat.groups.client.Client`.
@@ -46,6 +49,9 @@ class GroupAverage:
 
     def __init__(self, world: World, buffer: torch.Tensor, wire: WireFormat | None = None) -> None:
         self._world, self._buffer, self._wire = world, buffer, wire
+        # Groups are opened in the world of all, where several models' must differ.
+        self._whole = world if world.parent is None else world.parent
+        self._first = 0 if world.parent is None else (world.serial + 1) * _APART
         self.part = Span(0, buffer.numel())
         self.members: tuple[int, ...] = ()
         # A collective that fails leaves nothing of its buffer.
@@ -70,8 +76,8 @@ class GroupAverage:
             None; or a member that was lost, or `GIVEN_UP`, and the buffer is as it was.
         """
         if meeting not in self._kept:
-            group = Group(run.members, epoch=meeting)
-            inner = self._world.open_group(group)
+            group = Group(run.members, epoch=self._first + meeting)
+            inner = self._whole.open_group(group)
             self._kept[meeting] = group, inner, Collectives(inner)
         group, inner, collectives = self._kept[meeting]
         self.members = run.members

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from wingbeat.exchanges.averager import Averager
 from wingbeat.schedules.events import Operation
 from wingbeat.types import Span
 
@@ -15,15 +14,14 @@ if TYPE_CHECKING:
 
 
 class ModelExchange:
-    """Starts nothing on buckets: updates speak with an `Averager` themselves.
+    """Starts nothing on buckets: the update averages models by itself.
 
-    Attributes:
-        averager: with whom models are averaged.
-        fragments: how many parts of the model take turns.
+    Args:
+        shown: returns what is to be seen of that in `wingbeat top`.
     """
 
-    def __init__(self, averager: Averager, fragments: int) -> None:
-        self.averager, self.fragments = averager, fragments
+    def __init__(self, shown: Callable[[], Sequence[Section]]) -> None:
+        self._shown = shown
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
         """No gradient travels."""
@@ -42,5 +40,5 @@ class ModelExchange:
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     def sections(self) -> Sequence[Section]:
-        """Return what the averager has to show."""
-        return self.averager.sections()
+        """Return what is to be seen of averages."""
+        return self._shown()

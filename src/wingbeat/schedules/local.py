@@ -14,7 +14,6 @@ from wingbeat.schedules.events import (
     Dialogue,
     Event,
     Phase,
-    Planned,
     Step,
     StepCalled,
 )
@@ -29,6 +28,7 @@ class Local:
     Args:
         every: steps from one average of a fragment to its next.
         delay: steps after which it is taken over; 0: before the step that began it returns.
+        fragments: into how many parts the model is cut.
 
     Attributes:
         phase: always idle: gradients are this worker's own.
@@ -36,19 +36,16 @@ class Local:
 
     whole_after_backward: ClassVar[bool] = True
 
-    def __init__(self, every: int = 1, delay: int = 0) -> None:
+    def __init__(self, every: int = 1, delay: int = 0, fragments: int = 1) -> None:
         self.phase = Phase.IDLE
-        self._every, self._delay = every, delay
-        self._fragments, self._made = 0, 0
+        self._every, self._delay, self._fragments = every, delay, fragments
+        self._made = 0
         self._begun: int | None = None
 
     def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
-        match event:
-            case Planned(forward):
-                self._fragments = len(forward)
-            case StepCalled():
-                yield from self._step()
+        if isinstance(event, StepCalled):
+            yield from self._step()
 
     def _step(self) -> Dialogue:
         number = self._made + 1

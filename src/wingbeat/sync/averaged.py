@@ -9,7 +9,6 @@ import torch
 from wingbeat import plans, schedules
 from wingbeat.collectives import wire_dtype
 from wingbeat.errors import UsageError
-from wingbeat.exchanges.averager import Averager
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.exchanges.groups import GroupAverager
 from wingbeat.exchanges.models import ModelExchange
@@ -20,6 +19,7 @@ from wingbeat.sync.runtime import Runtime
 from wingbeat.transport.world import World
 from wingbeat.types import Averaging, Fusion
 from wingbeat.updates.agreement import Agreement
+from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import OuterUpdate
@@ -54,8 +54,8 @@ def runtime_of(
         update = OuterUpdate(training, model, averager, *averaging.outer)
     world.on_close(averager.close)
     runtime = Runtime(
-        schedules.Local(averaging.every, averaging.delay),
-        ModelExchange(averager, len(model.spans)),
+        schedules.Local(averaging.every, averaging.delay, len(model.spans)),
+        ModelExchange(averager.sections),
         bucketing,
         ShownGradients(bucketing),
         update,

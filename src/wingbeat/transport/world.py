@@ -51,6 +51,7 @@ class World:
             links, and only a strategy whose workers come and go lets it in.
         serial: of a channel, how many were opened before it: whoever is started again finds the
             same one by that.
+        parent: of a channel, the world that it was opened in.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class World:
     interfaces: tuple[str, ...] = ()
     returned: bool = False
     serial: int = 0
+    parent: World | None = None
     _natives: dict[int | None, NativeGroup] = field(default_factory=dict)
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
@@ -183,6 +185,7 @@ class World:
             interfaces=self.interfaces,
             returned=self.returned,
             serial=self._opened,
+            parent=self,
             _name=f"{self._name}{self._exchanges}.",
         )
         self._opened += 1

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from wingbeat.exchanges.averager import Averager
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
+from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel
 from wingbeat.updates.update import Closure, Host, Training
 from wingbeat.updates.whole import WholeUpdate

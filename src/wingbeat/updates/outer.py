@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from wingbeat.exchanges.averager import Averager
 from wingbeat.types import Span
+from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.update import Closure, Host, Training
