@@ -11,22 +11,25 @@ import wingbeat
 
 PUBLIC = [
     *(
+        "ADPSGD",
         "Ako",
         "AllReduce",
         "BML",
         "Canary",
         "CanarySession",
         "DeAR",
+        "DiLoCo",
         "Geryon",
         "Group",
         "LAGS",
+        "LocalSGD",
         "LowRank",
         "MGS",
         "MGWFBP",
     ),
-    *("OMGS", "P3", "PSGD", "ParameterServer", "PartitionedPS", "Sketch", "Strategy"),
+    *("OMGS", "P3", "PSGD", "ParameterServer", "PartitionedPS", "Ripples", "Sketch", "Strategy"),
     *("TicTac", "TopK", "TopKSGD", "VanillaPS"),
-    *("distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
+    *("consensus", "distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
 ]
 
 

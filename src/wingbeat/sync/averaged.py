@@ -66,6 +66,19 @@ def runtime_of(
     return runtime
 
 
+def check(model: torch.nn.Module, averaging: Averaging) -> None:
+    """Raise a `UsageError` for a module that cannot be in a model that is averaged so."""
+    if averaging.partners == "all":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise UsageError(
+                f"{name!r} is a torch.nn.SyncBatchNorm, which waits for all workers in each "
+                "forward, while others may wait in groups of some (Ripples, ADPSGD); use "
+                "torch.nn.BatchNorm, or LocalSGD()"
+            )
+
+
 def _check(training: Training, world: World) -> None:
     """Raise a `UsageError` for what cannot be averaged on this machine."""
     device = training.bucketing.device
