@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -45,14 +48,16 @@ def runtime_of(
         RendezvousError: a worker did not come.
     """
     bucketing, world = training.bucketing, training.collectives.world
-    _check(training, world)
+    _check(training, world, averaging)
     model = FlatModel(_fragments(training, bucketing.fusion), lambda: _floating(buffers()))
     averager = _averager_of(averaging, str(wire), world, model.flat)
     if averaging.outer is None:
         update = LocalUpdate(training, model, averager)
     else:
         update = OuterUpdate(training, model, averager, *averaging.outer)
-    world.on_close(averager.close)
+    _leaves_with(update, averager, world)
+    if averaging.partners not in ("all", "pairs"):
+        _in_groups[world.parent or world] = weakref.ref(update)
     runtime = Runtime(
         schedules.Local(averaging.every, averaging.delay, len(model.spans)),
         ModelExchange(averager.sections),
@@ -66,9 +71,9 @@ def runtime_of(
     return runtime
 
 
-def check(model: torch.nn.Module, averaging: Averaging) -> None:
+def check(model: torch.nn.Module, averaging: Averaging | None) -> None:
     """Raise a `UsageError` for a module that cannot be in a model that is averaged so."""
-    if averaging.partners == "all":
+    if averaging is None or averaging.partners == "all":
         return
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
@@ -79,8 +84,27 @@ def check(model: torch.nn.Module, averaging: Averaging) -> None:
             )
 
 
-def _check(training: Training, world: World) -> None:
-    """Raise a `UsageError` for what cannot be averaged on this machine."""
+_in_groups: Any = weakref.WeakKeyDictionary()
+"""By world of all workers: a reference to the update of the model averaged in groups of some."""
+
+
+def _leaves_with(update: LocalUpdate, averager: Averager, world: World) -> None:
+    """Have the averager closed with the world, or when the model is forgotten."""
+    world.on_close(averager.close)
+    # Where the garbage is collected nobody can wait for others.
+    ending = threading.Thread(target=averager.close, name="wingbeat-ending", daemon=True)
+    weakref.finalize(update, ending.start).atexit = False
+
+
+def _check(training: Training, world: World, averaging: Averaging) -> None:
+    """Raise a `UsageError` for what cannot be averaged on this machine, or not now."""
+    other = _in_groups.get(world.parent or world, lambda: None)()
+    if averaging.partners not in ("all", "pairs") and other is not None and not other.left:
+        raise UsageError(
+            "models are averaged in groups (Ripples) one model at a time: workers would wait for "
+            "each other in groups of different models; distribute one module that contains both, "
+            "call wingbeat.release() on the first, or use LocalSGD()"
+        )
     device = training.bucketing.device
     if device.type != "cpu" or device.type in world.native_on:
         raise UsageError(

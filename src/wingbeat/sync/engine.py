@@ -36,7 +36,7 @@ from wingbeat.schedules.events import (
     Phase,
     Planned,
 )
-from wingbeat.sync import averaged, forks, kinds, looks
+from wingbeat.sync import forks, kinds, looks
 from wingbeat.sync.attach import Hooks, in_backward
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.hooks import WeakCall
@@ -70,8 +70,6 @@ class Engine(Intake):
     ) -> None:
         world = collectives.world
         super().__init__(scale=1.0 / world.size)
-        if choices.averaging is not None:
-            averaged.check(model, choices.averaging)
         self.model = model
         self.optimizer = optimizer
         self.world = world

@@ -14,7 +14,7 @@ from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.bucket import strides_of
 from wingbeat.gradients.bucketing import ignored, spec_of
 from wingbeat.gradients.compression import check_momentum
-from wingbeat.sync import claims
+from wingbeat.sync import averaged, claims
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.deferring import DeferringOptimizer
 from wingbeat.sync.engine import Engine
@@ -78,6 +78,7 @@ def distribute(
     choices = strategy.choices()
     given, optimizer = optimizer, cast(OptimizerT, inner)
     check_momentum(choices, optimizer)
+    averaged.check(model, choices.averaging)
     _check_returned(world, choices, strategy)
     if world.size > 1:
         if not world.returned:

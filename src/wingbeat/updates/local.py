@@ -29,6 +29,7 @@ class LocalUpdate(WholeUpdate):
 
     Attributes:
         waited: told for how many nanoseconds others were waited for.
+        left: whether it meets nobody any more.
     """
 
     def __init__(self, training: Training, model: FlatModel, averager: Averager) -> None:
@@ -37,7 +38,7 @@ class LocalUpdate(WholeUpdate):
         self.waited: Callable[[int], None] = lambda _: None
         self._under_way: tuple[int, int] | None = None
         self._sent: torch.Tensor | None = None
-        self._stepped = self._moved = False
+        self._stepped = self._moved = self.left = False
 
     def step(self, host: Host, closure: Closure) -> Any:
         """Run the optimizer's own step, and what the schedule adds."""
@@ -74,6 +75,7 @@ class LocalUpdate(WholeUpdate):
 
     def detach(self) -> None:
         """Meet nobody any more."""
+        self.left = True
         self._averager.close()
 
     def _begin(self, first: int, last: int) -> None:

@@ -1,0 +1,295 @@
+"""Models that are averaged: nothing is lost, whoever meets whom, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wingbeat
+from helpers.training import assert_same, batch, engine, net, sgd, train, weights
+from wingbeat import parts, sync
+from wingbeat.errors import UsageError
+from wingbeat.transport import loopback
+
+SIZE, STEPS = 4, 9
+
+GROUPS = {
+    policy: wingbeat.Ripples(policy=policy, size=2, encrypted=False)
+    for policy in ("smart", "random", "buffered", "divided", "inter-intra", "static")
+}
+OTHERS: dict[str, Any] = {
+    "overlap": wingbeat.Ripples(overlap=True, encrypted=False),
+    "every": wingbeat.Ripples(every=3, overlap=True, encrypted=False),
+    "local": wingbeat.LocalSGD(every=4, encrypted=False),
+    "local overlap": wingbeat.LocalSGD(every=2, overlap=True, encrypted=False),
+    "outer": wingbeat.DiLoCo(every=4, outer_lr=1, outer_momentum=0, encrypted=False),
+    "fragments": wingbeat.DiLoCo(
+        every=4, fragments=3, delay=1, outer_lr=1, outer_momentum=0, encrypted=False
+    ),
+}
+
+
+class Given(nn.Module):
+    """A model whose gradients are what it is given, whatever its parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, size, bias=False) for size in (4, 2, 5))
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        pairs = zip(self.layers, gradients, strict=True)
+        return torch.stack([(layer.weight * g).sum() for layer, g in pairs]).sum()
+
+
+def gradients(step: int, rank: int) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-9, 10, (size, 3), generator=rng).float() for size in (4, 2, 5)]
+
+
+def plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.125)
+
+
+def made(world: Any, strategy: Any, make: Any = sgd, model: Any = None) -> tuple[Any, Any]:
+    model = net() if model is None else model
+    return sync.distribute(model, make(model.parameters()), strategy, world=world)
+
+
+def on(size: int, body: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
+    worlds = loopback.worlds(size, timeout=timeout)
+    try:
+        return loopback.run(worlds, body)
+    finally:
+        for world in worlds:
+            world.close()
+
+
+def drive(model: Any, optimizer: Any, rank: int, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(gradients(step, rank)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", [*GROUPS, *OTHERS])
+def test_every_gradient_is_in_the_mean_of_all_models_once(name: str) -> None:
+    """Averages leave the mean of all models as it is; so plain SGD leads where it would alone."""
+    strategy = GROUPS.get(name) or OTHERS[name]
+    torch.manual_seed(0)
+    first = Given()
+
+    def body(world: Any) -> tuple[dict[str, Tensor], Tensor]:
+        model, optimizer = made(world, strategy, plain, copy.deepcopy(first))
+        model.seen.fill_(world.rank)
+        drive(model, optimizer, world.rank, STEPS)
+        wingbeat.consensus(model)
+        found = weights(model), model.seen.clone()
+        sync.release(model, optimizer)
+        return found
+
+    found = on(SIZE, body)
+    for each, seen in found:
+        assert_same(each, found[0][0])  # the same bits
+        assert seen.tolist() == [1.5, 1.5]
+    for number, (mine, start) in enumerate(
+        zip(found[0][0].values(), weights(first).values(), strict=True)
+    ):
+        moved = sum(gradients(s, r)[number] for s in range(STEPS) for r in range(SIZE))
+        torch.testing.assert_close(mine, start - 0.125 * moved / SIZE)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        wingbeat.LocalSGD(every=1, encrypted=False),
+        wingbeat.DiLoCo(every=1, outer_lr=1, outer_momentum=0, encrypted=False),
+    ],
+)
+def test_an_average_after_each_step_of_momentum_is_what_ddp_does(size: int, strategy: Any) -> None:
+    def body(world: Any, strategy: Any) -> dict[str, Tensor]:
+        model, optimizer = made(world, strategy)
+        train(model, optimizer, range(6))
+        return weights(model)
+
+    mine = on(size, lambda world: body(world, strategy))
+    ddps = on(size, lambda world: body(world, wingbeat.AllReduce()))
+    for each in mine:
+        assert_same(each, ddps[0], tolerance=1e-5)
+
+
+def test_workers_may_have_different_numbers_of_batches() -> None:
+    strategy = wingbeat.Ripples(encrypted=False)
+
+    def body(world: Any) -> dict[str, Tensor]:
+        model, optimizer = made(world, strategy)
+        with model.join():
+            train(model, optimizer, range(3 + 2 * world.rank))
+        return weights(model)
+
+    found = on(SIZE, body)
+    for each in found:
+        assert_same(each, found[0])
+
+
+def test_gradients_are_the_workers_own() -> None:
+    """Who clips, accumulates, uses closures or several backwards meets nothing unusual."""
+
+    def body(world: Any) -> float:
+        model, optimizer = made(world, wingbeat.LocalSGD(every=2, encrypted=False))
+        alone = copy.deepcopy(model)  # a plain one
+        x = batch(0, world.rank)
+        with model.no_sync():
+            model(x).square().mean().backward()
+        model(x).square().mean().backward()
+        for _ in range(2):
+            alone(x).square().mean().backward()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, other.grad)
+        norm = optimizer.clip_grad_norm_(0.01)
+        assert norm == torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        first = float(optimizer.step(closure))
+        return first - float(optimizer.step(closure))
+
+    assert all(gained > 0 for gained in on(2, body))
+
+
+def test_two_models_of_one_process_are_averaged_apart() -> None:
+    def body(world: Any) -> list[dict[str, Tensor]]:
+        strategy = wingbeat.LocalSGD(every=2, encrypted=False)
+        pairs = [made(world, strategy, plain, net(seed)) for seed in (0, 1)]
+        for step in range(4):
+            for model, optimizer in pairs:
+                train(model, optimizer, [step])
+        for model, _ in pairs:
+            wingbeat.consensus(model)
+        return [weights(model) for model, _ in pairs]
+
+    found = on(3, body)
+    for each in found:
+        assert_same(each, found[0])
+
+
+def test_a_model_that_is_loaded_is_trained_on_from_there() -> None:
+    """Also by an outer optimizer, whose gradient is how far workers are from what they shared."""
+
+    def body(world: Any) -> float:
+        strategy = wingbeat.DiLoCo(every=2, encrypted=False)
+        model, optimizer = made(world, strategy, plain)
+        train(model, optimizer, range(3))
+        state = {name: torch.full_like(value, 0.25) for name, value in net().state_dict().items()}
+        model.load_state_dict(state)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        outer = engine(model).runtime.update
+        outer._velocity.zero_()
+        train(model, optimizer, range(4))
+        return max(float((value - 0.25).abs().max()) for value in weights(model).values())
+
+    assert on(2, body) == [0.0, 0.0]
+
+
+def test_one_worker_alone_just_trains() -> None:
+    def body(world: Any) -> dict[str, Tensor]:
+        model, optimizer = made(world, wingbeat.DiLoCo())
+        train(model, optimizer, range(3))
+        wingbeat.consensus(model)
+        return weights(model)
+
+    model = net()
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, 0)).square().mean().backward()
+        optimizer.step()
+    assert_same(on(1, body)[0], weights(model))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: wingbeat.Ripples(policy="smrt"), "smart"),
+        (lambda: wingbeat.Ripples(policy="static", threshold=9), 'only policy="smart" has'),
+        (lambda: wingbeat.Ripples(size=1), "size=1"),
+        (lambda: wingbeat.Ripples(wire="sketch"), "averaged as they are, or rounded"),
+        (lambda: wingbeat.LocalSGD(every=0), "every=0"),
+        (lambda: wingbeat.DiLoCo(every=4, delay=5), "delay=0 to 4"),
+        (lambda: wingbeat.DiLoCo(outer_lr=0), "outer_lr=0"),
+        (lambda: wingbeat.DiLoCo(outer_momentum=1), "outer_momentum=1"),
+        (
+            lambda: wingbeat.Strategy(exchange=parts.Groups(), schedule=parts.WaitFree()),
+            "steps on a worker's own gradients, which none of",
+        ),
+        (lambda: wingbeat.Strategy(schedule="local"), "means of models, which none of"),
+        (
+            lambda: wingbeat.Strategy(exchange="groups", schedule="local", update="outer"),
+            "starts from one model",
+        ),
+        (
+            lambda: wingbeat.Strategy(exchange="groups", schedule="local", plan="merged"),
+            "does not change while training",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make()
+
+
+def test_modules_that_wait_for_all_are_refused_in_groups() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+
+    def body(world: Any) -> None:
+        with pytest.raises(UsageError, match=r"'1' is a torch\.nn\.SyncBatchNorm"):
+            made(world, wingbeat.Ripples(encrypted=False), plain, copy.deepcopy(model))
+
+    on(2, body)
+
+
+def test_a_second_model_in_groups_is_refused_while_the_first_is_there() -> None:
+    """One worker would wait in a group of the one model for whoever waits for it in the other."""
+
+    def body(world: Any) -> None:
+        strategy = wingbeat.Ripples(encrypted=False)
+        first, optimizer = made(world, strategy)
+        with pytest.raises(UsageError, match="one model at a time"):
+            made(world, strategy)
+        sync.release(first, optimizer)
+        second, _ = made(world, strategy)
+        del second
+        gc.collect()
+        made(world, strategy)
+
+    on(2, body)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        (wingbeat.Ripples(encrypted=False), {"throw_on_early_termination": True}, "leave it out"),
+        (wingbeat.Ripples(policy="static", encrypted=False), {}, 'use policy="smart"'),
+    ],
+)
+def test_joins_that_cannot_be_are_refused(strategy: Any, options: Any, said: str) -> None:
+    def body(world: Any) -> None:
+        model, _ = made(world, strategy)
+        with pytest.raises(UsageError, match=said), model.join(**options):
+            pass
+
+    on(2, body)
