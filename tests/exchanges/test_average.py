@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.exchanges import average
 from wingbeat.exchanges.average import GroupAverage
-from wingbeat.groups.client import GIVEN_UP
+from wingbeat.groups.averages import GIVEN_UP
 from wingbeat.groups.generator import Run
 from wingbeat.groups.rooms import Rooms
 from wingbeat.transport import blame, loopback

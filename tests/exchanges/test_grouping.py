@@ -60,3 +60,27 @@ def test_a_host_that_is_no_text_is_malformed(monkeypatch: pytest.MonkeyPatch) ->
             Grouping(world, torch.zeros(4), Rules())
 
     loopback.run(loopback.worlds(1), body)
+
+
+@pytest.mark.parametrize("rules", [None, Rules(), Rules.everyone()], ids=str)
+def test_all_buffers_are_one_after_levelling(rules: Rules | None) -> None:
+    before = services()
+
+    def body(world: World) -> tuple[float, bool]:
+        buffer = torch.full((100,), float(world.rank))
+        groups = Grouping(world, buffer, rules, seed=1)
+        for _ in range(3 + 2 * world.rank if rules else 4):
+            groups.step()
+        groups.level()
+        found = float(buffer[0])
+        groups.step()
+        groups.level()
+        alike = bool((buffer == buffer[0]).all()) and float(buffer[0]) == found
+        if rules is None:
+            assert services() == before, "nobody is asked"
+        groups.close()
+        return found, alike
+
+    found = loopback.run(loopback.worlds(3), body)
+    assert len({value for value, _ in found}) == 1
+    assert found[0][0] == pytest.approx(1.0, rel=1e-4)

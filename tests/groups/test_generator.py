@@ -16,7 +16,9 @@ from wingbeat.groups.layout import Layout
 from wingbeat.groups.mixing import parts_of
 from wingbeat.groups.rules import ABLATION, Rules
 
-ALL = ABLATION | {
+ASKED = ABLATION | {"everyone": Rules.everyone()}
+
+ALL = ASKED | {
     f"{name}, notified": Rules(
         **{f: getattr(rules, f) for f in Rules.__dataclass_fields__ if f != "notified"},
         notified=True,
@@ -296,6 +298,93 @@ def test_awaited_is_who_alone_holds_up_others() -> None:
     assert not any(generator.awaited(w) for w in range(8))
 
 
+# -- all of them ------------------------------------------------------------------------------
+
+
+def test_everyone_is_one_group_and_who_joins_is_in_the_next() -> None:
+    generator = Generator(Layout.even(2, 2), Rules.everyone())
+    generator.gone(3)
+    assert [generator.request(w) for w in (0, 1)] == [[], []]
+    generator.joined(3)
+    assert generator.request(3) == [], "it waits for the next one"
+    (run,) = generator.request(2)
+    assert sorted(run.members) == [0, 1, 2]
+    for worker in run.members:
+        generator.acknowledge(worker, run.number)
+    assert [generator.request(w) for w in (2, 0)] == [[], []]
+    (run,) = generator.request(1)
+    assert sorted(run.members) == [0, 1, 2, 3]
+
+
+def test_who_levels_is_not_waited_for_until_all_do() -> None:
+    generator = Scripted(EIGHT, Rules(), [[[0, 1, 2], [2, 3]], [[0, 1]]])
+    for worker in (4, 5, 6, 7):
+        generator.gone(worker)
+    assert generator.request(0) == []
+    assert generator.request(1) == []
+    assert generator.level(2) == [Run(0, 0, (0, 1), 0)], "and group 1 has 3 only"
+    assert generator.waits(2)
+    for worker in (0, 1):
+        generator.acknowledge(worker, 0)
+    assert generator.level(3) == []
+    assert generator.levelling == (2, 3)
+    assert generator.request(0) == [], "for 1, in the next group"
+    assert generator.request(1) == [Run(2, 0, (0, 1), 0)]
+    for worker in (0, 1):
+        generator.acknowledge(worker, 2)
+    assert generator.level(0) == []
+    assert generator.level(1) == [Run(3, 0, (2, 3, 0, 1), 2)]
+    for worker in range(4):
+        assert generator.waits(worker)
+        generator.acknowledge(worker, 3)
+        assert not generator.waits(worker)
+    assert made_by_all(generator) == [(0, 1, 2, 3)]
+
+
+def made_by_all(generator: Generator) -> list[tuple[int, ...]]:
+    """The group that a division makes: of all that are idle."""
+    generator._policy = Generator(EIGHT, Rules(size=8, inter_intra=False))._policy
+    generator.rules = Rules(size=8, inter_intra=False)
+    generator._crowd.rules = generator.rules
+    return [tuple(sorted(group)) for group in made(generator, 0)]
+
+
+def test_a_levelling_worker_that_dies_is_left_out() -> None:
+    generator = Generator(Layout.even(1, 3), Rules())
+    assert generator.level(0) == []
+    assert generator.level(1) == []
+    assert generator.gone(0) == []
+    assert 0 not in generator
+    assert generator.gone(2) == [Run(0, 0, (1,), 1)]
+
+
+def test_who_dies_while_all_are_averaged_is_left_out_too() -> None:
+    generator = Generator(Layout.even(1, 3), Rules.random())
+    generator.level(0)
+    generator.level(1)
+    (run,) = generator.level(2)
+    assert generator.gone(1) == [Run(run.number, 1, (0, 2), 0)]
+    for worker in (0, 2):
+        generator.acknowledge(worker, run.number, 1)
+        assert not generator.waits(worker)
+
+
+def test_who_levels_does_not_ask_and_who_asks_does_not_level() -> None:
+    generator = Generator(Layout.even(1, 3), Rules())
+    generator.level(0)
+    generator.request(1)
+    for wrong in (lambda: generator.request(0), lambda: generator.level(0)):
+        with pytest.raises(Unexpected, match=r"worker 0 .* and waits for a group already"):
+            wrong()
+    with pytest.raises(Unexpected, match="worker 1 levels and waits"):
+        generator.level(1)
+    with pytest.raises(Unexpected, match="worker 0 joins"):
+        generator.joined(0)
+    notified = Generator(Layout.even(1, 3), Rules.random(notified=True))
+    with pytest.raises(Unexpected, match="worker 0 levels, though"):
+        notified.level(0)
+
+
 # -- histories ----------------------------------------------------------------------------------
 
 layouts = st.lists(st.integers(0, 7), min_size=1, max_size=64).map(Layout.by_name)
@@ -308,9 +397,24 @@ def test_no_overlap_one_order_no_deadlock(
     name: str, layout: Layout, seed: int, size: int, kills: int, back: bool
 ) -> None:
     fields = {f: getattr(ALL[name], f) for f in Rules.__dataclass_fields__}
-    rules = Rules(**fields | {"size": size})
+    rules = ALL[name] if ALL[name].whole else Rules(**fields | {"size": size})
     game = Game(layout, rules, seed, steps=4, kills=kills, back=back, slow=seed % 3).play()
     assert in_one_order([life.log for life in game.lives])
+
+
+@pytest.mark.parametrize("name", ASKED)
+@settings(max_examples=40)
+@given(layouts, st.integers(0, 1 << 30), st.integers(0, 6), st.booleans(), st.integers(1, 5))
+def test_all_level_whatever_else_they_do_and_whoever_dies(
+    name: str, layout: Layout, seed: int, kills: int, back: bool, level: int
+) -> None:
+    game = Game(layout, ASKED[name], seed, 4, kills, back, slow=seed % 3, level=level).play()
+    assert in_one_order([life.log for life in game.lives])
+    if not kills:
+        times = -(-4 // level)
+        assert len(game.generator.levels) == times
+        assert [set(range(layout.workers))] * times == list(game.generator.levels.values())
+        assert len({life.value for life in game.lives}) == 1
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -328,7 +432,9 @@ def test_a_million_requests_and_deaths(name: str) -> None:
     while asked < 1_000_000 // len(ALL):
         layout = Layout.by_name([chance.randrange(9) for _ in range(chance.randrange(1, 65))])
         kills, slow = chance.randrange(20), chance.randrange(4)
-        game = Game(layout, ALL[name], chance.randrange(1 << 30), 50, kills, slow=slow).play()
+        level = chance.randrange(20) if name in ASKED else 0
+        seed = chance.randrange(1 << 30)
+        game = Game(layout, ALL[name], seed, 50, kills, slow=slow, level=level).play()
         asked += len(game.asked)
         assert in_one_order([life.log for life in game.lives])
 

@@ -7,14 +7,17 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
 
+from helpers.hall import PATIENCE, Hall, by
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.groups.client import GIVEN_UP, STATIC, STATIC_MEETINGS, Client
+from wingbeat.groups.averages import GIVEN_UP, STATIC, STATIC_MEETINGS
+from wingbeat.groups.board import Board
+from wingbeat.groups.client import Client
 from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.generator import Run
 from wingbeat.groups.layout import Layout
@@ -24,7 +27,6 @@ from wingbeat.groups.static import group_of
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.services.launch import InProcess, InThread, Started
 
-PATIENCE = 30.0
 GENERATOR = 4
 
 
@@ -37,22 +39,6 @@ class Letter(NamedTuple):
 def told(*run: Any, meeting: int = 5, close: tuple[int, ...] = ()) -> Letter:
     made = Run(*run)
     return Letter(Kind.RUN, ids_of(made, meeting), payload_of(made.members, close))
-
-
-class by:
-    """Averages by a function; keeps count of meetings."""
-
-    def __init__(self, function: Callable[[Run, Callable[[], bool]], int | None]) -> None:
-        self._function = function
-        self.met: list[int] = []
-        self.closed: list[list[int] | None] = []
-
-    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
-        self.met.append(meeting)
-        return self._function(run, alive)
-
-    def close(self, meetings: Iterable[int] | None = None) -> None:
-        self.closed.append(None if meetings is None else list(meetings))
 
 
 class Box:
@@ -79,7 +65,8 @@ class Box:
 
 
 def client(box: Box, rules: Rules | None = None) -> Client:
-    return Client(box, 1, GENERATOR, Layout.even(2, 2), rules or Rules(), timeout=5.0)  # type: ignore[arg-type]
+    board = Board(Switchboard(), "groups/", 4)
+    return Client(box, 1, GENERATOR, Layout.even(2, 2), rules or Rules(), 5.0, board)  # type: ignore[arg-type]
 
 
 def test_a_step_asks_averages_and_says_so() -> None:
@@ -98,8 +85,64 @@ def test_meetings_are_closed_before_another_is_opened_and_all_of_them_with_the_g
     assert averages.met == [3, 9]
     assert averages.closed == [[], [3, 4], None]
     one.step(averages)
-    assert averages.met[2:] == [STATIC_MEETINGS + 1]
-    assert averages.closed[3:] == [[STATIC_MEETINGS + 1]]
+    assert averages.met[2:] == [STATIC_MEETINGS + 2 * 1 + 2]
+
+
+def test_levelling_waits_for_one_group_whatever_others_are_made_for() -> None:
+    for rules in (Rules(), Rules.random(2), Rules.everyone()):
+        box = Box(Letter(Kind.ALIVE), told(7, 0, (0, 1, 2), 0))
+        runs: list[int] = []
+        client(box, rules).level(by(lambda run, alive, runs=runs: runs.append(run.number)))
+        assert runs == [7]
+        assert box.posted == [(Kind.LEVEL, 0, 0, 0), (Kind.DONE, 7, 0, 0)]
+
+
+def test_who_is_left_out_while_it_levels_levels_again() -> None:
+    box = Box(Letter(Kind.OUT, (1, 1, 0, 0)), Letter(Kind.IN, (1, 0, 0, 0)), told(9, 0, (1,), 1))
+    client(box).level(by(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted] == [Kind.LEVEL, Kind.LEVEL, Kind.DONE]
+
+
+def test_signs_of_the_generator_prolong_a_wait_for_all_and_not_one_for_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr("wingbeat.groups.client.time.monotonic", lambda: float(next(now)))
+    signs = [Letter(Kind.ALIVE)] * 20
+    one = client(Box(*signs, told(9, 0, (1,), 1)))
+    one.level(by(lambda run, alive: None))
+    assert one.fallen is None
+
+    def nothing(seconds: float, *, of: list[int]) -> Letter:
+        raise PeerError("no message")
+
+    box = Box()
+    box.receive = nothing  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="no group came from the group generator within 5"):
+        client(box).level(by(lambda run, alive: None))
+
+
+def test_who_is_done_as_the_generator_dies_does_not_average_twice() -> None:
+    for does in (Client.step, Client.level):
+        box = Box(told(7, 0, (0, 1), 0))
+        one = client(box)
+        runs: list[Run] = []
+
+        def average(run: Run, alive: Callable[[], bool]) -> None:
+            runs.append(run)  # noqa: B023
+            box.lost[GENERATOR] = "silent"  # noqa: B023
+
+        does(one, by(average))
+        assert one.fallen
+        assert [run.number for run in runs] == [7]
+
+
+def test_everyone_is_one_group_too_when_the_generator_is_dead() -> None:
+    one = client(Box(Letter(Kind.OUT, (2, 0, 0, 0))), Rules.everyone())
+    runs: list[Run] = []
+    for _ in range(3):
+        one.step(by(lambda run, alive: runs.append(run)))
+    assert [run.members for run in runs] == [(0, 1, 3)] * 3
 
 
 def test_a_group_of_one_averages_nothing() -> None:
@@ -171,7 +214,7 @@ def test_when_it_is_dead_groups_follow_the_static_schedule_from_its_first_step()
     assert one.fallen
     wanted = [set(group_of(Layout.even(2, 2), 1, step)) - {3} for step in range(5)]
     assert [(r.number, set(r.members), r.initiator) for r in runs[1:]] == [
-        (step, group, STATIC) for step, group in enumerate(wanted) if len(group) > 1
+        (2 * step + 2, group, STATIC) for step, group in enumerate(wanted) if len(group) > 1
     ]
 
 
@@ -192,7 +235,7 @@ def test_a_group_of_which_not_all_were_told_is_given_up_when_it_is_dead() -> Non
     assert alive == [True, False]
     assert (Kind.ALIVE, 0, 0, 0) in box.posted
     assert one.fallen
-    assert one._steps == 1
+    assert one._follower.steps == 1
 
 
 def test_a_member_that_is_lost_then_is_left_out_from_then_on() -> None:
@@ -233,42 +276,8 @@ def test_groups_that_start_when_notified_are_refused() -> None:
 # -- with mailboxes, threads and a process -------------------------------------------------------
 
 
-class Hall:
-    """Where members of a group meet and average a number each."""
-
-    def __init__(self, values: list[float]) -> None:
-        self.values = values
-        self.dead: set[int] = set()
-        self._came: dict[tuple[int, ...], set[int]] = {}
-        self._done: set[tuple[int, ...]] = set()
-        self._changed = threading.Condition()
-
-    def average(self, worker: int, run: Run, alive: Callable[[], bool]) -> int | None:
-        key = (run.initiator == STATIC, run.number, run.epoch, *sorted(run.members))
-        with self._changed:
-            came = self._came.setdefault(key, set())
-            came.add(worker)
-            if len(came) == len(run.members):
-                mean = sum(self.values[w] for w in run.members) / len(run.members)
-                for member in run.members:
-                    self.values[member] = mean
-                self._done.add(key)
-                self._changed.notify_all()
-            deadline = time.monotonic() + PATIENCE
-            while key not in self._done:
-                if lost := self.dead & set(run.members):
-                    return min(lost)
-                assert time.monotonic() < deadline, f"{run} does not meet: {came} did"
-                if not alive():
-                    came.discard(worker)
-                    return GIVEN_UP
-                self._changed.wait(0.05)
-        return None
-
-    def kill(self, worker: int) -> None:
-        with self._changed:
-            self.dead.add(worker)
-            self._changed.notify_all()
+def steps_of(client: Client) -> int:
+    return 0 if client._follower is None else client._follower.steps
 
 
 def config(workers: int, rules: Rules | None = None, **fields: Any) -> GeneratorConfig:
@@ -368,10 +377,56 @@ def test_a_worker_that_was_left_out_comes_back(running: list[Started]) -> None:
     assert back
 
 
-def test_when_the_generator_is_killed_training_goes_on_by_the_static_schedule(
-    running: list[Started],
+@pytest.mark.parametrize("rules", [Rules(), Rules.random(2), Rules.everyone()])
+def test_all_are_one_after_levelling_whoever_makes_more_steps(
+    running: list[Started], rules: Rules
 ) -> None:
+    store, settings = Switchboard(), config(4, rules)
+    hall = Hall([0.0, 1.0, 2.0, 7.0])
+    running.append(InThread(settings, store))
+    values: list[set[float]] = []
+    together = threading.Barrier(4, action=lambda: values.append(set(hall.values)))
+
+    def steps(worker: int, client: Client) -> None:
+        averages = by(lambda run, alive: hall.average(worker, run, alive))
+        for more in (worker, 3 - worker, 0):
+            for _ in range(3 * more):
+                client.step(averages)
+            client.level(averages)
+            together.wait(PATIENCE)
+            hall.values[worker] += worker
+            together.wait(PATIENCE)
+
+    train(settings, store, hall, steps)
+    assert [len(found) for found in values[::2]] == [1, 1, 1]
+    assert sum(hall.values) == pytest.approx(10.0 + 3 * 6.0)
+
+
+def test_a_worker_that_dies_while_all_level_is_left_out(running: list[Started]) -> None:
     store, settings = Switchboard(), config(4)
+    hall = Hall([0.0, 1.0, 2.0, 7.0])
+    running.append(InThread(settings, store))
+    levelled: set[int] = set()
+
+    def steps(worker: int, client: Client) -> None:
+        averages = by(lambda run, alive: hall.average(worker, run, alive))
+        client.step(averages)
+        if worker == 3:
+            hall.kill(worker)
+            return
+        client.level(averages)
+        levelled.add(worker)
+
+    train(settings, store, hall, steps)
+    assert levelled == {0, 1, 2}
+    assert len(set(hall.values[:3])) == 1
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules.everyone()])
+def test_when_the_generator_is_killed_training_goes_on_without_it(
+    running: list[Started], rules: Rules
+) -> None:
+    store, settings = Switchboard(), config(4, rules)
     hall = Hall([0.0, 1.0, 2.0, 3.0])
     generator = InProcess(settings, store)
     running.append(generator)
@@ -379,15 +434,16 @@ def test_when_the_generator_is_killed_training_goes_on_by_the_static_schedule(
 
     def steps(worker: int, client: Client) -> None:
         asked = 0
-        while client._steps < 12:  # Until then, whoever is in a group with it needs it.
+        while steps_of(client) < 12:  # Until then, whoever is in a group with it needs it.
             if worker == 0 and asked == 5:
                 os.kill(generator._process.pid, signal.SIGKILL)
             client.step(by(lambda run, alive: hall.average(worker, run, alive)))
             asked += 1
-        static.append(client._steps)
+        static.append(steps_of(client))
+        client.level(by(lambda run, alive: hall.average(worker, run, alive)))
 
     train(settings, store, hall, steps)
     assert sum(hall.values) == pytest.approx(6.0)
-    assert max(hall.values) - min(hall.values) < 0.5
+    assert len(set(hall.values)) == 1
     assert static == [12, 12, 12, 12]
     assert str(generator.ended()) == "the group generator (started by rank 0) has ended by signal 9"

@@ -299,3 +299,69 @@ def test_it_ends_with_the_one_that_started_it() -> None:
     rig = Rig()
     rig.service.run(lambda: False)
     assert rig.box.closed
+
+
+# -- all of them -----------------------------------------------------------------------------
+
+
+def test_who_levels_is_told_that_the_generator_lives_until_all_do() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.say(0, Kind.LEVEL)
+    for _ in range(2):
+        rig.pass_(26.0)
+        assert Kind.ALIVE in [letter.kind for letter in rig.heard(0)], "a quarter of 100 s"
+        rig.round(1, 2)
+    rig.say(1, Kind.LEVEL)
+    rig.say(2, Kind.LEVEL)
+    (run,) = rig.runs(0)
+    assert sorted(run.members) == [0, 1, 2]
+
+
+def test_who_levels_is_not_late_and_the_others_are_after_a_step_that_no_step_takes() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.round(0, 1, 2)
+    rig.say(0, Kind.LEVEL)
+    rig.say(1, Kind.LEVEL)
+    rig.pass_(99.0)
+    assert all(worker in rig.generator for worker in range(3)), "8 of its usual steps are over"
+    rig.pass_(2.0)
+    assert [worker in rig.generator for worker in range(3)] == [True, True, False]
+    assert sorted(rig.runs(0)[-1].members) == [0, 1]
+
+
+def test_after_a_group_of_all_a_step_may_take_as_long_as_the_first() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.round(0, 1, 2)
+    for worker in range(3):
+        rig.say(worker, Kind.LEVEL)
+    for worker in range(3):
+        run = rig.runs(worker)[-1]
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.pass_(90.0)
+    assert 2 in rig.generator, "it may save a checkpoint"
+    rig.say(2, Kind.ASK)
+    for worker in range(3):
+        run = rig.runs(worker)[-1]
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.pass_(9.0)
+    assert 2 not in rig.generator, "its steps are as short as before"
+
+
+def test_who_was_left_out_takes_part_again_by_levelling() -> None:
+    rig = Rig()
+    rig.say(0, Kind.ASK)
+    rig.pass_(101.0)
+    assert [worker in rig.generator for worker in range(3)] == [True, False, False]
+    rig.say(1, Kind.LEVEL)
+    assert rig.heard(1)[-1].kind == Kind.IN
+    (run,) = rig.runs(0)
+    rig.say(0, Kind.DONE, run.number, run.epoch)
+    rig.say(0, Kind.LEVEL)
+    assert sorted(rig.runs(1)[0].members) == [0, 1]

@@ -29,6 +29,8 @@ def test_each_step_of_the_ablation_is_one_option_more() -> None:
         ({"connect": 0}, r"connect=0\): allowed are 1"),
         ({"forget": 1}, r"forget=1\): allowed are 2"),
         ({"buffer": False}, "division=True, buffer=False"),
+        ({"whole": True}, r"whole=True, division=True\): .*Rules\.everyone"),
+        ({"whole": True, "size": 4}, r"Rules\(whole=True, size=4\)"),
         ({"division": False}, "inter_intra=True, division=False"),
     ],
 )

@@ -21,6 +21,8 @@ class Life:
         told: what the generator has told it, not yet heard.
         finished: whether the collective that it runs is over for it.
         log: groups that it has completed.
+        levelled: how many steps it had made when it last levelled.
+        value: its parameters.
     """
 
     member: Member
@@ -30,6 +32,22 @@ class Life:
     steps: int = 0
     alive: bool = True
     log: list[int] = field(default_factory=list)
+    levelled: int = 0
+    value: float = 0.0
+
+
+class Noting(Generator):
+    """Notes who took part when a group of all was made."""
+
+    def __init__(self, layout: Layout, rules: Rules, seed: int) -> None:
+        super().__init__(layout, rules, seed)
+        self.levels: dict[int, set[int]] = {}
+
+    def _level_all(self, runs: list[Run]) -> None:
+        before = self._made
+        super()._level_all(runs)
+        if self._made > before:
+            self.levels[before] = {w for w in range(len(self._of)) if w in self}
 
 
 class Game:
@@ -39,6 +57,7 @@ class Game:
         steps: of each worker.
         kills: deaths at random moments; who died comes back at a random moment, if `back`.
         slow: workers that compute ten times as long as the others.
+        level: after how many steps all are to have one value; at the end as well. 0 for never.
     """
 
     def __init__(
@@ -50,12 +69,16 @@ class Game:
         kills: int = 0,
         back: bool = True,
         slow: int = 0,
+        level: int = 0,
     ) -> None:
-        self.generator = Generator(layout, rules, seed)
+        self.generator = Noting(layout, rules, seed)
         self.rules, self.steps, self.kills, self.back = rules, steps, kills, back
         self.chance = Random(f"game {seed}")
         self.lives = [Life(Member(w, rules)) for w in range(layout.workers)]
-        self.slow = frozenset(range(slow))
+        self.slow, self.level = frozenset(range(slow)), level
+        for life in self.lives:
+            life.value = self.chance.random()
+        self.means: dict[tuple[int, int], float] = {}
         self.runs: list[Run] = []
         self.asked: list[int] = []
         self.now: dict[int, set[int]] = {}  # groups that run: who has not acknowledged them
@@ -108,6 +131,12 @@ class Game:
     def _computes(self, worker: int) -> None:
         """Ends a step, or all of training."""
         life = self.lives[worker]
+        due = self.level and (life.steps == self.steps or life.steps % self.level == 0)
+        if due and life.levelled < life.steps:
+            life.levelled = life.steps
+            life.member.ask(level=True)
+            life.said.append(("level",))
+            return
         if life.steps == self.steps:
             self._dies(worker, for_good=True)
             return
@@ -127,6 +156,10 @@ class Game:
     def _averages(self, worker: int) -> None:
         life = self.lives[worker]
         run = life.member.running
+        if run[:2] not in self.means:
+            values = [self.lives[member].value for member in run.members]
+            self.means[run[:2]] = sum(values) / len(values)
+        life.value = self.means[run[:2]]
         self.done.setdefault(run[:2], set()).add(worker)
         life.finished = True
 
@@ -148,6 +181,8 @@ class Game:
         if said[0] == "ask":
             self.asked.append(worker)
             self._tell(self.generator.request(worker))
+        elif said[0] == "level":
+            self._tell(self.generator.level(worker))
         elif said[0] == "done":
             self.now.get(said[1], set()).discard(worker)
             self._tell(self.generator.acknowledge(worker, *said[1:]))
@@ -178,6 +213,7 @@ class Game:
                 assert members <= self.now[run.number], f"{run} has members that are done"
             else:
                 assert run.number not in self.now, f"{run} has run already"
+                assert members == self.generator.levels.get(run.number, members), f"{run}: not all"
             for number, others in self.now.items():
                 assert number == run.number or not members & others, f"{run} overlaps {number}"
             self.now[run.number] = members

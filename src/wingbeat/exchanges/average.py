@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
-from wingbeat.groups.client import GIVEN_UP
+from wingbeat.groups.averages import GIVEN_UP
 from wingbeat.transport.blame import Blame
 from wingbeat.transport.meeting import room_of
 from wingbeat.types import Group, Span

@@ -10,6 +10,7 @@ from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.average import GroupAverage
 from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.layout import Layout
+from wingbeat.groups.rules import Rules
 from wingbeat.transport import interfaces, leaving
 from wingbeat.transport.services.launch import InProcess, InThread, Started
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from wingbeat.collectives import WireFormat
-    from wingbeat.groups.rules import Rules
+    from wingbeat.groups.client import Client
+    from wingbeat.groups.follower import Follower
+    from wingbeat.transport.messages.mailbox import Mailbox
     from wingbeat.transport.world import World
 
 
@@ -27,7 +30,8 @@ class Grouping:
     Args:
         world: all workers; each makes one at the same time.
         buffer: all parameters: flat, contiguous, on the CPU.
-        rules: how groups are made, the same on all workers.
+        rules: how groups are made, the same on all workers; None for the static schedule, which
+            needs no generator.
         wire: what parameters travel as; as they are if None.
         seed: of random groups.
         encrypted: whether messages to the generator are.
@@ -42,7 +46,7 @@ class Grouping:
         self,
         world: World,
         buffer: torch.Tensor,
-        rules: Rules,
+        rules: Rules | None,
         *,
         wire: WireFormat | None = None,
         seed: int = 0,
@@ -54,12 +58,18 @@ class Grouping:
             interfaces=("lo",) if world.threads else tuple(link.name for link in world.links),
             encrypted=encrypted,
             timeout=world.timeout,
-            rules=rules,
+            rules=rules or Rules(),
             seed=seed,
         )
         self._timeout = world.timeout
         store = world.store if world.group_store is None else world.group_store()
         self._started: Started | None = None
+        self._mailbox: Mailbox | None = None
+        self.averages = GroupAverage(world, buffer, wire)
+        self.client: Client | Follower
+        if rules is None:
+            self.client = config.follower(store, world.rank)
+            return
         try:
             if world.rank == config.host:
                 self._started = (InThread if world.threads else InProcess)(config, store)
@@ -71,7 +81,6 @@ class Grouping:
                     f"rank {world.rank}: cannot start the group generator: {error}"
                 ) from None
             raise
-        self.averages = GroupAverage(world, buffer, wire)
 
     def step(self) -> None:
         """Average the buffer with groups', until the next step may begin.
@@ -81,10 +90,22 @@ class Grouping:
         """
         self.client.step(self.averages)
 
+    def level(self) -> None:
+        """Average the buffer with all that take part, when all of them have called this.
+
+        Afterwards it is the same on all of them. Others may have steps to make before.
+
+        Raises:
+            PeerError: the generator has given no sign in time.
+        """
+        self.client.level(self.averages)
+
     def close(self) -> None:
         """Leave: nobody waits for this worker any more. The generator ends when all have left."""
         self.averages.close()
         quick = leaving.failing() or self.client.fallen is not None
+        if self._mailbox is None:
+            return
         if quick:
             self._mailbox.abandon()
         else:

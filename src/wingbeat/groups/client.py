@@ -5,60 +5,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from wingbeat.errors import PeerError
-from wingbeat.groups.generator import Run, Unexpected
+from wingbeat.groups.averages import GIVEN_UP, Averages
+from wingbeat.groups.board import Board
+from wingbeat.groups.follower import Follower
+from wingbeat.groups.generator import Unexpected
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.member import Member
 from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, told_of
 from wingbeat.groups.rules import Rules
-from wingbeat.groups.static import group_of
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import Mailbox
 
 _log = logging.getLogger(__name__)
 
-STATIC = -1
-"""The initiator of groups of the static schedule, whose numbers are its steps."""
-
 _LOOK_S = 1.0
 """Seconds between two looks at whether the generator lives, while a group is waited for."""
-
-GIVEN_UP = -1
-"""In place of a member that was lost: not all members have come, and the generator is dead."""
-
-STATIC_MEETINGS = 1 << 31
-"""Meetings of the static schedule are numbered from here on: no generator gets so far."""
-
-
-class Averages(Protocol):
-    """What averages parameters with a group's."""
-
-    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
-        """Average the parameters of a group of two and more.
-
-        Args:
-            run: the group.
-            meeting: its number; connections of a meeting of this number are kept from before.
-            alive: whether members that have not come may still do: if the generator died before it
-                had told all, those who were told wait in vain, and `GIVEN_UP` is to be returned.
-
-        Returns:
-            A member that was lost, or None.
-        """
-        ...
-
-    def close(self, meetings: Iterable[int] | None = None) -> None:
-        """Keep the connections of these meetings no longer; of any if None."""
 
 
 class Client:
     """Finds with whom to average after each step; for one thread.
 
-    When the generator is dead, all workers go on by the static schedule, from its first step: each
-    as soon as it finds out. Whoever is then in a group waits for those who have not found out yet.
+    When the generator is dead, all workers go on by the static schedule, from its first step, or
+    with everyone if these are the rules: each as soon as it finds out. Whoever is then in a group
+    waits for those who have not found out yet.
 
     Args:
         mailbox: joins this worker to the generator.
@@ -67,10 +38,10 @@ class Client:
         layout: which worker is on which host.
         rules: the generator's.
         timeout: seconds that a group may be waited for.
+        board: what workers tell each other when the generator is dead.
 
     Attributes:
-        fallen: why the static schedule is used, None if it is not.
-        absent: the workers that take no part, as far as this one has heard.
+        fallen: why groups come without the generator, None if they do not.
     """
 
     def __init__(
@@ -81,15 +52,23 @@ class Client:
         layout: Layout,
         rules: Rules,
         timeout: float,
+        board: Board,
     ) -> None:
         self._mailbox, self._worker, self._generator = mailbox, worker, generator
         self._layout, self._rules, self._timeout = layout, rules, timeout
+        self._board = board
         self._member = Member(worker, rules)
-        self._steps = 0
+        self._levels = False
         self._asked = 0
         self._probed = 0.0
+        self._absent: set[int] = set()
+        self._follower: Follower | None = None
         self.fallen: str | None = None
-        self.absent: set[int] = set()
+
+    @property
+    def absent(self) -> set[int]:
+        """The workers that take no part, as far as this one has heard."""
+        return self._absent if self._follower is None else self._follower.absent
 
     def step(self, averages: Averages) -> None:
         """Take part in averages until the next step may begin.
@@ -97,26 +76,60 @@ class Client:
         Raises:
             PeerError: no group came in time, or the generator has sent what it never sends.
         """
-        if self.fallen is None:
-            try:
-                self._ask(averages)
-                return
-            except _Dead as error:
-                self.fallen = str(error)
-                averages.close()
-                _log.warning(
-                    "rank %d: the group generator is gone (%s); groups follow the static schedule "
-                    "from now on",
-                    self._worker,
-                    error,
-                )
-        self._follow(averages)
+        if self._follower is None and self._asks(averages, level=False):
+            return
+        assert self._follower is not None
+        self._follower.step(averages)
+
+    def level(self, averages: Averages) -> None:
+        """Average with all that take part, when all of them have called this.
+
+        Others may have steps to make before; no group of theirs waits for this worker. Whoever is
+        gone is left out. Afterwards all have the same parameters.
+
+        Raises:
+            PeerError: the generator has given no sign in time, or sent what it never sends.
+        """
+        if self._follower is None and self._asks(averages, level=True):
+            return
+        assert self._follower is not None
+        self._follower.level(averages)
+
+    def _asks(self, averages: Averages, *, level: bool) -> bool:
+        """Take part in what the generator says; False if it is dead and there was no average."""
+        self._levels = level
+        try:
+            self._ask(averages)
+        except _Dead as error:
+            self._fall(str(error), averages)
+            return not self._member.waiting
+        return True
+
+    def _fall(self, why: str, averages: Averages) -> None:
+        """Do without the generator from now on."""
+        self.fallen = why
+        averages.close()
+        everyone = self._rules.whole
+        for worker in self._absent:
+            self._board.lose(worker)  # Not all may have heard it.
+        self._follower = Follower(
+            self._worker, self._layout, self._timeout, self._board,
+            everyone=everyone, absent=self._absent,
+        )  # fmt: skip
+        _log.warning(
+            "rank %d: the group generator is gone (%s); groups %s from now on",
+            self._worker,
+            why,
+            "are of everyone" if everyone else "follow the static schedule",
+        )
 
     def _ask(self, averages: Averages) -> None:
         self._request()
         deadline = time.monotonic() + self._timeout
         while self._member.waiting:
             message = self._next(deadline)
+            if self._levels:  # Others may have many steps to make: signs of the generator count.
+                deadline = time.monotonic() + self._timeout
             try:
                 self._hear(message, averages)
             except (Malformed, Unexpected) as error:
@@ -139,9 +152,9 @@ class Client:
                     self._member = Member(self._worker, self._rules)
                     self._request()
             case Kind.OUT:
-                self.absent.add(ids[0])
+                self._absent.add(ids[0])
             case Kind.IN:
-                self.absent.discard(ids[0])
+                self._absent.discard(ids[0])
             case Kind.REFUSED:
                 raise Unexpected(
                     f"a refusal: {bytes(message.payload[:200]).decode(errors='replace')}"
@@ -152,9 +165,9 @@ class Client:
                 raise Malformed(f"a message of kind {message.kind}")
 
     def _request(self) -> None:
-        self._member.ask()
+        self._member.ask(self._levels)
         self._asked = (self._asked + 1) % WRAPS
-        self._post(Kind.ASK)
+        self._post(Kind.LEVEL if self._levels else Kind.ASK)
 
     def _run(self, told: Told, averages: Averages) -> None:
         run, lost = told.run, None
@@ -168,23 +181,6 @@ class Client:
             return
         self._member.done()
         self._post(Kind.DONE, run.number, run.epoch)
-
-    def _follow(self, averages: Averages) -> None:
-        """Take part in this worker's next group of the static schedule."""
-        members = set(group_of(self._layout, self._worker, self._steps)) - self.absent
-        epoch = 0
-        while len(members | {self._worker}) > 1:
-            group = tuple(sorted(members | {self._worker}))
-            meeting = STATIC_MEETINGS + self._steps
-            run = Run(self._steps, epoch, group, STATIC)
-            lost = averages.average(run, meeting, lambda: True)
-            averages.close([meeting])
-            if lost is None or lost == self._worker:
-                break
-            self.absent.add(lost)
-            members.discard(lost)
-            epoch += 1
-        self._steps += 1
 
     def _next(self, deadline: float) -> Message:
         """Wait for the generator's next message.

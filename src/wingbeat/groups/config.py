@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from wingbeat.errors import UsageError
+from wingbeat.groups.board import Board
 from wingbeat.groups.client import Client
+from wingbeat.groups.follower import Follower
 from wingbeat.groups.generator import Generator
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.patience import FACTOR, LEAST_S, Patience
@@ -109,8 +111,17 @@ class GeneratorConfig:
     def client(self, store: Store, rank: int) -> tuple[Mailbox, Client]:
         """Connect a worker to the generator; its mailbox is to be closed at the end."""
         mailbox = self._open(store, rank, [self.number])
-        layout = Layout(self.host_of)
-        return mailbox, Client(mailbox, rank, self.number, layout, self.rules, self.timeout)
+        layout, board = Layout(self.host_of), self.board(store)
+        client = Client(mailbox, rank, self.number, layout, self.rules, self.timeout, board)
+        return mailbox, client
+
+    def board(self, store: Store) -> Board:
+        """Return what workers tell each other without a generator."""
+        return Board(store, self.room, self.workers)
+
+    def follower(self, store: Store, rank: int) -> Follower:
+        """Return a worker's groups of the static schedule: there is no generator."""
+        return Follower(rank, Layout(self.host_of), self.timeout, self.board(store))
 
     def _serve(self, mailbox: Mailbox, parent: Callable[[], bool]) -> None:
         generator = Generator(Layout(self.host_of), self.rules, self.seed)

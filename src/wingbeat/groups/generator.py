@@ -14,6 +14,8 @@ It is told what workers say, and answers which groups run now. Decisions:
   of its members, so it runs once these have asked, and there is no deadlock.
 - *A worker that has asked goes on when the group that answers it is done:* its oldest group with a
   Group Buffer, otherwise the one that was made for it, and until then takes part in all older ones.
+- *Who levels waits for one group of all,* and is in no other until then: the others may have more
+  steps to make. Once all level, that group is made, and after it all are idle.
 """
 
 from __future__ import annotations
@@ -80,11 +82,17 @@ class Generator:
         self._policy = of_rules(self.rules)
         self._of: list[deque[_Group]] = [deque() for _ in range(layout.workers)]
         self._target: list[_Group | None] = [None] * layout.workers
+        self._levelling: dict[int, None] = {}  # none of them is in the crowd
         self._made = 0
 
     def __contains__(self, worker: int) -> bool:
         """Whether ``worker`` takes part."""
-        return worker in self._crowd
+        return worker in self._crowd or worker in self._levelling
+
+    @property
+    def levelling(self) -> tuple[int, ...]:
+        """Workers that level, and wait for others to do so."""
+        return tuple(self._levelling)
 
     def request(self, worker: int) -> list[Run]:
         """Return the groups that run now that ``worker`` has ended a step and asks.
@@ -92,10 +100,7 @@ class Generator:
         Raises:
             Unexpected: it takes no part, or waits already.
         """
-        if worker not in self._crowd:
-            raise Unexpected(f"worker {worker} asks for a group and takes no part")
-        if self._target[worker] is not None:
-            raise Unexpected(f"worker {worker} asks for a group and waits for one already")
+        self._check_free(worker, "asks for a group")
         runs: list[Run] = []
         own = self._of[worker]
         crowd = self._crowd
@@ -111,6 +116,27 @@ class Generator:
             self._present(own[0], runs)
         return runs
 
+    def level(self, worker: int) -> list[Run]:
+        """Return the groups that run now that ``worker`` waits for an average over all.
+
+        It leaves its groups, which go on without it, and is in no other until all that take part
+        level. Then one group of all runs; that it is done acknowledges it like any other.
+
+        Raises:
+            Unexpected: it takes no part, or waits already; or with ``Rules(notified=True)``, where
+                it might be in a group that runs.
+        """
+        self._check_free(worker, "levels")
+        if self.rules.notified:
+            raise Unexpected(f"worker {worker} levels, though it may be in a group that runs")
+        runs: list[Run] = []
+        self._withdraw(worker, runs)
+        self._crowd.leave(worker)
+        self._connection.begin(len(self._crowd.here))
+        self._levelling[worker] = None
+        self._level_all(runs)
+        return runs
+
     def acknowledge(self, worker: int, number: int, epoch: int = 0) -> list[Run]:
         """Return the groups that run now that ``worker`` is done with group ``number``.
 
@@ -124,7 +150,7 @@ class Generator:
         """
         own = self._of[worker]
         if not own or own[0].number != number or not own[0].running or epoch > own[0].epoch:
-            if worker not in self._crowd:
+            if worker not in self:
                 return []  # It said so before it heard that it is gone.
             raise Unexpected(f"worker {worker} is done with group {number}, which does not run")
         runs: list[Run] = []
@@ -142,20 +168,19 @@ class Generator:
         that have not acknowledged them.
         """
         runs: list[Run] = []
-        if worker not in self._crowd:
+        if worker not in self:
             return runs
-        own = self._of[worker]
-        at_hand = self.rules.notified or self._target[worker] is not None
-        for place, group in enumerate(own):
+        again = [group for group in self._of[worker] if group.running]
+        self._withdraw(worker, runs)
+        for group in again:
             group.members.remove(worker)
-            if group.running:
-                self._rerun(group, runs)
-            elif place or not at_hand:
-                self._present(group, runs)
-        own.clear()
+            self._rerun(group, runs)
         self._target[worker] = None
-        self._crowd.leave(worker)
-        self._connection.begin(len(self._crowd.here))
+        if worker in self._crowd:
+            self._crowd.leave(worker)
+            self._connection.begin(len(self._crowd.here))
+        self._levelling.pop(worker, None)
+        self._level_all(runs)
         return runs
 
     def joined(self, worker: int) -> None:
@@ -164,14 +189,14 @@ class Generator:
         Raises:
             Unexpected: it takes part.
         """
-        if worker in self._crowd:
+        if worker in self:
             raise Unexpected(f"worker {worker} joins and takes part already")
         self._crowd.enter(worker)
         self._connection.begin(len(self._crowd.here))
 
     def waits(self, worker: int) -> bool:
         """Whether ``worker`` has asked, and the group that answers it is not done there."""
-        return self._target[worker] is not None
+        return self._target[worker] is not None or worker in self._levelling
 
     def runs(self, worker: int, number: int, epoch: int, other: int) -> bool:
         """Whether ``worker`` and ``other`` run this epoch of a group, and neither is done."""
@@ -201,6 +226,40 @@ class Generator:
         if own[0].running:
             return len(self.unfinished(worker)) < len(own[0].members)
         return self._target[worker] is None and own[0].missing < len(own[0].members)
+
+    def _check_free(self, worker: int, does: str) -> None:
+        if worker not in self:
+            raise Unexpected(f"worker {worker} {does} and takes no part")
+        if self.waits(worker):
+            raise Unexpected(f"worker {worker} {does} and waits for a group already")
+
+    def _withdraw(self, worker: int, runs: list[Run]) -> None:
+        """Take ``worker`` out of its groups that do not run; they go on without it."""
+        own = self._of[worker]
+        at_hand = self.rules.notified or self._target[worker] is not None
+        for place, group in enumerate(own):
+            if group.running:
+                continue
+            group.members.remove(worker)
+            if place or not at_hand:
+                self._present(group, runs)
+        own.clear()
+
+    def _level_all(self, runs: list[Run]) -> None:
+        """Make a group of all if all level."""
+        if self._crowd.here or not self._levelling:
+            return
+        members, crowd = list(self._levelling), self._crowd
+        self._levelling.clear()
+        group = _Group(self._made, members[0], members)
+        self._made += 1
+        for member in members:
+            crowd.enter(member)
+            crowd.busy(member)
+            self._of[member].append(group)
+            self._target[member] = group
+            self._present(group, runs)
+        self._connection.begin(len(members))
 
     def _make(self, initiator: int, apart: bool, runs: list[Run]) -> _Group:
         """Make groups, and return the first that ``initiator`` is in.

@@ -20,14 +20,15 @@ class Member:
 
     def __init__(self, worker: int, rules: Rules) -> None:
         self._worker, self._buffer = worker, rules.buffer
+        self._levelling = False
         self.waiting = False
         self.running: Run | None = None
         self._last = -1
 
-    def ask(self) -> None:
-        """Note that it asks."""
+    def ask(self, level: bool = False) -> None:
+        """Note that it asks; with ``level`` for a group of all, before which it is in no other."""
         assert not self.waiting, "a worker asks once a step"
-        self.waiting = True
+        self.waiting, self._levelling = True, level
 
     def hear(self, run: Run) -> bool:
         """Whether to run what the generator says, giving up what runs.
@@ -54,7 +55,7 @@ class Member:
         assert run is not None, "nothing runs"
         self.running, self._last = None, run.number
         # With a Group Buffer each request is answered by the worker's oldest group, otherwise by
-        # the one that was made for it.
-        if self._buffer or run.initiator == self._worker:
-            self.waiting = False
+        # the one that was made for it. Who levels is in one group only.
+        if self._buffer or self._levelling or run.initiator == self._worker:
+            self.waiting = self._levelling = False
         return run

@@ -20,18 +20,30 @@ class Patience:
         first_s: seconds that a step may take until its worker's usual one is known: its first.
         factor: how many times the usual one it may take later.
         least_s: seconds that it may take in any case.
+
+    Attributes:
+        first_s: as above.
     """
 
     def __init__(
         self, workers: int, first_s: float, factor: float = FACTOR, least_s: float = LEAST_S
     ) -> None:
-        self._first_s, self._factor, self._least_s = first_s, factor, least_s
+        self.first_s, self._factor, self._least_s = first_s, factor, least_s
         self._usual_s = [0.0] * workers
         self._since: list[float | None] = [None] * workers
+        self._paused: set[int] = set()
 
     def freed(self, worker: int, now: float) -> None:
         """Note that ``worker`` goes on computing."""
         self._since[worker] = now
+
+    def pauses(self, worker: int, now: float) -> None:
+        """Note that ``worker`` goes on after all were one: it may evaluate and save first.
+
+        Its next step may take as long as a first one, and says nothing of those that follow.
+        """
+        self._since[worker] = now
+        self._paused.add(worker)
 
     def waits(self, worker: int) -> None:
         """Note that ``worker`` waits for others."""
@@ -45,17 +57,20 @@ class Patience:
     def asked(self, worker: int, now: float) -> None:
         """Note that ``worker`` has ended a step."""
         since, self._since[worker] = self._since[worker], None
-        if since is not None:
+        if worker in self._paused:
+            self._paused.discard(worker)
+        elif since is not None:
             self._usual_s[worker] = max(now - since, _KEPT * self._usual_s[worker])
 
     def gone(self, worker: int) -> None:
         """Forget its steps: those of its next life may differ."""
         self._usual_s[worker], self._since[worker] = 0.0, None
+        self._paused.discard(worker)
 
     def deadline_s(self, worker: int) -> float:
         """Return how many seconds its step may take."""
-        usual_s = self._usual_s[worker]
-        return max(self._least_s, self._factor * usual_s) if usual_s else self._first_s
+        usual_s = 0.0 if worker in self._paused else self._usual_s[worker]
+        return max(self._least_s, self._factor * usual_s) if usual_s else self.first_s
 
     def unusual(self, worker: int, now: float) -> bool:
         """Whether its step takes twice as long as usual: time to see whether it lives."""
@@ -66,3 +81,9 @@ class Patience:
         """Whether its step takes longer than it may."""
         since = self._since[worker]
         return since is not None and now - since > self.deadline_s(worker)
+
+    def lost(self, worker: int, now: float) -> bool:
+        """Whether its step takes longer than any may, a first one too."""
+        since = self._since[worker]
+        limit_s = max(self.first_s, self.deadline_s(worker))
+        return since is not None and now - since > limit_s

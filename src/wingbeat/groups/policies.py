@@ -24,9 +24,17 @@ class Policy(Protocol):
 
 def of_rules(rules: Rules) -> Policy:
     """Return the policy that ``rules`` name."""
+    if rules.whole:
+        return everyone
     if rules.inter_intra:
         return inter_and_intra
     return division if rules.division else one_at_random
+
+
+def everyone(initiator: int, crowd: Crowd) -> list[list[int]]:
+    """Make one group of all, whatever they are in."""
+    assert initiator in crowd, "who asks takes part"
+    return [list(crowd.here)]
 
 
 def one_at_random(initiator: int, crowd: Crowd) -> list[list[int]]:

@@ -17,7 +17,7 @@ WRAPS = 1 << 32
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages: the first three a worker's, `ALIVE` anybody's, the rest the generator's.
+    """Kinds of messages: the first four a worker's, `ALIVE` anybody's, the rest the generator's.
 
     ``ids`` of `RUN`, `DONE` and `LOST` begin with the group's number and epoch.
     """
@@ -28,19 +28,21 @@ class Kind(enum.IntEnum):
     """The group's average is this worker's parameters."""
     LOST = 3
     """The third number is a member that was lost while the group ran."""
-    ALIVE = 4
+    LEVEL = 4
+    """An average over all that take part is waited for. It counts as asking."""
+    ALIVE = 5
     """Nothing: it has to arrive, so whoever is dead is found out."""
-    RUN = 5
+    RUN = 6
     """Average with the payload's workers; the third number is the initiator, the fourth the
     meeting. What follows the workers are meetings to close before."""
-    OUT = 6
+    OUT = 7
     """The first number is a worker that takes no part any more; the second, how often it has asked.
 
     So it knows whether it has asked again since, which lets it take part again.
     """
-    IN = 7
+    IN = 8
     """The first number is a worker that takes part again."""
-    REFUSED = 8
+    REFUSED = 9
     """What was said was nonsense; the payload says why. Nothing else follows."""
 
 

@@ -23,7 +23,7 @@ CONNECT = 2
 class Rules:
     """How groups are made (Ripples, sections 4.1 and 5). The defaults are the paper's smart GG.
 
-    `Rules.random()` is its random GG.
+    `Rules.random()` is its random GG, `Rules.everyone()` one group of all.
 
     Attributes:
         size: members of a random group; what remains of a division makes some larger by one or two.
@@ -42,6 +42,8 @@ class Rules:
             idle. None for no such bound, as in the paper.
         notified: whether a group runs as soon as its members are in no other (Fig. 8), and not only
             when all of them have asked (section 5.1).
+        whole: whether each group is of all workers that take part. `Rules.everyone()` sets what
+            goes with it.
 
     Raises:
         UsageError: a value is not allowed, or needs another.
@@ -55,6 +57,7 @@ class Rules:
     forget: int | None = FORGET
     connect: int | None = CONNECT
     notified: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -87,6 +90,29 @@ class Rules:
                 "Rules(inter_intra=True, division=False): its two groups are made by a division; "
                 "set division=True or inter_intra=False"
             )
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if not self.whole:
+            return
+        only: dict[str, int | None] = {"size": GROUP_SIZE, "buffer": True, "notified": False}
+        only |= {"division": False, "inter_intra": False, "threshold": None, "connect": None}
+        for name, allowed in only.items():
+            if getattr(self, name) != allowed:
+                raise UsageError(
+                    f"Rules(whole=True, {name}={getattr(self, name)}): a group of all leaves "
+                    "nothing to choose; use Rules.everyone()"
+                )
+
+    @classmethod
+    def everyone(cls) -> Rules:
+        """Return the rules by which each request is answered by one group of all that take part.
+
+        It runs when all of them have asked. Who joins meanwhile is in the next one.
+        """
+        return cls(
+            division=False, inter_intra=False, threshold=None, forget=None, connect=None, whole=True
+        )
 
     @classmethod
     def random(cls, size: int = GROUP_SIZE, *, notified: bool = False) -> Rules:

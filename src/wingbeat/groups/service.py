@@ -51,6 +51,8 @@ class GroupService:
         self._looked = clock()
         self._gone: set[int] = set()  # for good: nothing comes from there any more
         self._probed: set[int] = set()
+        self._levels: set[int] = set()  # their group of all is not done
+        self._comforted = self._looked
         self._asked = [0] * workers
         for worker in range(workers):
             patience.freed(worker, self._looked)
@@ -98,13 +100,17 @@ class GroupService:
         generator, now = self._generator, self._clock()
         self._probed.discard(worker)
         match kind:
-            case Kind.ASK:
+            case Kind.ASK | Kind.LEVEL:
                 self._asked[worker] += 1
                 if worker not in generator:
                     generator.joined(worker)
                     self._tell_all(Kind.IN, worker)
-                self._patience.asked(worker, now)
-                return generator.request(worker)
+                if kind == Kind.ASK:
+                    self._patience.asked(worker, now)
+                    return generator.request(worker)
+                self._patience.waits(worker)
+                self._levels.add(worker)
+                return generator.level(worker)
             case Kind.DONE:
                 return self._done(worker, ids[0], ids[1], now)
             case Kind.LOST:
@@ -125,6 +131,9 @@ class GroupService:
             return runs
         if generator.waits(worker):
             patience.waits(worker)
+        elif worker in self._levels:
+            self._levels.discard(worker)
+            patience.pauses(worker, now)
         else:
             patience.freed(worker, now)
         for other in others:
@@ -157,6 +166,7 @@ class GroupService:
 
     def _out(self, worker: int) -> None:
         self._patience.gone(worker)
+        self._levels.discard(worker)
         self._rooms.gone(worker)
         self._tell_all(Kind.OUT, worker)
 
@@ -182,9 +192,22 @@ class GroupService:
         for worker in {*self._mailbox.left, *self._mailbox.lost} - self._gone:
             self._leave(worker)
         for worker in range(self._workers):
-            if self._patience.overdue(worker, now) and self._generator.awaited(worker):
+            if self._late(worker, now):
                 self._tell(self._without(worker))
             # A dead one that nobody waits for has to go as well.
             elif self._patience.unusual(worker, now) and worker not in self._probed:
                 self._probed.add(worker)
                 self._post(worker, Kind.ALIVE)
+        if now - self._comforted > self._patience.first_s / 4:
+            self._comforted = now
+            # These may wait for many steps of others, and want to know that somebody counts them.
+            for worker in self._generator.levelling:
+                self._post(worker, Kind.ALIVE)
+
+    def _late(self, worker: int, now: float) -> bool:
+        """Whether others have waited long enough for it."""
+        if self._generator.awaited(worker):
+            return self._patience.overdue(worker, now)
+        # Others level, for which it may still have many steps to make, but none without end.
+        levelling = self._generator.levelling
+        return bool(levelling) and worker not in levelling and self._patience.lost(worker, now)

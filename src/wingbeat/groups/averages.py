@@ -1,0 +1,39 @@
+"""What averages parameters, as those see it who find out with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from wingbeat.groups.generator import Run
+
+STATIC = -1
+"""The initiator of groups that nobody has asked for, whose numbers grow with their step."""
+
+GIVEN_UP = -1
+"""In place of a member that was lost: not all members have come, and some will not."""
+
+STATIC_MEETINGS = 1 << 31
+"""Meetings of groups that nobody has asked for are numbered from here on: no generator gets so
+far."""
+
+
+class Averages(Protocol):
+    """What averages parameters with a group's."""
+
+    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
+        """Average the parameters of a group of two and more.
+
+        Args:
+            run: the group.
+            meeting: its number; connections of a meeting of this number are kept from before.
+            alive: whether members that have not come may still do: if the generator died before it
+                had told all, those who were told wait in vain, and `GIVEN_UP` is to be returned.
+
+        Returns:
+            A member that was lost, or None.
+        """
+        ...
+
+    def close(self, meetings: Iterable[int] | None = None) -> None:
+        """Keep the connections of these meetings no longer; of any if None."""

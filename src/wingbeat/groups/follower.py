@@ -1,0 +1,199 @@
+"""Groups that nobody has to be asked for: the static schedule's, or everyone's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Collection
+
+from wingbeat.groups.averages import GIVEN_UP, STATIC, STATIC_MEETINGS, Averages
+from wingbeat.groups.board import Board, Sign
+from wingbeat.groups.generator import Run
+from wingbeat.groups.layout import Layout
+from wingbeat.groups.static import PHASES, group_of
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+"""Seconds between two looks at how far the others are, while they are waited for."""
+
+_PAUSE_S = 0.05
+"""Seconds between two looks while all are waited for."""
+
+_SAY_S = 1.0
+"""Seconds between two words on how far this worker is."""
+
+
+class Follower:
+    """Averages with the groups of a schedule that all know; for one thread.
+
+    Who is lost is left out from then on. All learn of that from a board, where they also see who
+    waits for a group of all and makes no step any more, and who is past a step that others could
+    not end: each such group goes on without them.
+
+    Args:
+        worker: its rank.
+        layout: which worker is on which host.
+        timeout: seconds without a sign after which a worker is lost.
+        board: what workers tell each other.
+        everyone: whether all are one group in each step, in place of the static schedule.
+        absent: workers that take no part to begin with.
+
+    Attributes:
+        fallen: None: there is no generator that could have died.
+        absent: the workers that take no part, as far as this one has heard.
+        steps: how many it has made.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        layout: Layout,
+        timeout: float,
+        board: Board,
+        *,
+        everyone: bool = False,
+        absent: Collection[int] = (),
+    ) -> None:
+        self._worker, self._layout, self._timeout = worker, layout, timeout
+        self._board, self._everyone = board, everyone
+        self._sign, self._said = Sign(), Sign()
+        self._said_at = self._looked_at = time.monotonic()
+        self._signs: dict[int, Sign] = {}
+        self._met: dict[tuple[int, ...], int] = {}  # of kept connections, the meeting
+        self.fallen: str | None = None
+        self.absent = set(absent)
+
+    @property
+    def steps(self) -> int:
+        """How many it has made."""
+        return self._sign.steps
+
+    def step(self, averages: Averages) -> None:
+        """Average with this step's group."""
+        step = self.steps
+        group: Collection[int] = range(self._layout.workers)
+        kept = True
+        if not self._everyone:
+            group = group_of(self._layout, self._worker, step)
+            # Of an odd number of hosts each cycle has other pairs: too many to keep.
+            kept = step % PHASES != 2 or len(self._layout.hosts) % 2 == 0
+        self._meet(group, averages, 2 * step + 2, kept=kept)
+        self._sign = self._sign._replace(steps=step + 1)
+        if time.monotonic() - self._said_at >= _SAY_S:
+            self._say()
+
+    def level(self, averages: Averages) -> None:
+        """Average with all that take part, when all of them have called this."""
+        self._sign = self._sign._replace(levelling=True)
+        self._wait_for_all()
+        # All have said how far they are before anybody is through.
+        known = [sign.steps for worker, sign in self._signs.items() if worker not in self.absent]
+        last = max(self.steps, *known, 0)
+        self._meet(range(self._layout.workers), averages, 2 * last + 1, kept=False)
+        averages.close()
+        self._met.clear()
+        self._sign = Sign(self._sign.levels + 1, False, last + 1, self._sign.broken)
+        self._say()
+
+    def _meet(self, group: Collection[int], averages: Averages, number: int, *, kept: bool) -> None:
+        """Average with those of a group who come.
+
+        Args:
+            group: all its members.
+            averages: does it.
+            number: of the group: 2 more with each step.
+            kept: whether connections are, for the same members' next group.
+        """
+        while True:
+            members = tuple(sorted(set(group) - self._away() | {self._worker}))
+            if len(members) == 1 or self._worker in self.absent:
+                return
+            first = self._met.setdefault(members, number)
+            run = Run(number, 0, members, STATIC)
+            come = functools.partial(self._come, members)
+            lost = averages.average(run, STATIC_MEETINGS + first, come)
+            if lost is None and kept:
+                return
+            del self._met[members]
+            averages.close([STATIC_MEETINGS + first])
+            if lost is None or not self._again(members, lost, first, number):
+                return
+
+    def _again(self, members: tuple[int, ...], lost: int, first: int, number: int) -> bool:
+        """Find out why a group failed; whether it is worth another try."""
+        self._sign = self._sign._replace(broken=number)
+        self._say()
+        self._look()
+        if self._worker in self.absent:
+            _log.warning(
+                "rank %d: the others go on without this worker, which they could not reach; "
+                "it trains alone: start the job again from a checkpoint to have it take part",
+                self._worker,
+            )
+            return False
+        if self._away() & set(members):
+            return True
+        others = (self._signs.get(w, Sign()) for w in members if w != self._worker)
+        if first < number and any(sign.broken >= first for sign in others):
+            return True  # Somebody had a reason to close what was kept, and opens it anew.
+        if lost in (GIVEN_UP, self._worker):
+            return False
+        self._lose(lost, "was lost in an average")
+        return True
+
+    def _lose(self, worker: int, why: str) -> None:
+        _log.warning("rank %d: rank %d %s; groups go on without it", self._worker, worker, why)
+        self.absent.add(worker)
+        self._board.lose(worker)
+
+    def _away(self) -> set[int]:
+        """Return who does not come to the group that this worker is about to be in, or is in."""
+        mine = self._sign
+        at = (mine.levels, mine.levelling, mine.steps)
+        if mine.levelling:  # each has its own number of steps then
+            past = {w for w, sign in self._signs.items() if sign.levels > mine.levels}
+        else:
+            past = {w for w, sign in self._signs.items() if sign[:3] > at}
+        return (self.absent | past) - {self._worker}
+
+    def _come(self, members: Collection[int]) -> bool:
+        """Whether all members may still come, as far as is known."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            if self._said != self._sign:
+                self._say()
+            self._look()
+        return self._worker not in self.absent and not self._away() & set(members)
+
+    def _look(self) -> None:
+        self._signs = self._board.signs()
+        self.absent |= self._board.lost()
+
+    def _say(self) -> None:
+        self._said, self._said_at = self._sign, time.monotonic()
+        self._board.say(self._worker, self._sign)
+
+    def _wait_for_all(self) -> None:
+        """Wait until all that take part level too, or have given no sign for long."""
+        self._say()
+        since: dict[int, tuple[Sign | None, float]] = {}
+        while True:
+            self._look()
+            if self._worker in self.absent:
+                return
+            now, missing = time.monotonic(), False
+            for worker in set(range(self._layout.workers)) - self.absent - {self._worker}:
+                sign = self._signs.get(worker)
+                if sign is not None and sign[:2] >= self._sign[:2]:
+                    continue
+                missing = True
+                if worker not in since or since[worker][0] != sign:
+                    since[worker] = sign, now
+                elif now - since[worker][1] > self._timeout:
+                    self._lose(worker, f"has given no sign for {self._timeout:g} s")
+            if not missing:
+                return
+            time.sleep(_PAUSE_S)

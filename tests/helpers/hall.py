@@ -1,0 +1,66 @@
+"""Averages of groups in threads, without a network."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from wingbeat.groups.averages import GIVEN_UP, STATIC
+from wingbeat.groups.generator import Run
+
+PATIENCE = 30.0
+
+
+class by:
+    """Averages by a function; keeps count of meetings."""
+
+    def __init__(self, function: Callable[[Run, Callable[[], bool]], int | None]) -> None:
+        self._function = function
+        self.met: list[int] = []
+        self.closed: list[list[int] | None] = []
+
+    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
+        self.met.append(meeting)
+        return self._function(run, alive)
+
+    def close(self, meetings: Iterable[int] | None = None) -> None:
+        self.closed.append(None if meetings is None else list(meetings))
+
+
+class Hall:
+    """Where members of a group meet and average a number each."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+        self.dead: set[int] = set()
+        self._came: dict[tuple[int, ...], set[int]] = {}
+        self._done: set[tuple[int, ...]] = set()
+        self._changed = threading.Condition()
+
+    def average(self, worker: int, run: Run, alive: Callable[[], bool]) -> int | None:
+        key = (run.initiator == STATIC, run.number, run.epoch, *sorted(run.members))
+        with self._changed:
+            came = self._came.setdefault(key, set())
+            came.add(worker)
+            if len(came) == len(run.members):
+                mean = sum(self.values[w] for w in run.members) / len(run.members)
+                for member in run.members:
+                    self.values[member] = mean
+                self._done.add(key)
+                self._changed.notify_all()
+            deadline = time.monotonic() + PATIENCE
+            while key not in self._done:
+                if lost := self.dead & set(run.members):
+                    return min(lost)
+                assert time.monotonic() < deadline, f"{run} does not meet: {came} did"
+                if not alive():
+                    came.discard(worker)
+                    return GIVEN_UP
+                self._changed.wait(0.05)
+        return None
+
+    def kill(self, worker: int) -> None:
+        with self._changed:
+            self.dead.add(worker)
+            self._changed.notify_all()
