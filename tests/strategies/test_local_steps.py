@@ -27,6 +27,8 @@ GROUPS = {
 }
 OTHERS: dict[str, Any] = {
     "overlap": wingbeat.Ripples(overlap=True, encrypted=False),
+    "pairs": wingbeat.ADPSGD(encrypted=False),
+    "pairs at rest": wingbeat.ADPSGD(overlap=False, encrypted=False),
     "every": wingbeat.Ripples(every=3, overlap=True, encrypted=False),
     "local": wingbeat.LocalSGD(every=4, encrypted=False),
     "local overlap": wingbeat.LocalSGD(every=2, overlap=True, encrypted=False),

@@ -52,7 +52,7 @@ def runtime_of(
     bucketing, world = training.bucketing, training.collectives.world
     _check(training, world, averaging)
     model = FlatModel(_fragments(training, bucketing.fusion), lambda: _floating(buffers()))
-    averager = _averager_of(averaging, str(wire), world, model.flat)
+    averager = _averager_of(averaging, str(wire), world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(model.spans))
     if averaging.outer is None:
         update = LocalUpdate(training, model, averager)
@@ -136,14 +136,17 @@ def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-def _averager_of(averaging: Averaging, wire: str, world: World, flat: torch.Tensor) -> Averager:
+def _averager_of(averaging: Averaging, wire: str, world: World, model: FlatModel) -> Averager:
     wire_as, seed, encrypted = wire_dtype(wire), averaging.seed, averaging.encrypted
     if averaging.partners == "pairs":
-        return PairAverager(world, flat, wire=wire_as, seed=seed, encrypted=encrypted)
+        params = model.flat[: model.spans[-1].stop]
+        return PairAverager(
+            world, params, whole=model.flat, wire=wire_as, seed=seed, encrypted=encrypted
+        )
     static = averaging.partners == "static"
     rules = None if static else rules_of(averaging.partners, averaging.size, averaging.threshold)
     # Groups are opened in the world of all.
     grouping = Grouping(
-        world.parent or world, flat, rules, wire=wire_as, seed=seed, encrypted=encrypted
+        world.parent or world, model.flat, rules, wire=wire_as, seed=seed, encrypted=encrypted
     )
-    return GroupAverager(grouping, flat, world)
+    return GroupAverager(grouping, model.flat, world)
