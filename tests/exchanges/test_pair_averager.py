@@ -130,7 +130,6 @@ def test_nothing_is_averaged_while_a_passive_worker_changes_its_model() -> None:
         assert torch.equal(buffer, filled(world))
         averager.begin(ALL)
         averager.end()
-        assert averager.sections()[0].cells["waits"] == 1
         assert not torch.equal(buffer, filled(world))
 
     play(2, body)
@@ -226,10 +225,11 @@ def test_wrong_bytes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
         )
         world.read("begun", 1)
         box.post(1, Kind.ASK, ids=(1, 0, 0, 0))
-        box.post(1, Kind.PIECE, b"abc", ids=(1, 0, 0, 0))
         assert box.receive(100.0).kind == Kind.GRANT
-        assert box.receive(100.0).kind == Kind.FAILED
-        box.close()
+        box.post(1, Kind.PIECE, b"abc", ids=(1, 0, 0, 0))
+        while (kind := box.receive(100.0).kind) != Kind.FAILED:
+            assert kind == Kind.ALIVE, "it waits for this worker"
+        box.abandon()
 
     play(2, body)
 
