@@ -18,6 +18,7 @@ from wingbeat.groups.layout import Layout
 from wingbeat.groups.rules import Rules
 from wingbeat.transport import interfaces, leaving
 from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.types import SERIES
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +32,6 @@ _log = logging.getLogger(__name__)
 
 _STATES, _OTHER = 8, 64 << 20
 """A state may have so many times the bytes of the parameters, and some more."""
-
-_APART = 1 << 40
-"""Epochs of groups that are left to each buffer; no number of a meeting gets so far."""
 
 
 class Grouping:
@@ -85,7 +83,7 @@ class Grouping:
         store = world.store if world.group_store is None else world.group_store()
         self._started: Started | None = None
         self._mailbox: Mailbox | None = None
-        self._first = (serial - 1) * _APART
+        self._first = (serial - 1) * SERIES
         self.averages = GroupAverage(world, buffer, wire, first=self._first)
         self.client: Client | Follower
         if rules is None:
