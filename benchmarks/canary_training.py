@@ -31,7 +31,9 @@ from wingbeat.errors import LabError
 
 POINTS = 0.5
 SLEEPS, HOW_OFTEN = 2.0, 0.5
-"""Of the slow worker: normal iterations, and before which share of its own."""
+"""Of the slow worker: iterations of the first row, and before which share of its own."""
+MEASURED = 30
+"""Iterations that say how long one of the first row takes."""
 FIRST_RATE, QUARTERLY = 0.1, 0.2
 MARKS = 20
 ROWS = ("bml", "canary:s={s},p=2,colayers=4,wire=sketch", "ako", "vanillaps:servers=1")
@@ -44,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="in Fig. 19")
     parser.add_argument("--clusters", nargs="+", default=["2x2", "3x2"], help="in Fig. 19")
+    parser.add_argument(
+        "--training-slow", nargs="+", choices=("no", "yes"), default=["no", "yes"],
+        help="in Fig. 19: whether the last worker is slow",
+    )  # fmt: skip
     parser.add_argument("--slow-rate", default="50mbit", help="of its interfaces (50mbit)")
     parser.add_argument("--length", type=int, default=400, help="iterations of each training (400)")
 
@@ -56,7 +62,7 @@ def figure_19(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """
     for size in args.clusters:
         runs: list[dict[str, Any]] = []
-        for slow in (False, True):
+        for slow in (word == "yes" for word in args.training_slow):
             lines = _in_a_lab(args, f"bcube:{size}@{args.slow_rate}", size, slow)
             runs += [{**line, "slow": slow} for line in lines]
         found = {"runs": runs, "rows": summary(runs)}
@@ -82,7 +88,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for slow in (False, True):
         own = [run for run in runs if run["slow"] == slow]
-        names = dict.fromkeys(run["row"] for run in own)
+        names = dict.fromkeys(run["row"] for run in own)  # none if that was not asked for
         target = -math.inf
         for name in names:
             mine = [run for run in own if run["row"] == name]
@@ -190,18 +196,11 @@ def judge(task: accuracy.Task, seed: int, state: dict[str, Any]) -> float:
     return 100 * right / task.held_out[1].numel()
 
 
-def normal_s(task: accuracy.Task) -> float:
-    """Seconds of an iteration's computation, all workers at once: the slowest one's median."""
-    network, batches = task.network(0), task.batches(dist.get_rank(), dist.get_world_size(), 0)
-    times = []
-    for _ in range(20):
-        dist.barrier()
-        begin = time.monotonic()
-        accuracy.loss_of(network, *next(batches))[0].backward()
-        times.append(time.monotonic() - begin)
-    slowest = torch.tensor(statistics.median(times))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+def normal_s(task: accuracy.Task, row: str) -> float:
+    """Seconds of an iteration when nobody is slow: the mean of a short training."""
+    seconds = torch.tensor(train(task, row, 0, MEASURED, 0.0)["s"] / MEASURED)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def worker() -> None:
@@ -216,7 +215,7 @@ def worker() -> None:
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     task = accuracy.digits_task()
-    sleep_s = SLEEPS * normal_s(task) if args.slow else 0.0
+    sleep_s = SLEEPS * normal_s(task, args.rows[0]) if args.slow else 0.0
     for seed in args.seeds:
         for row in args.rows:
             made = train(task, row, seed, args.length, sleep_s)

@@ -128,7 +128,8 @@ class StaleExchange:
             RendezvousError: a worker did not come.
         """
         world, staleness, count = self._world, self._staleness, len(buckets)
-        pace = pace_of(staleness.s, count if staleness.p is None else staleness.p, count)
+        p = count if staleness.p is None else staleness.p
+        pace = pace_of(staleness.s, p, count, staleness.in_flight)
         colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
         wires = [self._compression.encoded(bucket) for bucket in buckets]
         self._pieces = (

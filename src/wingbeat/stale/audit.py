@@ -32,6 +32,7 @@ class Life:
     s: int | None
     p: int
     mode: str
+    in_flight: int | None = None
     began: list[int] = field(default_factory=list)
     sent: set[tuple[int, int]] = field(default_factory=set)
     dropped: dict[int, int] = field(default_factory=dict)
@@ -145,7 +146,8 @@ def _trained(life: Life, word: dict[str, Any]) -> bool:
     match word:
         case {"began": iteration}:
             life.began.append(iteration)
-            if life.s is not None and life.at < iteration - life.s:
+            bounds = (bound for bound in (life.s, life.in_flight) if bound is not None)
+            if life.at < iteration - min(bounds, default=iteration):
                 life.findings.append(f"began iteration {iteration} with {life.at} rounds")
         case {"sent": [iteration, colayer]}:
             life.sent.add((iteration, colayer))

@@ -36,7 +36,7 @@ class Journal:
         self._write, self._dropped = write, 0
         self._line(
             rank=rank, life=life, workers=workers, colayers=pace.colayers, s=pace.s, p=pace.p,
-            mode=pace.mode,
+            mode=pace.mode, in_flight=pace.in_flight,
         )  # fmt: skip
 
     def _line(self, **words: Any) -> None:
