@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import random
@@ -161,7 +162,7 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
     sgd = functools.partial(torch.optim.SGD, lr=FIRST_RATE)
     with attached(contenders.parse(row), task.network(seed), sgd) as made:
         dist.barrier()
-        begin, done, steps = time.monotonic(), 0.0, 0
+        begin, done, steps, ends = time.monotonic(), 0.0, 0, []
         while done < length:
             for group in made.optimizer.param_groups:
                 group["lr"] = FIRST_RATE * QUARTERLY ** int(4 * done / length)
@@ -171,6 +172,7 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
             accuracy.loss_of(made.model, *next(batches))[0].backward()
             made.optimizer.step()
             steps += 1
+            ends.append(time.monotonic())
             done = made.applied() if made.applied is not None else steps
             if rank == 0 and done >= length * (len(kept) + 1) / MARKS:
                 state = {name: t.clone() for name, t in made.model.state_dict().items()}
@@ -181,7 +183,9 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
         state = {name: t.clone() for name, t in made.model.state_dict().items()}
     kept.append((seconds, done, state))
     curve = [{"s": s, "done": at, "accuracy": judge(task, seed, state)} for s, at, state in kept]
-    return {"row": row, "seed": seed, "s": seconds, "same_weights": same, "curve": curve}
+    found = {"row": row, "seed": seed, "s": seconds, "same_weights": same, "curve": curve}
+    each = [after - before for before, after in itertools.pairwise(ends)]
+    return {**found, "median_s": statistics.median(each)}
 
 
 def judge(task: accuracy.Task, seed: int, state: dict[str, Any]) -> float:
@@ -197,8 +201,8 @@ def judge(task: accuracy.Task, seed: int, state: dict[str, Any]) -> float:
 
 
 def normal_s(task: accuracy.Task, row: str) -> float:
-    """Seconds of an iteration when nobody is slow: the mean of a short training."""
-    seconds = torch.tensor(train(task, row, 0, MEASURED, 0.0)["s"] / MEASURED)
+    """Seconds of an iteration when nobody is slow: the median of a short training."""
+    seconds = torch.tensor(train(task, row, 0, MEASURED, 0.0)["median_s"])
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 

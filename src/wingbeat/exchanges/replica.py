@@ -19,9 +19,7 @@ from wingbeat.stale.messages import Entry, Round
 from wingbeat.stale.pace import IN_FLIGHT, Pace
 
 
-def pace_of(
-    s: int | None, p: int, colayers: int, in_flight: int | None = IN_FLIGHT
-) -> Pace:
+def pace_of(s: int | None, p: int, colayers: int, in_flight: int | None = IN_FLIGHT) -> Pace:
     """Return the thresholds for machines, which have a colayer of options as well.
 
     It is sent last: whoever has exchanged ``p`` < k colayers has p; but BSP and SSP wait for all.

@@ -276,9 +276,7 @@ class Bounded(Part, Settings):
 
     def staleness(self) -> Staleness:
         """Return the thresholds for the engine."""
-        return Staleness(
-            s=self.s, p=self.p, encrypted=self.encrypted, in_flight=self.in_flight
-        )
+        return Staleness(s=self.s, p=self.p, encrypted=self.encrypted, in_flight=self.in_flight)
 
 
 def check_thresholds(options: Any) -> None:

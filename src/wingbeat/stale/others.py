@@ -47,7 +47,9 @@ class Others:
 
     def training(self, view: View) -> tuple[int, ...]:
         """Return who lives and has not ended, as far as is known."""
-        return tuple(w for w in self.peers(view) if w not in self._heard or not self._heard[w].ended)
+        return tuple(
+            w for w in self.peers(view) if w not in self._heard or not self._heard[w].ended
+        )
 
     def ended(self, view: View) -> bool:
         """Whether all have ended."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from wingbeat.errors import UsageError
 
-
 IN_FLIGHT = 2
 """Rounds that a worker is ahead of the sums at most, where somebody is slow: these answer for a
 round when the fastest wants to be two iterations ahead, and meanwhile it computes one more."""
