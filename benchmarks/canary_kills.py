@@ -37,7 +37,7 @@ from wingbeat.errors import LabError, UsageError
 from wingbeat.stale.audit import Audit, audit
 from wingbeat.stale.lateness import delays
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """For a worker to come back, and for the others to go on."""
 TOGETHER = 20
 """Rounds that all train together between two kills, at least."""

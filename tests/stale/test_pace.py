@@ -54,6 +54,13 @@ def test_what_must_be_applied_before(pace: Pace, even: int, uneven: int) -> None
     assert pace.first_needed(0, even=True) == pace.first_needed(0, even=False) == 0
 
 
+def test_now_and_then_an_iteration_finds_out_who_is_slow() -> None:
+    pace = Pace(18, 6, 10)
+    ahead = [i - pace.first_needed(i, even=True) for i in range(2, 2 + 3 * EVEN_ROUNDS)]
+    assert ahead.count(2) == 3
+    assert ahead.count(1) == 3 * (EVEN_ROUNDS - 1)
+
+
 def test_one_round_without_somebody_counts_for_some() -> None:
     even = Even()
     both, late = [(0, 0), (0, 1)], [(0, 0)]

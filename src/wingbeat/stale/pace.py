@@ -22,7 +22,8 @@ IN_FLIGHT = 2
 round when the fastest wants to be two iterations ahead, and meanwhile it computes one more."""
 
 EVEN_ROUNDS = 8
-"""Rounds in a row that have all workers' gradients, after which nobody counts as slow."""
+"""Rounds in a row that have all workers' gradients, after which nobody counts as slow; and every
+so many iterations one finds out whether somebody is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,11 @@ class Pace:
             iteration: which.
             even: whether nobody is slow. Then what is not there yet waits for links alone, and who
                 sends more does not have it sooner: while one round is under way the next is
-                computed, and that is all that can be hidden.
+                computed, and that is all that can be hidden. Now and then one goes ahead all the
+                same: else whoever just comes in time would be waited for and never count as slow.
         """
         bounds = [bound for bound in (self.s, self.in_flight) if bound is not None]
-        if even and self.in_flight is not None:
+        if even and self.in_flight is not None and iteration % EVEN_ROUNDS:
             bounds.append(1)
         return max(iteration - min(bounds), 0) if bounds else 0
 
