@@ -297,11 +297,14 @@ class Staleness:
         p: buckets that a worker must have exchanged not to have its iteration dropped; None for
             all of them, so that nothing is dropped.
         encrypted: whether messages are.
+        in_flight: rounds that a worker may be ahead of the sums where one is slow; None for as many
+            as ``s``.
     """
 
     s: int | None
     p: int | None = None
     encrypted: bool = True
+    in_flight: int | None = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
