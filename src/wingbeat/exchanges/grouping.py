@@ -17,7 +17,7 @@ from wingbeat.transport.services.launch import InProcess, InThread, Started
 if TYPE_CHECKING:
     import torch
 
-    from wingbeat.collectives import WireFormat
+    from wingbeat.exchanges.lossy import Lossy
     from wingbeat.groups.client import Client
     from wingbeat.groups.follower import Follower
     from wingbeat.transport.messages.mailbox import Mailbox
@@ -48,7 +48,7 @@ class Grouping:
         buffer: torch.Tensor,
         rules: Rules | None,
         *,
-        wire: WireFormat | None = None,
+        wire: Lossy | torch.dtype | None = None,
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:
