@@ -39,6 +39,11 @@ class Lossy:
         self._left = None if owed is None else torch.zeros_like(owed)
         self._made: slice | None = None
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What all parts travel as, where that is a mere dtype."""
+        return self._wire if isinstance(self._wire, torch.dtype) else None
+
     def begin(self, part: Span) -> WireFormat | None:
         """Return what ``part`` is to travel as, in an average that begins now."""
         self._made = None

@@ -18,11 +18,13 @@ from wingbeat.exchanges.grouping import Grouping
 from wingbeat.exchanges.groups import GroupAverager
 from wingbeat.exchanges.lossy import Lossy
 from wingbeat.exchanges.models import ModelExchange
+from wingbeat.exchanges.pairs import PairAverager
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.views import ShownGradients
 from wingbeat.groups.rules import rules_of
 from wingbeat.sync.hooks import WeakCall
+from wingbeat.sync.live import LiveState
 from wingbeat.sync.runtime import Runtime
 from wingbeat.transport.world import World
 from wingbeat.types import Averaging, Fusion
@@ -63,7 +65,7 @@ def runtime_of(
         [[slot.param for slot in part] for part in fragments], lambda: _floating(buffers())
     )
     slots = [slot for part in fragments for slot in part]
-    averager = _averager_of(averaging, _lossy(wire, slots, compression), world, model.flat)
+    averager = _averager_of(averaging, _lossy(wire, slots, compression), world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
     update = _update_of(averaging, training, model, averager, schedule, slots)
     _leaves_with(update, averager, world)
@@ -79,6 +81,11 @@ def runtime_of(
         training.steps,
     )
     update.waited = WeakCall(runtime.waited)
+    if isinstance(averager, GroupAverager):
+        lives = LiveState(training, schedule)
+        averager.grouping.offer = lives.written
+        if world.returned:
+            lives.put(averager.grouping.fetch())
     return runtime
 
 
@@ -175,15 +182,19 @@ def _lossy(wire: str | Coded, slots: Sequence[Slot], compression: Compression) -
     return Lossy(coding, owed, gathers=isinstance(wire, TopK))
 
 
-def _averager_of(averaging: Averaging, wire: Lossy, world: World, flat: torch.Tensor) -> Averager:
+def _averager_of(
+    averaging: Averaging, wire: Lossy, world: World, model: FlatModel
+) -> GroupAverager | PairAverager:
+    seed, encrypted = averaging.seed, averaging.encrypted
+    if averaging.partners == "pairs":
+        params = model.flat[: len(model.trained)]
+        return PairAverager(
+            world, params, whole=model.flat, wire=wire.dtype, seed=seed, encrypted=encrypted
+        )
     static = averaging.partners == "static"
     rules = None if static else rules_of(averaging.partners, averaging.size, averaging.threshold)
+    # Groups are opened in the world of all.
     grouping = Grouping(
-        world,
-        flat,
-        rules,
-        wire=wire,
-        seed=averaging.seed,
-        encrypted=averaging.encrypted,
+        world.parent or world, model.flat, rules, wire=wire, seed=seed, encrypted=encrypted
     )
-    return GroupAverager(grouping, flat, world)
+    return GroupAverager(grouping, model.flat, world)
