@@ -23,7 +23,7 @@ from wingbeat.types import SERIES
 if TYPE_CHECKING:
     import torch
 
-    from wingbeat.collectives import WireFormat
+    from wingbeat.exchanges.lossy import Lossy
     from wingbeat.groups.follower import Follower
     from wingbeat.transport.messages.mailbox import Mailbox
     from wingbeat.transport.world import World
@@ -62,7 +62,7 @@ class Grouping:
         buffer: torch.Tensor,
         rules: Rules | None,
         *,
-        wire: WireFormat | None = None,
+        wire: Lossy | torch.dtype | None = None,
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:

@@ -119,6 +119,9 @@ class PairAverager:
         if begun and self._pairing is not None:
             self._pairing.end()
 
+    def taken(self) -> None:
+        """Nothing is lost that would be owed."""
+
     def level(self) -> None:
         """Make the buffer, and what it is a part of, the mean over all workers; same bits.
 
