@@ -69,8 +69,8 @@ def rows() -> Iterator[tuple[str, str, str, float, str]]:
         "vgg16_cifar",
         GTX,
         gtx,
-        f"derived: {small:g} images/s of the vgg16_cifar profile, / {TI_OVER_GTX}, the 2080 Ti over "
-        f"the GTX 1080 Ti in FP32 ({LAMBDA}), makes {gtx:g}; the card is Ripples' (Fig. 14)",
+        f"derived: {small:g} images/s of the vgg16_cifar profile, / {TI_OVER_GTX}, the 2080 Ti "
+        f"over the GTX 1080 Ti in FP32 ({LAMBDA}), makes {gtx:g}; the card is Ripples' (Fig. 14)",
     )
 
 
