@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers.mail import Clock
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.groups.generator import Generator, Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.patience import Patience
 from wingbeat.groups.protocol import Kind, told_of
+from wingbeat.groups.returns import Back
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.service import GroupService
 
@@ -50,6 +51,26 @@ class Box:
 
     def close(self, seconds: float) -> None:
         self.closed = True
+
+    def join(self, peer: int, card: Any) -> None:
+        if card is None:
+            raise UsageError("it was opened with other limits")
+        self.lost.pop(peer, None)
+        self.left.discard(peer)
+        self.sent[peer].clear()
+
+
+class Backs:
+    """Who has come back, as the service sees it."""
+
+    def __init__(self, *backs: Back) -> None:
+        self.backs, self.connected = deque(backs), []
+
+    def news(self) -> Back | None:
+        return self.backs.popleft() if self.backs else None
+
+    def met(self, back: Back) -> None:
+        self.connected.append(back)
 
 
 class Rig:
@@ -365,3 +386,54 @@ def test_who_was_left_out_takes_part_again_by_levelling() -> None:
     rig.say(0, Kind.DONE, run.number, run.epoch)
     rig.say(0, Kind.LEVEL)
     assert sorted(rig.runs(1)[0].members) == [0, 1]
+
+
+# -- coming back --------------------------------------------------------------------------------
+
+
+def test_who_comes_back_is_not_missed_as_before_and_takes_part_when_it_asks() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.box.lost[1] = "has been silent"
+    rig.pass_(1.0)
+    rig.say(0, Kind.ASK)
+    assert 1 not in rig.generator
+    rig.heard(0)
+    back = Back(2, 1, object())  # type: ignore[arg-type]
+    rig.service._returns = returns = Backs(back)  # type: ignore[assignment]
+    rig.pass_(0.0)
+    assert returns.connected == [back]
+    assert 2 not in rig.generator, "the life before is over"
+    told = rig.heard(0)
+    assert [(letter.kind, letter.ids[0]) for letter in told] == [(Kind.OUT, 2), (Kind.RUN, 0 + 1)]
+    assert [(letter.kind, letter.ids[:2]) for letter in rig.heard(2)] == [(Kind.OUT, (1, 1))]
+    rig.say(2, Kind.ASK)
+    assert [(letter.kind, letter.ids[:2]) for letter in rig.heard(0)] == [(Kind.IN, (2, 1))]
+
+
+def test_who_was_opened_otherwise_does_not_come_back() -> None:
+    rig = Rig()
+    rig.service._returns = returns = Backs(Back(2, 1, None))  # type: ignore[arg-type, assignment]
+    rig.pass_(0.0)
+    assert returns.connected == []
+    assert 2 not in rig.generator
+    rig.say(2, Kind.ASK)
+    assert 2 not in rig.generator
+
+
+def test_who_waits_gives_its_state_and_not_who_was_lost_doing_that() -> None:
+    rig = Rig()
+    rig.say(1, Kind.ASK)
+    meetings = []
+    for lost, giver in ((-1, 1), (1, 0)):
+        rig.say(2, Kind.FETCH, lost + 1)
+        (told,) = rig.heard(2)
+        assert (told.kind, told.ids[:2]) == (Kind.STATE, (giver, 2))
+        assert rig.heard(giver)[-1][1:3] == told[1:3]
+        meetings.append(told.ids[2])
+    assert meetings == [1, 2], "each is another"
+    rig.box.lost.update({0: "has been silent", 1: "has been silent"})
+    rig.pass_(1.0)
+    rig.heard(2)
+    rig.say(2, Kind.FETCH, 0)
+    assert rig.heard(2)[-1].ids[:2] == (2, 2), "nobody could"

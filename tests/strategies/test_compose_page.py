@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wingbeat import parts, strategies, wires
-from wingbeat.parts import exchange, plan, schedule, update
+from wingbeat.parts import exchange, partners, plan, schedule, update
 from wingbeat.strategies import strategy
 from wingbeat.traits import Part
 
@@ -75,6 +75,7 @@ def test_every_part_stands_there_by_its_name() -> None:
 def test_values_shown_with_names_are_the_defaults() -> None:
     for name, value in re.findall(r"`(\w+)@([\w.]+)` \|", TEXT):
         tables = (plan.BY_NAME, wires.BY_NAME, schedule.BY_NAME, exchange.BY_NAME)
+        tables = (*tables, partners.BY_NAME, update.BY_NAME)
         entry = next(table[name] for table in tables if name in table)
         assert getattr(entry.make(), entry.option) == entry.convert(value)
 

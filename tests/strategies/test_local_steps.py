@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -126,8 +128,11 @@ def test_an_average_after_each_step_of_momentum_is_what_ddp_does(size: int, stra
         assert_same(each, ddps[0], tolerance=1e-5)
 
 
-def test_workers_may_have_different_numbers_of_batches() -> None:
-    strategy = wingbeat.Ripples(encrypted=False)
+@pytest.mark.parametrize(
+    "policy", ["smart", "random", pytest.param("static", marks=pytest.mark.slow)]
+)
+def test_workers_may_have_different_numbers_of_batches(policy: str) -> None:
+    strategy = wingbeat.Ripples(policy=policy, encrypted=False)
 
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world, strategy)
@@ -164,8 +169,8 @@ def test_gradients_are_the_workers_own() -> None:
             loss.backward()
             return loss
 
-        first = float(optimizer.step(closure))
-        return first - float(optimizer.step(closure))
+        first = optimizer.step(closure).item()
+        return float(first - optimizer.step(closure).item())
 
     assert all(gained > 0 for gained in on(2, body))
 
@@ -271,25 +276,22 @@ def test_a_second_model_in_groups_is_refused_while_the_first_is_there() -> None:
         with pytest.raises(UsageError, match="one model at a time"):
             made(world, strategy)
         sync.release(first, optimizer)
-        second, _ = made(world, strategy)
+        second = made(world, strategy)
+        forgotten = weakref.ref(engine(second[0]).runtime.update)
         del second
-        gc.collect()
+        deadline = time.monotonic() + 30
+        while forgotten() is not None:  # a collection in the other thread makes this one a no-op
+            assert time.monotonic() < deadline
+            gc.collect()
         made(world, strategy)
 
     on(2, body)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "said"),
-    [
-        (wingbeat.Ripples(encrypted=False), {"throw_on_early_termination": True}, "leave it out"),
-        (wingbeat.Ripples(policy="static", encrypted=False), {}, 'use policy="smart"'),
-    ],
-)
-def test_joins_that_cannot_be_are_refused(strategy: Any, options: Any, said: str) -> None:
+def test_a_join_that_tells_who_has_run_out_is_refused() -> None:
     def body(world: Any) -> None:
-        model, _ = made(world, strategy)
-        with pytest.raises(UsageError, match=said), model.join(**options):
-            pass
+        model, _ = made(world, wingbeat.Ripples(encrypted=False))
+        with pytest.raises(UsageError, match="leave it out"):
+            model.join(throw_on_early_termination=True).__enter__()
 
     on(2, body)

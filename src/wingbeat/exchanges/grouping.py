@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.average import GroupAverage
+from wingbeat.exchanges.states import Giving, Lost, take
+from wingbeat.groups.client import Client
 from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.rules import Rules
@@ -18,17 +23,21 @@ if TYPE_CHECKING:
     import torch
 
     from wingbeat.collectives import WireFormat
-    from wingbeat.groups.client import Client
     from wingbeat.groups.follower import Follower
     from wingbeat.transport.messages.mailbox import Mailbox
     from wingbeat.transport.world import World
+
+_log = logging.getLogger(__name__)
+
+_STATES, _OTHER = 8, 64 << 20
+"""A state may have so many times the bytes of the parameters, and some more."""
 
 
 class Grouping:
     """This worker's parameters, and its way to the groups that average them.
 
     Args:
-        world: all workers; each makes one at the same time.
+        world: all workers; each makes one at the same time, or comes back to the others with it.
         buffer: all parameters: flat, contiguous, on the CPU.
         rules: how groups are made, the same on all workers; None for the static schedule, which
             needs no generator.
@@ -36,8 +45,12 @@ class Grouping:
         seed: of random groups.
         encrypted: whether messages to the generator are.
 
+    Attributes:
+        offer: returns what a worker that comes back is to have, in a state between two steps;
+            None if nothing. See `fetch`.
+
     Raises:
-        UsageError: the generator cannot be started.
+        UsageError: the generator cannot be started, or nobody can come back to it.
         PeerError: a worker sent a malformed identity of its host.
         RendezvousError: a worker, or the generator, did not come.
     """
@@ -52,28 +65,38 @@ class Grouping:
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:
+        serial = _made[world] = _made.get(world, 0) + 1
         config = GeneratorConfig(
-            room=f"groups/{world.path}",
-            host_of=_layout(world).host_of,
-            interfaces=("lo",) if world.threads else tuple(link.name for link in world.links),
+            room=f"groups{serial}",
+            host_of=_layout(world, serial).host_of,
+            interfaces=_interfaces(world),
             encrypted=encrypted,
             timeout=world.timeout,
             rules=rules or Rules(),
             seed=seed,
         )
-        self._timeout = world.timeout
+        self._world, self._timeout = world, world.timeout
+        self._most = _STATES * buffer.numel() * buffer.element_size() + _OTHER
+        self._giving = Giving(world)
+        self.offer: Callable[[], bytes] | None = None
         store = world.store if world.group_store is None else world.group_store()
         self._started: Started | None = None
         self._mailbox: Mailbox | None = None
         self.averages = GroupAverage(world, buffer, wire)
         self.client: Client | Follower
         if rules is None:
+            if world.returned:
+                raise UsageError(
+                    f"rank {world.rank} was started again while the others go on: the static "
+                    "schedule lets nobody come back; use Rules(), or start all workers again"
+                )
             self.client = config.follower(store, world.rank)
             return
         try:
-            if world.rank == config.host:
+            if world.rank == config.host and not world.returned:
                 self._started = (InThread if world.threads else InProcess)(config, store)
-            self._mailbox, self.client = config.client(store, world.rank)
+            self._mailbox, self.client = config.client(store, world.rank, world.returned)
+            self.client.give = self._give
         except BaseException as error:
             self._end(quick=True)
             if isinstance(error, OSError) and not isinstance(error, WingbeatError):
@@ -100,8 +123,38 @@ class Grouping:
         """
         self.client.level(self.averages)
 
+    def fetch(self, most: int | None = None) -> bytearray:
+        """Return what a worker that takes part offers: for one that has come back, before a step.
+
+        That one's `offer` is called while it waits for a group, and sends in a thread of its own.
+        If it is lost, another one is asked.
+
+        Args:
+            most: bytes that it may have; some times as many as the buffer if None.
+
+        Raises:
+            UsageError: groups follow the static schedule, which lets nobody come back.
+            PeerError: nobody takes part, offers anything or sends it in time; or it is too much.
+        """
+        if not isinstance(self.client, Client):
+            raise UsageError("fetch(): nobody comes back to the static schedule; use Rules()")
+        limit = self._most if most is None else most
+
+        def taken(giver: int, meeting: int, lives: Callable[[], bool]) -> bytearray | None:
+            try:
+                return take(self._world, giver, meeting, limit, lives)
+            except Lost as error:
+                _log.warning("%s; another one is asked", error)
+                return None
+
+        return self.client.fetch(taken)
+
+    def _give(self, taker: int, meeting: int) -> None:
+        self._giving.give(taker, meeting, self.offer() if self.offer is not None else None)
+
     def close(self) -> None:
         """Leave: nobody waits for this worker any more. The generator ends when all have left."""
+        self._giving.close()
         self.averages.close()
         quick = leaving.failing() or self.client.fallen is not None
         if self._mailbox is None:
@@ -122,9 +175,22 @@ class Grouping:
                 started.close(self._timeout)
 
 
-def _layout(world: World) -> Layout:
-    """Return which worker is on which host."""
-    identities = world.exchange("group hosts", json.dumps(interfaces.local().identity))
+_made: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
+"""How many of a world: whoever is started again makes them in the same order."""
+
+
+def _interfaces(world: World) -> tuple[str, ...]:
+    if world.threads:
+        return ("lo",)
+    return world.interfaces or tuple(link.name for link in world.links)
+
+
+def _layout(world: World, serial: int) -> Layout:
+    """Return which worker is on which host; whoever comes back is where it was."""
+    what = f"group hosts {serial}"
+    if not world.returned:
+        world.publish(what, json.dumps(interfaces.local().identity))
+    identities = [world.read(what, rank) for rank in range(world.size)]
     for rank, identity in enumerate(identities):
         if not isinstance(identity, str):
             raise PeerError(f"rank {rank} sent a malformed identity of its host")

@@ -6,6 +6,7 @@ import contextlib
 import json
 from typing import NamedTuple
 
+from wingbeat.groups.returns import say_over
 from wingbeat.transport.store import Store
 
 _READ_S = 5.0
@@ -58,6 +59,11 @@ class Board:
     def lose(self, worker: int) -> None:
         """Publish that ``worker`` takes part no more."""
         self._set(f"gone/{worker}", "1")
+
+    def fall(self) -> None:
+        """Publish that there is no generator any more, for whoever wants to come back."""
+        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
+            say_over(self._store, self._room)
 
     def lost(self) -> set[int]:
         """Return who takes part no more."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.groups.averages import GIVEN_UP, Averages
@@ -19,6 +21,8 @@ from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import Mailbox
 
 _log = logging.getLogger(__name__)
+
+Blob = TypeVar("Blob")
 
 _LOOK_S = 1.0
 """Seconds between two looks at whether the generator lives, while a group is waited for."""
@@ -42,6 +46,8 @@ class Client:
 
     Attributes:
         fallen: why groups come without the generator, None if they do not.
+        give: called with a worker that wants this one's state, and the number of their meeting,
+            while this worker waits for a group.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Client:
         self._absent: set[int] = set()
         self._follower: Follower | None = None
         self.fallen: str | None = None
+        self.give: Callable[[int, int], None] | None = None
 
     @property
     def absent(self) -> set[int]:
@@ -95,6 +102,58 @@ class Client:
         assert self._follower is not None
         self._follower.level(averages)
 
+    def fetch(self, take: Callable[[int, int, Callable[[], bool]], Blob | None]) -> Blob:
+        """Return the state of somebody who takes part.
+
+        Args:
+            take: takes it from a worker, at a meeting of that number; its last argument says
+                whether that one lives, as far as is known. Returns None if it was lost.
+
+        Raises:
+            PeerError: nobody takes part, or gave it in time, or the generator is dead.
+        """
+        lost, deadline = -1, time.monotonic() + self._timeout
+        try:
+            while True:
+                self._post(Kind.FETCH, lost + 1)
+                giver, meeting = self._told_giver(deadline)
+                blob = take(giver, meeting, lambda giver=giver: not self._heard_out(giver))  # type: ignore[misc]
+                if blob is not None:
+                    return blob
+                lost = giver
+        except _Dead as error:
+            raise PeerError(
+                f"rank {self._worker}: nobody says who has the state of the others: {error}"
+            ) from None
+
+    def _told_giver(self, deadline: float) -> tuple[int, int]:
+        while True:
+            message = self._next(deadline)
+            ids = message.ids
+            if message.kind != Kind.STATE:
+                self._note(message)
+            elif ids[0] == ids[1]:
+                raise PeerError(
+                    f"rank {self._worker}: nobody takes part whose state could be taken: start "
+                    "from a checkpoint"
+                )
+            elif ids[1] == self._worker and ids[0] < self._layout.workers:
+                return ids[0], ids[2]
+
+    def _heard_out(self, worker: int) -> bool:
+        """Whether ``worker`` takes no part any more, as far as the generator has said."""
+        while (message := self._mailbox.poll(of=[self._generator])) is not None:
+            self._note(message)
+        return worker in self._absent or self._gone()
+
+    def _note(self, message: Message) -> None:
+        """Hear what the generator says between two steps."""
+        match message.kind:
+            case Kind.OUT:
+                self._absent.add(message.ids[0])
+            case Kind.IN:
+                self._absent.discard(message.ids[0])
+
     def _asks(self, averages: Averages, *, level: bool) -> bool:
         """Take part in what the generator says; False if it is dead and there was no average."""
         self._levels = level
@@ -110,6 +169,7 @@ class Client:
         self.fallen = why
         averages.close()
         everyone = self._rules.whole
+        self._board.fall()
         for worker in self._absent:
             self._board.lose(worker)  # Not all may have heard it.
         self._follower = Follower(
@@ -155,6 +215,8 @@ class Client:
                 self._absent.add(ids[0])
             case Kind.IN:
                 self._absent.discard(ids[0])
+            case Kind.STATE if ids[0] == self._worker and self.give is not None:
+                self.give(ids[1], ids[2])
             case Kind.REFUSED:
                 raise Unexpected(
                     f"a refusal: {bytes(message.payload[:200]).decode(errors='replace')}"

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from wingbeat.errors import UsageError
+from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.groups.board import Board
 from wingbeat.groups.client import Client
 from wingbeat.groups.follower import Follower
 from wingbeat.groups.generator import Generator
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.patience import FACTOR, LEAST_S, Patience
+from wingbeat.groups.returns import Returns, announce, life_of
 from wingbeat.groups.rooms import CAPACITY, Rooms
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.service import GroupService
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.meeting import open_mailbox
-from wingbeat.transport.store import Store
+from wingbeat.transport.store import Ledger, Store
 
 SILENCE_S = 5.0
 """Seconds without a sign after which a worker, or the generator, that is waited for is dead."""
@@ -47,6 +48,7 @@ class GeneratorConfig:
     """
 
     module: ClassVar[str] = "wingbeat.groups"
+    asks_later: ClassVar[bool] = True
 
     room: str
     host_of: tuple[int, ...]
@@ -106,11 +108,29 @@ class GeneratorConfig:
 
     def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return what serves them while its argument says to."""
-        return functools.partial(self._serve, self._open(store, self.number, range(self.workers)))
+        mailbox = self._open(store, self.number, range(self.workers))
+        return functools.partial(self._serve, mailbox, Returns(store, self.room, self.workers))
 
-    def client(self, store: Store, rank: int) -> tuple[Mailbox, Client]:
-        """Connect a worker to the generator; its mailbox is to be closed at the end."""
-        mailbox = self._open(store, rank, [self.number])
+    def client(self, store: Store, rank: int, returned: bool = False) -> tuple[Mailbox, Client]:
+        """Connect a worker to the generator; its mailbox is to be closed at the end.
+
+        Args:
+            store: where they meet.
+            rank: the worker's.
+            returned: whether it was started again while the others go on.
+
+        Raises:
+            RendezvousError: the generator did not come, or is dead.
+        """
+        if not returned:
+            mailbox = self._open(store, rank, [self.number])
+        elif rank == self.host or not isinstance(store, Ledger):
+            raise RendezvousError(
+                f"rank {rank}: cannot come back: the group generator has ended with the process "
+                "before this one, which had started it; start all workers again from a checkpoint"
+            )
+        else:
+            mailbox = self._come_back(store, rank)
         layout, board = Layout(self.host_of), self.board(store)
         client = Client(mailbox, rank, self.number, layout, self.rules, self.timeout, board)
         return mailbox, client
@@ -123,13 +143,36 @@ class GeneratorConfig:
         """Return a worker's groups of the static schedule: there is no generator."""
         return Follower(rank, Layout(self.host_of), self.timeout, self.board(store))
 
-    def _serve(self, mailbox: Mailbox, parent: Callable[[], bool]) -> None:
+    def _come_back(self, store: Ledger, rank: int) -> Mailbox:
+        life = life_of(store, self.room, rank)
+
+        def told(left: float) -> dict[int, int]:
+            announce(store, self.room, rank, life, left)
+            return {self.number: 0}
+
+        return self._open(store, rank, [self.number], life, told)
+
+    def _serve(self, mailbox: Mailbox, returns: Returns, parent: Callable[[], bool]) -> None:
         generator = Generator(Layout(self.host_of), self.rules, self.seed)
         rooms = Rooms(self.workers, self.capacity)
         patience = Patience(self.workers, self.timeout, self.factor, self.least)
-        GroupService(mailbox, generator, self.workers, patience, rooms).run(parent)
+        service = GroupService(
+            mailbox, generator, self.workers, patience, rooms, returns=returns
+        )  # fmt: skip
+        returns.start()
+        try:
+            service.run(parent)
+        finally:
+            returns.stop()
 
-    def _open(self, store: Store, number: int, peers: range | list[int]) -> Mailbox:
+    def _open(
+        self,
+        store: Store,
+        number: int,
+        peers: range | list[int],
+        life: int = 0,
+        told: Callable[[float], Mapping[int, int]] | None = None,
+    ) -> Mailbox:
         return open_mailbox(
             store,
             number,
@@ -141,4 +184,6 @@ class GeneratorConfig:
             limits=Limits(silence=self.silence),
             seconds=self.timeout,
             name=self.name,
+            life=life,
+            announce=told,
         )

@@ -225,7 +225,10 @@ class Generator:
             return False
         if own[0].running:
             return len(self.unfinished(worker)) < len(own[0].members)
-        return self._target[worker] is None and own[0].missing < len(own[0].members)
+        if self._target[worker] is not None:
+            return False
+        # In any of its groups: the first may be of workers that all compute, and hold up the next.
+        return any(self.waits(member) for group in own for member in group.members)
 
     def _check_free(self, worker: int, does: str) -> None:
         if worker not in self:

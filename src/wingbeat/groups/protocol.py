@@ -17,7 +17,8 @@ WRAPS = 1 << 32
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages: the first four a worker's, `ALIVE` anybody's, the rest the generator's.
+    """Kinds of messages: the first four and `FETCH` a worker's, `ALIVE` anybody's, the rest the
+    generator's.
 
     ``ids`` of `RUN`, `DONE` and `LOST` begin with the group's number and epoch.
     """
@@ -44,6 +45,13 @@ class Kind(enum.IntEnum):
     """The first number is a worker that takes part again."""
     REFUSED = 9
     """What was said was nonsense; the payload says why. Nothing else follows."""
+    FETCH = 10
+    """Somebody's state is wanted. The first number is 0, or 1 more than a worker that was lost."""
+    STATE = 11
+    """The first number is a worker that gives its state to the second; the third is their meeting.
+
+    If both are the same there is nobody who could.
+    """
 
 
 class Malformed(Exception):

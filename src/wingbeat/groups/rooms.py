@@ -55,6 +55,11 @@ class Rooms:
             self._of[member].move_to_end(key)
         return self._numbers[key]
 
+    def once(self) -> int:
+        """Return the number of a meeting whose connections nobody keeps."""
+        self._made += 1
+        return self._made
+
     def gone(self, worker: int) -> None:
         """Close all meetings of a worker: connections to it may be broken."""
         for key in list(self._of[worker]):

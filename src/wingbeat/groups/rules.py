@@ -146,8 +146,7 @@ def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
     """Return the rules of a policy.
 
     Args:
-        policy: one of `POLICIES`. Where groups follow the static schedule, rules are those of a
-            generator that is not asked.
+        policy: one of `POLICIES`, but ``"static"``, which needs no rules.
         size: members of a random group.
         threshold: of the filter.
 

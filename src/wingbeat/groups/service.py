@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.groups.generator import Generator, Run, Unexpected
 from wingbeat.groups.patience import Patience
 from wingbeat.groups.protocol import WRAPS, Kind, Malformed, ids_of, payload_of
+from wingbeat.groups.returns import Back, Returns
 from wingbeat.groups.rooms import Rooms
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
@@ -34,6 +35,8 @@ class GroupService:
         workers: how many there are.
         patience: how long they may compute.
         rooms: which groups' connections they keep.
+        clock: seconds.
+        returns: who has come back; None if nobody does.
     """
 
     def __init__(
@@ -44,10 +47,12 @@ class GroupService:
         patience: Patience,
         rooms: Rooms | None = None,
         clock: Callable[[], float] = time.monotonic,
+        returns: Returns | None = None,
     ) -> None:
         self._mailbox, self._generator, self._workers = mailbox, generator, workers
         self._patience, self._clock = patience, clock
         self._rooms = rooms or Rooms(workers)
+        self._returns = returns
         self._looked = clock()
         self._gone: set[int] = set()  # for good: nothing comes from there any more
         self._probed: set[int] = set()
@@ -74,6 +79,8 @@ class GroupService:
             message = self._mailbox.poll()
         if message is not None:
             self._take(message.peer, message.kind, message.ids)
+        while self._returns is not None and (back := self._returns.news()) is not None:
+            self._come_back(back, self._returns)
         now = self._clock()
         if now - self._looked > _LOOK_S:
             self._looked = now
@@ -118,6 +125,9 @@ class GroupService:
                     self._out(ids[2])
                     return generator.gone(ids[2])
                 return []  # The others go on without it already.
+            case Kind.FETCH:
+                self._find_state(worker, ids[0] - 1)
+                return []
             case Kind.ALIVE:
                 return []
         raise Malformed(f"a message of kind {kind}")
@@ -152,6 +162,34 @@ class GroupService:
                 if not self._post(member, Kind.RUN, ids_of(run, meeting), payload):
                     due += self._without(member)
                     break  # The others run the next epoch.
+
+    def _find_state(self, taker: int, lost: int) -> None:
+        """Have somebody who takes part give its state to ``taker``."""
+        generator = self._generator
+        here = [w for w in range(self._workers) if w in generator and w not in (taker, lost)]
+        # Who waits hears it at once, the others when their step is over.
+        for giver in sorted(here, key=lambda worker: not generator.waits(worker)):
+            ids = (giver, taker, self._rooms.once(), 0)
+            if self._post(giver, Kind.STATE, ids):
+                self._post(taker, Kind.STATE, ids)
+                return
+        self._post(taker, Kind.STATE, (taker, taker, 0, 0))
+
+    def _come_back(self, back: Back, returns: Returns) -> None:
+        """Connect to a worker that was started again; it takes part when it asks."""
+        worker = back.worker
+        self._leave(worker)  # The process before may not have been missed yet.
+        try:
+            self._mailbox.join(worker, back.card)
+        except UsageError:
+            return  # It was opened differently, and will say that nobody answers.
+        self._gone.discard(worker)
+        self._probed.discard(worker)
+        self._asked[worker] = 0
+        for other in range(self._workers):
+            if other != worker and other not in self._generator:
+                self._post(worker, Kind.OUT, (other, self._asked[other] % WRAPS, 0, 0))
+        returns.met(back)
 
     def _leave(self, worker: int) -> None:
         """Let a worker be gone for good."""

@@ -8,7 +8,7 @@ Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())
 from __future__ import annotations
 
 from wingbeat.parts.exchange import Bounded, Partial, Servers
-from wingbeat.parts.partners import Groups, Pairs, Partners
+from wingbeat.parts.partners import Groups, Pairs, PartnersPart
 from wingbeat.parts.plan import (
     Colayers,
     Elements,
@@ -59,7 +59,7 @@ __all__ = [
     "Pairs",
     "Part",
     "Partial",
-    "Partners",
+    "PartnersPart",
     "PerTensor",
     "PlanPart",
     "Ring",

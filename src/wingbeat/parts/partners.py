@@ -21,7 +21,7 @@ def threshold_of(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
-class Partners(Part, Settings):
+class PartnersPart(Part, Settings):
     """With whom models are averaged; a subclass is a frozen dataclass."""
 
     exact: ClassVar[bool] = False
@@ -39,7 +39,7 @@ class Partners(Part, Settings):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Groups(Partners):
+class Groups(PartnersPart):
     """Workers average in groups that a generator makes as they ask (Ripples, sections 4 and 5).
 
     Args:
@@ -79,7 +79,7 @@ class Groups(Partners):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Pairs(Partners):
+class Pairs(PartnersPart):
     """A worker of the one half averages with one of the other half at a time (AD-PSGD).
 
     Args:
@@ -115,7 +115,7 @@ def check_groups(options: Any) -> None:
         )
 
 
-BY_NAME: Mapping[str, Named[Partners]] = {
+BY_NAME: Mapping[str, Named[PartnersPart]] = {
     "groups": Named(Groups, "policy", str),
     "pairs": Named(Pairs),
 }

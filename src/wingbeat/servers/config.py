@@ -57,6 +57,7 @@ class ServerConfig:
     """
 
     module: ClassVar[str] = "wingbeat.servers"
+    asks_later: ClassVar[bool] = False
 
     room: str
     index: int

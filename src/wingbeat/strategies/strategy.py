@@ -14,7 +14,7 @@ from wingbeat.parts import plan as plans
 from wingbeat.parts import schedule as schedules
 from wingbeat.parts import update as updates
 from wingbeat.parts.exchange import Bounded, Partial, Servers
-from wingbeat.parts.partners import Groups, Partners
+from wingbeat.parts.partners import Groups, PartnersPart
 from wingbeat.parts.plan import PlanPart
 from wingbeat.parts.schedule import Local, SchedulePart
 from wingbeat.parts.update import Outer, UpdatePart
@@ -31,14 +31,14 @@ def _bcube(size: tuple[int, int] = (0, 0)) -> BCube:
     return BCube(*size)
 
 
-_EXCHANGES: Mapping[str, Named[Topology | Servers | Partial | Bounded | Partners]] = {
+_EXCHANGES: Mapping[str, Named[Topology | Servers | Partial | Bounded | PartnersPart]] = {
     **{name: Named(type(topology)) for name, topology in topologies.BY_NAME.items()},
     "bcube": Named(_bcube, "size", topologies.parse_size),
     **exchanges.BY_NAME,
     **partners.BY_NAME,
 }
 
-_ANY_EXCHANGE = (Topology, Servers, Partial, Bounded, Partners)
+_ANY_EXCHANGE = (Topology, Servers, Partial, Bounded, PartnersPart)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -63,7 +63,7 @@ class Strategy(Settings):
 
     plan: PlanPart | str = "fixed"
     wire: Wire = "fp32"
-    exchange: Topology | Servers | Partial | Bounded | Partners | str = "ring"
+    exchange: Topology | Servers | Partial | Bounded | PartnersPart | str = "ring"
     schedule: SchedulePart | str = "wfbp"
     update: UpdatePart | str = ""
 
@@ -88,7 +88,7 @@ class Strategy(Settings):
             _check_partial(self)
         elif isinstance(self.exchange, Bounded):
             _check_bounded(self)
-        elif isinstance(self.exchange, Partners):
+        elif isinstance(self.exchange, PartnersPart):
             _check_averaged(self)
         else:
             topologies.name_of(found["exchange"])
@@ -149,7 +149,7 @@ class Strategy(Settings):
         )
 
     def _averaging(self) -> Averaging | None:
-        if not isinstance(self.exchange, Partners):
+        if not isinstance(self.exchange, PartnersPart):
             return None
         local, update = cast(Local, self.schedule), self._update
         return Averaging(
@@ -204,7 +204,7 @@ def _check_needs(parts: list[Part]) -> None:
                 having.append("exchange=Servers()")
             if need in Bounded.has:
                 having.append("exchange=Bounded()")
-            if need in Partners.has:
+            if need in PartnersPart.has:
                 having += ["exchange=Groups()", "exchange=Pairs()"]
             others = ", ".join(repr(other) for other in parts if other is not part)
             raise UsageError(
@@ -239,7 +239,7 @@ def _check_merged(strategy: Strategy) -> None:
 def _topology_of(exchange: Any) -> str:
     if isinstance(exchange, Partial):
         return exchange.topology
-    other = isinstance(exchange, Servers | Bounded | Partners)
+    other = isinstance(exchange, Servers | Bounded | PartnersPart)
     return "ring" if other else topologies.name_of(exchange)
 
 

@@ -129,7 +129,8 @@ def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _averager_of(averaging: Averaging, wire: str, world: World, flat: torch.Tensor) -> Averager:
-    rules = rules_of(averaging.partners, averaging.size, averaging.threshold)
+    static = averaging.partners == "static"
+    rules = None if static else rules_of(averaging.partners, averaging.size, averaging.threshold)
     grouping = Grouping(
         world,
         flat,

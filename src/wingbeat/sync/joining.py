@@ -16,7 +16,6 @@ from wingbeat.schedules.events import Phase
 from wingbeat.sync.attach import in_backward
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.hooks import ModuleHook
-from wingbeat.types import Averaging
 from wingbeat.updates.stepper import State
 
 if TYPE_CHECKING:
@@ -103,17 +102,12 @@ class _Party:
             _follow(engine, self.active[-1])
 
 
-def _refuse_local(averaging: Averaging, throw: bool) -> None:
-    """Raise a `UsageError` where workers that average models cannot have uneven batches."""
+def _refuse_throwing(throw: bool) -> None:
+    """Raise a `UsageError` where workers that average models would have to tell each other."""
     if throw:
         raise UsageError(
             "join(throw_on_early_termination=True) where models are averaged: nobody is told that "
             "a worker has run out of batches; leave it out"
-        )
-    if averaging.partners == "static":
-        raise UsageError(
-            'join() with policy="static": groups are known beforehand, and workers that have run '
-            'out of batches would be waited for; use policy="smart"'
         )
 
 
@@ -126,7 +120,7 @@ def joined(
         yield
         return
     if engine.choices.averaging is not None:
-        _refuse_local(engine.choices.averaging, throw)
+        _refuse_throwing(throw)
         yield
         engine.level()  # the others go on without this worker until they are here
         return

@@ -13,7 +13,17 @@ from wingbeat.gradients.steps import Steps
 from wingbeat.gradients.views import Views
 from wingbeat.observe.events import stream
 from wingbeat.observe.meter import Meter
-from wingbeat.schedules.events import Event, Hear, Say, Schedule, Show, Start, UpdateCommand, Wait
+from wingbeat.schedules.events import (
+    Event,
+    Hear,
+    Say,
+    Schedule,
+    Show,
+    Start,
+    Step,
+    UpdateCommand,
+    Wait,
+)
 from wingbeat.schedules.intents import Answer
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.update import Closure, Update
@@ -57,7 +67,9 @@ class Runtime:
                 answer = own(self, command)
             else:
                 answer = None
-                returned = self.update.perform(cast("UpdateCommand", command), closure)
+                made = self.update.perform(cast("UpdateCommand", command), closure)
+                if isinstance(command, Step):
+                    returned = made
 
     def _start(self, command: Start) -> None:
         bucket = self.bucketing.buckets[command.bucket]

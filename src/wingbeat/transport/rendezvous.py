@@ -46,7 +46,8 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     Connects one process group per network interface, measures the interfaces' speed when there
     are several, and starts ``torch.distributed``'s default group if the script has not.
     Without torchrun's environment this is a world of one worker. A worker that is started again
-    alone, while the others go on and the store still lives, connects to nobody: `World.returned`.
+    alone, while the others go on and the store still lives, connects to nobody: `World.returned`;
+    it may open groups.
 
     Args:
         timeout: seconds any single wait may take, here and in training.
@@ -76,6 +77,10 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         chosen = _chosen(world, world.repeated("interfaces"), interfaces)
         world.networks = _checked(world, world.repeated("networks"))
         world.interfaces = tuple(interface.name for interface in chosen)
+        world.weights = _weights(world, len(chosen))
+        _join_groups(world, store, chosen)
+        with contextlib.suppress(RuntimeError):  # a store that keeps everything
+            store.delete_key(f"left/{rank}")  # it is there again
     elif size > 1:
         _connect(world, store, interfaces)
     elif not dist.is_initialized():
@@ -156,10 +161,34 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
     # them on one that still connects to others, whose `init` would fail.
     world.exchange("connected", True)
     world.weights = measure_weights(world)
+    world.publish("weights", world.weights)
     world.make_native = functools.partial(nccl_group, rank, size)
-    groups = GlooGroups(store, rank, size, chosen)
+    _join_groups(world, store, chosen)
+
+
+def _join_groups(world: World, store: dist.Store, chosen: Sequence[nic.Interface]) -> None:
+    """Let the world open groups of some workers."""
+    groups = GlooGroups(store, world.rank, world.size, chosen)
     world.make_links, world.group_store = groups.links, groups.store
     world.on_close(groups.close)
+
+
+def _weights(world: World, links: int) -> tuple[float, ...]:
+    """Return what was measured when all workers met.
+
+    Raises:
+        RendezvousError: a peer sent something else.
+    """
+    answer = world.read("weights", 0)
+    if (
+        not isinstance(answer, list)
+        or len(answer) != links
+        or not all(type(weight) is float and 0 <= weight <= 1 for weight in answer)
+    ):
+        raise RendezvousError(
+            f"rank {world.rank}: rank 0 sent malformed weights of its links: {str(answer)[:80]}"
+        )
+    return tuple(answer)
 
 
 def _been_here(store: Store, rank: int) -> bool:

@@ -19,9 +19,11 @@ class Serves(Protocol):
 
     Attributes:
         module: whose ``python -m`` is it, with `to_json` as its argument.
+        asks_later: whether it uses the store after it has met all workers.
     """
 
     module: ClassVar[str]
+    asks_later: ClassVar[bool]
 
     @property
     def me(self) -> str:
@@ -96,7 +98,7 @@ class InProcess:
         self.close(1.0)
 
     def _help(self) -> None:
-        """Let it use the store until it has met everyone."""
+        """Let it use the store for as long as it asks."""
         asks, hears = self._process.stdout, self._process.stdin
         assert asks is not None
         assert hears is not None

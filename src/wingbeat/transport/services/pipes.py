@@ -15,7 +15,7 @@ _LOOK_S = 0.02
 
 
 class PipeStore:
-    """`Store` of a service, until it has met everyone.
+    """`Store` of a service, until it says that it asks no more. For one thread at a time.
 
     Args:
         asks: where requests are written.

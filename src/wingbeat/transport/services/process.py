@@ -25,7 +25,8 @@ def main(config: Serves) -> None:
     threading.Thread(target=_end_with, args=(parent, met), daemon=True).start()
     try:
         serve = config.meet(store)
-        store.ready()
+        if not config.asks_later:
+            store.ready()
     except (WingbeatError, TimeoutError) as error:
         sys.exit(str(error))
     met.set()

@@ -1,0 +1,41 @@
+"""Averaging parameters with other workers': the interface between updates and who they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from wingbeat.observe.meter import Section
+    from wingbeat.types import Span
+
+
+class Averager(Protocol):
+    """Averages one flat buffer with other workers', beside training or in between.
+
+    Attributes:
+        buffer: all parameters, flat, contiguous, on the CPU.
+    """
+
+    buffer: torch.Tensor
+
+    def begin(self, part: Span) -> None:
+        """The buffer's ``part`` is this worker's model now; leave it alone until `end`."""
+
+    def end(self) -> None:
+        """Wait as long as the exchange asks for; afterwards the part holds the average.
+
+        Raises:
+            PeerError: a worker was waited for in vain; names it.
+        """
+
+    def level(self) -> None:
+        """Make the whole buffer the mean over all workers, who all call this; same bits."""
+
+    def sections(self) -> Sequence[Section]:
+        """Return what is to be seen of it in `wingbeat top`, now; other threads ask."""
+
+    def close(self) -> None:
+        """Leave; nobody waits for this worker any more."""

@@ -1,0 +1,305 @@
+"""Carries the averages of two workers each, in a thread beside training (AD-PSGD).
+
+The machine (`wingbeat.pairs.worker`) and the buffer are used under one lock by two threads: this
+one, and training between two steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from wingbeat.errors import PeerError, UsageError, WingbeatError
+from wingbeat.exchanges.halves import Halves
+from wingbeat.observe.log import log
+from wingbeat.pairs.protocol import Kind, Unexpected
+from wingbeat.pairs.worker import Adopt, Drop, Say, Worker
+from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+
+_LOOK_S = 0.5
+"""Seconds between two looks at whether those that are waited for live."""
+
+_PROGRESS = frozenset({Kind.GRANT, Kind.PIECE, Kind.MEAN, Kind.DONE, Kind.LEVEL})
+"""What shows that it is worth while to wait on."""
+
+_QUICK_S = 1.0
+"""Seconds that the last words may take after a failure."""
+
+
+class Pairing:
+    """Joins a worker's machine to the others'.
+
+    Args:
+        machine: this worker's.
+        mailbox: joins it to its partners, whose numbers are their ranks; used by the thread alone.
+        halves: the model.
+        me: what messages call this worker.
+        timeout: seconds that training may wait without anything being heard.
+        name: what messages call the worker of a rank.
+        clock: seconds.
+
+    Attributes:
+        waits: how often training had to wait for an average.
+    """
+
+    def __init__(
+        self,
+        machine: Worker,
+        mailbox: Mailbox,
+        halves: Halves,
+        *,
+        me: str,
+        timeout: float,
+        name: Callable[[int], str] = "rank {}".format,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.machine, self._mailbox, self._halves = machine, mailbox, halves
+        self._me, self._name, self._timeout, self._clock = me, name, timeout, clock
+        self.waits = 0
+        self._changed = threading.Condition()
+        self._interrupt = mailbox.interrupter()
+        self._error: PeerError | None = None
+        self._ending = self._quick = False
+        self._heard = self._probed = 0.0
+        self._over: dict[int, int] = {}  # of each part that is under way, the interface
+        self._load: Counter[int] = Counter()
+        self._thread = threading.Thread(target=self._run, name="wingbeat-pairs", daemon=True)
+
+    # -- what training calls --------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Let the model be averaged; see `Worker.begin`.
+
+        Raises:
+            PeerError: nothing can be averaged any more; says why.
+        """
+        with self._changed:
+            self._check()
+            self.machine.begin()
+        self._interrupt()
+
+    def end(self) -> None:
+        """Wait until the model may change; see `Worker.shut`.
+
+        Raises:
+            PeerError: nobody is left to average with, or who is waited for says nothing.
+        """
+        with self._changed:
+            self._check()
+            self.machine.shut()
+            self.waits += self.machine.pending
+            self._until(lambda: not self.machine.pending, "no average")
+
+    def level(self) -> None:
+        """Wait until no two models are averaged any more; see `Worker.level`.
+
+        Raises:
+            PeerError: a worker did not call it; names it.
+        """
+        with self._changed:
+            self._check()
+            self.machine.level()
+        self._interrupt()
+        with self._changed:
+            self._until(lambda: self.machine.levelled, "no word that it waits for the mean of all")
+            self.machine.shut()
+
+    def close(self, *, quick: bool = False) -> None:
+        """Leave, when what is under way has ended; may be called again.
+
+        Args:
+            quick: whether the others have to do without that, as after a failure.
+        """
+        self._quick = self._quick or quick
+        self._ending = True
+        self._interrupt()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def forget(self) -> None:
+        """Have the thread leave by itself, soon: nobody will call `close`.
+
+        It takes no lock: a garbage collector may call this, in whatever thread and moment.
+        """
+        self._ending = True
+
+    def _check(self) -> None:
+        if self._ending:
+            raise UsageError(f"{self._me}: close() was called; nothing is averaged after that")
+        if self._error is not None:
+            raise PeerError(str(self._error))
+        lost = self.machine.lost
+        if lost and not self.machine.there:
+            raise PeerError(
+                f"{self._me}: nobody is left to average parameters with: "
+                f"{', '.join(map(self._name, sorted(lost)))} gave no sign or failed; "
+                "start all workers again"
+            )
+
+    def _until(self, over: Callable[[], bool], what: str) -> None:
+        """Wait; called with the lock."""
+        begun = self._clock()
+        while True:
+            self._check()
+            if over():
+                return
+            left = max(begun, self._heard) + self._timeout - self._clock()
+            if left <= 0:
+                names = ", ".join(map(self._name, self.machine.behind()))
+                raise PeerError(
+                    f"{self._me}: {what} came from {names} within {self._timeout:g} s: check that "
+                    "it still trains"
+                )
+            self._changed.wait(left)
+
+    # -- the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._ending:
+                self.step(self._mailbox.next(_LOOK_S))
+            with self._changed:
+                self.machine.leave()
+            until = self._clock() + CLOSING
+            while self.machine.amid and not self._quick and self._clock() < until:
+                self.step(self._mailbox.next(_LOOK_S))
+        except PeerError as error:
+            self._fail(error)
+        except Exception as error:  # nobody hears it here: training does
+            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
+        with contextlib.suppress(WingbeatError):
+            self._part()
+
+    def _fail(self, error: PeerError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _part(self) -> None:
+        """Tell the others that this worker leaves, or has failed."""
+        failed = self._quick or self._error is not None
+        for peer in self.machine.there if failed else ():
+            with contextlib.suppress(PeerError):
+                self._mailbox.post(peer, Kind.FAILED, seconds=0.0)
+        self._mailbox.close(_QUICK_S if failed else CLOSING)
+
+    def step(self, message: Message | None) -> None:
+        """Do what is to be done now, with the message that has just come if one has.
+
+        Raises:
+            PeerError: a worker has sent what none of this job does; names it.
+        """
+        # What they have said before they were gone counts: it is taken after this is read.
+        left, lost = self._mailbox.left, self._mailbox.lost
+        while message is not None or (message := self._mailbox.poll()) is not None:
+            with self._changed:
+                self._take(message)
+                self._carry()
+                self._changed.notify_all()
+            message = None
+        with self._changed:
+            for peer in self.machine.there:
+                if peer in lost:
+                    self._lose(peer, lost[peer])
+                elif peer in left:
+                    self.machine.gone(peer, lost=False)
+            self._carry()
+            self._probe()
+            self._changed.notify_all()
+
+    def _take(self, message: Message) -> None:
+        peer, kind, payload = message.peer, message.kind, message.payload
+        number, piece = message.ids[:2]
+        carries = kind in (Kind.PIECE, Kind.MEAN)
+        try:
+            if not (self._halves.fits(piece, len(payload)) if carries else not payload):
+                raise Unexpected(f"{len(payload)} bytes in part {piece}, of kind {kind}")
+            counts = self.machine.heard(peer, kind, number, piece)
+        except Unexpected as error:
+            raise PeerError(
+                f"{self._me}: {self._name(peer)} sent what it never sends: {error}"
+            ) from None
+        # A worker that serves others says so to those in its queue.
+        if kind in _PROGRESS or (kind == Kind.ALIVE and self.machine.asks):
+            self._heard = self._clock()
+        if not counts or not carries:
+            if kind == Kind.FAILED:
+                log.warning("%s: training has failed on %s", self._me, self._name(peer))
+        elif kind == Kind.PIECE:
+            self._over[piece] = message.route.interface
+            self._halves.meet(piece, payload)
+        else:
+            self._load[self._over.pop(piece)] -= 1
+            self._halves.take(piece, payload)
+
+    def _lose(self, peer: int, how: str) -> None:
+        log.warning("%s: %s %s; the others go on without it", self._me, self._name(peer), how)
+        self._mailbox.drop(peer)
+        self.machine.gone(peer, lost=True)
+
+    def _carry(self) -> None:
+        """Do what the machine says."""
+        orders = self.machine.orders
+        while orders:
+            order = orders.popleft()
+            if isinstance(order, Say):
+                self._say(order)
+            elif isinstance(order, Adopt):
+                self._halves.adopt(asked=order.asked)
+            else:
+                assert isinstance(order, Drop)
+                self._halves.drop()
+                self._over.clear()
+                self._load.clear()
+
+    def _say(self, order: Say) -> None:
+        payload: Any = b""
+        interface = None
+        if order.kind == Kind.PIECE:
+            payload = self._halves.model(order.piece)
+            # A faster interface has its parts back sooner, and gets more of them.
+            interface = min(self._mailbox.interfaces(order.peer), key=lambda i: self._load[i])
+            self._load[interface] += 1
+            self._over[order.piece] = interface
+        elif order.kind == Kind.MEAN:
+            payload, interface = self._halves.answer(order.piece), self._over.pop(order.piece)
+        self._post(order.peer, order.kind, payload, (order.number, order.piece, 0, 0), interface)
+
+    def _post(
+        self,
+        peer: int,
+        kind: Kind,
+        payload: Any = b"",
+        ids: tuple[int, int, int, int] = (0, 0, 0, 0),
+        interface: int | None = None,
+    ) -> None:
+        try:
+            self._mailbox.post(peer, kind, payload, ids=ids, interface=interface)
+        except PeerError as error:
+            if peer in self._mailbox.lost:
+                self._lose(peer, self._mailbox.lost[peer])
+            elif peer in self._mailbox.left:
+                self.machine.gone(peer, lost=False)
+            else:
+                raise PeerError(f"{self._me}: {error}") from None
+
+    def _probe(self) -> None:
+        """Send something to those who are waited for: if they are dead, it does not arrive.
+
+        And to those who wait for their turn, while it is another's.
+        """
+        now = self._clock()
+        if now - self._probed >= _LOOK_S:
+            self._probed = now
+            serving = self.machine.served is not None
+            for peer in (*self.machine.behind(), *(self.machine.queue if serving else ())):
+                self._post(peer, Kind.ALIVE)

@@ -1,0 +1,307 @@
+"""AD-PSGD's averages with real messages: workers are threads, and speak over the loopback."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+
+from wingbeat.errors import MismatchError, PeerError, UsageError
+from wingbeat.exchanges import pairs
+from wingbeat.exchanges.averager import Averager
+from wingbeat.exchanges.pairs import PairAverager
+from wingbeat.pairs.protocol import Kind
+from wingbeat.transport import loopback
+from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.world import World
+from wingbeat.types import Span
+
+NUMEL = 600_001
+"""Elements: three parts, the last of which is not full."""
+
+ALL = Span(0, NUMEL)
+
+
+def play(workers: int, body: Callable[[World], object], timeout: float = 60.0) -> list:
+    worlds = loopback.worlds(workers, timeout=timeout)
+    try:
+        return loopback.run(worlds, body)
+    finally:
+        for world in worlds:
+            world.close()
+
+
+def filled(world: World) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(world.rank))
+
+
+def threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "wingbeat-pairs"]
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_models_come_together_and_their_sum_stays(workers: int, wire: torch.dtype | None) -> None:
+    steps = 12
+
+    def body(world: World) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        buffer = filled(world)
+        averager: Averager = PairAverager(world, buffer, wire=wire, seed=2)
+        chance = Random(world.rank)
+        for _ in range(steps):
+            averager.begin(ALL)
+            time.sleep(chance.random() / 200)
+            averager.end()
+        if world.rank % 2:  # serves until nobody asks any more
+            averager.begin(ALL)
+        world.exchange("all have stepped", None)
+        averager.end()
+        averaged = buffer.clone()
+        averager.level()
+        cells = averager.sections()[0].cells
+        averager.close()
+        averager.close()
+        return averaged, buffer, cells
+
+    found = play(workers, body)
+    begun = torch.stack([filled(world) for world in loopback.worlds(workers)])
+    wanted = begun.mean(0)
+    averaged = torch.stack([averaged for averaged, _, _ in found])
+    assert torch.allclose(averaged.mean(0), wanted, atol=1e-5)
+    # The first average alone takes away half the difference of two models, whoever they are.
+    most = (1 - 0.9 / (workers - 1)) if workers > 1 else 0.0
+    assert float((averaged - wanted).square().sum()) <= most * float(
+        (begun - wanted).square().sum()
+    )
+    for _, mean, cells in found:
+        assert torch.equal(mean, found[0][1])
+        assert torch.allclose(mean, wanted, atol=1e-5)
+        assert cells["queue"] == 0
+    counts = [cells["averages"] for _, _, cells in found]
+    assert counts[::2] == [steps if workers > 1 else 0] * ((workers + 1) // 2)
+    assert sum(counts[1::2]) == (sum(counts[::2]) if workers > 1 else 0)
+    assert not threads()
+
+
+def test_two_workers_have_the_same_bits_when_an_average_ends() -> None:
+    def body(world: World) -> torch.Tensor:
+        buffer = filled(world)
+        with_others = PairAverager(world, buffer)
+        with_others.begin(ALL)
+        world.exchange("begun", None)
+        if world.rank == 0:
+            with_others.end()
+        world.exchange("averaged", None)
+        with_others.end()
+        return buffer
+
+    one, other = play(2, body)
+    assert torch.equal(one, other)
+
+
+def test_nothing_is_averaged_while_a_passive_worker_changes_its_model() -> None:
+    def body(world: World) -> None:
+        buffer = filled(world)
+        averager = PairAverager(world, buffer)
+        if world.rank == 0:
+            averager.begin(ALL)
+            world.exchange("asked", None)
+            averager.end()
+            return
+        world.exchange("asked", None)
+        eventually(lambda: averager.sections()[0].cells["queue"] == 1)
+        assert torch.equal(buffer, filled(world))
+        averager.begin(ALL)
+        averager.end()
+        assert averager.sections()[0].cells["waits"] == 1
+        assert not torch.equal(buffer, filled(world))
+
+    play(2, body)
+
+
+def test_who_waits_for_one_that_leaves_asks_another() -> None:
+    def body(world: World) -> object:
+        averager = PairAverager(world, filled(world), seed=5)
+        if world.rank == 0:
+            averager.begin(ALL)
+            world.publish("asked", averager.sections()[0].cells["partner"])
+            averager.end()
+            world.publish("averaged", True)
+            return averager.sections()[0].cells["averages"]
+        if world.rank == 2:
+            return None
+        if world.read("asked", 0) == world.rank:
+            averager.close()
+            return "left"
+        averager.begin(ALL)
+        world.read("averaged", 0)
+        averager.end()
+        return "served"
+
+    averages, *others = play(4, body)
+    assert averages == 1
+    assert sorted(others, key=str) == [None, "left", "served"]
+
+
+def test_a_failure_on_one_is_heard_at_once_and_all_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(world: World) -> int:
+        averager = PairAverager(world, filled(world))
+        for step in range(6):
+            averager.begin(ALL)
+            if world.rank == 1 and step == 3:
+                averager._pairing.close(quick=True)
+                return 3
+            averager.end()
+        if world.rank == 3:
+            averager.begin(ALL)
+        else:
+            eventually(lambda: averager._machine.lost == {1})
+        world.publish("done", True)
+        for rank in (0, 2, 4):
+            world.read("done", rank)
+        return averager.sections()[0].cells["averages"]
+
+    begun = time.monotonic()
+    found = play(5, body)
+    assert found[0] == found[2] == found[4] == 6
+    assert time.monotonic() < begun + 50, "nobody has waited for its silence"
+    assert "training has failed on rank 1" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_worker_whose_process_dies_is_missed_by_its_silence() -> None:
+    def body(world: World) -> object:
+        averager = PairAverager(world, filled(world), silence=5.0)
+        if world.rank == 1:
+            eventually(lambda: averager.sections()[0].cells["queue"] == 1)
+            averager._pairing._mailbox.abandon()  # nothing more comes from it
+            return None
+        averager.begin(ALL)
+        with pytest.raises(PeerError, match=r"rank 0: nobody is left .*: rank 1 gave no sign"):
+            averager.end()
+        return None
+
+    play(2, body)
+
+
+def test_a_worker_that_does_not_level_is_named() -> None:
+    def body(world: World) -> None:
+        averager = PairAverager(world, filled(world))
+        if world.rank == 1:
+            averager._pairing._timeout = 0.2
+            said = r"rank 1: no word that .* came from rank 0 within 0\.2 s"
+            with pytest.raises(PeerError, match=said):
+                averager.level()
+            world.publish("said", True)
+        else:
+            world.read("said", 1)
+
+    play(2, body)
+
+
+def test_wrong_bytes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: World) -> None:
+        if world.rank == 1:
+            averager = PairAverager(world, filled(world))
+            averager.begin(ALL)
+            world.publish("begun", True)
+            with pytest.raises(PeerError, match="rank 1: rank 0 sent what it never sends: 3 bytes"):
+                eventually(lambda: averager.end() or averager.begin(ALL) or False)
+            return
+        world.exchange("pairs", [NUMEL, "torch.float32", "None"])
+        box = open_mailbox(
+            world.store, 0, [1], room=f"pairs/{world.path}", interfaces=("lo",), classes=1
+        )
+        world.read("begun", 1)
+        box.post(1, Kind.ASK, ids=(1, 0, 0, 0))
+        box.post(1, Kind.PIECE, b"abc", ids=(1, 0, 0, 0))
+        assert box.receive(60.0).kind == Kind.GRANT
+        assert box.receive(60.0).kind == Kind.FAILED
+        box.close()
+
+    play(2, body)
+
+
+def test_levels_follow_each_other_with_steps_in_between() -> None:
+    def body(world: World) -> list[float]:
+        buffer = torch.zeros(NUMEL)
+        averager, found = PairAverager(world, buffer), []
+        for level in range(3):
+            for _ in range(2):
+                averager.begin(ALL)
+                averager.end()
+                buffer += world.rank
+            averager.begin(ALL)  # the next one ends it
+            averager.level()
+            found.append(float(buffer[level]))
+        return found
+
+    assert play(3, body) == [[2.0, 4.0, 6.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        (torch.zeros(3, 3), r"a buffer of shape \(3, 3\)"),
+        (torch.zeros(6)[::2], r"allowed is a flat, contiguous one"),
+        (torch.zeros(3, dtype=torch.int64), "torch.int64"),
+        (torch.zeros(3, device="meta"), "on meta"),
+    ],
+)
+def test_buffers_that_cannot_be_averaged_are_refused(buffer: torch.Tensor, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        PairAverager(loopback.worlds(1)[0], buffer)
+
+
+def test_workers_with_different_models_are_told_before_they_meet() -> None:
+    def body(world: World) -> None:
+        with pytest.raises(MismatchError, match=r"give all workers the same model and wire"):
+            PairAverager(world, torch.zeros(3 + world.rank))
+
+    play(2, body)
+
+
+def test_calls_that_make_no_sense_are_refused() -> None:
+    world = loopback.worlds(1)[0]
+    averager = PairAverager(world, torch.zeros(NUMEL))
+    averager.end()  # nothing was begun
+    with pytest.raises(UsageError, match=r"allowed is Span\(start=0, stop=600001\)"):
+        averager.begin(Span(0, 3))
+    averager.begin(ALL)
+    with pytest.raises(UsageError, match=r"begin\(\) was called twice"):
+        averager.begin(ALL)
+
+    def body(world: World) -> None:
+        closed = PairAverager(world, torch.zeros(NUMEL))
+        closed.close()
+        with pytest.raises(UsageError, match=r"rank \d: close\(\) was called"):
+            closed.begin(ALL)
+
+    play(2, body)
+
+
+def test_an_averager_that_is_forgotten_takes_its_thread_along() -> None:
+    def body(world: World) -> None:
+        PairAverager(world, torch.zeros(8))
+
+    worlds = loopback.worlds(2)
+    loopback.run(worlds, body)
+    gc.collect()
+    eventually(lambda: not threads())
+    assert pairs.SILENCE_S > 1
+    for world in worlds:
+        world.close()

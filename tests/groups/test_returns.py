@@ -1,0 +1,77 @@
+"""How who was started again and the group generator find each other."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+
+import pytest
+
+from wingbeat.errors import RendezvousError
+from wingbeat.groups.returns import Returns, announce, life_of, say_over
+from wingbeat.transport import interfaces as nic
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.messages.card import Card
+
+ROOM = "groups1"
+
+
+def card() -> str:
+    host = nic.local()
+    uses = (host.interfaces[0].address,)
+    ends = (("tcp://127.0.0.1:5",),)
+    return Card(host, uses, secrets.randbits(64), "", ends, 1000, 2000).to_json()
+
+
+def comes_back(store: Switchboard, returns: Returns, worker: int) -> int:
+    """Come back as a worker; which life it has."""
+    life = life_of(store, ROOM, worker)
+    store.set(f"messages/{ROOM}/{worker}.{life}", card())
+    thread = threading.Thread(target=announce, args=(store, ROOM, worker, life, 30.0))
+    thread.start()
+    back = None
+    while back is None:
+        returns.look()
+        back = returns.news()
+    assert back[:2] == (worker, life)
+    assert thread.is_alive(), "it is not connected yet"
+    returns.met(back)
+    returns.look()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    return life
+
+
+def test_each_life_has_a_number_and_is_heard_of_once() -> None:
+    store = Switchboard()
+    returns = Returns(store, ROOM, 4)
+    assert [comes_back(store, returns, worker) for worker in (2, 3, 2, 2)] == [1, 1, 2, 3]
+    returns.look()
+    assert returns.news() is None
+
+
+def test_who_comes_back_hears_that_there_is_no_generator_any_more() -> None:
+    store = Switchboard()
+    say_over(store, ROOM)
+    with pytest.raises(RendezvousError, match=r"rank 2: cannot come back: .* has died"):
+        announce(store, ROOM, 2, 1, 30.0)
+
+
+def test_a_generator_that_does_not_answer_is_said() -> None:
+    with pytest.raises(RendezvousError, match=r"did not answer within 0\.1 s; check that rank 0"):
+        announce(Switchboard(), ROOM, 2, 1, 0.1)
+
+
+def test_lines_that_nobody_of_this_job_has_written_are_passed_over() -> None:
+    store = Switchboard()
+    lines = ("{", "[1, 0]", "[-1, 1]", '["1", 1]', "[9, 1]", "[3, 1]", "[1, 1]")
+    for number, text in enumerate(lines):
+        store.set(f"{ROOM}/back/{number}", text)
+    store.set(f"messages/{ROOM}/3.1", "no card")
+    store.set(f"messages/{ROOM}/1.1", card())
+    returns = Returns(store, ROOM, 4)
+    returns.look()
+    back = returns.news()
+    assert back is not None
+    assert back[:2] == (1, 1)
+    assert returns.news() is None
