@@ -353,6 +353,15 @@ class Choices:
         return self.staleness is None and self.averaging is None
 
     @property
+    def returns(self) -> bool:
+        """Whether a worker that was started again alone is let in."""
+        if self.averaging is None:
+            return self.staleness is not None
+        # An outer optimizer's state is not handed on, and without a generator nobody is there who
+        # could let it in.
+        return self.averaging.outer is None and self.averaging.partners not in ("static", "pairs")
+
+    @property
     def divides(self) -> bool:
         """Whether no worker has the whole optimizer."""
         return self.shard_optimizer or self.server_updates

@@ -13,13 +13,13 @@ import torch
 
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.exchanges import pairs
-from wingbeat.exchanges.averager import Averager
 from wingbeat.exchanges.pairs import PairAverager
 from wingbeat.pairs.protocol import Kind
 from wingbeat.transport import loopback
 from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.world import World
 from wingbeat.types import Span
+from wingbeat.updates.averager import Averager
 
 NUMEL = 600_001
 """Elements: three parts, the last of which is not full."""

@@ -27,9 +27,6 @@ _LOOK_S = 0.5
 GRACE_S = 5.0
 """Seconds, beside twice what the longest average has taken, after which they will not come."""
 
-_APART = 1 << 40
-"""Epochs of groups that are left to each channel of a world; no number of a meeting gets so far."""
-
 
 class GroupAverage:
     """Averages this worker's parameters with those of groups, for `wingbeat.groups.client.Client`.
@@ -37,21 +34,28 @@ class GroupAverage:
     Connections are kept for as long as the group generator says. If a group fails, the buffer is as
     it was.
 
-    Attributes:
-        part: of the buffer, which is averaged; all of it to begin with.
-        members: of the group that is being averaged with now, or was last.
-
     Args:
         world: of all workers, on CPUs.
         buffer: all parameters: flat, contiguous, of floating point numbers, on the CPU.
         wire: what they travel as; as they are if None.
+        first: the epoch of the group whose meeting has number 0: another one for each buffer of
+            a world.
+
+    Attributes:
+        part: of the buffer, which is averaged; all of it to begin with.
+        members: of the group that is being averaged with now, or was last.
     """
 
-    def __init__(self, world: World, buffer: torch.Tensor, wire: WireFormat | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        buffer: torch.Tensor,
+        wire: WireFormat | None = None,
+        *,
+        first: int = 0,
+    ) -> None:
         self._world, self._buffer, self._wire = world, buffer, wire
-        # Groups are opened in the world of all, where several models' must differ.
-        self._whole = world if world.parent is None else world.parent
-        self._first = 0 if world.parent is None else (world.serial + 1) * _APART
+        self._first = first
         self.part = Span(0, buffer.numel())
         self.members: tuple[int, ...] = ()
         # A collective that fails leaves nothing of its buffer.
@@ -77,7 +81,7 @@ class GroupAverage:
         """
         if meeting not in self._kept:
             group = Group(run.members, epoch=self._first + meeting)
-            inner = self._whole.open_group(group)
+            inner = self._world.open_group(group)
             self._kept[meeting] = group, inner, Collectives(inner)
         group, inner, collectives = self._kept[meeting]
         self.members = run.members

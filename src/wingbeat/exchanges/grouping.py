@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 _STATES, _OTHER = 8, 64 << 20
 """A state may have so many times the bytes of the parameters, and some more."""
 
+_APART = 1 << 40
+"""Epochs of groups that are left to each buffer; no number of a meeting gets so far."""
+
 
 class Grouping:
     """This worker's parameters, and its way to the groups that average them.
@@ -78,11 +81,12 @@ class Grouping:
         self._world, self._timeout = world, world.timeout
         self._most = _STATES * buffer.numel() * buffer.element_size() + _OTHER
         self._giving = Giving(world)
-        self.offer: Callable[[], bytes] | None = None
+        self.offer: Callable[[], bytes | None] | None = None
         store = world.store if world.group_store is None else world.group_store()
         self._started: Started | None = None
         self._mailbox: Mailbox | None = None
-        self.averages = GroupAverage(world, buffer, wire)
+        self._first = (serial - 1) * _APART
+        self.averages = GroupAverage(world, buffer, wire, first=self._first)
         self.client: Client | Follower
         if rules is None:
             if world.returned:
@@ -142,7 +146,7 @@ class Grouping:
 
         def taken(giver: int, meeting: int, lives: Callable[[], bool]) -> bytearray | None:
             try:
-                return take(self._world, giver, meeting, limit, lives)
+                return take(self._world, giver, self._first + meeting, limit, lives)
             except Lost as error:
                 _log.warning("%s; another one is asked", error)
                 return None
@@ -150,7 +154,8 @@ class Grouping:
         return self.client.fetch(taken)
 
     def _give(self, taker: int, meeting: int) -> None:
-        self._giving.give(taker, meeting, self.offer() if self.offer is not None else None)
+        blob = self.offer() if self.offer is not None else None
+        self._giving.give(taker, self._first + meeting, blob)
 
     def close(self) -> None:
         """Leave: nobody waits for this worker any more. The generator ends when all have left."""

@@ -22,14 +22,14 @@ class GroupAverager:
     """Has a thread meet the groups that this worker is in, while training goes on.
 
     Args:
-        grouping: this worker's way to groups.
+        grouping: this worker's way to groups; closed with it.
         buffer: all parameters: flat, contiguous, of floating point, on the CPU.
         world: of all workers.
     """
 
     def __init__(self, grouping: Grouping, buffer: torch.Tensor, world: World) -> None:
         self.buffer = buffer
-        self._grouping, self._threads, self._closed = grouping, world.threads, False
+        self.grouping, self._threads, self._closed = grouping, world.threads, False
         self._whole = Span(0, buffer.numel())
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._over = threading.Event()
@@ -40,7 +40,7 @@ class GroupAverager:
 
     def begin(self, part: Span) -> None:
         """Have the part averaged in the next groups; leave it alone until `end`."""
-        self._start(part, self._grouping.step)
+        self._start(part, self.grouping.step)
 
     def end(self) -> None:
         """Wait until this worker's groups are done.
@@ -59,18 +59,18 @@ class GroupAverager:
         Raises:
             PeerError: a worker did not; names it.
         """
-        self._start(self._whole, self._grouping.level)
+        self._start(self._whole, self.grouping.level)
         self.end()
 
     def sections(self) -> Sequence[Section]:
         """Return how many averages there were, with whom the last, and who takes no part."""
-        client = self._grouping.client
+        client = self.grouping.client
         return [
             Section(
                 "groups",
                 {
                     "averages": self._averages,
-                    "group": " ".join(map(str, sorted(self._grouping.averages.members))),
+                    "group": " ".join(map(str, sorted(self.grouping.averages.members))),
                     "absent": " ".join(map(str, sorted(client.absent))),
                     "generator": "gone" if client.fallen else "",
                 },
@@ -92,10 +92,10 @@ class GroupAverager:
     def _end(self) -> None:
         if not leaving.failing():
             self._thread.join()
-        self._grouping.close()
+        self.grouping.close()
 
     def _start(self, part: Span, step: Callable[[], None]) -> None:
-        self._grouping.averages.part = part
+        self.grouping.averages.part = part
         self._over.clear()
         self._jobs.put(step)
 

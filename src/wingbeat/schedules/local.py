@@ -32,6 +32,7 @@ class Local:
 
     Attributes:
         phase: always idle: gradients are this worker's own.
+        made: how many steps were made.
     """
 
     whole_after_backward: ClassVar[bool] = True
@@ -39,7 +40,7 @@ class Local:
     def __init__(self, every: int = 1, delay: int = 0, fragments: int = 1) -> None:
         self.phase = Phase.IDLE
         self._every, self._delay, self._fragments = every, delay, fragments
-        self._made = 0
+        self.made = 0
         self._begun: int | None = None
 
     def react(self, event: Event) -> Dialogue:
@@ -48,13 +49,13 @@ class Local:
             yield from self._step()
 
     def _step(self) -> Dialogue:
-        number = self._made + 1
+        number = self.made + 1
         first, last = self._due(number)
         begun = self._begun
         if begun is not None and (number - begun >= self._delay or first < last):
             yield from self._adopt()
         yield Step()
-        self._made = number
+        self.made = number
         if first < last:
             yield Average(first, last)
             self._begun = number

@@ -15,9 +15,11 @@ from wingbeat.errors import UsageError
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.exchanges.groups import GroupAverager
 from wingbeat.exchanges.models import ModelExchange
+from wingbeat.exchanges.pairs import PairAverager
 from wingbeat.gradients.views import ShownGradients
 from wingbeat.groups.rules import rules_of
 from wingbeat.sync.hooks import WeakCall
+from wingbeat.sync.live import LiveState
 from wingbeat.sync.runtime import Runtime
 from wingbeat.transport.world import World
 from wingbeat.types import Averaging, Fusion
@@ -51,6 +53,7 @@ def runtime_of(
     _check(training, world, averaging)
     model = FlatModel(_fragments(training, bucketing.fusion), lambda: _floating(buffers()))
     averager = _averager_of(averaging, str(wire), world, model.flat)
+    schedule = schedules.Local(averaging.every, averaging.delay, len(model.spans))
     if averaging.outer is None:
         update = LocalUpdate(training, model, averager)
     else:
@@ -59,7 +62,7 @@ def runtime_of(
     if averaging.partners not in ("all", "pairs"):
         _in_groups[world.parent or world] = weakref.ref(update)
     runtime = Runtime(
-        schedules.Local(averaging.every, averaging.delay, len(model.spans)),
+        schedule,
         ModelExchange(averager.sections),
         bucketing,
         ShownGradients(bucketing),
@@ -68,6 +71,11 @@ def runtime_of(
         training.steps,
     )
     update.waited = WeakCall(runtime.waited)
+    if isinstance(averager, GroupAverager):
+        lives = LiveState(training, schedule)
+        averager.grouping.offer = lives.written
+        if world.returned:
+            lives.put(averager.grouping.fetch())
     return runtime
 
 
@@ -129,14 +137,13 @@ def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _averager_of(averaging: Averaging, wire: str, world: World, flat: torch.Tensor) -> Averager:
+    wire_as, seed, encrypted = wire_dtype(wire), averaging.seed, averaging.encrypted
+    if averaging.partners == "pairs":
+        return PairAverager(world, flat, wire=wire_as, seed=seed, encrypted=encrypted)
     static = averaging.partners == "static"
     rules = None if static else rules_of(averaging.partners, averaging.size, averaging.threshold)
+    # Groups are opened in the world of all.
     grouping = Grouping(
-        world,
-        flat,
-        rules,
-        wire=wire_dtype(wire),
-        seed=averaging.seed,
-        encrypted=averaging.encrypted,
+        world.parent or world, flat, rules, wire=wire_as, seed=seed, encrypted=encrypted
     )
     return GroupAverager(grouping, flat, world)

@@ -98,10 +98,11 @@ def distribute(
 
 
 def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> None:
-    if world.returned and choices.lockstep:
+    if world.returned and not choices.returns:
         raise UsageError(
             f"rank {world.rank} was started again while the others go on, which {strategy!r} "
-            "cannot let in: train with wingbeat.Canary(), or start all workers again"
+            "cannot let in: train with wingbeat.Canary(), Ripples() or LocalSGD(), or start all "
+            "workers again"
         )
 
 
