@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from profile_devices import LAMBDA, files
-from profile_networks import InceptionV4, LstmPtb, Yolo
+from profile_networks import InceptionV4, LstmPtb, VggCifar, Yolo
 from torch import Tensor, nn
 
 from wingbeat.paced.profile import Parameter, Profile, ProfiledLayer, decode, encode
@@ -210,6 +210,12 @@ NETWORKS: dict[str, Network] = {
         InceptionV4, images(299), "Szegedy et al. 2016, arXiv:1602.07261, input 3x299x299"
     ),
     "yolo": Network(Yolo, images(448), "Redmon et al. 2016, arXiv:1506.02640, figure 3, 3x448x448"),
+    "vgg16_cifar": Network(
+        VggCifar,
+        images(32),
+        "Simonyan & Zisserman 2014, arXiv:1409.1556, column D at 25/64 of the width, hidden layers "
+        "of 161, input 3x32x32",
+    ),
     "bert_base": bert("base", "BertForPreTraining", 64),
     "bert_large": bert("large", "BertForPreTraining", 64),
     "lstm_ptb": Network(
@@ -288,6 +294,13 @@ def from_flops() -> Iterator[tuple[str, int, float, str]]:
         vgg / flops_per_sample(NETWORKS["yolo"]),
         "derived: the FLOP rate of the vgg16 profile, also mostly 3x3 convolutions; batch size 64 "
         "is Geryon's (section V)",
+    )
+    yield (
+        "vgg16_cifar",
+        128,
+        vgg / flops_per_sample(NETWORKS["vgg16_cifar"]),
+        "derived: the FLOP rate of the vgg16 profile, an upper limit, as small images fill a card "
+        "less; batch size 128 and 9.23 MB are Ripples' (section 7.1.2)",
     )
     yield (
         "lstm_ptb",

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from wingbeat.paced.profile import load_profile
 
 K40, V100 = "NVIDIA Tesla K40, float32", "NVIDIA Tesla V100 (32 GB), float32"
+GTX = "NVIDIA GeForce GTX 1080 Ti, float32"
 GERYON_VGG19 = 279.2 / 8 / 0.946
 TI_OVER_V100 = 0.73
+TI_OVER_GTX = 1.35
 LAMBDA = (
     "Lambda, 'RTX 2080 Ti Deep Learning Benchmarks with TensorFlow' (2019), FP32 training, 1 GPU, "
     "https://lambdalabs.com/blog/2080-ti-deep-learning-benchmarks"
@@ -59,6 +61,16 @@ def rows() -> Iterator[tuple[str, str, str, float, str]]:
         v100,
         f"derived: {ti:g} images/s of the vgg19 profile, / {TI_OVER_V100}, the 2080 Ti over the "
         f"V100 in FP32 ({LAMBDA}), makes {v100}; batch size 64 is Geryon's (section V)",
+    )
+    small = load_profile("vgg16_cifar").samples_per_second
+    gtx = four_digits(small / TI_OVER_GTX)
+    yield (
+        "vgg16_cifar_1080ti",
+        "vgg16_cifar",
+        GTX,
+        gtx,
+        f"derived: {small:g} images/s of the vgg16_cifar profile, / {TI_OVER_GTX}, the 2080 Ti "
+        f"over the GTX 1080 Ti in FP32 ({LAMBDA}), makes {gtx:g}; the card is Ripples' (Fig. 14)",
     )
 
 

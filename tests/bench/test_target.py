@@ -29,6 +29,14 @@ def test_of_all_workers_and_until_the_last_of_them() -> None:
     assert target.seconds_to(2.4, [low, high]) is None
 
 
+def test_steps_count_as_they_come_where_workers_are_not_in_lockstep() -> None:
+    fast, slow = curve(1.0, *HIGH, *LOW, *LOW), curve(4.0, *HIGH[:5])
+    # Of the last 20 steps the slow one made 4; 11 are low when the fast one has made its 21st.
+    assert target.seconds_to(2.5, [fast, slow]) == 21.0
+    assert target.seconds_to(2.5, [slow, fast]) == 21.0
+    assert target.seconds_to(0.5, [fast, slow]) is None
+
+
 def test_rounds_have_a_median_if_all_have_reached_it() -> None:
     fast, slow, never = ([curve(s, *losses)] for s, losses in ((1, LOW), (3, LOW), (1, HIGH)))
     times = [1.0 * LOSSES, 3.0 * LOSSES]

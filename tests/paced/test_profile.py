@@ -27,12 +27,14 @@ PUBLISHED = {
     "bert_base": 110.1,
     "bert_large": 336.2,
     "lstm_ptb": 66.03,
+    "vgg16_cifar": 9.23 / 4,  # Ripples, section 7.1.2
 }
 # Known networks at another device's pace: the profile whose layers they have, and samples/s.
 LIKE = {
     "alexnet_k40": ("alexnet", 697.6),
     "resnet50_k40": ("resnet50", 71.2),
     "vgg19_k40": ("vgg19", 279.2 / 8 / 0.946),
+    "vgg16_cifar_1080ti": ("vgg16_cifar", 41680.0),
     "vgg19_v100": ("vgg19", 208.8),
     "yolo_k40": ("yolo", 32.4),
 }

@@ -141,6 +141,11 @@ class Contender:
         return tried or any(part is not None for part in parts)
 
     @property
+    def averages(self) -> bool:
+        """Whether workers average their models, and make steps of their own in between."""
+        return self.traits.bound == "local"
+
+    @property
     def alone(self) -> bool:
         """Whether nothing is exchanged."""
         return self.traits.bound == "single"

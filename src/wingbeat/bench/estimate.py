@@ -147,7 +147,8 @@ def _row(checked: Checked, contender: Contender, share: float) -> RowTimes:
         moved = 0.0 if contender.alone else 2 * per_byte * nbytes
         seconds = max(1.0, share) * DIGITS_S + moved
     else:
-        kinds = (contender.traits.bound, "whole")
+        # Averages may be made under computation, and hide less than all of it.
+        kinds = ("whole",) if contender.averages else (contender.traits.bound, "whole")
         least = next(filter(None, (floor(kind, layers, per_byte) for kind in kinds)), 0.0)
         seconds = least + share * (CORE_S + CORE_S_PER_BYTE * nbytes * (not contender.alone))
     slept = slow.longest(checked.slow, iterations=checked.config.iterations)

@@ -24,7 +24,15 @@ NOTES = {
     "iterations_per_s": (
         "by_rank: a worker's timed iterations over the seconds that it took for them; total: their"
         " sum. Without lockstep (canary) an iteration is as many gradients as all workers make in"
-        " one, once they are applied"
+        " one, once they are applied. Where models are averaged (ripples, adpsgd, localsgd, diloco)"
+        " an iteration is over when all workers together have made as many steps as there are"
+        " workers, whoever made them: fast ones go on, and a turn ends when there are enough. All"
+        " ranks then have the same times; see steps_by_rank"
+    ),
+    "steps_by_rank": (
+        "where models are averaged: how many of the steps in the timed iterations each worker has"
+        " made; null for other rows. A step counts when the optimizer's step has returned, so with"
+        " the wait for its average where it has one"
     ),
     "cpu_s_per_iteration": (
         "by role of a process and in it by rank: CPU seconds of all its threads, in user mode and"
@@ -43,7 +51,8 @@ NOTES = {
     "bytes_per_iteration": (
         "bytes one worker puts on its interfaces in an iteration, by the kernel's counters, which"
         " count the headers of each piece of up to 64 KB that TCP hands down, and all processes of"
-        " a host whatever their role; mean over workers"
+        " a host whatever their role; mean over workers. Where models are averaged, without what it"
+        " takes to make them equal at the end of a turn"
     ),
     "class_bytes_per_iteration": (
         "the same by priority class of the lab's links (ef: DSCP 46; be: best effort), as on the"

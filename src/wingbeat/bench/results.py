@@ -39,6 +39,8 @@ class Block:
         sent_by_class: for each worker, ``sent_bytes`` by class of the lab's links, as on the wire;
             empty without classes.
         traffic: for each worker, what its host had sent when; None unless it was looked at.
+        steps_by_rank: of models that are averaged: the steps of each worker in the timed
+            iterations.
     """
 
     row: int
@@ -52,6 +54,7 @@ class Block:
     curves: list[Curve] | None = None
     sent_by_class: list[dict[str, float]] = field(default_factory=list)
     traffic: list[Samples] | None = None
+    steps_by_rank: list[int] | None = None
 
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
@@ -132,6 +135,7 @@ class Run:
     time_to_loss: TimeToLoss | None = None
     class_bytes_per_iteration: dict[str, float] = field(default_factory=dict)
     traffic: Traffic | None = None
+    steps_by_rank: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +245,7 @@ def _run(
         deciding=deciding,
         time_to_loss=_time_to_loss(checked, own),
         traffic=_traffic(checked, own),
+        steps_by_rank=_steps_by_rank(own),
         class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
         **_of_clocks(frame, own),
     )
@@ -265,6 +270,11 @@ def _time_to_loss(checked: Checked, blocks: Sequence[Block]) -> TimeToLoss | Non
     if target is None:
         return None
     return time_to_loss(target, [b.curves for b in blocks if b.curves is not None])
+
+
+def _steps_by_rank(blocks: Sequence[Block]) -> list[int] | None:
+    steps = [block.steps_by_rank for block in blocks if block.steps_by_rank is not None]
+    return [sum(own) for own in zip(*steps, strict=True)] if steps else None
 
 
 def _traffic(checked: Checked, blocks: Sequence[Block]) -> Traffic | None:

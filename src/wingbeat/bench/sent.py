@@ -37,6 +37,11 @@ class Sent:
                 found.update({name: each.bytes for name, each in device.items()})
         return cls(sent, dict(found))
 
+    def and_again(self, later: Sent) -> Sent:
+        """Return ``later``, and on top of it what came between the two once more."""
+        twice = {name: 2 * n - self.classes[name] for name, n in later.classes.items()}
+        return Sent(2 * later.sent - self.sent, twice)
+
     def since(self, before: Sent, iterations: float) -> Sent:
         """Return what came after ``before``, an iteration."""
         sent = (self.sent - before.sent) / iterations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,10 @@ def seconds_to(target: float, curves: Sequence[Curve]) -> float | None:
     """Seconds until the mean loss of the last `LOSSES` iterations is below the target, or None.
 
     An iteration's loss is the mean over the workers; it is over when its last worker has made it.
+    Workers that have not made as many are not in lockstep: their steps count as they come.
     """
+    if len({len(curve) for curve in curves}) > 1:
+        return _of_steps(target, curves)
     losses: list[float] = []
     spent = [0.0] * len(curves)
     for workers in zip(*curves, strict=True):
@@ -47,4 +51,18 @@ def seconds_to(target: float, curves: Sequence[Curve]) -> float | None:
         spent = [before + s for before, (s, _) in zip(spent, workers, strict=True)]
         if len(losses) >= LOSSES and statistics.fmean(losses[-LOSSES:]) < target:
             return max(spent)
+    return None
+
+
+def _of_steps(target: float, curves: Sequence[Curve]) -> float | None:
+    """The same for the last `LOSSES` steps times the number of workers, whoever made them."""
+    steps: list[tuple[float, float]] = []
+    for curve in curves:
+        ends = itertools.accumulate(seconds for seconds, _ in curve)
+        steps += zip(ends, (loss for _, loss in curve), strict=True)
+    steps.sort()
+    count = LOSSES * len(curves)
+    for last in range(count, len(steps) + 1):
+        if statistics.fmean(loss for _, loss in steps[last - count : last]) < target:
+            return steps[last - 1][0]
     return None

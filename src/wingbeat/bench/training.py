@@ -6,11 +6,13 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from wingbeat.bench import attach, models, slow
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.config import Checked
 from wingbeat.bench.models import Built
+from wingbeat.bench.steps import SharedSteps
 from wingbeat.control.decisions import Decisions
 
 _ROUNDING = 1e-6
@@ -26,6 +28,7 @@ class Training:
         normal_s: seconds that a normal iteration takes, of which a slow worker sleeps several.
         built: the model and its data.
         made: the same, attached to the row's strategy.
+        steps: of all workers, where they average models and none waits for all; None otherwise.
         curve: seconds and loss of each iteration so far.
     """
 
@@ -34,6 +37,7 @@ class Training:
     normal_s: float
     built: Built
     made: Attached
+    steps: SharedSteps | None = None
     curve: list[tuple[float, float]] = field(default_factory=list)
 
     def iterate(self, number: int) -> None:
@@ -46,24 +50,35 @@ class Training:
         begin = time.monotonic()
         self.pause(number)
         loss = attach.step(self.made, self.built.loss)
-        self.curve.append((time.monotonic() - begin, loss))
+        end = time.monotonic()
+        self.curve.append((end - begin, loss))
+        if self.steps is not None:
+            self.steps.add(end)
 
     def done(self) -> float:
-        """Return how many iterations there have been: those whose gradients were applied."""
+        """Return how many iterations there have been: those whose gradients were applied.
+
+        Where workers average models, an iteration is as many steps as there are workers.
+        """
+        if self.steps is not None:
+            return self.steps.total() / self.checked.workers
         applied = self.made.applied
         return len(self.curve) if applied is None else applied()
 
-    def iterations(self, first: int, count: int) -> Iterator[int]:
+    def iterations(self, first: int, count: int, since: float | None = None) -> Iterator[int]:
         """Make iterations; yield their numbers, from 0, as each is done.
 
         Where workers are not in lockstep, one is done when as many gradients have been applied as
         all workers make in one, whoever made them: a worker makes as many of its own as that takes.
+        The same holds for steps where models are averaged.
 
         Args:
             first: number of the first, as for `iterate`.
             count: how many are to be done.
+            since: how many were done before, if not those that are done now. Who is late finds
+                that others have begun.
         """
-        before, own, found = self.done(), 0, 0
+        before, own, found = self.done() if since is None else since, 0, 0
         while found < count:
             self.iterate(first + own)
             own += 1
@@ -93,6 +108,7 @@ def training(
     known: Decisions | None,
     *,
     recorded: bool = False,
+    counted: Path | None = None,
 ) -> Iterator[Training]:
     """Build a row's model for the length of a ``with`` block; the same weights each time.
 
@@ -103,6 +119,7 @@ def training(
         normal_s: seconds of a normal iteration.
         known: what the row has found out before, to be kept.
         recorded: as for `attach.attach`.
+        counted: the file in which workers count their steps; None where they are in lockstep.
     """
     config = checked.config
     built = models.build(checked.model, rank=rank, workers=checked.workers, seed=config.seed)
@@ -110,4 +127,9 @@ def training(
     with attach.attached(checked.rows[row], built.model, maker, recorded=recorded) as made:
         if known is not None:
             made.keep(known)
-        yield Training(checked, rank, normal_s, built, made)
+        steps = None if counted is None else SharedSteps(counted, rank, checked.workers)
+        try:
+            yield Training(checked, rank, normal_s, built, made, steps)
+        finally:
+            if steps is not None:
+                steps.close()

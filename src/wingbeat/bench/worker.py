@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.bench import halves, measure, processes, tracing, traffic
+from wingbeat.bench import halves, measure, processes, steps, tracing, traffic
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.clocks import SERVER, WORKER
 from wingbeat.bench.config import BenchConfig, Checked
@@ -28,6 +28,7 @@ from wingbeat.bench.protocol import ONLY, say
 from wingbeat.bench.results import Block, Deciding
 from wingbeat.bench.sent import Sent
 from wingbeat.bench.speedup import Timings
+from wingbeat.bench.steps import SharedSteps
 from wingbeat.bench.traffic import Sampler
 from wingbeat.bench.training import Training, training
 from wingbeat.control.decisions import Decisions
@@ -49,6 +50,7 @@ class Worker:
         checked: the bench.
         world: all workers.
         normal_s: seconds of a normal iteration; 0 where nobody is slow.
+        folder: where workers may leave files for each other.
         done: iterations so far that count for the progress.
         said: when the parent heard of the last one, by the monotonic clock.
         decisions: by row, what it has found out about how to train.
@@ -57,6 +59,7 @@ class Worker:
     checked: Checked
     world: World
     normal_s: float = 0.0
+    folder: Path = Path()
     done: int = 0
     said: float = 0.0
     decisions: dict[int, Decisions] = field(default_factory=dict)
@@ -75,46 +78,98 @@ class Worker:
             say("progress", done=self.done, row=row, round=round_, iteration=iteration)
 
     def training(
-        self, row: int, *, recorded: bool = False
+        self, row: int, *, recorded: bool = False, round_: int | None = None
     ) -> contextlib.AbstractContextManager[Training]:
-        """A row's model, freshly built, that trains as the row has decided."""
-        known = self.decisions.get(row)
-        return training(self.checked, row, self.rank, self.normal_s, known, recorded=recorded)
+        """A row's model, freshly built, that trains as the row has decided; in a round or not."""
+        return training(
+            self.checked,
+            row,
+            self.rank,
+            self.normal_s,
+            self.decisions.get(row),
+            recorded=recorded,
+            counted=self.counted(row, round_),
+        )
+
+    def counted(self, row: int, round_: int | None) -> Path | None:
+        """Where workers count a row's steps, if it averages models: then none waits for all."""
+        if round_ is None or not self.checked.rows[row].averages:
+            return None
+        return self.folder / f"steps-{row}-{round_}"
 
 
 def run_block(worker: Worker, row: int, round_: int) -> Block | None:
     """One row's turn; rank 0 gets the result, the others None."""
+    with worker.training(row, round_=round_) as own:
+        before, worth = _warmed_up(worker, own, row, round_)
+        said = _timed(worker, own, row, round_)
+        said |= asdict(_settled(worker, own.made).since(before, own.done() - worth))
+        about: dict[str, Any] = {}
+        if own.steps is not None:
+            said["starts"], about["steps_by_rank"] = _counted(worker, own.steps, said, round_)
+        about["accuracy"] = own.built.accuracy(own.made.model)
+        about |= {"coded": own.made.coded, "merge": own.made.merge}
+    return _gather(worker, row, said, about)
+
+
+def _warmed_up(worker: Worker, own: Training, row: int, round_: int) -> tuple[Sent, float]:
+    """Make the iterations before the timed ones.
+
+    Workers wait for each other before the last of them, never right before a timed one: work put
+    off into the next forward would find time to finish unseen.
+
+    Returns:
+        What this host had sent when they did, and how many iterations there had been.
+    """
+    warmup = worker.checked.config.warmup
+    lead = min(1, warmup)
+    for i in range(warmup - lead):
+        own.iterate(i - warmup + 1)
+        worker.tick(row, round_, i - warmup)
+    before, worth = _settled(worker, own.made), own.done()
+    if own.steps is not None:
+        # Others may have begun the next one by now: only the number that all have made is sure.
+        worth = warmup - lead
+        # To settle makes all models equal, which costs bytes that are no iteration's.
+        before = before.and_again(_settled(worker, own.made))
+    for _ in range(lead):
+        own.iterate(0)
+        worker.tick(row, round_, -1)
+    return before, worth
+
+
+def _timed(worker: Worker, own: Training, row: int, round_: int) -> dict[str, Any]:
+    """Make the timed iterations; return what this worker says of them."""
     config = worker.checked.config
     count, first = config.share(round_), config.before(round_) + 1
-    # Workers wait for each other before the last warm-up iteration, never right before a timed
-    # one: work put off into the next forward would find time to finish unseen.
-    with worker.training(row) as own:
-        lead = min(1, config.warmup)
-        for i in range(config.warmup - lead):
-            own.iterate(i - config.warmup + 1)
-            worker.tick(row, round_, i - config.warmup)
-        before, worth = _settled(worker, own.made), own.done()
-        for _ in range(lead):
-            own.iterate(0)
-            worker.tick(row, round_, -1)
-        used, served = processes.own_cpu_s(), processes.children_cpu_s()
-        starts = [time.monotonic()]
-        with _watched(worker) as sampler:
-            for done in own.iterations(first, count):
-                starts.append(time.monotonic())
-                worker.tick(row, round_, done)
-        used = processes.own_cpu_s() - used
-        served = processes.children_cpu_s() - served
-        sent = _settled(worker, own.made).since(before, own.done() - worth)
-        said: dict[str, Any] = {"starts": starts, **asdict(sent), "cpu_s": (used, served)}
-        said["loss"] = own.curve[-1][1]
-        if config.target_loss is not None:
-            said["curve"] = own.curve
-        if sampler is not None:
-            said["traffic"] = sampler.samples
-        accuracy = own.built.accuracy(own.made.model)
-        about = {"accuracy": accuracy, "coded": own.made.coded, "merge": own.made.merge}
-    return _gather(worker, row, said, about)
+    used, served = processes.own_cpu_s(), processes.children_cpu_s()
+    starts = [time.monotonic()]
+    with _watched(worker) as sampler:
+        for done in own.iterations(first, count, None if own.steps is None else config.warmup):
+            starts.append(time.monotonic())
+            worker.tick(row, round_, done)
+    used = processes.own_cpu_s() - used
+    served = processes.children_cpu_s() - served
+    said: dict[str, Any] = {"starts": starts, "cpu_s": (used, served), "loss": own.curve[-1][1]}
+    if config.target_loss is not None:
+        said["curve"] = own.curve
+    if sampler is not None:
+        said["traffic"] = sampler.samples
+    return said
+
+
+def _counted(
+    worker: Worker, counted: SharedSteps, said: dict[str, Any], round_: int
+) -> tuple[list[float], list[int]]:
+    """When the timed iterations were over, by all workers' steps, and how many each has made."""
+    config = worker.checked.config
+    return steps.iterations(
+        counted.made(),
+        worker.checked.workers,
+        before=config.warmup,
+        count=config.share(round_),
+        begin=said["starts"][0],
+    )
 
 
 def _watched(worker: Worker) -> contextlib.AbstractContextManager[Sampler | None]:
@@ -270,7 +325,7 @@ def main(argv: list[str]) -> int:
     checked = BenchConfig.load(config_path).check()
     world = wingbeat.init(timeout=120.0)
     try:
-        worker = Worker(checked, world)
+        worker = Worker(checked, world, folder=result_path.parent)
         found = _bench(worker)
         if checked.recorded:
             if worker.rank == 0:

@@ -1,0 +1,260 @@
+"""Ripples beside its baselines: the paper's Figs. 1, 2b, 15 to 19 and the steps of sections 4, 5.
+
+    python benchmarks/ripples.py --json out/ripples.json        (all figures)
+    python benchmarks/ripples.py --figures 17 19                (seconds of an iteration)
+    python benchmarks/ripples.py --figures 16 18 --seeds 0      (real training)
+
+17  VGG-16 of 9.23 MB, paced as on the paper's card; 4 hosts with several workers each: seconds of
+    an iteration for parameter servers, all-reduce, AD-PSGD and Ripples. The share of time in which
+    a worker does not compute is Fig. 2b's, and with a slow worker Fig. 1's.
+19  The same with one worker that sleeps 2 or 5 normal iterations in each of its own (section 7.4).
+    A normal iteration is that of Ripples' smart groups in 17, which is less than All-Reduce's.
+steps  Random groups, + Group Buffer, + Global Division, + Inter-Intra, + slowdown filter, with
+    equal workers and with one that is 2 times slow.
+15  An all-reduce alone by where workers are: several on each host, or one.
+16  Real training on real data (digits): iterations to a loss by how often groups average.
+18  The same by strategy: iterations and seconds to a loss, and accuracy after equal samples.
+
+Where models are averaged an iteration is as many steps as there are workers, whoever made them.
+The rate of 25 Gbit/s makes All-Reduce compute for 0.4 of its time. Fig. 2b says that AD-PSGD
+synchronises for more than 0.9 of an iteration, which is 3.9 of All-Reduce's (5.1 and 4.3 times,
+section 1): so computation is less than 0.4 of All-Reduce's. Model and rates are scaled together,
+and slow motion lets two cores do the work of all hosts. Rows take turns.
+
+Exit code 1 if a limit is missed: smart groups 1.1 times as fast as All-Reduce (the best form of
+DDP or ours) and 4.3 times as AD-PSGD; with +2x 2.55 times All-Reduce, keeping 0.85 of their speed;
+with +5x 4.4 times, keeping 0.7; accuracy within 0.5 points of All-Reduce's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ripples_training
+from common import end_as_by_ctrl_c, write
+
+from wingbeat.bench import estimate, machine, runner
+from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.results import Report
+from wingbeat.cli.bench import check_writable
+from wingbeat.errors import UsageError, WingbeatError
+
+FIGURES = ("17", "19", "steps", "15", "16", "18")
+SMART, ADPSGD = "ripples:policy=smart", "adpsgd:overlap=False,encrypted=False"
+SERVER = "vanillaps:servers=1,encrypted=False"
+ALL_REDUCE = ("ddp", "allreduce")
+ROWS = (
+    *ALL_REDUCE,
+    SERVER,
+    ADPSGD,
+    "adpsgd:encrypted=False",
+    "ripples:policy=static",
+    "ripples:policy=random",
+    SMART,
+    "ripples:policy=smart,overlap=True",
+    "localsgd:every=8",
+    "diloco:every=30",
+)
+STEPS = tuple(f"ripples:policy={p}" for p in ("random", "buffered", "divided", "inter-intra"))
+PAPER = {"17": {"all-reduce": 1.1, "adpsgd": 4.3, SERVER: 5.1}}
+"""How much faster than these smart groups are for each iteration: section 1."""
+LIMITS = {0.0: (1.1, 0.0), 2.0: (2.55, 0.85), 5.0: (4.4, 0.7)}
+"""By slowness: times as fast as All-Reduce, and what smart groups keep of their speed."""
+TIMES_ADPSGD = 4.3
+
+
+def main() -> int:
+    """Measure what was asked for, print tables and judge them."""
+    args = arguments()
+    end_as_by_ctrl_c()
+    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
+    report["command"] = sys.argv
+    measures = {"17": equal, "19": slow, "steps": ablation, "15": placement}
+    measures |= {"16": ripples_training.figure_16, "18": ripples_training.figure_18}
+    missed: list[str] = []
+    try:
+        check_writable(args.json)
+        for figure in args.figures:
+            found: dict[str, Any] = report.setdefault(figure, {})
+            for name, part in measures[figure](args):
+                found[name] = part
+                write(args.json, report)
+        missed = judged(report)
+    except WingbeatError as err:
+        print(f"ripples.py: {err}", file=sys.stderr)
+        return 2 if isinstance(err, UsageError) else 1
+    for line in missed:
+        print(f"MISSED: {line}")
+    return int(bool(missed))
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--figures", nargs="+", choices=FIGURES, default=list(FIGURES))
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), help="in Figs. 17 and 19")
+    parser.add_argument("--hosts", type=int, default=4, help="(4)")
+    parser.add_argument("--per-host", type=int, default=2, help="workers of a host (2)")
+    parser.add_argument("--model", default="vgg16_cifar_1080ti", help="(vgg16_cifar_1080ti)")
+    parser.add_argument("--rate", default="25gbit", help="of a host's link (25gbit)")
+    parser.add_argument("--slowness", type=float, nargs="+", default=[2.0, 5.0], help="in Fig. 19")
+    parser.add_argument("--normal", type=float, help="s of a normal iteration, if 17 is left out")
+    parser.add_argument("--iterations", type=int, default=24, help="timed ones of each row (24)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often rows take turns (2)")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed ones of each turn (2)")
+    parser.add_argument("--scale", type=float, default=0.25, help="of the model (0.25)")
+    parser.add_argument("--stretch", type=float, default=40.0, help="slow motion (40)")
+    ripples_training.add_arguments(parser)
+    parser.add_argument("--json", type=Path, default=Path("out/ripples.json"), metavar="FILE")
+    return parser.parse_args()
+
+
+def config(args: argparse.Namespace, rows: tuple[str, ...], sleep_s: float = 0.0) -> BenchConfig:
+    """Return one bench; the second worker sleeps so long before each of its iterations."""
+    made = BenchConfig(
+        lab=f"star:{args.hosts}@{args.rate}",
+        model=f"paced:{args.model}@{args.scale:g}",
+        strategies=rows,
+        iterations=args.iterations,
+        rounds=min(args.rounds, args.iterations),
+        warmup=args.warmup,
+        per_host=args.per_host,
+        stretch=args.stretch,
+        measure=False,
+    )
+    if not sleep_s:
+        return made
+    compute_s = sum(made.check().model.compute_s() or ())
+    slowed = asdict(made) | {"slow": (f"1=+{sleep_s / compute_s:.4f}x",)}
+    return BenchConfig(**slowed)
+
+
+def equal(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield the rows with equal workers (Fig. 17)."""
+    found = measured(config(args, tuple(args.rows)), "17: equal workers")
+    if SMART in found["rows"]:
+        args.normal = found["rows"][SMART]["iteration_s"]
+    yield "0", found
+
+
+def slow(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield the rows with a slow worker, by how slow it is (Fig. 19)."""
+    for factor in args.slowness:
+        made = config(args, tuple(args.rows), factor * normal(args))
+        yield f"{factor:g}", measured(made, f"19: one worker sleeps {factor:g} iterations")
+
+
+def ablation(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield the steps from random to smart groups, with equal workers and with a slow one."""
+    for factor in (0.0, 2.0):
+        made = config(args, (*STEPS, SMART), factor * normal(args))
+        yield f"{factor:g}", measured(made, f"steps: one worker sleeps {factor:g} iterations")
+
+
+def normal(args: argparse.Namespace) -> float:
+    """Seconds of a normal iteration."""
+    if args.normal is None:
+        raise UsageError(
+            f"--figures {' '.join(args.figures)}: what a slow worker sleeps is not known; measure "
+            f"17 first, with the row {SMART}, or say it with --normal"
+        )
+    return float(args.normal)
+
+
+def placement(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield seconds of an all-reduce alone, by hosts and workers of each (Fig. 15)."""
+    print(f"\n15: an all-reduce alone, {args.model}")
+    for hosts, each in ((1, args.per_host), (2, 1), (args.hosts, 1), (args.hosts, args.per_host)):
+        placed = argparse.Namespace(**vars(args) | {"hosts": hosts, "per_host": each})
+        made = asdict(config(placed, ("single",))) | {"measure": True, "iterations": 2, "rounds": 2}
+        if hosts == 1:
+            made["lab"] = f"loopback:{each}"
+            made["per_host"] = 1
+        report = runner.run(BenchConfig(**made), command=sys.argv).report
+        assert report.measured is not None
+        compute = sum((report.compute_s or {}).values())
+        alone = report.measured.t_rs_s + report.measured.t_ag_s
+        print(f"{hosts} hosts x {each}: {alone / args.stretch * 1e3:7.2f} ms; computation "
+              f"{compute / args.stretch * 1e3:.2f} ms")  # fmt: skip
+        yield f"{hosts}x{each}", {"all_reduce_s": alone, "compute_s": compute}
+
+
+def measured(made: BenchConfig, title: str) -> dict[str, Any]:
+    """Run one bench, show its rows and return them."""
+    long = estimate.of_all([made])
+    print(f"{title}; takes about {estimate.about(long)}", file=sys.stderr, flush=True)
+    report = runner.run(made, command=sys.argv).report
+    rows = figures(report)
+    show(f"{title}: {report.model} on {report.lab}, {report.workers} workers", rows)
+    return {"rows": rows, "config": asdict(made), "normal_s": report.normal_iteration_s}
+
+
+def figures(report: Report) -> dict[str, Any]:
+    """What one bench says of its rows."""
+    compute = sum((report.compute_s or {}).values())
+    rows = {}
+    for run in report.runs:
+        # Whoever is not in lockstep has iterations of all lengths: what counts is their sum.
+        mean = statistics.fmean(run.samples_s)
+        rows[run.strategy] = {
+            "iteration_s": mean,
+            "synchronising": max(0.0, 1.0 - compute / mean),
+            "bytes_per_iteration": run.bytes_per_iteration,
+            "steps_by_rank": run.steps_by_rank,
+            "cores_share": run.cores_share,
+            "limited_by_cores": run.limited_by_cores,
+        }
+    return rows
+
+
+def show(title: str, rows: dict[str, Any]) -> None:
+    """Print the rows of one bench, with their speed over the parameter server's."""
+    server = rows.get(SERVER)
+    print(f"\n{title}")
+    print(f"{'row':40} {'s':>7} {'x PS':>6} {'sync':>5} {'MB':>6}  steps by rank")
+    for row, own in rows.items():
+        faster = f"{server['iteration_s'] / own['iteration_s']:6.2f}" if server else ""
+        steps = " ".join(map(str, own["steps_by_rank"] or ()))
+        full = "  limited by this machine's cores" if own["limited_by_cores"] else ""
+        print(
+            f"{row:40} {own['iteration_s']:7.3f} {faster:>6} {own['synchronising']:5.0%} "
+            f"{own['bytes_per_iteration'] / 1e6:6.2f}  {steps}{full}"
+        )
+
+
+def judged(report: dict[str, Any]) -> list[str]:
+    """Return which limits are missed."""
+    parts = {0.0: report.get("17", {}).get("0")}
+    parts |= {float(name): part for name, part in report.get("19", {}).items()}
+    first = parts[0.0]["rows"].get(SMART) if parts[0.0] else None
+    missed = []
+    for factor, part in parts.items():
+        rows = part["rows"] if part else {}
+        others = [rows[row]["iteration_s"] for row in ALL_REDUCE if row in rows]
+        if SMART not in rows or factor not in LIMITS:
+            continue
+        own, (asked, kept) = rows[SMART]["iteration_s"], LIMITS[factor]
+        where = f"+{factor:g}x" if factor else "equal workers"
+        if others and min(others) / own < asked:
+            missed.append(f"{where}: {min(others) / own:.2f} times All-Reduce; limit {asked}")
+        if first and first["iteration_s"] / own < kept:
+            missed.append(f"{where}: keeps {first['iteration_s'] / own:.0%}; limit {kept:.0%}")
+        if not factor and ADPSGD in rows and rows[ADPSGD]["iteration_s"] / own < TIMES_ADPSGD:
+            times = rows[ADPSGD]["iteration_s"] / own
+            missed.append(f"{where}: {times:.2f} times AD-PSGD; limit {TIMES_ADPSGD}")
+    return missed + ripples_training.judged(report.get("18", {}))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

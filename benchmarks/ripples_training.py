@@ -1,0 +1,241 @@
+"""Real training with averaged models, for ``ripples.py``: Figs. 16 and 18.
+
+As a program, one worker of a lab: trains all rows by turns within a seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import torch
+import torch.distributed as dist
+from canary_training import normal_s
+from exactness import same_everywhere
+
+import wingbeat
+from wingbeat import lab
+from wingbeat.bench import contenders
+from wingbeat.bench.attach import attached
+from wingbeat.bench.steps import SharedSteps
+from wingbeat.errors import LabError
+
+POINTS = 0.5
+RATE = 0.1
+LAST = 10
+"""Iterations whose mean loss is compared with the target."""
+ROWS = (
+    "allreduce",
+    "adpsgd",
+    "ripples:policy=static",
+    "ripples:policy=random",
+    "ripples:policy=smart",
+    "localsgd:every=8",
+    "diloco:every=30",
+)
+LENGTHS = tuple(f"ripples:policy=smart,every={every}" for every in (1, 2, 4, 8))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what only real training knows."""
+    parser.add_argument("--training-rows", nargs="+", default=list(ROWS), help="in Fig. 18")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="in 16 and 18")
+    parser.add_argument("--slow-rate", default="200mbit", help="of a host, in 16 and 18 (200mbit)")
+    parser.add_argument("--length", type=int, default=400, help="iterations of a training (400)")
+    parser.add_argument("--loss", type=float, default=0.32, help="the paper's target (0.32)")
+    parser.add_argument(
+        "--training-slowness", type=float, nargs="+", default=[0.0, 2.0],
+        help="normal iterations that a worker sleeps, in Fig. 18 (0 2)",
+    )  # fmt: skip
+
+
+def figure_16(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield trainings by how many steps are between two averages.
+
+    Raises:
+        LabError: a lab cannot be made, or a worker failed.
+    """
+    yield "0", _trained(args, list(LENGTHS), 0.0, "16: steps between averages")
+
+
+def figure_18(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield trainings by how slow one worker is.
+
+    Raises:
+        LabError: a lab cannot be made, or a worker failed.
+    """
+    for factor in args.training_slowness:
+        title = f"18: one worker sleeps {factor:g} iterations"
+        yield f"{factor:g}", _trained(args, args.training_rows, factor, title)
+
+
+def _trained(args: argparse.Namespace, rows: list[str], slow: float, title: str) -> dict[str, Any]:
+    spec = f"star:{args.hosts}@{args.slow_rate}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.jsonl"
+        words = [sys.executable, __file__, "--json", str(path), "--length", str(args.length)]
+        words += ["--seeds", *map(str, args.seeds), "--rows", *rows, "--slow", str(slow)]
+        ended = lab.run(
+            spec, words, per_host=args.per_host,
+            on_line=lambda rank, line: print(f"[{rank}] {line}", flush=True),
+        )  # fmt: skip
+        if ended.exit_code:
+            raise LabError(f"{spec}: {ended.first_failure or ended.exit_code}")
+        runs = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {"runs": runs, "rows": summary(runs, args.loss), "loss": args.loss}
+    show(f"{title}: digits on {spec}, {args.hosts * args.per_host} workers", found["rows"])
+    return found
+
+
+def summary(runs: list[dict[str, Any]], loss: float) -> list[dict[str, Any]]:
+    """A row for each strategy, mean over seeds; the gap is to the first, in points."""
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(run["row"] for run in runs):
+        own = [run for run in runs if run["row"] == name]
+        there = [reached(run["losses"], run["workers"], loss) for run in own]
+        known = [each for each in there if each is not None]
+        final = statistics.fmean(run["accuracy"] for run in own)
+        whole = len(known) == len(there)
+        rows.append(
+            {
+                "row": name,
+                "accuracy": final,
+                "gap": final - rows[0]["accuracy"] if rows else 0.0,
+                "seconds": statistics.fmean(run["s"] for run in own),
+                "to_loss_s": statistics.fmean(s for s, _ in known) if whole else None,
+                "to_loss_iterations": statistics.fmean(i for _, i in known) if whole else None,
+                "same_weights": all(run["same_weights"] for run in own),
+            }
+        )
+    return rows
+
+
+def reached(
+    losses: list[tuple[float, float]], workers: int, target: float
+) -> tuple[float, float] | None:
+    """Seconds and iterations until the mean loss of the last steps is below the target.
+
+    Args:
+        losses: when each step of any worker was over, and its loss; in this order.
+        workers: as many steps are an iteration.
+        target: the loss.
+    """
+    count, total = LAST * workers, 0.0
+    for number, (seconds, loss) in enumerate(losses, start=1):
+        total += loss - (losses[number - 1 - count][1] if number > count else 0.0)
+        if number >= count and total / count < target:
+            return seconds, number / workers
+    return None
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print them."""
+    print(f"\n{title}")
+    print(f"{'row':34} {'right %':>8} {'gap':>6} {'s':>7} {'s to loss':>10} {'iterations':>11}")
+    for row in rows:
+        there = [row["to_loss_s"], row["to_loss_iterations"]]
+        seconds, count = ("-" if each is None else f"{each:.1f}" for each in there)
+        print(
+            f"{row['row']:34} {row['accuracy']:8.2f} {row['gap']:+6.2f} {row['seconds']:7.1f} "
+            f"{seconds:>10} {count:>11}"
+        )
+
+
+def judged(found: dict[str, Any]) -> list[str]:
+    """Return which limits are missed."""
+    missed = []
+    for slow, part in found.items():
+        for row in part["rows"]:
+            where = f"18, +{slow}x: {row['row']}"
+            if not row["same_weights"]:
+                missed.append(f"{where}: the workers' weights differ in the end")
+            if row["row"].startswith("ripples") and row["gap"] < -POINTS:
+                missed.append(f"{where}: {-row['gap']:.2f} points below; limit {POINTS}")
+    return missed
+
+
+# -- one worker ------------------------------------------------------------------------------
+
+
+def train(
+    task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float, counted: Path
+) -> dict[str, Any]:
+    """Train until all workers together have made ``length`` steps each, on the average."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches, contender = task.batches(rank, size, seed), contenders.parse(row)
+    steps = SharedSteps(counted, rank, size)
+    own: list[tuple[float, float]] = []
+    sgd = functools.partial(torch.optim.SGD, lr=RATE)
+    with attached(contender, task.network(seed), sgd) as made:
+        dist.barrier()
+        begin = time.monotonic()
+        while True:
+            done = steps.total() / size if contender.averages else float(len(own))
+            if done >= length:
+                break
+            for group in made.optimizer.param_groups:
+                group["lr"] = RATE * accuracy.rate_at(int(done), length)
+            if rank == 1 and sleep_s:
+                time.sleep(sleep_s)
+            made.optimizer.zero_grad()
+            loss, _ = accuracy.loss_of(made.model, *next(batches))
+            loss.backward()
+            made.optimizer.step()
+            steps.add(time.monotonic())
+            own.append((time.monotonic() - begin, float(loss.detach())))
+        made.settle()
+        seconds = time.monotonic() - begin
+        same = same_everywhere([p.detach().clone() for p in made.model.parameters()])
+        final = accuracy.evaluate(made.model, task)["accuracy"]
+    steps.close()
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, own)
+    losses = sorted((s, loss) for each in everyone for s, loss in each)
+    return {
+        "row": row,
+        "seed": seed,
+        "workers": size,
+        "s": seconds,
+        "accuracy": final,
+        "same_weights": same,
+        "losses": losses,
+        "steps_by_rank": [len(each) for each in everyone],
+    }
+
+
+def worker() -> None:
+    """Train all rows by turns; rank 0 keeps a line for each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--length", type=int, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--rows", nargs="+", required=True)
+    parser.add_argument("--slow", type=float, default=0.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    wingbeat.init(timeout=120.0)
+    task = accuracy.digits_task()
+    sleep_s = args.slow * normal_s(task) if args.slow else 0.0
+    for seed in args.seeds:
+        for number, row in enumerate(args.rows):
+            counted = args.json.parent / f"steps-{seed}-{number}"
+            made = train(task, row, seed, args.length, sleep_s, counted)
+            if dist.get_rank() == 0:
+                with args.json.open("a") as file:
+                    print(json.dumps(made), file=file)
+                print(f"{row}, seed {seed}: {made['accuracy']:.2f}%, {made['s']:.0f} s", flush=True)
+            dist.barrier()
+    wingbeat.shutdown()
+
+
+if __name__ == "__main__":
+    worker()
