@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class Lossy:
     """How parts of a flat model travel in averages, each of which may fail and be made again.
 
-    A part is encoded with a copy of what is owed of it. That of an average that was made takes the
-    place of what was owed when the average is taken over, and not before: what is saved meanwhile
-    is as if the average had not begun.
+    A part is encoded with a copy of its residual. That of an average that was made takes the place
+    of the residual when the average is taken over, and not before: what is saved meanwhile is as
+    if the average had not begun.
 
     Args:
         wire: what all parts travel as; None: as they are. Or how they are encoded.
-        owed: what codecs have lost so far, float32, as long as the model; None where nothing is
+        residual: what codecs have lost so far, float32, as long as the model; None where nothing is
             kept.
         gathers: whether everybody gets everybody's payload, in place of their sum.
     """
@@ -30,13 +30,13 @@ class Lossy:
     def __init__(
         self,
         wire: torch.dtype | Coding | None,
-        owed: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
         *,
         gathers: bool = False,
     ) -> None:
         self.gathers = gathers
-        self._wire, self._owed = wire, owed
-        self._left = None if owed is None else torch.zeros_like(owed)
+        self._wire, self._residual = wire, residual
+        self._left = None if residual is None else torch.zeros_like(residual)
         self._made: slice | None = None
 
     @property
@@ -50,9 +50,9 @@ class Lossy:
         if self._wire is None or isinstance(self._wire, torch.dtype):
             return self._wire
         coding, inside = self._wire.cut(part), slice(part.start, part.stop)
-        if self._owed is None or self._left is None:
+        if self._residual is None or self._left is None:
             return Encoded(coding)
-        left = self._left[inside].copy_(self._owed[inside])
+        left = self._left[inside].copy_(self._residual[inside])
         return Encoded(coding, left)
 
     def made(self, part: Span) -> None:
@@ -62,5 +62,5 @@ class Lossy:
     def taken(self) -> None:
         """The last average was taken over, if it was made at all."""
         inside, self._made = self._made, None
-        if inside is not None and self._owed is not None and self._left is not None:
-            self._owed[inside] = self._left[inside]
+        if inside is not None and self._residual is not None and self._left is not None:
+            self._residual[inside] = self._left[inside]

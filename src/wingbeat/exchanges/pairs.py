@@ -120,7 +120,7 @@ class PairAverager:
             self._pairing.end()
 
     def taken(self) -> None:
-        """Nothing is lost that would be owed."""
+        """Nothing is lost that would have to be sent later."""
 
     def level(self) -> None:
         """Make the buffer, and what it is a part of, the mean over all workers; same bits.
