@@ -67,6 +67,7 @@ def made(said: Iterator[list[str]], steps: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["ripples", "ripples:overlap=true", "localsgd:every=4"])
 def test_a_worker_that_was_killed_comes_back_and_all_end_equal(
     strategy: str, tmp_path: Path
