@@ -1,5 +1,8 @@
 """Real training with averaged models, for ``ripples.py``: Figs. 16 and 18.
 
+SGD is that of ``accuracy.py``: a rate of 0.05 with momentum 0.9, up at first and then along a
+cosine to 0, by the share of all steps that is done.
+
 As a program, one worker of a lab: trains all rows by turns within a seed.
 """
 
@@ -30,7 +33,6 @@ from wingbeat.bench.steps import SharedSteps
 from wingbeat.errors import LabError
 
 POINTS = 0.5
-RATE = 0.1
 LAST = 10
 """Iterations whose mean loss is compared with the target."""
 ROWS = (
@@ -174,7 +176,7 @@ def train(
     batches, contender = task.batches(rank, size, seed), contenders.parse(row)
     steps = SharedSteps(counted, rank, size)
     own: list[tuple[float, float]] = []
-    sgd = functools.partial(torch.optim.SGD, lr=RATE)
+    sgd = functools.partial(torch.optim.SGD, lr=task.rate, momentum=task.momentum)
     with attached(contender, task.network(seed), sgd) as made:
         dist.barrier()
         begin = time.monotonic()
@@ -183,7 +185,7 @@ def train(
             if done >= length:
                 break
             for group in made.optimizer.param_groups:
-                group["lr"] = RATE * accuracy.rate_at(int(done), length)
+                group["lr"] = task.rate * accuracy.rate_at(int(done), length)
             if rank == 1 and sleep_s:
                 time.sleep(sleep_s)
             made.optimizer.zero_grad()

@@ -116,25 +116,25 @@ def _warmed_up(worker: Worker, own: Training, row: int, round_: int) -> tuple[Se
     """Make the iterations before the timed ones.
 
     Workers wait for each other before the last of them, never right before a timed one: work put
-    off into the next forward would find time to finish unseen.
+    off into the next forward would find time to finish unseen. Where models are averaged they wait
+    before the first: what is known of slow workers would be forgotten with each wait for all.
 
     Returns:
         What this host had sent when they did, and how many iterations there had been.
     """
     warmup = worker.checked.config.warmup
-    lead = min(1, warmup)
+    lead = warmup if own.steps is not None else min(1, warmup)
     for i in range(warmup - lead):
         own.iterate(i - warmup + 1)
         worker.tick(row, round_, i - warmup)
     before, worth = _settled(worker, own.made), own.done()
     if own.steps is not None:
-        # Others may have begun the next one by now: only the number that all have made is sure.
-        worth = warmup - lead
+        worth = 0.0  # Others may have begun by now.
         # To settle makes all models equal, which costs bytes that are no iteration's.
         before = before.and_again(_settled(worker, own.made))
-    for _ in range(lead):
-        own.iterate(0)
-        worker.tick(row, round_, -1)
+    for i in range(lead):
+        own.iterate(i - lead + 1)
+        worker.tick(row, round_, i - lead)
     return before, worth
 
 
