@@ -241,6 +241,50 @@ def test_small_steps_of_bf16_models_add_up(delay: int) -> None:
         assert found == pytest.approx(1 - made_steps * 2**-10, abs=2**-10)
 
 
+def test_what_users_do_in_between_is_as_without() -> None:
+    """Averages of weights swapped in and out, copies, frozen parameters, a second optimizer."""
+
+    def body(world: Any) -> tuple[dict[str, Tensor], Tensor]:
+        model = net()
+        model.first.bias.requires_grad_(False)
+        others = [model.head.weight, model.head.bias]
+        rest = [
+            p for p in model.parameters() if p.requires_grad and all(p is not o for o in others)
+        ]
+        optimizer, second = torch.optim.LBFGS(rest, max_iter=2), torch.optim.Adam(others, lr=0.01)
+        sync.distribute(model, optimizer, diloco(every=2), world=world)
+        frozen = model.first.bias.detach().clone()
+        for step in range(5):
+
+            def closure(step: int = step) -> Tensor:
+                model.zero_grad()
+                loss: Tensor = model(batch(step, world.rank)).square().mean()
+                loss.backward()
+                return loss
+
+            assert float(optimizer.step(closure).detach()) > 0
+            second.step()
+            kept = {name: p.data for name, p in model.named_parameters()}
+            for param in model.parameters():
+                param.data = torch.zeros_like(param)  # as a moving average for evaluation
+            assert not copy.deepcopy(model)(batch(step, 0)).any()
+            for name, param in model.named_parameters():
+                param.data = kept[name]
+        sync.release(model, optimizer)
+        assert type(optimizer) is torch.optim.LBFGS
+        assert "wingbeat" not in optimizer.state_dict()
+        assert torch.equal(model.first.bias, frozen)
+        after = weights(model)
+        sync.distribute(model, optimizer, diloco(every=2), world=world)
+        for step in range(3):
+            optimizer.step(lambda step=step: closure(step))
+        wingbeat.consensus(model)
+        return after, weights(model)["head.weight"]
+
+    first, second = on(2, body, timeout=60)
+    assert_same(first, second)
+
+
 # -- state -------------------------------------------------------------------------------------
 
 
