@@ -292,6 +292,37 @@ def test_calls_that_make_no_sense_are_refused() -> None:
     play(2, body)
 
 
+def test_a_step_after_a_failure_says_again_what_has_failed() -> None:
+    def body(world: World) -> None:
+        averager = made(world)
+        averager._pairing._fail(PeerError("rank 7 sent what it never sends"))
+        for _ in range(2):
+            with pytest.raises(PeerError, match="rank 7 sent"):
+                averager.begin(ALL)
+
+    play(2, body)
+
+
+def test_an_error_of_the_thread_is_one_line() -> None:
+    def body(world: World) -> None:
+        averager = made(world)
+        if world.rank == 0:
+            pairing = averager._pairing
+
+            def fails(_: object) -> None:
+                raise RuntimeError("sizes differ\nException raised from here")
+
+            pairing.step = fails
+            eventually(lambda: pairing._error is not None)
+            with pytest.raises(PeerError, match=r"^rank 0: RuntimeError: sizes differ$"):
+                averager.begin(ALL)
+            world.publish("said", True)
+        else:
+            world.read("said", 0)
+
+    play(2, body)
+
+
 def test_an_averager_that_is_forgotten_takes_its_thread_along() -> None:
     def body(world: World) -> None:
         PairAverager(world, torch.zeros(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import time
 import weakref
@@ -210,6 +211,76 @@ def test_a_model_that_is_loaded_is_trained_on_from_there() -> None:
         return max(float((value - 0.25).abs().max()) for value in weights(model).values())
 
     assert on(2, body) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "goes_on"),
+    [
+        (wingbeat.LocalSGD(every=1, encrypted=False), False),
+        (wingbeat.LocalSGD(every=1, overlap=True, encrypted=False), True),
+        (wingbeat.ADPSGD(encrypted=False), False),
+    ],
+)
+def test_ctrl_c_in_a_wait_loses_no_average(
+    strategy: Any, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who catches it may train on, or have all models levelled."""
+    torch.manual_seed(0)
+    first = Given()
+
+    def body(world: Any) -> tuple[dict[str, Tensor], int]:
+        model, optimizer = made(world, strategy, plain, copy.deepcopy(first))
+        update = engine(model).update
+        drive(model, optimizer, world.rank, 1)
+        if world.rank == 0:
+            said = functools.partial(world.publish, "interrupted", True)
+            interrupt(monkeypatch, update._averager, said)
+            optimizer.zero_grad()
+            model(gradients(1, 0)).backward()
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            if goes_on:
+                optimizer.step()
+        else:
+            world.read("interrupted", 0)
+            drive(model, optimizer, world.rank, 1 + goes_on)
+        steps = update.steps
+        wingbeat.consensus(model)
+        return weights(model), steps
+
+    (mine, steps), (theirs, _) = on(2, body)
+    assert_same(mine, theirs)
+    for number, (value, start) in enumerate(
+        zip(mine.values(), weights(first).values(), strict=True)
+    ):
+        grads = [(0, 0), *[(1, 0)] * (steps - 1), (0, 1), (0, 1), *[(1, 1)] * goes_on]
+        moved = sum(gradients(*each)[number] for each in grads)
+        torch.testing.assert_close(value, start - 0.125 * moved / 2)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, averager: Any, then: Callable[[], None]) -> None:
+    """Have the averager's next wait end as by Ctrl-C, with all that it waits for still to come."""
+    pairing = getattr(averager, "_pairing", None)
+    of, name = (averager._over, "wait") if pairing is None else (pairing, "_until")
+
+    def cut(*_: object) -> None:
+        monkeypatch.undo()
+        then()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(of, name, cut)
+
+
+def test_a_step_after_shutdown_is_refused() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = made(world, wingbeat.LocalSGD(every=1, encrypted=False), plain)
+        train(model, optimizer, [0])
+        world.exchange("all have stepped", None)
+        engine(model).update._averager.close()
+        with pytest.raises(UsageError, match=r"rank \d: wingbeat was shut down"):
+            train(model, optimizer, [1])
+
+    on(2, body)
 
 
 def test_one_worker_alone_just_trains() -> None:

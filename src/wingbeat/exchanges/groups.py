@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from wingbeat.errors import UsageError
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.observe.meter import Section
 from wingbeat.transport import leaving
@@ -30,16 +31,22 @@ class GroupAverager:
     def __init__(self, grouping: Grouping, buffer: torch.Tensor, world: World) -> None:
         self.buffer = buffer
         self.grouping, self._threads, self._closed = grouping, world.threads, False
+        self._rank = world.rank
         self._whole = Span(0, buffer.numel())
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._over = threading.Event()
+        self._over.set()
         self._failed: BaseException | None = None
         self._averages = 0
         self._thread = threading.Thread(target=self._serve, name="wingbeat-averages", daemon=True)
         self._thread.start()
 
     def begin(self, part: Span) -> None:
-        """Have the part averaged in the next groups; leave it alone until `end`."""
+        """Have the part averaged in the next groups; leave it alone until `end`.
+
+        Raises:
+            UsageError: it was closed.
+        """
         self._start(part, self.grouping.step)
 
     def end(self) -> None:
@@ -64,6 +71,7 @@ class GroupAverager:
 
         Raises:
             PeerError: a worker did not; names it.
+            UsageError: it was closed.
         """
         self._start(self._whole, self.grouping.level)
         self.end()
@@ -101,6 +109,11 @@ class GroupAverager:
         self.grouping.close()
 
     def _start(self, part: Span, step: Callable[[], None]) -> None:
+        if self._closed:  # its thread would never answer
+            raise UsageError(
+                f"rank {self._rank}: wingbeat was shut down, and models are averaged no more: call "
+                "wingbeat.shutdown() after the last step and wingbeat.consensus()"
+            )
         averages = self.grouping.averages
         averages.part, averages.plain = part, step == self.grouping.level
         self._over.clear()

@@ -20,6 +20,7 @@ from wingbeat.pairs.protocol import Kind, Unexpected
 from wingbeat.pairs.worker import Adopt, Drop, Say, Worker
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+from wingbeat.transport.text import first_line
 
 _LOOK_S = 0.5
 """Seconds between two looks at whether those that are waited for live."""
@@ -175,7 +176,7 @@ class Pairing:
         except PeerError as error:
             self._fail(error)
         except Exception as error:  # nobody hears it here: training does
-            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
+            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {first_line(error)}"))
         with contextlib.suppress(WingbeatError):
             self._part()
 

@@ -103,9 +103,9 @@ class PairAverager:
             )
         if self._begun:
             raise UsageError("begin() was called twice: call end() before the model changes")
-        self._begun = True
         if self._pairing is not None:
             self._pairing.begin()
+        self._begun = True
 
     def end(self) -> None:
         """Wait as long as the exchange asks for; then the model may change. Nothing if not begun.
@@ -115,9 +115,13 @@ class PairAverager:
         Raises:
             PeerError: a worker was waited for in vain; names it.
         """
-        begun, self._begun = self._begun, False
-        if begun and self._pairing is not None:
-            self._pairing.end()
+        try:
+            if self._begun and self._pairing is not None:
+                self._pairing.end()
+        except Exception:
+            self._begun = False
+            raise
+        self._begun = False  # not so after Ctrl-C: the buffer may still be in an average
 
     def taken(self) -> None:
         """Nothing is lost that would have to be sent later."""

@@ -44,11 +44,12 @@ class LocalUpdate(WholeUpdate):
         self.waited: Callable[[int], None] = lambda _: None
         self._under_way: tuple[int, int] | None = None
         self._sent: torch.Tensor | None = None
-        self._moved = self.left = False
+        self._moved = self.left = self._cut = False
 
     def step(self, host: Host, closure: Closure) -> Any:
         """Run the optimizer's own step, and what the schedule adds."""
         self._moved = True
+        self._wait_again()
         return super().step(host, closure)
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
@@ -72,6 +73,7 @@ class LocalUpdate(WholeUpdate):
             PeerError: a worker did not do the same; names it.
         """
         if self._moved or always:
+            self._wait_again()
             self._adopt()
             self._level()
             self._moved = False
@@ -113,21 +115,37 @@ class LocalUpdate(WholeUpdate):
 
     def _begin(self, first: int, last: int) -> None:
         self._offer(first, last)
-        self._under_way = first, last
         self._averager.begin(self._model.part(first, last))
+        self._under_way = first, last
 
     def _adopt(self) -> None:
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        if self._under_way is None:
             return
-        self._wait(self._averager.end)
+        try:
+            self._wait(self._averager.end)
+        except Exception:  # it is over: nobody waits for it twice
+            self._under_way = None
+            raise
+        under_way, self._under_way = self._under_way, None
         self._take(*under_way)
         self._averager.taken()
+
+    def _wait_again(self) -> None:
+        """Wait for what Ctrl-C has cut a wait for short: the flat model is in use until then."""
+        if not self._cut:
+            return
+        if self._under_way is None:  # all models' mean, which this worker does not take
+            self._wait(self._averager.end)
+        self._adopt()
+        self._cut = False
 
     def _wait(self, wait: Callable[[], None]) -> None:
         begin = time.monotonic_ns()
         try:
             wait()
+        except KeyboardInterrupt:
+            self._cut = True
+            raise
         finally:
             self.waited(time.monotonic_ns() - begin)
 
