@@ -35,12 +35,6 @@ class GroupAverage:
     Connections are kept for as long as the group generator says. If a group fails, the buffer is as
     it was.
 
-    Attributes:
-        part: of the buffer, which is averaged; all of it to begin with.
-        plain: whether it travels as it is now, whatever the wire.
-        wire: what parts travel as otherwise, and what that loses.
-        members: of the group that is being averaged with now, or was last.
-
     Args:
         world: of all workers, on CPUs.
         buffer: all parameters: flat, contiguous, of floating point numbers, on the CPU.
@@ -50,6 +44,8 @@ class GroupAverage:
 
     Attributes:
         part: of the buffer, which is averaged; all of it to begin with.
+        plain: whether it travels as it is now, whatever the wire.
+        wire: what parts travel as otherwise, and what that loses.
         members: of the group that is being averaged with now, or was last.
     """
 

@@ -44,7 +44,7 @@ class Halves:
         dtype = buffer.dtype if self._wire is None else self._wire
         self.spans = Span(0, buffer.numel()).cut(max(1, piece_bytes // dtype.itemsize))
         self._itemsize = dtype.itemsize
-        self._fresh = torch.empty(buffer.numel(), dtype=dtype)
+        self._fresh = torch.empty(buffer.numel(), dtype=dtype, device="cpu")
         self._bytes = _bytes_of(self._fresh)
         self._own = _bytes_of(self._buffer) if self._wire is None else self._bytes
 

@@ -145,7 +145,7 @@ class _Taking:
             if len(blob) == max(0, self.size):
                 _send(link, peer, size, seconds)
             self.blob = blob
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, WingbeatError) as error:
             self.why = first_line(error)
 
 

@@ -12,6 +12,7 @@ from wingbeat.exchanges.copied import Copy, written
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.observe.log import log
 from wingbeat.schedules.local import Local
+from wingbeat.transport.text import first_line
 from wingbeat.updates.update import Training
 
 
@@ -39,8 +40,9 @@ class LiveState:
         params = [slot.param for slot in bucketing.slots]
         try:
             return written(_tensors(bucketing), params, optimizer, self._schedule.made)
-        except PeerError as error:  # which concerns only the one that asks
-            log.warning("%s", error)
+        except (PeerError, RuntimeError) as error:
+            # It concerns only the one that asks; a state that changes meanwhile, too.
+            log.warning("%s", first_line(error))
             return None
 
     def put(self, payload: Any) -> None:

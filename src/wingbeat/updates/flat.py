@@ -40,7 +40,8 @@ class FlatModel:
         tensors = [*(param for part in self._fragments for param in part), *buffers()]
         double = any(tensor.dtype is torch.float64 for tensor in tensors)
         numel = sum(tensor.numel() for tensor in tensors)
-        self.flat = torch.zeros(numel + 1, dtype=torch.float64 if double else torch.float32)
+        dtype = torch.float64 if double else torch.float32
+        self.flat = torch.zeros(numel + 1, dtype=dtype, device="cpu")
         self.number = self.flat[-1:]
         params = (param for part in self._fragments for param in part)
         self.narrow = any(param.dtype.itemsize < self.flat.itemsize for param in params)

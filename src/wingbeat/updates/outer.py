@@ -169,8 +169,9 @@ class OuterUpdate(LocalUpdate):
         velocity = self._velocity[inside]
         if not self._alike:
             torch.sub(self._start[inside], flat, out=flat)
-        velocity.mul_(self._momentum).add_(flat)
-        shared.sub_(flat.add_(velocity, alpha=self._momentum), alpha=self._lr)
+        if self._momentum:  # 0 times what has diverged is no number
+            flat.add_(velocity.mul_(self._momentum).add_(flat), alpha=self._momentum)
+        shared.sub_(flat, alpha=self._lr)
         moved = None
         if self._sent is not None and self._model.narrow:
             self._model.read(first, last)
