@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import random
@@ -31,7 +32,9 @@ from wingbeat.errors import LabError
 
 POINTS = 0.5
 SLEEPS, HOW_OFTEN = 2.0, 0.5
-"""Of the slow worker: normal iterations, and before which share of its own."""
+"""Of the slow worker: iterations of the first row, and before which share of its own."""
+MEASURED = 30
+"""Iterations that say how long one of the first row takes."""
 FIRST_RATE, QUARTERLY = 0.1, 0.2
 MARKS = 20
 ROWS = ("bml", "canary:s={s},p=2,colayers=4,wire=sketch", "ako", "vanillaps:servers=1")
@@ -44,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="in Fig. 19")
     parser.add_argument("--clusters", nargs="+", default=["2x2", "3x2"], help="in Fig. 19")
+    parser.add_argument(
+        "--training-slow", nargs="+", choices=("no", "yes"), default=["no", "yes"],
+        help="in Fig. 19: whether the last worker is slow",
+    )  # fmt: skip
     parser.add_argument("--slow-rate", default="50mbit", help="of its interfaces (50mbit)")
     parser.add_argument("--length", type=int, default=400, help="iterations of each training (400)")
 
@@ -56,7 +63,7 @@ def figure_19(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """
     for size in args.clusters:
         runs: list[dict[str, Any]] = []
-        for slow in (False, True):
+        for slow in (word == "yes" for word in args.training_slow):
             lines = _in_a_lab(args, f"bcube:{size}@{args.slow_rate}", size, slow)
             runs += [{**line, "slow": slow} for line in lines]
         found = {"runs": runs, "rows": summary(runs)}
@@ -82,7 +89,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for slow in (False, True):
         own = [run for run in runs if run["slow"] == slow]
-        names = dict.fromkeys(run["row"] for run in own)
+        names = dict.fromkeys(run["row"] for run in own)  # none if that was not asked for
         target = -math.inf
         for name in names:
             mine = [run for run in own if run["row"] == name]
@@ -155,7 +162,7 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
     sgd = functools.partial(torch.optim.SGD, lr=FIRST_RATE)
     with attached(contenders.parse(row), task.network(seed), sgd) as made:
         dist.barrier()
-        begin, done, steps = time.monotonic(), 0.0, 0
+        begin, done, steps, ends = time.monotonic(), 0.0, 0, []
         while done < length:
             for group in made.optimizer.param_groups:
                 group["lr"] = FIRST_RATE * QUARTERLY ** int(4 * done / length)
@@ -165,6 +172,7 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
             accuracy.loss_of(made.model, *next(batches))[0].backward()
             made.optimizer.step()
             steps += 1
+            ends.append(time.monotonic())
             done = made.applied() if made.applied is not None else steps
             if rank == 0 and done >= length * (len(kept) + 1) / MARKS:
                 state = {name: t.clone() for name, t in made.model.state_dict().items()}
@@ -175,7 +183,9 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
         state = {name: t.clone() for name, t in made.model.state_dict().items()}
     kept.append((seconds, done, state))
     curve = [{"s": s, "done": at, "accuracy": judge(task, seed, state)} for s, at, state in kept]
-    return {"row": row, "seed": seed, "s": seconds, "same_weights": same, "curve": curve}
+    found = {"row": row, "seed": seed, "s": seconds, "same_weights": same, "curve": curve}
+    each = [after - before for before, after in itertools.pairwise(ends)]
+    return {**found, "median_s": statistics.median(each)}
 
 
 def judge(task: accuracy.Task, seed: int, state: dict[str, Any]) -> float:
@@ -190,18 +200,11 @@ def judge(task: accuracy.Task, seed: int, state: dict[str, Any]) -> float:
     return 100 * right / task.held_out[1].numel()
 
 
-def normal_s(task: accuracy.Task) -> float:
-    """Seconds of an iteration's computation, all workers at once: the slowest one's median."""
-    network, batches = task.network(0), task.batches(dist.get_rank(), dist.get_world_size(), 0)
-    times = []
-    for _ in range(20):
-        dist.barrier()
-        begin = time.monotonic()
-        accuracy.loss_of(network, *next(batches))[0].backward()
-        times.append(time.monotonic() - begin)
-    slowest = torch.tensor(statistics.median(times))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+def normal_s(task: accuracy.Task, row: str) -> float:
+    """Seconds of an iteration when nobody is slow: the median of a short training."""
+    seconds = torch.tensor(train(task, row, 0, MEASURED, 0.0)["median_s"])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def worker() -> None:
@@ -216,7 +219,7 @@ def worker() -> None:
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     task = accuracy.digits_task()
-    sleep_s = SLEEPS * normal_s(task) if args.slow else 0.0
+    sleep_s = SLEEPS * normal_s(task, args.rows[0]) if args.slow else 0.0
     for seed in args.seeds:
         for row in args.rows:
             made = train(task, row, seed, args.length, sleep_s)

@@ -83,12 +83,17 @@ Round = tuple[Hop, ...]
 """Hops that may run at once; a Send depends on every earlier round's Recv of its elements."""
 
 
+SERIES = 1 << 40
+"""Epochs in a series: whoever opens groups by rules of its own begins at a multiple of it."""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Group:
     """Some of the workers, and which of their meetings this is.
 
     A value: two groups of the same ranks and epoch are equal. The order of ``ranks`` does not
-    matter. ``epoch`` tells apart groups of the same ranks that come after one another.
+    matter. ``epoch`` tells apart groups of the same ranks that come after one another; it grows,
+    within a series.
 
     Raises:
         UsageError: there is no rank, a rank twice, or something that is no number from 0 on.
@@ -114,6 +119,11 @@ class Group:
             raise UsageError(f"Group: epoch={epoch!r}: allowed are whole numbers from 0 on")
         object.__setattr__(self, "ranks", tuple(sorted(listed)))
         object.__setattr__(self, "epoch", epoch)
+
+    @property
+    def series(self) -> int:
+        """Which epochs come before and after this one: those from a multiple of `SERIES` on."""
+        return self.epoch // SERIES
 
     def __str__(self) -> str:
         shown = [str(rank) for rank in self.ranks]
@@ -287,11 +297,14 @@ class Staleness:
         p: buckets that a worker must have exchanged not to have its iteration dropped; None for
             all of them, so that nothing is dropped.
         encrypted: whether messages are.
+        in_flight: rounds that a worker may be ahead of the sums where one is slow; None for as many
+            as ``s``.
     """
 
     s: int | None
     p: int | None = None
     encrypted: bool = True
+    in_flight: int | None = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ def made(said: Iterator[list[str]], steps: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("rules", ["smart", "everyone"])
 def test_a_worker_that_was_killed_comes_back_twice_and_all_end_equal(
     rules: str, tmp_path: Path

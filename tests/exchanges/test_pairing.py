@@ -163,6 +163,16 @@ def test_last_words_that_came_with_the_farewell_count() -> None:
     assert play.pairings[1].machine.lost == {0}
 
 
+def test_who_cannot_be_sent_to_is_gone_after_its_last_words() -> None:
+    play = Play(2)
+    play.pairings[1].begin()
+    play.office.boxes[1].lost[0] = "gave no sign for 10 s"
+    play.office.boxes[1].late.append(message(Kind.ASK))
+    play.pairings[1].step(None)  # its turn cannot be said to it
+    assert play.pairings[1].machine.lost == {0}
+    assert play.pairings[1].machine.served is None
+
+
 def test_a_wait_goes_on_while_there_is_progress() -> None:
     play = Play(2)
     pairing = play.pairings[1]

@@ -125,7 +125,7 @@ def test_signs_of_the_generator_prolong_a_wait_for_all_and_not_one_for_a_group(
 def test_who_is_done_as_the_generator_dies_does_not_average_twice() -> None:
     for does in (Client.step, Client.level):
         box = Box(told(7, 0, (0, 1), 0))
-        one = client(box)
+        one = client(box, Rules.everyone())
         runs: list[Run] = []
 
         def average(run: Run, alive: Callable[[], bool]) -> None:

@@ -261,11 +261,12 @@ class Game:
 
     def check_bound(self, player: Player, iteration: int) -> None:
         """Nobody begins an iteration more than s before one that another still computes."""
-        if self.pace.s is None:
-            return
-        assert len(player.applied) >= iteration - self.pace.s, (
+        even = player.machine._even.now
+        assert len(player.applied) >= self.pace.first_needed(iteration, even=even), (
             "sums it should have seen are missing"
         )
+        if self.pace.s is None:
+            return
         for other in self.living():
             machine = other.machine
             if other is player or machine.ended or machine.expelled or machine.joining:

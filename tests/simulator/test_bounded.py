@@ -27,6 +27,7 @@ FREE = Work(
     message_s=0.0, message_s_per_byte=0.0,
 )  # fmt: skip
 LINKS = Links(bytes_per_s=1e9, latency_s=0.0, quantum=1 << 18)
+SLOW = Links(bytes_per_s=5e7, latency_s=0.0, quantum=1 << 20)
 TWO = Links(bytes_per_s=1e9, latency_s=0.0, count=2, quantum=1 << 20)
 NUMEL = 12_000_000
 COMPUTE_S = 0.4
@@ -83,7 +84,7 @@ def test_colayers_are_exchanged_while_backward_goes_on(crowd: bool) -> None:
 
 @pytest.mark.parametrize("crowd", [False, True])
 def test_without_a_bound_nobody_waits_for_the_network(crowd: bool) -> None:
-    made = run(Pace(None, 2, 2), iterations=40, crowd=crowd)
+    made = run(Pace(None, 2, 2, in_flight=None), iterations=40, crowd=crowd)
     assert made.seconds < 40 * COMPUTE_S + 2 * COMPUTE_S
     assert made.waited_s == (0.0, 0.0, 0.0)
 
@@ -91,10 +92,50 @@ def test_without_a_bound_nobody_waits_for_the_network(crowd: bool) -> None:
 @pytest.mark.parametrize("crowd", [False, True])
 def test_on_a_slow_network_queues_use_up_s(crowd: bool) -> None:
     """Workers run ahead until s stops them, so contributions are s steps late, all alike."""
-    links = Links(bytes_per_s=5e7, latency_s=0.0, quantum=1 << 20)
-    delays = run(Pace(4, 2, 2), iterations=15, links=links, crowd=crowd).delays
+    pace = Pace(4, 2, 2, in_flight=None)
+    delays = run(pace, iterations=15, links=SLOW, crowd=crowd).delays
     assert max(delays) == 4
     assert delays[4] > 0.5 * sum(delays.values())
+
+
+@pytest.mark.parametrize("s", [4, 18, None])
+@pytest.mark.parametrize("crowd", [False, True])
+def test_on_a_slow_network_one_round_is_in_flight_and_it_is_as_fast(
+    s: int | None, crowd: bool
+) -> None:
+    """The links are never idle, and whoever is not slow need not wait for more."""
+    options: dict[str, Any] = {"iterations": 30, "links": SLOW, "crowd": crowd}
+    queued = run(Pace(s, 2, 2, in_flight=None), **options)
+    made = run(Pace(s, 2, 2), **options)
+    assert set(made.delays) <= {0, 1, 2}
+    assert made.delays[0] <= 3  # the first
+    assert made.delays[2] <= sum(made.delays.values()) / 6  # one iteration in eight finds out
+    assert made.seconds <= queued.seconds * 1.01
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_who_just_comes_in_time_is_found_out(crowd: bool) -> None:
+    """Links take about as long as the slow worker: with one round in flight all wait for it."""
+    links = Links(bytes_per_s=1e8, latency_s=0.0, quantum=1 << 20)
+    options: dict[str, Any] = {"iterations": 40, "links": links, "sleeps": slow(1, 1.25)}
+    waits = run(Pace(18, 1, 2, in_flight=1), crowd=crowd, **options)
+    goes_on = run(Pace(18, 1, 2), crowd=crowd, **options)
+    assert goes_on.seconds < 0.93 * waits.seconds
+
+
+@pytest.mark.parametrize("crowd", [False, True])
+def test_on_a_slow_network_slow_workers_let_others_run_ahead(crowd: bool) -> None:
+    """Each iteration another one sleeps for two; without running ahead it would be waited for."""
+
+    def sleeps(rank: int, iteration: int) -> float:
+        return 2 * COMPUTE_S * (rank == iteration % 4)
+
+    links = Links(bytes_per_s=2e8, latency_s=0.0, quantum=1 << 20)
+    seconds = [
+        run(pace, 4, 40, links=links, sleeps=sleeps, crowd=crowd).seconds
+        for pace in (bsp(2), Pace(18, 1, 2, in_flight=1), Pace(18, 1, 2))
+    ]
+    assert seconds[0] > 1.1 * seconds[1] > 1.1**2 * seconds[2]
 
 
 @pytest.mark.parametrize("crowd", [False, True])

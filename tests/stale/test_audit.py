@@ -102,3 +102,21 @@ def test_what_all_have_counted_twice_or_too_late_is_found() -> None:
     findings = audit(everywhere(journals(), again)).findings
     assert any("iteration 0 of worker 0, colayer 0, piece 0 counts 2 times" in f for f in findings)
     assert any("is in round 4, and at most 2 late are allowed" in f for f in findings)
+
+
+def test_an_iteration_that_was_entered_and_had_no_batch_is_no_finding() -> None:
+    made = journals()
+    last = made[0].pop()
+    assert "settled" in last
+    at = max(json.loads(line).get("began", 0) for line in made[0]) + 1
+    made[0] += [f'{{"began":{at}}}\n', last, f'{{"began":{at + 2}}}\n', last]
+    assert audit(made).findings == ()
+    made[0].insert(-3, f'{{"began":{at + 1}}}\n')  # but one that another follows had one
+    assert any("it has sent 0 colayers" in line for line in audit(made).findings)
+
+
+def test_who_runs_further_ahead_of_the_sums_than_is_in_flight_is_found() -> None:
+    made = journals(pace=Pace(18, 1, 2))
+    assert audit(made).findings == ()
+    found = audit(edited(made, "began", lambda words: words.update(began=4)))
+    assert any("began iteration 4 with 0 rounds" in line for line in found.findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -23,6 +24,7 @@ def game(mode: str, seed: int, kills: int = 0, most: int = 9) -> Game:
     """A game that is as its seed says."""
     rng = random.Random(f"{mode} {seed} {kills}")
     pace = MODES[mode](rng, rng.randrange(2, 5))
+    pace = dataclasses.replace(pace, in_flight=rng.choice((1, 2, 3, None)))
     assert pace.mode == mode
     return Game(
         seed, rng.randrange(2, most + 1), pace, iterations=rng.randrange(1, 8), kills=kills,
@@ -66,7 +68,7 @@ def test_two_that_ask_each_other_for_parameters_ask_somebody_else() -> None:
 
 def test_games_drop_pull_lose_and_bring_back() -> None:
     # Otherwise the games above would show nothing.
-    played = [play("PGE", seed, kills=2, most=6) for seed in range(30)]
+    played = [play("PGE", seed, kills=2, most=6) for seed in range(40)]
     players = [player for each in played for player in each.living()]
     assert sum(len(player.machine.dropped) for player in players) > 20
     assert sum(1 for p in players for _, sent in p.machine.dropped if sent) > 3

@@ -27,6 +27,8 @@ GROUPS = {
 }
 OTHERS: dict[str, Any] = {
     "overlap": wingbeat.Ripples(overlap=True, encrypted=False),
+    "pairs": wingbeat.ADPSGD(encrypted=False),
+    "pairs at rest": wingbeat.ADPSGD(overlap=False, encrypted=False),
     "every": wingbeat.Ripples(every=3, overlap=True, encrypted=False),
     "local": wingbeat.LocalSGD(every=4, encrypted=False),
     "local overlap": wingbeat.LocalSGD(every=2, overlap=True, encrypted=False),
@@ -232,7 +234,7 @@ def test_one_worker_alone_just_trains() -> None:
         (lambda: wingbeat.Ripples(policy="smrt"), "smart"),
         (lambda: wingbeat.Ripples(policy="static", threshold=9), 'only policy="smart" has'),
         (lambda: wingbeat.Ripples(size=1), "size=1"),
-        (lambda: wingbeat.Ripples(wire="sketch"), "averaged as they are, or rounded"),
+        (lambda: wingbeat.Ripples(wire="sketch"), "travel as they are, or rounded"),
         (lambda: wingbeat.LocalSGD(every=0), "every=0"),
         (lambda: wingbeat.DiLoCo(every=4, delay=5), "delay=0 to 4"),
         (lambda: wingbeat.DiLoCo(outer_lr=0), "outer_lr=0"),
@@ -243,8 +245,8 @@ def test_one_worker_alone_just_trains() -> None:
         ),
         (lambda: wingbeat.Strategy(schedule="local"), "means of models, which none of"),
         (
-            lambda: wingbeat.Strategy(exchange="groups", schedule="local", update="outer"),
-            "starts from one model",
+            lambda: wingbeat.Strategy(exchange="pairs", schedule="local", update="outer"),
+            "at any moment of its round",
         ),
         (
             lambda: wingbeat.Strategy(exchange="groups", schedule="local", plan="merged"),

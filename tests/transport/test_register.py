@@ -9,7 +9,7 @@ import pytest
 from wingbeat.errors import UsageError
 from wingbeat.transport import loopback
 from wingbeat.transport.register import MAX_OPEN, REMEMBERED, Register
-from wingbeat.types import Group
+from wingbeat.types import SERIES, Group
 
 
 def test_no_more_groups_are_open_than_there_may_be() -> None:
@@ -71,3 +71,11 @@ def test_a_channel_opens_no_groups() -> None:
     channel, _ = loopback.run(members, lambda world: world.open_channel())
     with pytest.raises(UsageError, match="in a part of the world: call open_group on"):
         channel.open_group(Group((0, 1)))
+
+
+def test_each_series_of_epochs_counts_by_itself() -> None:
+    register = Register()
+    register.admit(Group([0, 1], epoch=SERIES + 3), 0, 2)
+    register.admit(Group([0, 1], epoch=3), 0, 2)
+    with pytest.raises(UsageError, match="has opened epoch 3 of these ranks before"):
+        register.admit(Group([0, 1], epoch=2), 0, 2)

@@ -26,6 +26,7 @@ from wingbeat.transport import world as world_module
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
 from wingbeat.transport.speed import measure_weights
+from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
 SCRIPT = """
@@ -239,6 +240,8 @@ def test_a_process_keeps_its_store_and_each_init_sets_its_timeout(
 def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     met: list[int] = []
+    good = json.dumps([1.0] * len(nic.choose([nic.local()] * 3, 1, None)))
+    weights = iter([good, good])
 
     def connect(world: World, *_: object) -> None:
         """What those who meet tell each other is kept for whoever comes back."""
@@ -246,6 +249,8 @@ def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.Monke
         for rank in range(3):
             world.store.set(f"1/interfaces/{rank}", json.dumps(nic.local().to_json()))
             world.store.set(f"2/networks/{rank}", json.dumps([f"10.0.{rank}.0/24"]))
+        world.store.set("left/1", "failed")
+        world.store.set("said/weights/0", next(weights))
 
     monkeypatch.setattr(rendezvous, "_rendezvous", lambda timeout: (1, 3, store))
     monkeypatch.setattr(rendezvous, "_connect", connect)
@@ -254,13 +259,25 @@ def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.Monke
     for returned in (False, True, False):  # the last is another world of the same job
         world = rendezvous.init(timeout=5)
         assert world.returned == returned
+        assert not returned or not world.store.has("left/1"), "it is there again"
         rendezvous.shutdown()
         if returned:
             assert world.networks == (("10.0.0.0/24",), ("10.0.1.0/24",), ("10.0.2.0/24",))
             assert world.interfaces
+            assert world.weights == tuple(json.loads(good))
+            assert world.make_links is not None
             with pytest.raises(UsageError, match="rank 1 was started again while the others go on"):
                 world.exchange("layers", 1)
     assert met == [1, 1]
+
+
+@pytest.mark.parametrize("weights", [7, [0.5, 0.5, 0.5], ["1"], [2.0], [True]])
+def test_weights_that_nobody_has_measured_are_refused(weights: object) -> None:
+    store = TorchStore(dist.HashStore())
+    store.set("said/weights/0", json.dumps(weights))
+    world = World(1, 3, (), (), 5.0, store)
+    with pytest.raises(RendezvousError, match="rank 1: rank 0 sent malformed weights"):
+        rendezvous._weights(world, 1)
 
 
 def test_a_fork_meets_the_others_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
         density = mine.density
         if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
             density = warmed_up(density, mine.warmup, step)
-        return _topk(density, mine.momentum)
+        return _topk(density, mine.momentum, mine.bits)
     return _constant(mine)
 
 
@@ -38,8 +38,8 @@ def all_of(wire: Coded) -> tuple[Codec, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _topk(density: float, momentum: float) -> Codec:
-    return TopKCodec(density, momentum)
+def _topk(density: float, momentum: float, bits: int) -> Codec:
+    return TopKCodec(density, momentum, bits=bits)
 
 
 @functools.cache

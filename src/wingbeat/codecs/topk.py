@@ -1,7 +1,7 @@
 """Top-k: only the largest magnitudes travel (OMGS-SGD, section II-C).
 
 With momentum correction and a density that warms up (Deep Gradient Compression, Lin et al. 2018,
-sections 3.1 to 3.3).
+sections 3.1 to 3.3). Values may travel as a sketch of few bits (SparseLoCo, Sarfi et al. 2025).
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from wingbeat import kernels
+from wingbeat.codecs.codec import check_size
 from wingbeat.kernels import layout
+
+PLAIN = 32
+"""Bits of a value that travels as it is."""
 
 FIRST_DENSITY = 0.25
 """Density with which a warm-up begins (Deep Gradient Compression, section 3.3)."""
@@ -21,21 +25,26 @@ FIRST_DENSITY = 0.25
 class TopKCodec:
     """The ``max(1, round(density * n))`` largest magnitudes travel, with their indices.
 
-    Ties go to the lowest index. What is not finite counts as largest, so that it travels.
+    Ties go to the lowest index. What is not finite counts as largest, so that it travels. With
+    ``bits`` from 1 to 8 the values that travel are sketched, and what that takes away stays in the
+    residual. A payload is that of the kernels, with a sketch in place of the values.
     """
 
     density: float = 0.001
     momentum: float = 0.0
     feedback: bool = True
+    bits: int = PLAIN
 
     @property
     def bytes_per_element(self) -> float:
-        """Four bytes of value and two of index for each that travels."""
-        return 6 * self.density
+        """Those of its value and two of index for each that travels."""
+        return (self.bits / 8 + layout.OFFSET_BYTES) * self.density
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """Return the payload's size in bytes."""
-        return layout.topk_bytes(numel, layout.count_of(numel, self.density))
+        k = layout.count_of(numel, self.density)
+        whole = layout.topk_bytes(numel, k)
+        return whole - layout.VALUE_BYTES * k + self._room(k) if self._sketches(numel) else whole
 
     def encode(
         self,
@@ -47,14 +56,27 @@ class TopKCodec:
         velocity: torch.Tensor | None = None,
     ) -> None:
         """Write the largest values and where they are; ``velocity`` gathers momentum here."""
-        kernels.of(x.device).topk_encode(
-            x,
-            payload,
-            k=layout.count_of(x.numel(), self.density),
-            residual=residual,
-            velocity=velocity,
-            momentum=self.momentum,
+        k, kernel = layout.count_of(x.numel(), self.density), kernels.of(x.device)
+        whole = payload
+        if self._sketches(x.numel()):
+            check_size(payload, self.nbytes(x.numel()))
+            whole = payload.new_empty(layout.topk_bytes(x.numel(), k))
+        kernel.topk_encode(
+            x, whole, k=k, residual=residual, velocity=velocity, momentum=self.momentum
         )
+        if whole is payload:
+            return
+        values, room = whole[: layout.VALUE_BYTES * k].view(torch.float32), self._room(k)
+        # In memory of its own: a payload may begin at any address.
+        sketch = payload.new_empty(room)
+        kernel.sketch_encode(values, sketch, bits=self.bits)
+        payload[:room].copy_(sketch)
+        payload[room:].copy_(whole[layout.VALUE_BYTES * k :])
+        if residual is not None:
+            arrived = torch.empty_like(values)
+            kernel.sketch_decode(sketch, arrived, bits=self.bits)
+            values.sub_(arrived).nan_to_num_(0.0, 0.0, 0.0)
+            kernel.topk_decode(whole, residual, k=k, add=True)
 
     def decode(
         self, payload: torch.Tensor, out: torch.Tensor, *, add: bool = False, cols: int = 0
@@ -64,8 +86,22 @@ class TopKCodec:
         Raises:
             ValueError: the payload is malformed.
         """
-        k = layout.count_of(out.numel(), self.density)
-        kernels.of(out.device).topk_decode(payload, out, k=k, add=add)
+        k, kernel = layout.count_of(out.numel(), self.density), kernels.of(out.device)
+        whole = payload
+        if self._sketches(out.numel()):
+            check_size(payload, self.nbytes(out.numel()))
+            whole, room = payload.new_empty(layout.topk_bytes(out.numel(), k)), self._room(k)
+            values = whole[: layout.VALUE_BYTES * k].view(torch.float32)
+            kernel.sketch_decode(payload[:room].clone(), values, bits=self.bits)
+            whole[layout.VALUE_BYTES * k :].copy_(payload[room:])
+        kernel.topk_decode(whole, out, k=k, add=add)
+
+    def _sketches(self, numel: int) -> bool:
+        raw = layout.topk_is_raw(numel, layout.count_of(numel, self.density))
+        return self.bits != PLAIN and not raw
+
+    def _room(self, k: int) -> int:
+        return layout.sketch_bytes(k, self.bits)
 
 
 def warmed_up(density: float, warmup: int, step: int) -> float:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from wingbeat.collectives import Collectives
+from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
+from wingbeat.exchanges.lossy import Lossy
 from wingbeat.groups.averages import GIVEN_UP
 from wingbeat.transport.blame import Blame
 from wingbeat.transport.meeting import room_of
@@ -17,7 +18,7 @@ from wingbeat.types import Group, Span
 if TYPE_CHECKING:
     import torch
 
-    from wingbeat.collectives import Handle, WireFormat
+    from wingbeat.collectives import Handle
     from wingbeat.groups.generator import Run
     from wingbeat.transport.world import World
 
@@ -33,6 +34,12 @@ class GroupAverage:
 
     Connections are kept for as long as the group generator says. If a group fails, the buffer is as
     it was.
+
+    Attributes:
+        part: of the buffer, which is averaged; all of it to begin with.
+        plain: whether it travels as it is now, whatever the wire.
+        wire: what parts travel as otherwise, and what that loses.
+        members: of the group that is being averaged with now, or was last.
 
     Args:
         world: of all workers, on CPUs.
@@ -50,11 +57,13 @@ class GroupAverage:
         self,
         world: World,
         buffer: torch.Tensor,
-        wire: WireFormat | None = None,
+        wire: Lossy | torch.dtype | None = None,
         *,
         first: int = 0,
     ) -> None:
-        self._world, self._buffer, self._wire = world, buffer, wire
+        self._world, self._buffer = world, buffer
+        self.wire = wire if isinstance(wire, Lossy) else Lossy(wire)
+        self.plain = False
         self._first = first
         self.part = Span(0, buffer.numel())
         self.members: tuple[int, ...] = ()
@@ -88,7 +97,7 @@ class GroupAverage:
         inside = slice(self.part.start, self.part.stop)
         total = self._sum[inside].copy_(self._buffer[inside])
         try:
-            handle = collectives.all_reduce(total, wire=self._wire)
+            handle = self._start(collectives, total)
             if not self._over(handle, alive):
                 for link in inner.links:
                     link.close()  # What is under way ends with it.
@@ -100,6 +109,8 @@ class GroupAverage:
             self.close([meeting])
             return lost
         self._buffer[inside].copy_(total.div_(len(run.members)))
+        if not self.plain:
+            self.wire.made(self.part)
         return None
 
     def close(self, meetings: Iterable[int] | None = None) -> None:
@@ -108,6 +119,14 @@ class GroupAverage:
             kept = self._kept.pop(meeting, None)
             if kept is not None:
                 kept[1].close()
+
+    def _start(self, collectives: Collectives, total: torch.Tensor) -> Handle:
+        # Members that are at different parts of one size are not to add these up.
+        number = self.part.start or -1
+        wire = None if self.plain else self.wire.begin(self.part)
+        if isinstance(wire, Encoded) and self.wire.gathers:
+            return collectives.all_gather_sum(total, wire=wire, bucket=number)
+        return collectives.all_reduce(total, wire=wire, bucket=number)
 
     def _over(self, handle: Handle, alive: Callable[[], bool]) -> bool:
         """Wait for a collective; False if members have not come and will not.

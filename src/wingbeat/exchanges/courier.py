@@ -180,7 +180,9 @@ class Courier:
             self.machine.end()
         self._until(self._settled, "has settled")
         if self._journal.kept:
-            digest = hashlib.sha256(self._replica.copied()).hexdigest()
+            digest = None
+            with contextlib.suppress(UsageError):  # if the model has not been forgotten meanwhile
+                digest = hashlib.sha256(self._replica.copied()).hexdigest()
             self._journal.settled(self.machine.applied, digest)
 
     def advance(self) -> int | None:

@@ -18,11 +18,12 @@ from wingbeat.groups.layout import Layout
 from wingbeat.groups.rules import Rules
 from wingbeat.transport import interfaces, leaving
 from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.types import SERIES
 
 if TYPE_CHECKING:
     import torch
 
-    from wingbeat.collectives import WireFormat
+    from wingbeat.exchanges.lossy import Lossy
     from wingbeat.groups.follower import Follower
     from wingbeat.transport.messages.mailbox import Mailbox
     from wingbeat.transport.world import World
@@ -31,9 +32,6 @@ _log = logging.getLogger(__name__)
 
 _STATES, _OTHER = 8, 64 << 20
 """A state may have so many times the bytes of the parameters, and some more."""
-
-_APART = 1 << 40
-"""Epochs of groups that are left to each buffer; no number of a meeting gets so far."""
 
 
 class Grouping:
@@ -64,7 +62,7 @@ class Grouping:
         buffer: torch.Tensor,
         rules: Rules | None,
         *,
-        wire: WireFormat | None = None,
+        wire: Lossy | torch.dtype | None = None,
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:
@@ -85,7 +83,7 @@ class Grouping:
         store = world.store if world.group_store is None else world.group_store()
         self._started: Started | None = None
         self._mailbox: Mailbox | None = None
-        self._first = (serial - 1) * _APART
+        self._first = (serial - 1) * SERIES
         self.averages = GroupAverage(world, buffer, wire, first=self._first)
         self.client: Client | Follower
         if rules is None:

@@ -53,8 +53,14 @@ class GroupAverager:
         if failed is not None:
             raise failed
 
+    def taken(self) -> None:
+        """The average was taken over: what it lacks on account of a codec is sent the next time."""
+        self.grouping.averages.wire.taken()
+
     def level(self) -> None:
         """Make the whole buffer the mean over all workers that take part, who all call this.
+
+        It travels as it is, whatever averages travel as.
 
         Raises:
             PeerError: a worker did not; names it.
@@ -95,7 +101,8 @@ class GroupAverager:
         self.grouping.close()
 
     def _start(self, part: Span, step: Callable[[], None]) -> None:
-        self.grouping.averages.part = part
+        averages = self.grouping.averages
+        averages.part, averages.plain = part, step == self.grouping.level
         self._over.clear()
         self._jobs.put(step)
 

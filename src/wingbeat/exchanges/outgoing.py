@@ -9,7 +9,7 @@ from typing import Any
 from wingbeat.exchanges.lanes.lanes import BEGIN, MORE, Lanes
 from wingbeat.servers.documents import messages
 from wingbeat.stale.letters import words_of
-from wingbeat.stale.messages import Message
+from wingbeat.stale.messages import Message, Report
 from wingbeat.stale.worker import Worker
 
 
@@ -48,9 +48,7 @@ class Outgoing:
         while self._machine.posts:
             post = self._machine.posts.popleft()
             for worker in post.to:
-                life = self._machine.life_of(worker)
-                if life is None:  # tell it that it is taken for dead
-                    life = self._lanes.life(worker)
+                life = self._life(worker, post.message)
                 if life >= 0:
                     item = life, self._cut(post.message)
                     self._waiting.setdefault(worker, deque()).append(item)
@@ -64,6 +62,17 @@ class Outgoing:
             if not self._waiting[worker]:
                 del self._waiting[worker]
                 turns = deque(each for each in turns if each != worker)
+
+    def _life(self, worker: int, message: Message) -> int:
+        """Return which life of a worker a message is for; -1 if there is none.
+
+        A report is for any: it tells who is taken for dead, and whoever has come back tells all of
+        itself before it has heard which lives theirs are.
+        """
+        known, now = self._machine.life_of(worker), self._lanes.life(worker)
+        if known is None:
+            return now
+        return max(known, now) if isinstance(message, Report) else known
 
     def _cut(self, message: Message) -> Iterator[tuple[int, Any]]:
         payload = getattr(message, "payload", None)

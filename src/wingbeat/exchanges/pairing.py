@@ -284,13 +284,10 @@ class Pairing:
     ) -> None:
         try:
             self._mailbox.post(peer, kind, payload, ids=ids, interface=interface)
-        except PeerError as error:
-            if peer in self._mailbox.lost:
-                self._lose(peer, self._mailbox.lost[peer])
-            elif peer in self._mailbox.left:
-                self.machine.gone(peer, lost=False)
-            else:
-                raise PeerError(f"{self._me}: {error}") from None
+        except PeerError:
+            # If it is gone the next step sees that, after its last words.
+            if peer not in self._mailbox.lost and peer not in self._mailbox.left:
+                raise
 
     def _probe(self) -> None:
         """Send something to those who are waited for: if they are dead, it does not arrive.

@@ -41,6 +41,8 @@ class PairAverager:
     Args:
         world: all workers, on CPUs; each makes one at the same time.
         buffer: all parameters: flat, contiguous, of floating point numbers, on the CPU.
+        whole: what is averaged when all workers meet, of which the buffer is a part; the buffer if
+            None.
         wire: what they travel as; as they are if None. Then both have the same bits afterwards;
             otherwise the sum of both stays, and they differ by what was rounded.
         seed: of whom active workers ask.
@@ -62,6 +64,7 @@ class PairAverager:
         world: World,
         buffer: torch.Tensor,
         *,
+        whole: torch.Tensor | None = None,
         wire: torch.dtype | None = None,
         seed: int = 0,
         encrypted: bool = True,
@@ -69,6 +72,7 @@ class PairAverager:
     ) -> None:
         _check(buffer)
         self._world, self.buffer = world, buffer
+        self._whole = buffer if whole is None else whole
         halves = Halves(buffer, wire)
         _compare(world, [buffer.numel(), str(buffer.dtype), str(wire)])
         self._machine = Worker(world.rank, world.size, len(halves.spans), seed)
@@ -115,8 +119,11 @@ class PairAverager:
         if begun and self._pairing is not None:
             self._pairing.end()
 
+    def taken(self) -> None:
+        """Nothing is lost that would have to be sent later."""
+
     def level(self) -> None:
-        """Make the whole buffer the mean over all workers, who all call this; same bits.
+        """Make the buffer, and what it is a part of, the mean over all workers; same bits.
 
         Passive workers serve until no active one asks any more. What was begun is ended.
 
@@ -127,10 +134,10 @@ class PairAverager:
         if self._pairing is not None:
             self._pairing.level()
         # A collective that fails leaves nothing of its buffer.
-        mean = self.buffer.detach().clone()
+        mean = self._whole.detach().clone()
         self._collectives.all_reduce(mean).wait()
         with torch.no_grad():
-            self.buffer.copy_(mean.div_(self._world.size))
+            self._whole.copy_(mean.div_(self._world.size))
 
     def sections(self) -> Sequence[Section]:
         """Return whom this worker averages with, and how often it has; other threads ask."""

@@ -16,22 +16,22 @@ from wingbeat.exchanges.copied import Copy, written
 from wingbeat.exchanges.options import Form, Groups, Options
 from wingbeat.exchanges.pieces import Pieces
 from wingbeat.stale.messages import Entry, Round
-from wingbeat.stale.pace import Pace
+from wingbeat.stale.pace import IN_FLIGHT, Pace
 
 
-def pace_of(s: int | None, p: int, colayers: int) -> Pace:
+def pace_of(s: int | None, p: int, colayers: int, in_flight: int | None = IN_FLIGHT) -> Pace:
     """Return the thresholds for machines, which have a colayer of options as well.
 
     It is sent last: whoever has exchanged ``p`` < k colayers has p; but BSP and SSP wait for all.
 
     >>> pace_of(0, 10, 10)
-    Pace(s=0, p=11, colayers=11)
+    Pace(s=0, p=11, colayers=11, in_flight=2)
 
     Raises:
         UsageError: a value out of range; names it as users know it.
     """
-    Pace(s, p, colayers)
-    return Pace(s, p + 1 if p == colayers else p, colayers + 1)
+    Pace(s, p, colayers, in_flight)
+    return Pace(s, p + 1 if p == colayers else p, colayers + 1, in_flight)
 
 
 class Sums:

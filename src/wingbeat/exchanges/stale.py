@@ -19,6 +19,7 @@ from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.exchanges.arriving import Arrived, come
 from wingbeat.exchanges.coded import CodedPieces
 from wingbeat.exchanges.courier import Courier
+from wingbeat.exchanges.journals import opened
 from wingbeat.exchanges.pieces import Pieces
 from wingbeat.exchanges.replica import TorchReplica, pace_of
 from wingbeat.exchanges.staleness import shown
@@ -124,11 +125,13 @@ class StaleExchange:
         """Take these buckets for colayers, from now on and for ever, and join the workers.
 
         Raises:
-            UsageError: what cannot be summed so, or thresholds that do not fit the colayers.
+            UsageError: what cannot be summed so, thresholds that do not fit the colayers, or a
+                journal that cannot be written.
             RendezvousError: a worker did not come.
         """
         world, staleness, count = self._world, self._staleness, len(buckets)
-        pace = pace_of(staleness.s, count if staleness.p is None else staleness.p, count)
+        p = count if staleness.p is None else staleness.p
+        pace = pace_of(staleness.s, p, count, staleness.in_flight)
         colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
         wires = [self._compression.encoded(bucket) for bucket in buckets]
         self._pieces = (
@@ -154,6 +157,7 @@ class StaleExchange:
             survives=pace.mode != "BSP",
             lanes=arrived.lanes,
             attendance=arrived.attendance,
+            journal=opened(f"training{world.serial}", world.rank, life, world.size, pace),
         )
         self._courier.serve()
         world.on_close(_Ending(self._courier, held, world))

@@ -236,6 +236,8 @@ class Bounded(Part, Settings):
             buckets; then the others wait for the rest. None: nothing is dropped, and the others
             wait.
         encrypted: whether messages are; without it whoever sees the traffic can send in them.
+        in_flight: rounds that a worker may be ahead of the sums while another is slow; one while
+            nobody is. None (``none``): as many as ``s``, whoever is slow.
 
     Raises:
         UsageError: a number out of range, or ``p`` without a bound that it would belong to.
@@ -246,6 +248,7 @@ class Bounded(Part, Settings):
     s: int | None = field(default=2, metadata={READ: count_of})
     p: int | None = field(default=None, metadata={READ: count_of})
     encrypted: bool = True
+    in_flight: int | None = field(default=2, metadata={READ: count_of})
 
     def __post_init__(self) -> None:
         check_thresholds(self)
@@ -273,15 +276,17 @@ class Bounded(Part, Settings):
 
     def staleness(self) -> Staleness:
         """Return the thresholds for the engine."""
-        return Staleness(s=self.s, p=self.p, encrypted=self.encrypted)
+        return Staleness(s=self.s, p=self.p, encrypted=self.encrypted, in_flight=self.in_flight)
 
 
 def check_thresholds(options: Any) -> None:
-    """Raise a `UsageError` unless ``s`` and ``p`` are thresholds of bounded staleness."""
+    """Raise a `UsageError` unless the thresholds are some of bounded staleness."""
     if options.s is not None:
         options.check_count("s", 0, 1_000_000)
     if options.p is not None:
         options.check_count("p", 1, 100_000)
+    if options.in_flight is not None:
+        options.check_count("in_flight", 1, 1_000_000)
     if options.s is None and options.p is not None:
         raise UsageError(
             f"{type(options).__name__}(s=None, p={options.p!r}): without a bound nobody is out of "

@@ -33,20 +33,27 @@ class Local:
     Attributes:
         phase: always idle: gradients are this worker's own.
         made: how many steps were made.
+        every: as given.
+        beside: whether averages are made while training goes on.
     """
 
     whole_after_backward: ClassVar[bool] = True
 
     def __init__(self, every: int = 1, delay: int = 0, fragments: int = 1) -> None:
         self.phase = Phase.IDLE
-        self._every, self._delay, self._fragments = every, delay, fragments
+        self.every, self._delay, self._fragments = every, delay, fragments
         self.made = 0
+        self.beside = delay > 0
         self._begun: int | None = None
 
     def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
         if isinstance(event, StepCalled):
             yield from self._step()
+
+    def resume(self, made: int) -> None:
+        """Go on as after so many steps, with nothing under way."""
+        self.made, self._begun = made, None
 
     def _step(self) -> Dialogue:
         number = self.made + 1
@@ -69,7 +76,7 @@ class Local:
 
     def _due(self, step: int) -> tuple[int, int]:
         """Return the fragments to be averaged after step number ``step``, which are neighbours."""
-        every, count = self._every, self._fragments
+        every, count = self.every, self._fragments
         # Fragment f's turn is after steps of which `every` leaves a remainder of f * every / count.
         first, last = (-(-place * count // every) for place in (step % every, step % every + 1))
         return first, last

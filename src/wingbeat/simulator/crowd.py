@@ -20,7 +20,7 @@ from wingbeat.simulator.colayers import Coding, Letter, Letters
 from wingbeat.simulator.model import ITEMSIZE
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.stale.messages import Entry, Round
-from wingbeat.stale.pace import Pace
+from wingbeat.stale.pace import Even, Pace
 from wingbeat.stale.view import View
 
 _NO_VIEW = View(())
@@ -37,11 +37,12 @@ class Member:
         self._sent = 0
         self._computing = self._out = False
         self._told: tuple[int, ...] = ()
+        self._even = Even()
         self.heard: Callable[[], None] = lambda: None
 
     def ready(self) -> bool:
         """Whether the wanted iteration may be computed."""
-        if self.applied < self._pace.first_needed(self.at):
+        if self.applied < self._pace.first_needed(self.at, even=self._even.now):
             return False
         s = self._pace.s
         return s is None or self._crowd.reach(self._rank, self.at - s)
@@ -73,6 +74,7 @@ class Member:
         if self.applied == self.complete:
             return None
         parts = self._crowd.rounds[self.applied]
+        self._even.applied((part.entries for part in parts), self.applied, self._crowd.ranks)
         self.applied += 1
         self.go_on()
         return parts
@@ -115,6 +117,7 @@ class Crowd:
     Attributes:
         members: by rank, as `wingbeat.simulator.bounded` wants them.
         rounds: that are complete at one worker at least: one part for all pieces of a colayer.
+        ranks: of all.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class Crowd:
         self._zeta = 0
         self._here_at: dict[int, tuple[list[Round], Any]] = {}
         self.rounds: list[tuple[Round, ...]] = []
+        self.ranks = range(workers)
         crew = [Member(self, rank, pace) for rank in range(workers)]
         self._crew = crew
         self.members = [

@@ -23,7 +23,7 @@ Rounds = dict[int, dict[tuple[int, int], list[tuple[int, int]]]]
 
 @dataclass
 class Life:
-    """What the journal of one life says."""
+    """What the journal of one life says; ``begun_at`` by iteration: the rounds it had applied."""
 
     rank: int
     life: int
@@ -32,7 +32,9 @@ class Life:
     s: int | None
     p: int
     mode: str
+    in_flight: int | None = None
     began: list[int] = field(default_factory=list)
+    begun_at: dict[int, int] = field(default_factory=dict)
     sent: set[tuple[int, int]] = field(default_factory=set)
     dropped: dict[int, int] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
@@ -76,7 +78,7 @@ def audit(journals: Iterable[Iterable[str]]) -> Audit:
     Args:
         journals: the lines of each life's.
     """
-    lives = [_read(lines) for lines in journals]
+    lives = [read(lines) for lines in journals]
     findings = [f"{life}: {finding}" for life in lives for finding in life.findings]
     rounds, others = _rounds(lives)
     findings += others
@@ -129,7 +131,7 @@ def _named(key: Key) -> str:
     return f"iteration {iteration} of worker {worker}, colayer {colayer}, piece {piece}"
 
 
-def _read(lines: Iterable[str]) -> Life:
+def read(lines: Iterable[str]) -> Life:
     """Read one journal; a last line that was not finished is left out."""
     words = _words(lines)
     life = Life(**next(words))
@@ -145,7 +147,9 @@ def _trained(life: Life, word: dict[str, Any]) -> bool:
     match word:
         case {"began": iteration}:
             life.began.append(iteration)
-            if life.s is not None and life.at < iteration - life.s:
+            life.begun_at[iteration] = life.at
+            bounds = (bound for bound in (life.s, life.in_flight) if bound is not None)
+            if life.at < iteration - min(bounds, default=iteration):
                 life.findings.append(f"began iteration {iteration} with {life.at} rounds")
         case {"sent": [iteration, colayer]}:
             life.sent.add((iteration, colayer))
@@ -167,7 +171,10 @@ def _applied(life: Life, word: dict[str, Any]) -> None:
             life.at = number + 1
             life.rounds[number] = {(z, q): [(t, w) for t, w in all_] for z, q, all_ in entries}
         case {"settled": rounds, "digest": digest}:
-            life.digests[rounds] = digest
+            if digest is not None:
+                life.digests[rounds] = digest
+            if life.began and not any(iteration == life.began[-1] for iteration, _ in life.sent):
+                life.began.pop()  # entered, and then no batch was left
             if rounds != life.at:
                 life.findings.append(f"settled at {rounds} with {life.at} rounds")
         case _:

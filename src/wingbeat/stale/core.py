@@ -24,7 +24,7 @@ from wingbeat.stale.messages import (
 )
 from wingbeat.stale.others import Others
 from wingbeat.stale.owned import Ownership
-from wingbeat.stale.pace import Pace
+from wingbeat.stale.pace import Even, Pace
 from wingbeat.stale.rounds import Rounds
 from wingbeat.stale.view import covers, inherited, members, owner, whole, with_life, without
 
@@ -75,7 +75,7 @@ class Core:
         self.gei = Gei(workers, pace.colayers, keep=history)
         self.dropped: list[tuple[int, int]] = []
         self.expelled = self.ended = self._computing = False
-        self._rounds = Rounds(workers, pace.colayers)
+        self._rounds, self._even = Rounds(workers, pace.colayers), Even()
         self._kept, self._others = Kept(pace.colayers), Others(rank)
         self._wishes: dict[int, int] = {}
         self._settled: dict[int, int] = {}

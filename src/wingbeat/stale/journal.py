@@ -36,7 +36,7 @@ class Journal:
         self._write, self._dropped = write, 0
         self._line(
             rank=rank, life=life, workers=workers, colayers=pace.colayers, s=pace.s, p=pace.p,
-            mode=pace.mode,
+            mode=pace.mode, in_flight=pace.in_flight,
         )  # fmt: skip
 
     def _line(self, **words: Any) -> None:
@@ -65,12 +65,12 @@ class Journal:
         entries = [[part.colayer, part.piece, part.entries] for part in parts if part.entries]
         self._line(round=parts[0].number, entries=entries)
 
-    def settled(self, rounds: int, digest: str) -> None:
+    def settled(self, rounds: int, digest: str | None) -> None:
         """Note that all have settled, and what the replica is then.
 
         Args:
             rounds: how many it has.
-            digest: the same for the same bits.
+            digest: the same for the same bits; None if there is no replica any more.
         """
         self._line(settled=rounds, digest=digest)
 

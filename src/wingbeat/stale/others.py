@@ -45,6 +45,12 @@ class Others:
         heard = ((worker, self._heard.get(worker)) for worker in self.peers(view))
         return tuple(w for w, h in heard if h is None or not (h.ended or h.at >= iteration))
 
+    def training(self, view: View) -> tuple[int, ...]:
+        """Return who lives and has not ended, as far as is known."""
+        return tuple(
+            w for w in self.peers(view) if w not in self._heard or not self._heard[w].ended
+        )
+
     def ended(self, view: View) -> bool:
         """Whether all have ended."""
         return all(here is not None and here.ended for here in self._known(view))

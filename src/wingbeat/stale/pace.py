@@ -3,13 +3,27 @@
 The paper's Pseudocode 1 takes p for a mask (lines 11 and 22) and its prose for a count; here p is
 a count of colayers, because a mask would make it matter which colayers were exchanged, and
 backward exchanges them in one order anyway.
+
+The paper bounds with s both how slow another worker may be and how late gradients are. Where links
+are slower than computation these are two things: nobody is slow, and still all of s would be used
+up by what waits to be sent. So a bound of its own (``in_flight``) says how many rounds a worker may
+be ahead of the sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from wingbeat.errors import UsageError
+
+IN_FLIGHT = 2
+"""Rounds that a worker is ahead of the sums at most, where somebody is slow: these answer for a
+round when the fastest wants to be two iterations ahead, and meanwhile it computes one more."""
+
+EVEN_ROUNDS = 8
+"""Rounds in a row that have all workers' gradients, after which nobody counts as slow; and every
+so many iterations one finds out whether somebody is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +34,20 @@ class Pace:
     - ``s>0, p=colayers``: SSP. Who would leave a worker more than ``s`` behind waits for it.
     - ``p<colayers``: Canary. Such a worker drops its iteration and goes on from the fastest's,
       unless it has already exchanged ``p`` colayers; then the others wait for the rest.
-    - ``s=None``: ASP. Nobody waits, and nothing is dropped.
+    - ``s=None``: ASP. Nobody waits for another worker's iteration, and nothing is dropped.
 
     Attributes:
         s: iterations that a worker may be behind the fastest; None for any number.
         p: colayers that a worker must have exchanged not to be out of date, 1 to ``colayers``.
         colayers: colayers of the model, k in the paper.
+        in_flight: rounds that need not have been applied when an iteration begins, where somebody
+            is slow; one where nobody is (`Even`). None for as many as ``s``, whoever is slow.
     """
 
     s: int | None
     p: int
     colayers: int
+    in_flight: int | None = IN_FLIGHT
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -45,6 +62,10 @@ class Pace:
         if not 1 <= self.p <= self.colayers:
             raise UsageError(
                 f"p={self.p} of {self.colayers} colayers; allowed: 1 to {self.colayers}"
+            )
+        if self.in_flight is not None and self.in_flight < 1:
+            raise UsageError(
+                f"in_flight={self.in_flight}; allowed: 1 or more rounds, or None for as many as s"
             )
 
     @property
@@ -76,6 +97,61 @@ class Pace:
         """
         return zeta if self.s is None else min(zeta, iteration + self.s)
 
-    def first_needed(self, iteration: int) -> int:
-        """Return how many rounds must have been applied before ``iteration`` is computed."""
-        return 0 if self.s is None else max(iteration - self.s, 0)
+    def first_needed(self, iteration: int, *, even: bool) -> int:
+        """Return how many rounds must have been applied before ``iteration`` is computed.
+
+        Args:
+            iteration: which.
+            even: whether nobody is slow. Then what is not there yet waits for links alone, and who
+                sends more does not have it sooner: while one round is under way the next is
+                computed, and that is all that can be hidden. Now and then one goes ahead all the
+                same: else whoever just comes in time would be waited for and never count as slow.
+        """
+        bounds = [bound for bound in (self.s, self.in_flight) if bound is not None]
+        if even and self.in_flight is not None and iteration % EVEN_ROUNDS:
+            bounds.append(1)
+        return max(iteration - min(bounds), 0) if bounds else 0
+
+
+class Even:
+    """Whether rounds have the gradients of all workers, each of its own iteration.
+
+    Who waits for its links alone answers for its own iteration, however late; who is slow says
+    that it has nothing yet. So a round tells one from the other, when it is applied.
+
+    >>> even = Even()
+    >>> even.applied([[(0, 0), (0, 1)]], 0, workers=[0, 1])
+    >>> even.now
+    True
+    >>> even.applied([[(1, 0)]], 1, workers=[0, 1])
+    >>> even.now
+    False
+    """
+
+    def __init__(self) -> None:
+        self._since = EVEN_ROUNDS
+
+    @property
+    def now(self) -> bool:
+        """Whether nobody has been slow for some rounds."""
+        return self._since >= EVEN_ROUNDS
+
+    def applied(
+        self,
+        parts: Iterable[Iterable[tuple[int, int]]],
+        number: int,
+        workers: Collection[int],
+    ) -> None:
+        """Look at a round; one that has nothing, as after the last iteration, says nothing.
+
+        Args:
+            parts: of each piece of each colayer: its contributions, by iteration and worker.
+            number: of the round.
+            workers: those that train.
+        """
+        for entries in parts:
+            there = {worker for iteration, worker in entries if iteration == number}
+            if there and not there.issuperset(workers):
+                self._since = 0
+                return
+        self._since += 1

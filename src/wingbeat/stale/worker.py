@@ -44,7 +44,7 @@ class Worker(Core):
             self._enter(self.at)
             self._go_on()
         wanted, s = self.wanted, self._pace.s
-        if self._rounds.applied < self._pace.first_needed(wanted):
+        if self._rounds.applied < self._pace.first_needed(wanted, even=self._even.now):
             return False
         return s is None or self._others.reach(self._agreement.view, wanted - s)
 
@@ -88,6 +88,9 @@ class Worker(Core):
         parts = self._rounds.take()
         if parts is not None:
             self.gei.apply(parts)
+            others = self._others.training(self._agreement.view)
+            entries = (part.entries for part in parts)
+            self._even.applied(entries, parts[0].number, (self.rank, *others))
             self._release()
             self._go_on()
         return parts

@@ -25,7 +25,7 @@ class Canary(Preset):
     - ``s=2``: who would be more than 2 iterations ahead of the slowest waits (SSP).
     - ``s=18, p=6``, as in the paper: who is more than 18 behind drops what it computes and goes on
       from the fastest's iteration, unless it has sent 6 of its colayers already.
-    - ``s=None``: nobody waits and nothing is dropped (ASP).
+    - ``s=None``: nobody waits for a slow worker and nothing is dropped (ASP).
 
     Replicas differ by the rounds that they have applied, until `wingbeat.flush`.
 
@@ -39,6 +39,10 @@ class Canary(Preset):
             ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``; it
             is not tried whether that is faster. All but fp32 are not exact.
         encrypted: whether messages are.
+        in_flight: rounds that a worker may be ahead of the sums, as far as ``s`` allows, while
+            another is slow; one while nobody is, so that what waits for links makes no gradients
+            late. None (``none``): as many as ``s``, as in the paper; with ``s=None`` there is then
+            no bound to what waits to be sent.
 
     Raises:
         UsageError: a value out of range.
@@ -49,6 +53,7 @@ class Canary(Preset):
     colayers: int = 10
     wire: Wire = "fp32"
     encrypted: bool = True
+    in_flight: int | None = field(default=2, metadata={READ: count_of})
 
     def __post_init__(self) -> None:
         check_thresholds(self)
@@ -68,6 +73,7 @@ class Canary(Preset):
                 s=self.s,
                 p=None if self.p == self.colayers else self.p,
                 encrypted=self.encrypted,
+                in_flight=self.in_flight,
             ),
             schedule=parts.Stale(),
         )

@@ -12,7 +12,7 @@ from wingbeat.parts.update import check_outer
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import Wire
+from wingbeat.wires import DTYPES, Wire
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -118,7 +118,8 @@ class LocalSGD(Preset):
         every: steps from one average to the next, H.
         overlap: whether an average is made under the next forward and backward, and taken over in
             the next step; otherwise its step waits for it.
-        wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``; or a codec, through
+            which goes how far each has come, and what that loses goes along the next time.
         encrypted: whether messages to the generator are, who knows which workers are there.
 
     Raises:
@@ -143,6 +144,7 @@ class LocalSGD(Preset):
             wire=self.wire,
             exchange=parts.Groups(policy="all", encrypted=self.encrypted),
             schedule=parts.Local(every=self.every, delay=int(self.overlap)),
+            update="" if self.wire in DTYPES else parts.Outer(lr=1.0, momentum=0.0),
         )
 
 
@@ -161,7 +163,9 @@ class DiLoCo(Preset):
             step waits for it.
         outer_lr: learning rate of the outer optimizer.
         outer_momentum: Nesterov momentum of the outer optimizer.
-        wire: what differences travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        wire: what differences travel as: ``"fp32"`` (as they are), ``"bf16"``, or a codec, such as
+            ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al., 2025); what
+            that loses goes along the next time.
         encrypted: whether messages to the generator are, who knows which workers are there.
 
     Raises:

@@ -38,7 +38,7 @@ _OF_PLANS = ("mb", "edge_mb", "min_mb", "max_mb", "layers", "trials", "steps", "
 
 _WITH_FILE = (*plans.SEARCHES, "merged")
 _UNMEASURED = ("size", "none", "one")
-_TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name != "auto_disable"}
+_TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name not in ("auto_disable", "bits")}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -14,7 +14,7 @@ from wingbeat.parts import plan as plans
 from wingbeat.parts import schedule as schedules
 from wingbeat.parts import update as updates
 from wingbeat.parts.exchange import Bounded, Partial, Servers
-from wingbeat.parts.partners import Groups, PartnersPart
+from wingbeat.parts.partners import Groups, Pairs, PartnersPart
 from wingbeat.parts.plan import PlanPart
 from wingbeat.parts.schedule import Local, SchedulePart
 from wingbeat.parts.update import Outer, UpdatePart
@@ -262,9 +262,11 @@ def _check_partial(strategy: Strategy) -> None:
 def _wire_of(wire: Wire, exchange: Any) -> str | wires.Coded:
     """Return what gradients travel as; a codec is not on trial where workers share no iteration."""
     found = wires.of(wire)
-    if isinstance(exchange, Bounded) and not isinstance(found, str):
-        return replace(found, auto_disable=False)
-    return found
+    if isinstance(found, str) or not isinstance(exchange, Bounded | PartnersPart):
+        return found
+    if isinstance(found, TopK) and isinstance(exchange, PartnersPart):
+        return replace(found, auto_disable=False, warmup=0)
+    return replace(found, auto_disable=False)
 
 
 def _check_bounded(strategy: Strategy) -> None:
@@ -299,17 +301,42 @@ def _check_averaged(strategy: Strategy) -> None:
             f"{where}, plan={plan!r}): what is averaged together does not change while training "
             "goes on; allowed: plan=OneBucket(), or another fixed plan, such as Layers()"
         )
-    if wire not in wires.DTYPES:
+    alike = isinstance(exchange, Groups) and exchange.policy == "all"
+    if isinstance(update, Outer) and isinstance(exchange, Pairs):
         raise UsageError(
-            f"{where}, wire={wire!r}): models are averaged as they are, or rounded; allowed: "
-            '"fp32", "bf16"'
+            f"{where}, update={update!r}): others average with a worker at any moment of its "
+            'round; allowed: Groups(), or update="averaged"'
         )
-    if isinstance(exchange, Groups) and exchange.policy == "all":
-        return
-    if isinstance(update, Outer):
+    if wire not in wires.DTYPES and not (alike and isinstance(update, Outer)):
         raise UsageError(
-            f"{where}, update={update!r}): the outer optimizer starts from one model, which all "
-            'workers have; allowed: Groups(policy="all"), or update="averaged"'
+            f"{where}, wire={wire!r}, update={update!r}): models travel as they are, or rounded; "
+            'through a codec, differences from the model that all share: allowed: "fp32", "bf16", '
+            'or Groups(policy="all") and Outer(), as in LocalSGD and DiLoCo'
+        )
+    if wire == "bf16" and not alike and isinstance(update, Outer):
+        raise UsageError(
+            f"{where}, wire={wire!r}, update={update!r}): what rounding takes from models is as "
+            'much as they have moved; allowed: "fp32", or Groups(policy="all")'
+        )
+    if isinstance(wire, CodecPart):
+        _check_differences(where, wire)
+
+
+def _check_differences(where: str, wire: CodecPart) -> None:
+    """Raise a `UsageError` for a codec's options that are of gradients alone."""
+    if wire.ends_after is not None:
+        raise UsageError(
+            f"{where}, wire={wire!r}): iterations are not counted by averages; leave share out"
+        )
+    if isinstance(wire, TopK) and wire.momentum:
+        raise UsageError(
+            f"{where}, wire={wire!r}): momentum correction is of gradients, and here the outer "
+            "optimizer has momentum; write momentum=0, and Outer(momentum=...)"
+        )
+    if isinstance(wire, TopK) and wire.warmup not in (0, TopK.warmup):
+        raise UsageError(
+            f"{where}, wire={wire!r}): differences of many steps travel at one density from the "
+            "first on; leave warmup out"
         )
 
 

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 
 from wingbeat import plans, schedules
+from wingbeat.codecs import Coding
+from wingbeat.codecs.regions import regions
 from wingbeat.collectives import wire_dtype
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.exchanges.groups import GroupAverager
+from wingbeat.exchanges.lossy import Lossy
 from wingbeat.exchanges.models import ModelExchange
 from wingbeat.exchanges.pairs import PairAverager
+from wingbeat.gradients.bucket import Slot
+from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.views import ShownGradients
 from wingbeat.groups.rules import rules_of
 from wingbeat.sync.hooks import WeakCall
@@ -29,20 +34,24 @@ from wingbeat.updates.flat import FlatModel
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import OuterUpdate
 from wingbeat.updates.update import Training
+from wingbeat.wires import Coded, TopK
 
 
 def runtime_of(
     averaging: Averaging,
-    wire: object,
+    wire: str | Coded,
     training: Training,
+    compression: Compression,
     buffers: Callable[[], list[torch.Tensor]],
 ) -> Runtime:
     """Make them.
 
     Args:
         averaging: how models are averaged.
-        wire: name of the dtype that they travel in; empty for float32 (or float64).
+        wire: name of the dtype that they travel in, empty for float32 (or float64); or the codec
+            through which differences do.
         training: what the parts work on.
+        compression: keeps what the codec loses.
         buffers: returns the model's, as they are today.
 
     Raises:
@@ -51,13 +60,14 @@ def runtime_of(
     """
     bucketing, world = training.bucketing, training.collectives.world
     _check(training, world, averaging)
-    model = FlatModel(_fragments(training, bucketing.fusion), lambda: _floating(buffers()))
-    averager = _averager_of(averaging, str(wire), world, model.flat)
-    schedule = schedules.Local(averaging.every, averaging.delay, len(model.spans))
-    if averaging.outer is None:
-        update = LocalUpdate(training, model, averager)
-    else:
-        update = OuterUpdate(training, model, averager, *averaging.outer)
+    fragments = _fragments(training, bucketing.fusion)
+    model = FlatModel(
+        [[slot.param for slot in part] for part in fragments], lambda: _floating(buffers())
+    )
+    slots = [slot for part in fragments for slot in part]
+    averager = _averager_of(averaging, _lossy(wire, slots, compression), world, model)
+    schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
+    update = _update_of(averaging, training, model, averager, schedule, slots)
     _leaves_with(update, averager, world)
     if averaging.partners not in ("all", "pairs"):
         _in_groups[world.parent or world] = weakref.ref(update)
@@ -121,12 +131,35 @@ def _check(training: Training, world: World, averaging: Averaging) -> None:
         )
 
 
-def _fragments(training: Training, fusion: Fusion) -> list[list[torch.Tensor]]:
+def _update_of(
+    averaging: Averaging,
+    training: Training,
+    model: FlatModel,
+    averager: Averager,
+    schedule: schedules.Local,
+    slots: Sequence[Slot],
+) -> LocalUpdate:
+    if averaging.outer is None:
+        return LocalUpdate(training, model, averager, schedule)
+    lr, momentum = averaging.outer
+    return OuterUpdate(
+        training,
+        model,
+        averager,
+        schedule,
+        [slot.name for slot in slots],
+        lr=lr,
+        momentum=momentum,
+        alike=averaging.partners == "all",
+    )
+
+
+def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
     """Return which parameters are averaged at the same time; first those that forward reads."""
     bucketing = training.bucketing
     plan = plans.make(fusion, bucketing.specs, bucketing.ready_order)
     return [
-        [bucketing.slots[index].param for index in sorted(bucket.tensors)]
+        [bucketing.slots[index] for index in sorted(bucket.tensors)]
         for bucket in reversed(plan.buckets)
     ]
 
@@ -136,14 +169,32 @@ def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-def _averager_of(averaging: Averaging, wire: str, world: World, flat: torch.Tensor) -> Averager:
-    wire_as, seed, encrypted = wire_dtype(wire), averaging.seed, averaging.encrypted
+def _lossy(wire: str | Coded, slots: Sequence[Slot], compression: Compression) -> Lossy:
+    """Return what parts of a flat model with the parameters of ``slots`` travel as."""
+    if isinstance(wire, str):
+        return Lossy(wire_dtype(wire))
+    coding = Coding(list(regions(wire, [(slot.name, slot.param.shape) for slot in slots])))
+    owed = None
+    if compression.residuals is not None:
+        numels = [slot.param.numel() for slot in slots]
+        names = [slot.name for slot in slots]
+        owed = compression.residuals.flat_for(names, numels, sum(numels), torch.device("cpu"))
+    return Lossy(coding, owed, gathers=isinstance(wire, TopK))
+
+
+def _averager_of(
+    averaging: Averaging, wire: Lossy, world: World, model: FlatModel
+) -> GroupAverager | PairAverager:
+    seed, encrypted = averaging.seed, averaging.encrypted
     if averaging.partners == "pairs":
-        return PairAverager(world, flat, wire=wire_as, seed=seed, encrypted=encrypted)
+        params = model.flat[: len(model.trained)]
+        return PairAverager(
+            world, params, whole=model.flat, wire=wire.dtype, seed=seed, encrypted=encrypted
+        )
     static = averaging.partners == "static"
     rules = None if static else rules_of(averaging.partners, averaging.size, averaging.threshold)
     # Groups are opened in the world of all.
     grouping = Grouping(
-        world.parent or world, flat, rules, wire=wire_as, seed=seed, encrypted=encrypted
+        world.parent or world, model.flat, rules, wire=wire, seed=seed, encrypted=encrypted
     )
-    return GroupAverager(grouping, flat, world)
+    return GroupAverager(grouping, model.flat, world)

@@ -51,8 +51,9 @@ def compression_of(
     Raises:
         UsageError: gradients cannot travel so.
     """
-    if choices.averaging is not None:  # gradients do not travel
-        return Compression("", slots, collectives)
+    if choices.averaging is not None:  # gradients do not travel, but how far models have come
+        wire = "" if isinstance(choices.wire, str) or collectives.world.size == 1 else choices.wire
+        return Compression(wire, slots, collectives)
     if choices.partitions is not None and collectives.world.size > 1:
         return Backlog(choices.wire, slots, collectives)
     return Compression(choices.wire, slots, collectives)
@@ -80,7 +81,7 @@ def runtime_of(
     """
     averaging = choices.averaging
     if averaging is not None and training.collectives.world.size > 1:
-        return averaged.runtime_of(averaging, choices.wire, training, buffers)
+        return averaged.runtime_of(averaging, choices.wire, training, compression, buffers)
     schedule = _schedule_of(choices, training.collectives.world.size)
     views = _views_of(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.

@@ -18,7 +18,7 @@ from wingbeat.errors import UsageError
 from wingbeat.gradients.bucketing import IGNORED
 from wingbeat.gradients.convert import refuse_conversion, refuse_new_layout
 from wingbeat.gradients.pending import PendingGradient
-from wingbeat.sync import checkpoint
+from wingbeat.sync import checkpoint, kept
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.joining import joined
 from wingbeat.sync.wrapped import refuse_wrapping
@@ -29,8 +29,8 @@ _PLAIN = "_wingbeat_plain"
 
 _ADDED = frozenset({"no_sync", "join", "flush"})
 
-RESIDUALS = "wingbeat"
-"""Where an optimizer's state dict has the residuals."""
+KEPT = "wingbeat"
+"""Where an optimizer's state dict has residuals, and what averages of models go on with."""
 
 
 class _MakesPlain(type):
@@ -201,26 +201,27 @@ class DistributedOptimizer(_Distributed):
         """As `torch.optim.Optimizer.state_dict`: the whole state, in torch's own format.
 
         With ``shard_optimizer`` the workers gather it, so every rank must call this. Where the
-        wire keeps residuals, this worker's are in it under the key ``"wingbeat"``.
+        wire keeps residuals, this worker's are in it under the key ``"wingbeat"``; and where models
+        are averaged, how many steps were made, and the outer optimizer of `DiLoCo`.
 
         Raises:
             RendezvousError: with ``shard_optimizer``, a rank did not call it.
         """
         with self._engine.whole_state():
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        residuals = self._engine.compression.state_dict()
-        return state if residuals is None else {**state, RESIDUALS: residuals}
+        beside = kept.export(self._engine)
+        return {**state, KEPT: beside} if beside else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.load_state_dict`, with this worker's residuals if there are.
+        """As `torch.optim.Optimizer.load_state_dict`, with what `state_dict` has beside.
 
         Raises:
-            UsageError: the residuals are damaged or of another model; nothing has changed then.
+            UsageError: that is damaged or of another model; nothing has changed then.
         """
-        residuals = state_dict.get(RESIDUALS) if isinstance(state_dict, dict) else None
-        self._engine.compression.check(residuals)
+        beside = state_dict.get(KEPT) if isinstance(state_dict, dict) else None
+        kept.check(self._engine, beside)
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._engine.compression.load_state_dict(residuals)
+        kept.load(self._engine, beside)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """Return this worker's residuals, what was not sent of gradients; nobody else is asked.

@@ -22,7 +22,7 @@ class Register:
     def __init__(self) -> None:
         self._changing = threading.Lock()
         self._open: set[Group] = set()
-        self._last: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._last: OrderedDict[tuple[int, tuple[int, ...]], int] = OrderedDict()
 
     def admit(self, group: Any, rank: int, size: int) -> None:
         """Count ``group`` as open in the process of ``rank``, one of ``size``.
@@ -42,7 +42,8 @@ class Register:
                 f"{group}: opened by rank {rank}, which is no member: only members may open it"
             )
         with self._changing:
-            last = self._last.get(group.ranks, -1)
+            key = group.series, group.ranks
+            last = self._last.get(key, -1)
             if group.epoch <= last:
                 raise UsageError(
                     f"{group}: rank {rank} has opened epoch {last} of these ranks before: give "
@@ -54,8 +55,8 @@ class Register:
                     "may be: close some (`with world.open_group(group) as members:` does)"
                 )
             self._open.add(group)
-            self._last[group.ranks] = group.epoch
-            self._last.move_to_end(group.ranks)
+            self._last[key] = group.epoch
+            self._last.move_to_end(key)
             if len(self._last) > REMEMBERED:
                 self._last.popitem(last=False)
 

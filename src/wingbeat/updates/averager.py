@@ -31,6 +31,9 @@ class Averager(Protocol):
             PeerError: a worker was waited for in vain; names it.
         """
 
+    def taken(self) -> None:
+        """The average was taken over: what it lacks on account of a codec is sent the next time."""
+
     def level(self) -> None:
         """Make the whole buffer the mean over all workers, who all call this; same bits."""
 

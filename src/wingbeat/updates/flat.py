@@ -16,6 +16,7 @@ class FlatModel:
     """Room for all parameters, and for buffers behind them, in float32 (float64 if any is that).
 
     Values are copied in and out: whatever a parameter's dtype, strides and ``data`` are by then.
+    Last comes a number that workers who average all of it agree on so.
 
     Args:
         fragments: parameters that are averaged at the same time, in the order of their turns.
@@ -25,6 +26,9 @@ class FlatModel:
     Attributes:
         flat: the room, on the CPU; its values are whatever was put there last.
         spans: of each fragment.
+        trained: of all fragments.
+        number: the last element.
+        narrow: whether a parameter has not all bits that the room has.
     """
 
     def __init__(
@@ -36,7 +40,10 @@ class FlatModel:
         tensors = [*(param for part in self._fragments for param in part), *buffers()]
         double = any(tensor.dtype is torch.float64 for tensor in tensors)
         numel = sum(tensor.numel() for tensor in tensors)
-        self.flat = torch.zeros(numel, dtype=torch.float64 if double else torch.float32)
+        self.flat = torch.zeros(numel + 1, dtype=torch.float64 if double else torch.float32)
+        self.number = self.flat[-1:]
+        params = (param for part in self._fragments for param in part)
+        self.narrow = any(param.dtype.itemsize < self.flat.itemsize for param in params)
         self.spans: list[Span] = []
         self._views: list[Tensors] = []
         start = 0
@@ -49,6 +56,7 @@ class FlatModel:
             self._views.append(views)
             self.spans.append(Span(begin, start))
         self.spans.pop()  # buffers are no fragment
+        self.trained = self.part(0, len(self.spans))
 
     def part(self, first: int, last: int) -> Span:
         """Return where the fragments from ``first`` to before ``last`` are."""
@@ -71,6 +79,24 @@ class FlatModel:
         """Add what is in the room to the fragments' values."""
         for views, tensors in self._pairs(first, last):
             torch._foreach_add_(tensors, views)
+
+    def split(self, values: torch.Tensor) -> Tensors:
+        """Return each parameter's part of a tensor as long as `trained`, in its shape."""
+        params = [param for part in self._fragments for param in part]
+        parts = values.split([param.numel() for param in params])
+        return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+
+    @torch.no_grad()
+    def holds(self, values: torch.Tensor, first: int, last: int) -> bool:
+        """Whether the fragments' values are these, which are as long as their part."""
+        start = 0
+        for param in (param for part in self._fragments[first:last] for param in part):
+            stop = start + param.numel()
+            other = values[start:stop].view(param.shape).to(param.dtype)
+            if not torch.equal(param.detach(), other):
+                return False
+            start = stop
+        return True
 
     def _pairs(self, first: int, last: int | None) -> Iterator[tuple[Tensors, Tensors]]:
         for number, views in list(enumerate(self._views))[first:last]:

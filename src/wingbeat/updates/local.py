@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
+from wingbeat.schedules.local import Local
 from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel
 from wingbeat.updates.update import Closure, Host, Training
 from wingbeat.updates.whole import WholeUpdate
+
+Tensors = dict[str, torch.Tensor]
 
 
 class LocalUpdate(WholeUpdate):
     """Runs the optimizer's own step, and has parameters averaged with other workers'.
 
     Only the thread that trains changes parameters, inside of ``step``. What was averaged beside
-    training is added as a difference to what was sent, so that no step in between is lost; where
-    there was none, the average itself is taken, with the same bits on all who made it.
+    training is added as a difference to what was sent, so that nothing that happened in between is
+    lost; where nothing did, the average itself is taken, with the same bits on all who made it.
 
     Args:
         training: what it works on.
         model: its parameters.
         averager: with whom; its buffer is the model's.
+        schedule: when.
 
     Attributes:
         waited: told for how many nanoseconds others were waited for.
         left: whether it meets nobody any more.
     """
 
-    def __init__(self, training: Training, model: FlatModel, averager: Averager) -> None:
+    def __init__(
+        self, training: Training, model: FlatModel, averager: Averager, schedule: Local
+    ) -> None:
         super().__init__(training)
-        self._model, self._averager = model, averager
+        self._model, self._averager, self._schedule = model, averager, schedule
         self.waited: Callable[[int], None] = lambda _: None
         self._under_way: tuple[int, int] | None = None
         self._sent: torch.Tensor | None = None
-        self._stepped = self._moved = self.left = False
+        self._moved = self.left = False
 
     def step(self, host: Host, closure: Closure) -> Any:
         """Run the optimizer's own step, and what the schedule adds."""
@@ -53,24 +59,22 @@ class LocalUpdate(WholeUpdate):
             self._adopt()
         else:
             assert isinstance(command, Step), command
-            self._stepped = True
             return super().perform(command, closure)
         return None
 
     def level(self, *, always: bool) -> bool:
         """Make all models their mean, on every worker the same bits.
 
-        Buffers of floating point, such as BatchNorm's statistics, are averaged with them.
+        Buffers of floating point, such as BatchNorm's statistics, are averaged with them. All go on
+        as after the same number of steps: the mean, for workers may have made different numbers.
 
         Raises:
             PeerError: a worker did not do the same; names it.
         """
-        meets, self._moved = self._moved or always, False
-        if meets:
+        if self._moved or always:
             self._adopt()
-            self._model.read()
-            self._wait(self._averager.level)
-            self._model.write()
+            self._level()
+            self._moved = False
         return False  # nothing is left for others to level
 
     def detach(self) -> None:
@@ -78,9 +82,38 @@ class LocalUpdate(WholeUpdate):
         self.left = True
         self._averager.close()
 
+    # -- state --------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Whether training would go on in another way without what is here."""
+        return self._schedule.every > 1
+
+    @property
+    def steps(self) -> int:
+        """How many this worker has made, by which its turns to average come."""
+        return self._schedule.made
+
+    def tensors(self) -> dict[str, Tensors]:
+        """Return what training goes on with beside the model, by kind and parameter name."""
+        return {}
+
+    def resume(self, steps: int, tensors: Mapping[str, Tensors]) -> None:  # noqa: ARG002
+        """Go on as after so many steps, with what `tensors` has returned; without it if empty."""
+        self._schedule.resume(steps)
+
+    # -- averages -----------------------------------------------------------------------------
+
+    def _level(self) -> None:
+        self._model.number.fill_(self._schedule.made)
+        self._model.read()
+        self._wait(self._averager.level)
+        self._model.write()
+        self._schedule.resume(round(float(self._model.number)))
+
     def _begin(self, first: int, last: int) -> None:
         self._offer(first, last)
-        self._stepped, self._under_way = False, (first, last)
+        self._under_way = first, last
         self._averager.begin(self._model.part(first, last))
 
     def _adopt(self) -> None:
@@ -88,7 +121,8 @@ class LocalUpdate(WholeUpdate):
         if under_way is None:
             return
         self._wait(self._averager.end)
-        self._take(*under_way, stepped=self._stepped)
+        self._take(*under_way)
+        self._averager.taken()
 
     def _wait(self, wait: Callable[[], None]) -> None:
         begin = time.monotonic_ns()
@@ -97,25 +131,18 @@ class LocalUpdate(WholeUpdate):
         finally:
             self.waited(time.monotonic_ns() - begin)
 
-    # -- what is averaged, and what becomes of it ---------------------------------------------
-
     def _offer(self, first: int, last: int) -> None:
         """Put into the flat model what is to be averaged: the parameters."""
         self._model.read(first, last)
         part = self._model.part(first, last)
-        self._sent = self._model.flat[part.start : part.stop].clone()
+        if self._schedule.beside:
+            self._sent = self._model.flat[part.start : part.stop].clone()
 
-    def _take(self, first: int, last: int, *, stepped: bool) -> None:
-        """Take over the average, which is in the flat model.
-
-        Args:
-            first: number of the first fragment.
-            last: of the one behind the last.
-            stepped: whether the optimizer has stepped since parameters were sent.
-        """
+    def _take(self, first: int, last: int) -> None:
+        """Take over the average of these fragments, which is in the flat model."""
         sent, self._sent = self._sent, None
-        assert sent is not None, "an average is begun before it is taken over"
-        if not stepped:
+        # Also another optimizer, or the user, may have changed what was sent.
+        if sent is None or self._model.holds(sent, first, last):
             self._model.write(first, last)
             return
         part = self._model.part(first, last)

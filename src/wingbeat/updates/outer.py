@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
-from wingbeat.types import Span
+from wingbeat.schedules.local import Local
 from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel
-from wingbeat.updates.local import LocalUpdate
+from wingbeat.updates.local import LocalUpdate, Tensors
 from wingbeat.updates.update import Closure, Host, Training
+
+SHARED = "shared"
+"""Of the outer optimizer's tensors, the model that workers share."""
+
+VELOCITY = "velocity"
+"""The outer optimizer's momentum."""
+
+START = "start"
+"""Where workers set out from the shared model, if parameters have fewer bits than that."""
 
 
 class OuterUpdate(LocalUpdate):
@@ -17,14 +28,29 @@ class OuterUpdate(LocalUpdate):
     DiLoCo (Douillard et al., 2023), Algorithm 1. With ``g`` the mean over workers of the shared
     model less each one's own: ``m = momentum * m + g``, and the shared model becomes itself less
     ``lr * (g + momentum * m)``, as ``torch.optim.SGD(nesterov=True)`` has it. All workers then
-    go on from there. What a worker has moved while a fragment's average was made is kept.
+    go on from there.
+
+    Under a delay (Streaming DiLoCo, Douillard et al., 2025, section 2.2) a worker goes on from the
+    shared model plus all that it has moved since it sent, where the paper mixes: ``alpha`` of the
+    worker's own parameters, the rest of the shared model. So nothing of a step is lost, nothing
+    has to be tuned, and workers differ by the steps of the delay alone.
+
+    In groups of some, workers' shared models differ. There models are averaged, and ``g`` is a
+    worker's own shared model less that mean, which also draws shared models together; with one
+    group of all it is the same number.
+
+    Where parameters have fewer bits than the shared model (bf16), how far they have come is counted
+    from where they have set out, and not from what was rounded to that.
 
     Args:
         training: what it works on.
         model: its parameters.
-        averager: of all workers.
+        averager: with whom.
+        schedule: when.
+        names: the parameters', in the order of the flat model.
         lr: the outer learning rate.
         momentum: Nesterov's, 0 for none.
+        alike: whether all workers are in each group, and share one model: then differences travel.
     """
 
     def __init__(
@@ -32,38 +58,129 @@ class OuterUpdate(LocalUpdate):
         training: Training,
         model: FlatModel,
         averager: Averager,
+        schedule: Local,
+        names: Sequence[str],
+        *,
         lr: float,
         momentum: float,
+        alike: bool = True,
     ) -> None:
-        super().__init__(training, model, averager)
-        self._lr, self._momentum = lr, momentum
-        self._shared = torch.empty_like(model.flat)
-        self._velocity = torch.zeros_like(model.flat)
+        super().__init__(training, model, averager, schedule)
+        self._names = list(names)
+        self._lr, self._momentum, self._alike = lr, momentum, alike
+        numel = len(model.trained)
+        self._shared = torch.zeros(numel, dtype=model.flat.dtype)
+        self._velocity = torch.zeros_like(self._shared)
+        # The same tensor unless it is different: most models have one dtype.
+        self._start = torch.zeros_like(self._shared) if model.narrow else self._shared
+        self._known = self._given = False
 
     def step(self, host: Host, closure: Closure) -> object:
         """Run the optimizer's own step, and what the schedule adds."""
-        if not self._moved:
-            # All workers hold the same: to begin with, and after they have met or loaded.
-            self._model.read()
-            self._shared.copy_(self._model.flat)
+        self._catch_up()
+        self._given = False
         return super().step(host, closure)
 
-    def _offer(self, first: int, last: int) -> None:
-        """Put into the flat model how far this worker is from the shared one."""
-        super()._offer(first, last)
-        _, flat, shared = self._parts(first, last)
-        torch.sub(shared, flat, out=flat)
+    # -- state --------------------------------------------------------------------------------
 
-    def _take(self, first: int, last: int, *, stepped: bool) -> None:
+    @property
+    def keeps(self) -> bool:
+        """Always: a shared model, and a velocity."""
+        return True
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of each parameter, by name."""
+        parts = self._model.split(self._shared)
+        return {name: part.shape for name, part in zip(self._names, parts, strict=True)}
+
+    def tensors(self) -> dict[str, Tensors]:
+        """Return copies of the outer optimizer's, by kind and parameter name."""
+        self._catch_up()
+        return {kind: self._named(flat.clone()) for kind, flat in self._kinds().items()}
+
+    def resume(self, steps: int, tensors: Mapping[str, Tensors]) -> None:
+        """Go on as after so many steps, with what `tensors` has returned; without it if empty."""
+        super().resume(steps, tensors)
+        self._given = self._known = SHARED in tensors
+        self._velocity.zero_()
+        for kind, flat in self._kinds().items():
+            parts = self._named(flat)
+            # Who was saved without has not rounded anything.
+            values = tensors.get(kind, tensors.get(SHARED, {}) if kind == START else {})
+            for name, value in values.items():
+                parts[name].copy_(value)
+
+    def _kinds(self) -> Tensors:
+        kinds = {SHARED: self._shared, VELOCITY: self._velocity}
+        return kinds | ({START: self._start} if self._model.narrow else {})
+
+    def _named(self, flat: torch.Tensor) -> Tensors:
+        return dict(zip(self._names, self._model.split(flat), strict=True))
+
+    # -- averages -----------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Share the model as it is, unless it is known what is shared.
+
+        After workers have met it is, as the mean over all of how far each has come stays what it
+        was. But whoever loads a model then shares that.
+        """
+        if self._moved or self._given:
+            return
+        flat = self._trained
+        if self._known and self._model.holds(flat, 0, len(self._model.spans)):
+            return
+        self._model.read(0, len(self._model.spans))
+        for kept in {id(t): t for t in (self._shared, self._start)}.values():
+            kept.copy_(flat)
+        self._known = True
+
+    @property
+    def _trained(self) -> torch.Tensor:
+        return self._model.flat[: len(self._model.trained)]
+
+    def _level(self) -> None:
+        self._catch_up()
+        # Who has left early, or was left out, knows less than others.
+        for kind, kept in self._kinds().items():
+            if kind != VELOCITY or self._momentum:
+                self._trained.copy_(kept)
+                self._wait(self._averager.level)
+                kept.copy_(self._trained)
+        super()._level()
+        if self._model.narrow:
+            mean = self._trained.clone()
+            self._model.read(0, len(self._model.spans))
+            self._start.add_(self._trained).sub_(mean)
+
+    def _offer(self, first: int, last: int) -> None:
+        """Put into the flat model how far this worker has come, or its model."""
+        super()._offer(first, last)
+        if self._alike:
+            inside = self._inside(first, last)
+            flat = self._model.flat[inside]
+            torch.sub(self._start[inside], flat, out=flat)
+
+    def _take(self, first: int, last: int) -> None:
         """Make the outer step, and go on from the shared model."""
-        part, flat, shared = self._parts(first, last)
-        velocity = self._velocity[part.start : part.stop]
+        inside = self._inside(first, last)
+        flat, shared = self._model.flat[inside], self._shared[inside]
+        velocity = self._velocity[inside]
+        if not self._alike:
+            torch.sub(self._start[inside], flat, out=flat)
         velocity.mul_(self._momentum).add_(flat)
         shared.sub_(flat.add_(velocity, alpha=self._momentum), alpha=self._lr)
+        moved = None
+        if self._sent is not None and self._model.narrow:
+            self._model.read(first, last)
+            moved = flat - self._sent
         flat.copy_(shared)
-        super()._take(first, last, stepped=stepped)
+        super()._take(first, last)
+        if self._model.narrow:
+            self._model.read(first, last)
+            self._start[inside] = flat if moved is None else flat - moved
 
-    def _parts(self, first: int, last: int) -> tuple[Span, torch.Tensor, torch.Tensor]:
+    def _inside(self, first: int, last: int) -> slice:
         part = self._model.part(first, last)
-        inside = slice(part.start, part.stop)
-        return part, self._model.flat[inside], self._shared[inside]
+        return slice(part.start, part.stop)

@@ -20,7 +20,7 @@ from wingbeat.wires.codecs import read_groups as read_groups
 from wingbeat.wires.codecs import spelled as spelled
 from wingbeat.wires.codecs import to_json as to_json
 from wingbeat.wires.parameters import HALF_BYTES as HALF_BYTES
-from wingbeat.wires.parameters import TOPK_BYTES as TOPK_BYTES
+from wingbeat.wires.parameters import INDEX_BYTES as INDEX_BYTES
 from wingbeat.wires.parameters import kinds as kinds
 from wingbeat.wires.parameters import least_bytes as least_bytes
 from wingbeat.wires.parameters import own as own

@@ -175,6 +175,8 @@ class TopK(CodecPart):
             (Deep Gradient Compression, section 3.3); 0: none.
         momentum: correct for the momentum that waiting gradients would lose (the same paper,
             section 3.2); use it in place of the optimizer's own, which must be 0 then.
+        bits: of a value that travels: 32 as it is, 1 to 8 through a sketch of all that travel
+            (SparseLoCo, Sarfi et al., 2025, has 2); what that takes away waits too.
         groups: densities of the parameters whose names match a pattern, such as
             ``{"embedding.*": 0.01}``; the first that matches counts, all others have ``density``.
         auto_disable: measure in the first iterations whether this is faster than fp32, and use
@@ -187,6 +189,7 @@ class TopK(CodecPart):
     density: float = 0.01
     warmup: int = 400
     momentum: float = 0.0
+    bits: int = 32
     groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     auto_disable: bool = True
 
@@ -197,6 +200,9 @@ class TopK(CodecPart):
         object.__setattr__(self, "groups", pairs(self.groups))
         self.check_count("warmup", 0, 10_000_000)
         self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
+        widths = (*range(1, MOST_BITS + 1), 32)
+        whole = f"whole numbers, 1 to {MOST_BITS}, or 32"
+        self.check_number("bits", whole, lambda v: isinstance(v, int) and v in widths)
         self.check_flag("auto_disable")
 
     @property

@@ -14,8 +14,8 @@ from wingbeat.wires.codecs import Coded, Half, LowRank, Sketch, TopK
 HALF_BYTES = 2
 """Bytes of an element in half precision."""
 
-TOPK_BYTES = 6
-"""Bytes of a value that top-k sends: float32 and two bytes of index."""
+INDEX_BYTES = 2
+"""Bytes that say which value it is that top-k sends."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -69,7 +69,7 @@ def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:
     if isinstance(wire, Sketch):
         return int(numel * wire.bits / 8)
     if isinstance(wire, TopK):
-        return int(numel * min(itemsize, TOPK_BYTES * wire.density))
+        return int(numel * min(itemsize, (wire.bits / 8 + INDEX_BYTES) * wire.density))
     if isinstance(wire, LowRank):
         thin = wire.rank * (numel // max(1, shape[0]) + shape[0]) if len(shape) == 2 else numel
         return int(min(numel, thin) * wire.bits / 8)

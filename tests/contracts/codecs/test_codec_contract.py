@@ -28,6 +28,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "sketch as in the paper": lambda: SketchCodec(6, split="count", level="ends"),
     "top-k": lambda: TopKCodec(0.02),
     "top-k with momentum": lambda: TopKCodec(0.1, momentum=0.9),
+    "top-k, sketched": lambda: TopKCodec(0.05, bits=2),
     "top-k of all": lambda: TopKCodec(1.0),
     "low rank, dense": lambda: LowRankCodec(3),
     "low rank, fp16": lambda: LowRankCodec(3, HalfCodec()),

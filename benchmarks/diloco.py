@@ -1,0 +1,254 @@
+"""Seldom averages against an exchange in each step, on real text over slow links.
+
+Workers train a GRU that names the next character of the standard library's source, each row from
+the same weights on the same batches, with AdamW along a cosine. Shown are bytes that a host sends
+in a step, by the kernel's counters, seconds of a step, accuracy on text held out, and seconds
+to DDP's final accuracy less 0.5 points. Models are judged after a step in which all are averaged.
+
+Rule: ``diloco`` with a sketch sends at most a 100th of the bytes of the first row, and is there in
+a fifth of the time of the fastest row of PyTorch's (exit code 1 otherwise).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import common
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import wingbeat
+from wingbeat import lab
+from wingbeat.bench import contenders, machine
+from wingbeat.bench.attach import attached
+from wingbeat.errors import LabError
+from wingbeat.lab import counters
+
+ROWS = (
+    "ddp",
+    "ddp+fp16",
+    "ddp+powersgd",
+    "allreduce:wire=sketch",
+    "dear",
+    "localsgd:every=10",
+    "diloco:every=30",
+    "diloco:every=30,wire=sketch@4",
+    "diloco:every=30,wire=topk@0.02:bits=2",
+)
+MARK = 30
+"""Steps from one look at the weights to the next: all rows have just averaged them, if ever."""
+POINTS, FEWER, FASTER = 0.5, 100.0, 5.0
+RATE = 4e-3
+HELD_OUT = 64_000
+
+
+class Gru(nn.Module):
+    """From characters (int64, [batch, length]) to logits of the next ([batch, length, 128])."""
+
+    def __init__(self, seed: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(128, 64)
+        self.gru = nn.GRU(64, width, batch_first=True)
+        self.out = nn.Linear(width, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.gru(self.embedding(x))[0])  # type: ignore[no-any-return]
+
+
+def text(length: int, batch: int) -> accuracy.Task:
+    """The text of `accuracy`, in windows of another length."""
+    whole = accuracy.text_task()
+    share, width = 8 // batch, whole.held_out[0].shape[1]
+
+    def batches(rank: int, workers: int, seed: int) -> accuracy.Batches:
+        # The same windows whatever is cut from them.
+        for x, y in whole.batches(rank, workers, seed):
+            for part in zip(x.split(8 // share), y.split(8 // share), strict=True):
+                yield part[0][:, :length], part[1][:, :length]
+
+    held_out = tuple(part[: HELD_OUT // width] for part in whole.held_out)
+    return accuracy.Task(whole.network, batches, (held_out[0], held_out[1]), iterations=0, rate=0.0)
+
+
+# -- one worker ------------------------------------------------------------------------------
+
+
+def sent() -> float:
+    """Bytes that this host's interfaces have sent."""
+    return float(sum(each.tx_bytes for name, each in counters.read().items() if name != "lo"))
+
+
+def train(task: accuracy.Task, row: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train once; rank 0's curve by seconds, and bytes of a step, the mean over hosts."""
+    batches = task.batches(dist.get_rank(), dist.get_world_size(), args.seed)
+    kept: list[tuple[float, int, dict[str, Any]]] = []
+    adamw = functools.partial(torch.optim.AdamW, lr=RATE)
+    with attached(contenders.parse(row), Gru(args.seed, args.width), adamw) as made:
+        dist.barrier()
+        begin, before = time.monotonic(), sent()
+        for step in range(args.steps):
+            for group in made.optimizer.param_groups:
+                group["lr"] = RATE * accuracy.rate_at(step, args.steps)
+            made.optimizer.zero_grad()
+            accuracy.loss_of(made.model, *next(batches))[0].backward()
+            nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
+            made.optimizer.step()
+            if (step + 1) % MARK == 0:
+                state = {name: t.clone() for name, t in made.model.state_dict().items()}
+                kept.append((time.monotonic() - begin, step + 1, state))
+        seconds, nbytes = time.monotonic() - begin, torch.tensor(sent() - before)
+        dist.barrier()
+        params = sum(param.numel() for param in made.model.parameters())
+    dist.all_reduce(nbytes)
+    found = {"row": row, "s": seconds, "bytes": float(nbytes) / dist.get_world_size() / args.steps}
+    if dist.get_rank() == 0:
+        found["curve"] = [{"s": s, "step": n, **judged(task, args, state)} for s, n, state in kept]
+    return {**found, "parameters": params}
+
+
+def judged(
+    task: accuracy.Task, args: argparse.Namespace, state: dict[str, Any]
+) -> dict[str, float]:
+    """Accuracy in % of these weights, and nats a character."""
+    network = Gru(args.seed, args.width)
+    network.load_state_dict({name.removeprefix("module."): t for name, t in state.items()})
+    right, nats = 0, 0.0
+    with torch.no_grad():
+        for x, y in zip(*(part.split(100) for part in task.held_out), strict=True):
+            loss, hits = accuracy.loss_of(network, x, y, reduction="sum")
+            right, nats = right + hits, nats + float(loss)
+    count = task.held_out[1].numel()
+    return {"accuracy": 100 * right / count, "loss": nats / count}
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Train all rows; rank 0 keeps a line for each."""
+    torch.set_num_threads(1)
+    wingbeat.init(timeout=120.0)
+    task = text(args.length, args.batch)
+    for row in args.rows:
+        made = train(task, row, args)
+        if dist.get_rank() == 0:
+            with args.json.open("a") as file:
+                print(json.dumps(made), file=file)
+            print(f"{row}: {made['curve'][-1]['accuracy']:.2f}%, {made['s']:.0f} s", flush=True)
+        dist.barrier()
+    wingbeat.shutdown()
+
+
+# -- all of them -----------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train all rows in one lab.
+
+    Raises:
+        LabError: it cannot be made, or a worker failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.jsonl"
+        words = [sys.executable, __file__, "--worker", "--json", str(path), "--rows", *args.rows]
+        for key in ("steps", "width", "length", "batch", "seed"):
+            words += [f"--{key}", str(getattr(args, key))]
+        ended = lab.run(args.lab, words, on_line=lambda rank, line: print(f"[{rank}] {line}"))
+        if ended.exit_code:
+            raise LabError(f"{args.lab}: {ended.first_failure or ended.exit_code}")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rows_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the table has of each run; the first is what the others are compared with."""
+    first = runs[0]
+    target = first["curve"][-1]["accuracy"] - POINTS
+    rows = []
+    for run in runs:
+        curve = run["curve"]
+        there = next((point["s"] for point in curve if point["accuracy"] >= target), None)
+        rows.append(
+            {
+                "row": run["row"],
+                "kb": run["bytes"] / 1000,
+                "fewer": first["bytes"] / max(1.0, run["bytes"]),
+                "step_ms": 1000 * run["s"] / curve[-1]["step"],
+                "accuracy": curve[-1]["accuracy"],
+                "loss": curve[-1]["loss"],
+                "to_target_s": there,
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print them."""
+    names = f"{'kB a step':>10} {'fewer':>7} {'ms a step':>10} {'right %':>8} {'nats':>6}"
+    print(f"\n{'row':40} {names} {'s to target':>12}")
+    for row in rows:
+        there = "-" if row["to_target_s"] is None else f"{row['to_target_s']:.1f}"
+        print(
+            f"{row['row']:40} {row['kb']:10.1f} {row['fewer']:7.1f} {row['step_ms']:10.1f} "
+            f"{row['accuracy']:8.2f} {row['loss']:6.3f} {there:>12}"
+        )
+
+
+def missed(rows: list[dict[str, Any]]) -> list[str]:
+    """Return which limits are."""
+    theirs = [row["to_target_s"] for row in rows if row["row"].startswith("ddp")]
+    best = min((seconds for seconds in theirs if seconds), default=math.inf)
+    found = []
+    for row in rows:
+        if not row["row"].startswith("diloco") or "sketch" not in row["row"]:
+            continue
+        if row["fewer"] < FEWER:
+            found.append(f"{row['row']}: {row['fewer']:.0f} times fewer bytes; asked: {FEWER:g}")
+        times = best / (row["to_target_s"] or math.inf)
+        if times < FASTER:
+            found.append(
+                f"{row['row']}: {times:.2f} times as fast to the target; asked: {FASTER:g}"
+            )
+    return found
+
+
+def main() -> int:
+    """Measure, print, and compare with the limits."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lab", default="star:4@100mbit")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), help="the first is the reference")
+    parser.add_argument("--steps", type=int, default=600, help=f"a multiple of {MARK} (600)")
+    parser.add_argument("--width", type=int, default=384, help="of the GRU (384)")
+    parser.add_argument("--length", type=int, default=32, help="characters of a window (32)")
+    parser.add_argument("--batch", type=int, default=4, choices=[1, 2, 4, 8], help="windows (4)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=Path("out/diloco.json"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.steps % MARK:
+        parser.error(f"--steps {args.steps}: allowed are multiples of {MARK}")
+    if args.worker:
+        worker(args)
+        return 0
+    common.end_as_by_ctrl_c()
+    common.refuse_unwritable(args.json)
+    runs = measure(args)
+    rows = rows_of(runs)
+    common.write(args.json, {"machine": machine.describe(), "runs": runs, "rows": rows})
+    show(rows)
+    found = missed(rows)
+    print(*found, sep="\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

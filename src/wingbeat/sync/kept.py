@@ -1,0 +1,109 @@
+"""What a run goes on with beside model and optimizer: residuals, and averages of models.
+
+An optimizer's state dict has it under one key, of this worker: ``Residuals.state_dict()`` where a
+wire keeps residuals, and under ``"averages"`` how many steps were made, by which turns to average
+come, and the outer optimizer's tensors by parameter name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from wingbeat.errors import UsageError
+from wingbeat.sync.engine import Engine
+from wingbeat.updates.local import LocalUpdate
+from wingbeat.updates.outer import SHARED, START, VELOCITY, OuterUpdate
+
+AVERAGES = "averages"
+"""Where it has what averages of models go on with."""
+
+FORMAT = "wingbeat averages, version 1"
+
+_WHERE = "load_state_dict(): averages"
+
+
+def export(engine: Engine) -> dict[str, Any]:
+    """Return copies of all that there is; empty if nothing has to be kept."""
+    state = dict(engine.compression.state_dict() or {})
+    update = engine.update
+    if isinstance(update, LocalUpdate) and update.keeps:
+        state[AVERAGES] = {"format": FORMAT, "steps": update.steps, **update.tensors()}
+    return state
+
+
+def check(engine: Engine, state: Any) -> None:
+    """Raise a `UsageError` unless ``state`` is of a run of this model, or None."""
+    engine.compression.check(_residuals(state))
+    averages, update = _averages(state), engine.update
+    if averages is None or not isinstance(update, LocalUpdate):
+        return
+    steps = averages.get("steps")
+    if averages.get("format") != FORMAT or type(steps) is not int or steps < 0:
+        raise UsageError(
+            f"{_WHERE}: not made by state_dict() of this kind; expected {FORMAT!r} with a number "
+            "of steps"
+        )
+    if isinstance(update, OuterUpdate):
+        for kind in _kinds(averages):
+            _check_tensors(kind, averages[kind], update.shapes)
+
+
+def load(engine: Engine, state: Any) -> None:
+    """Go on with ``state``, which was checked; without anything if None."""
+    engine.compression.load_state_dict(_residuals(state))
+    update = engine.update
+    if isinstance(update, LocalUpdate):
+        averages = _averages(state) or {}
+        tensors = {kind: averages[kind] for kind in _kinds(averages)}
+        update.resume(averages.get("steps", 0), tensors)
+
+
+def _residuals(state: Any) -> Any:
+    """Return what residuals know of; None if there is nothing else than averages."""
+    if not isinstance(state, dict) or AVERAGES not in state:
+        return state
+    return {key: value for key, value in state.items() if key != AVERAGES} or None
+
+
+def _averages(state: Any) -> dict[str, Any] | None:
+    averages = state.get(AVERAGES) if isinstance(state, dict) else None
+    if averages is not None and not isinstance(averages, dict):
+        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it anew")
+    return averages
+
+
+def _kinds(averages: Mapping[str, Any]) -> list[str]:
+    """Return which tensors there are; a run without an outer optimizer has none."""
+    found = [kind for kind in (SHARED, VELOCITY, START) if kind in averages]
+    if found and not {SHARED, VELOCITY} <= set(found):
+        raise UsageError(
+            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it anew"
+        )
+    return found
+
+
+def _check_tensors(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> None:
+    if not isinstance(values, dict) or values.keys() != shapes.keys():
+        others = sorted(set(values) ^ set(shapes), key=str) if isinstance(values, dict) else []
+        raise UsageError(
+            f"{_WHERE}: {kind!r} is not of the trained parameters of this model"
+            f"{f' ({others[0]!r} is in one of them only)' if others else ''}; load a state of the "
+            "same model"
+        )
+    for name, shape in shapes.items():
+        value = values[name]
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            raise UsageError(f"{_WHERE}: {kind!r} of {name!r} is no tensor of floats; save it anew")
+        if value.shape != shape:
+            raise UsageError(
+                f"{_WHERE}: {kind!r} of {name!r} has shape {tuple(value.shape)} there and "
+                f"{tuple(shape)} here; load a state of the same model"
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise UsageError(
+                f"{_WHERE}: {kind!r} of {name!r} has values that are not finite; use an earlier "
+                "checkpoint"
+            )

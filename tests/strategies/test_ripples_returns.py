@@ -1,0 +1,97 @@
+"""A process that is killed while models are averaged, and started again alone by its script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.ports import free_port
+
+SCRIPT = """if True:
+    import os, sys, time, torch, wingbeat
+    from torch import nn
+    from wingbeat.bench import digits
+    from wingbeat.strategies import parse
+    torch.set_num_threads(1)
+    world = wingbeat.init(timeout=60)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = wingbeat.distribute(model, optimizer, parse(sys.argv[1]))
+    images, labels, _, _ = digits.data()
+    x, y = images.flatten(1), labels
+    loss_of = nn.CrossEntropyLoss()
+    with torch.no_grad():
+        print("begun", float(loss_of(model(x), y)), flush=True)
+    made = 0
+    while not os.path.exists(sys.argv[2]):
+        chosen = torch.randint(len(x), (32,))
+        optimizer.zero_grad()
+        loss_of(model(x[chosen]), y[chosen]).backward()
+        optimizer.step()
+        made += 1
+        print("made", made, flush=True)
+        time.sleep(0.002)
+    wingbeat.consensus(model)
+    with torch.no_grad():
+        total = sum(float(value.double().sum()) for value in model.parameters())
+        print("ended", total, float(loss_of(model.eval()(x), y)) < 1.0, flush=True)
+    wingbeat.shutdown()
+"""
+
+
+def start(rank: int, port: int, strategy: str, stop: Path) -> subprocess.Popen[str]:
+    named = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, strategy, str(stop)],
+        env={**os.environ, **named, "MASTER_PORT": str(port), "WINGBEAT_TOP": "off"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines(process: subprocess.Popen[str]) -> Iterator[list[str]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield line.split(maxsplit=1)
+
+
+def made(said: Iterator[list[str]], steps: int) -> int:
+    """Read until a worker has made so many steps; return how many."""
+    return next(int(n) for what, n in said if what == "made" and int(n) >= steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["ripples", "ripples:overlap=true", "localsgd:every=4"])
+def test_a_worker_that_was_killed_comes_back_and_all_end_equal(
+    strategy: str, tmp_path: Path
+) -> None:
+    port, stop = free_port(), tmp_path / "stop"
+    workers = [start(rank, port, strategy, stop) for rank in range(3)]
+    try:
+        said = [lines(worker) for worker in workers]
+        now = made(said[0], 150)
+        workers[2].kill()
+        workers[2].wait(10)
+        made(said[0], now + 100)  # the others go on without it, once it is missed
+        workers[2] = start(2, port, strategy, stop)
+        said[2] = lines(workers[2])
+        what, loss = next(said[2])
+        assert what == "begun"
+        assert float(loss) < 2.0, "it goes on from where the others are, not from the beginning"
+        made(said[2], 50)
+        stop.touch()
+        ended = [next(text for what, text in own if what == "ended") for own in said]
+        assert ended[0] == ended[1] == ended[2]
+        assert ended[0].endswith("True\n")
+        assert [worker.wait(30) for worker in workers] == [0, 0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(10)
