@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.groups import Game, in_one_order
+from wingbeat.groups import policies
 from wingbeat.groups.connection import Connection
 from wingbeat.groups.crowd import Crowd
 from wingbeat.groups.generator import Generator, Run, Unexpected
@@ -141,6 +142,24 @@ def test_inter_and_intra_give_each_worker_two_groups_in_this_order() -> None:
                 set(inter) <= heads if w in heads else len({layout.host_of[m] for m in inter}) == 1
             )
             assert sorted(intra) == list(layout.hosts[layout.host_of[w]])
+
+
+def test_who_is_far_behind_the_fastest_is_in_no_second_group_with_others() -> None:
+    def crowd(threshold: int | None) -> Crowd:
+        made = Crowd(Layout.even(1, 3), Rules(threshold=threshold), Random(0))
+        for worker, requests in enumerate((9, 2, 8)):
+            made.busy(worker)
+            for _ in range(requests):
+                made.count(worker)
+            if worker != 1:
+                made.rest(worker)
+        return made
+
+    assert crowd(4).fastest == 0
+    *_, together, alone = policies.inter_and_intra(1, crowd(4))
+    assert sorted(together) == [0, 2]
+    assert alone == [1]
+    assert sorted(policies.inter_and_intra(1, crowd(None))[-1]) == [0, 1, 2]
 
 
 def test_heads_are_random_and_all_heads_meet() -> None:

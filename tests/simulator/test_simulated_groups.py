@@ -110,6 +110,16 @@ def test_smart_groups_keep_their_speed_beside_a_slow_worker_and_static_ones_do_n
     assert parts_of(uneven[Rules()].groups, 16) == 1
 
 
+@pytest.mark.parametrize("slowness", [3.0, 6.0])
+def test_who_shares_a_host_with_a_slow_worker_makes_as_many_steps_as_others(
+    slowness: float,
+) -> None:
+    made = run(Rules(), Layout.even(4, 2), slow={5: slowness}, iterations=60, jitter=0.02)
+    others = [steps for worker, steps in enumerate(made.steps) if worker not in (4, 5)]
+    assert made.steps[5] < min(others) / 2
+    assert made.steps[4] > 0.85 * min(others)
+
+
 def test_each_random_request_makes_a_group_of_three() -> None:
     made = run(Rules.random(), Layout.even(2, 4), iterations=4, warmup=0)
     assert made.averages == pytest.approx(3, abs=0.8)

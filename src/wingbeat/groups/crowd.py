@@ -12,8 +12,8 @@ from wingbeat.groups.rules import Rules
 class Crowd:
     """Workers as the generator knows them. Every call takes a time that does not grow with them.
 
-    `idle_for` apart, whose time grows with those it returns; and once in ``rules.forget`` requests
-    of the fastest worker all counters are halved.
+    `idle_for` apart, whose time grows with those it returns, and `fastest`; and once in
+    ``rules.forget`` requests of the fastest worker all counters are halved.
 
     Attributes:
         layout: which worker is on which host.
@@ -79,6 +79,11 @@ class Crowd:
         self.asked[worker] += 1
         if self.asked[worker] == self.rules.forget:
             self._halve()
+
+    @property
+    def fastest(self) -> int:
+        """The worker that has asked most often; takes a time that grows with the workers."""
+        return max(self.here, key=self.asked.__getitem__)
 
     def floor(self, initiator: int) -> int:
         """Return how often one must have asked to be fast enough for ``initiator``'s group."""

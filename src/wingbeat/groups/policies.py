@@ -67,7 +67,8 @@ def inter_and_intra(initiator: int, crowd: Crowd) -> list[list[int]]:
     A random worker of each host, its head, is in a group of heads, and the others are in groups
     within their host; then all of a host are in one. Only workers that are idle count in any of
     this. Whoever has no partner gets a group of its own, so that it is as many steps away from the
-    second group as the others are.
+    second group as the others are. Who is too slow for the fastest worker's groups is in no second
+    group with others.
     """
     host_of, size = crowd.layout.host_of, crowd.rules.size
     hosts: dict[int, list[int]] = {}
@@ -79,8 +80,24 @@ def inter_and_intra(initiator: int, crowd: Crowd) -> list[list[int]]:
     groups = parts(heads, size)
     for local in hosts.values():
         groups += parts(local[1:], size)
-    groups += hosts.values()
+    floor = crowd.floor(crowd.fastest)
+    for local in hosts.values():
+        groups += of_like_speed(local, crowd.asked, floor)
     return groups
+
+
+def of_like_speed(workers: Sequence[int], asked: Sequence[int], floor: int) -> list[list[int]]:
+    """Divide a host's workers into those that have asked so often, and each other one by itself.
+
+    A second group waits for its members' next steps: in one with a slow worker, the others would
+    make as few as it does, and then count as slow too. The paper filters first groups alone.
+
+    >>> of_like_speed([0, 1, 2], asked=[9, 2, 8], floor=6)
+    [[0, 2], [1]]
+    """
+    fast = [worker for worker in workers if asked[worker] >= floor]
+    alone = [[worker] for worker in workers if asked[worker] < floor]
+    return [fast, *alone] if fast else alone
 
 
 def parts(workers: Sequence[int], size: int) -> list[list[int]]:
