@@ -224,8 +224,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         there = "-" if row["to_target_s"] is None else f"{row['to_target_s']:.1f}"
         print(
             f"{row['row']:40} {row['steps']:6d} {row['kb']:10.1f} {row['fewer']:7.1f} "
-            f"{row['step_ms']:10.1f} "
-            f"{row['accuracy']:8.2f} {row['loss']:6.3f} {there:>12}"
+            f"{row['step_ms']:10.1f} {row['accuracy']:8.2f} {row['loss']:6.3f} {there:>12}"
         )
 
 
