@@ -36,6 +36,8 @@ from wingbeat.bench.attach import attached
 from wingbeat.errors import LabError
 from wingbeat.lab import counters
 
+OUTER = "outer_lr=0.8,outer_momentum=0.5"
+"""For the ten or so rounds of a row: momentum of 0.9 remembers as many."""
 ROWS = (
     "ddp",
     "ddp+fp16",
@@ -44,8 +46,11 @@ ROWS = (
     "dear",
     "localsgd:every=10",
     "diloco:every=30",
-    "diloco:every=30,wire=sketch@4",
-    "diloco:every=30,wire=topk@0.02:bits=2",
+    f"diloco:every=30,{OUTER}",
+    f"diloco:every=30,{OUTER},wire=sketch@4",
+    f"diloco:every=30,{OUTER},wire=topk@0.05:bits=2",
+    f"4*diloco:every=30,{OUTER},wire=sketch@4",
+    "2*ddp+powersgd",
 )
 MARK = 30
 """Steps from one look at the weights to the next: all rows have just averaged them, if ever."""
@@ -253,10 +258,10 @@ def main() -> int:
     )
     parser.add_argument("--lab", default="star:4@100mbit")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), help="the first is the reference")
-    parser.add_argument("--steps", type=int, default=600, help=f"a multiple of {MARK} (600)")
+    parser.add_argument("--steps", type=int, default=360, help=f"a multiple of {MARK} (360)")
     parser.add_argument("--width", type=int, default=192, help="of the transformer (192)")
-    parser.add_argument("--length", type=int, default=32, help="characters of a window (32)")
-    parser.add_argument("--batch", type=int, default=2, choices=[1, 2, 4, 8], help="windows (2)")
+    parser.add_argument("--length", type=int, default=16, help="characters of a window (16)")
+    parser.add_argument("--batch", type=int, default=1, choices=[1, 2, 4, 8], help="windows (1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("out/diloco.json"))
     parser.add_argument("--add", action="store_true", help="rows to those that --json has")

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs/how-to/differences.md").read_text(encoding="utf-8").split())
 ROOMS = [ROOT / "src/wingbeat" / room for room in ("sync", "gradients", "updates")]
 
-ELSEWHERE = {"checkpoint.py", "shards.py", "compression.py", "sharing.py"}
-"""What is refused there is about shards and codecs, which have pages of their own."""
+ELSEWHERE = {"checkpoint.py", "kept.py", "shards.py", "compression.py", "sharing.py"}
+"""What is refused there is about shards, codecs and averages, which have pages of their own."""
 
 RAISED = {"UsageError", "MismatchError", "UnevenBatchesError"}
 LONGEST = 60
