@@ -145,7 +145,7 @@ def test_a_simulated_schedule_reaches_the_allreduce_floor(
 
 
 def test_every_kind_has_a_formula_to_print() -> None:
-    assert set(BOUNDS) == {"single", "whole", "halves", "late", "stale", "fsdp"}
+    assert set(BOUNDS) == {"single", "whole", "halves", "late", "stale", "local", "fsdp"}
 
 
 def test_the_slowest_host_decides() -> None:

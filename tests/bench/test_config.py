@@ -134,6 +134,10 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "strategy:wire=sketch@4,schedule=dear": ("halves", 5_050),
         "ako": ("partial", 40_400),
         "canary:s=2,p=6": ("stale", 40_400),
+        "ripples:policy=static": ("local", 40_400),
+        "adpsgd": ("local", 40_400),
+        "localsgd:every=8": ("local", 40_400),
+        "diloco:every=30": ("local", 40_400),
         **dict.fromkeys(SERVED, ("late", 40_400)),
     }
     for text, (kind, nbytes) in expected.items():

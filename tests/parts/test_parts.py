@@ -19,7 +19,14 @@ CONCRETE = [
     value
     for name in parts.__all__
     if isinstance(value := getattr(parts, name), type) and issubclass(value, Part)
-    if value not in (Part, parts.PlanPart, parts.SchedulePart, parts.UpdatePart)
+    if value
+    not in (
+        Part,
+        parts.PlanPart,
+        parts.SchedulePart,
+        parts.UpdatePart,
+        parts.PartnersPart,
+    )
 ]
 
 
@@ -56,6 +63,13 @@ def wrong(make: Any, *args: Any, **options: Any) -> str:
         (parts.Bounded, {"p": 0}, "Bounded(p=0): allowed are whole numbers, 1 to"),
         (parts.Bounded, {"s": None, "p": 3}, "Bounded(s=None, p=3): without a bound nobody is out"),
         (parts.Bounded, {"encrypted": 1}, "Bounded(encrypted=1): allowed are True and False"),
+        (parts.Groups, {"policy": "smrt"}, "(did you mean 'smart'?)"),
+        (parts.Groups, {"size": 1}, "Groups(size=1): allowed are whole numbers, 2 to"),
+        (parts.Groups, {"policy": "random", "threshold": 9}, 'only policy="smart" has a filter'),
+        (parts.Pairs, {"seed": -1}, "Pairs(seed=-1)"),
+        (parts.Local, {"every": 3, "delay": 4}, "allowed is delay=0 to 3"),
+        (parts.Outer, {"lr": 0}, "Outer(lr=0): allowed are numbers above 0"),
+        (parts.Outer, {"momentum": 1}, "Outer(momentum=1): allowed are 0 to below 1"),
         (parts.PerTensor, {"mb": 3}, "unknown option 'mb' in PerTensor(mb=3); allowed: none"),
     ],
 )
@@ -144,9 +158,10 @@ def test_updates_need_what_some_schedule_has() -> None:
 
 def test_codecs_and_parts_are_not_exact_and_everything_else_is() -> None:
     codecs = {parts.Sketch, parts.TopK, parts.LowRank, parts.Half}
-    assert {cls for cls in CONCRETE if not cls().exact} == {*codecs, parts.Partial, parts.Bounded}
+    inexact = {parts.Partial, parts.Bounded, parts.Groups, parts.Pairs}
+    assert {cls for cls in CONCRETE if not cls().exact} == {*codecs, *inexact}
     assert all(issubclass(cls, wires.CodecPart) for cls in codecs)
-    assert {cls for cls in CONCRETE if not cls().synchronous} == {parts.Partial, parts.Bounded}
+    assert {cls for cls in CONCRETE if not cls().synchronous} == inexact
 
 
 def test_sizes_follow_a_models() -> None:
