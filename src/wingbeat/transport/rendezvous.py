@@ -69,7 +69,9 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
     rank, size, store = _rendezvous(timeout)
     # A world may be closed and made again in one process: keep the keys of each apart.
-    store = dist.PrefixStore(f"wingbeat/{next(_generation)}", store)
+    # torchrun starts all workers again by the store that they had: they are not to find old keys.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"wingbeat/{attempt}/{next(_generation)}", store)
     world = World(rank, size, (), (), timeout, TorchStore(store))
     world.returned = size > 1 and _been_here(world.store, rank)
     if world.returned:
