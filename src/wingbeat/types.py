@@ -333,6 +333,11 @@ class Averaging:
     seed: int = 0
     encrypted: bool = True
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether a worker meets some of the others at a time, and waits for them."""
+        return self.partners not in ("all", "pairs")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:

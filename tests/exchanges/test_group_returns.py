@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.ports import free_port
+from helpers.returning import lines, made, start
 
 SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
@@ -42,27 +39,6 @@ SCRIPT = """if True:
 """
 
 
-def start(rank: int, port: int, rules: str, stop: Path) -> subprocess.Popen[str]:
-    named = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, rules, str(stop)],
-        env={**os.environ, **named, "MASTER_PORT": str(port), "WINGBEAT_TOP": "off"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def lines(process: subprocess.Popen[str]) -> Iterator[list[str]]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        yield line.split(maxsplit=1)
-
-
-def made(said: Iterator[list[str]], steps: int) -> int:
-    """Read until a worker has made so many steps; return how many."""
-    return next(int(n) for what, n in said if what == "made" and int(n) >= steps)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rules", ["smart", "everyone"])
@@ -70,7 +46,7 @@ def test_a_worker_that_was_killed_comes_back_twice_and_all_end_equal(
     rules: str, tmp_path: Path
 ) -> None:
     port, stop = free_port(), tmp_path / "stop"
-    workers = [start(rank, port, rules, stop) for rank in range(3)]
+    workers = [start(SCRIPT, rank, port, rules, stop) for rank in range(3)]
     try:
         said = [lines(worker) for worker in workers]
         now = made(said[0], 20)
@@ -79,7 +55,7 @@ def test_a_worker_that_was_killed_comes_back_twice_and_all_end_equal(
             workers[lost].wait(10)
             # The others go on without it, once it is missed.
             now = made(said[0], now + 100)
-            workers[lost] = start(lost, port, rules, stop)
+            workers[lost] = start(SCRIPT, lost, port, rules, stop)
             said[lost] = lines(workers[lost])
             what, state = next(said[lost])
             assert what == "begun"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-
 import pytest
 
 from helpers.ports import free_port
+from helpers.returning import lines, start
 
 SCRIPT = """if True:
     import sys, time, torch, wingbeat
@@ -42,26 +38,10 @@ SCRIPT = """if True:
 """
 
 
-def start(rank: int, port: int, length: int) -> subprocess.Popen[str]:
-    named = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(length)],
-        env={**os.environ, **named, "MASTER_PORT": str(port), "WINGBEAT_TOP": "off"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def lines(process: subprocess.Popen[str]) -> Iterator[list[str]]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        yield line.split(maxsplit=1)
-
-
 @pytest.mark.slow
 def test_a_worker_that_was_killed_comes_back_and_all_end_equal() -> None:
     port = free_port()
-    workers = [start(rank, port, 700) for rank in range(3)]
+    workers = [start(SCRIPT, rank, port, 700) for rank in range(3)]
     try:
         said = [lines(worker) for worker in workers]
         assert any(what == "applied" and int(value) >= 50 for what, value in said[0])
@@ -70,7 +50,7 @@ def test_a_worker_that_was_killed_comes_back_and_all_end_equal() -> None:
         now = next(int(value) for what, value in said[0] if what == "applied")
         # The others go on: with two of three workers, what is applied still grows.
         assert any(what == "applied" and int(value) >= now + 60 for what, value in said[0])
-        workers[2] = start(2, port, 700)
+        workers[2] = start(SCRIPT, 2, port, 700)
         said[2] = lines(workers[2])
         what, at = next(said[2])
         assert what == "returned"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.ports import free_port
+from helpers.returning import lines, made, start
 
 SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
@@ -45,27 +42,6 @@ SCRIPT = """if True:
 """
 
 
-def start(rank: int, port: int, strategy: str, stop: Path) -> subprocess.Popen[str]:
-    named = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, strategy, str(stop)],
-        env={**os.environ, **named, "MASTER_PORT": str(port), "WINGBEAT_TOP": "off"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def lines(process: subprocess.Popen[str]) -> Iterator[list[str]]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        yield line.split(maxsplit=1)
-
-
-def made(said: Iterator[list[str]], steps: int) -> int:
-    """Read until a worker has made so many steps; return how many."""
-    return next(int(n) for what, n in said if what == "made" and int(n) >= steps)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["ripples", "ripples:overlap=true", "localsgd:every=4"])
@@ -73,14 +49,14 @@ def test_a_worker_that_was_killed_comes_back_and_all_end_equal(
     strategy: str, tmp_path: Path
 ) -> None:
     port, stop = free_port(), tmp_path / "stop"
-    workers = [start(rank, port, strategy, stop) for rank in range(3)]
+    workers = [start(SCRIPT, rank, port, strategy, stop) for rank in range(3)]
     try:
         said = [lines(worker) for worker in workers]
         now = made(said[0], 150)
         workers[2].kill()
         workers[2].wait(10)
         made(said[0], now + 100)  # the others go on without it, once it is missed
-        workers[2] = start(2, port, strategy, stop)
+        workers[2] = start(SCRIPT, 2, port, strategy, stop)
         said[2] = lines(workers[2])
         what, loss = next(said[2])
         assert what == "begun"

@@ -250,28 +250,38 @@ class Residuals:
                 "correction; set the same momentum as in the run that was saved"
             )
         for kind in ("residuals", *(["velocity"] if "velocity" in state else [])):
-            self._check_values(state.get(kind), f"{where}: {kind} of rank {rank}'s part")
+            part = f"{where}: {kind} of rank {rank}'s part"
+            values = state.get(kind)
+            if not isinstance(values, dict):
+                raise UsageError(f"{part}: {type(values).__name__}; expected a dict of tensors")
+            _refuse_other_names(self._shapes, values, part)
+            check_tensors(values, self._shapes, part)
 
-    def _check_values(self, values: Any, where: str) -> None:
-        if not isinstance(values, dict):
-            raise UsageError(f"{where}: {type(values).__name__}; expected a dict of tensors")
-        _refuse_other_names(self._shapes, values, where)
-        for name, shape in self._shapes.items():
-            value = values[name]
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                raise UsageError(
-                    f"{where}: parameter {name!r} has no tensor of floats; save it anew"
-                )
-            if value.shape != shape:
-                raise UsageError(
-                    f"{where}: parameter {name!r} has shape {tuple(value.shape)} there and "
-                    f"{tuple(shape)} here; load parts of the same model"
-                )
-            if not bool(torch.isfinite(value).all()):
-                raise UsageError(
-                    f"{where}: parameter {name!r} has values that are not finite; use an earlier "
-                    "checkpoint"
-                )
+
+def check_tensors(
+    values: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], where: str
+) -> None:
+    """Raise a `UsageError` that begins with ``where`` unless these are tensors of finite floats.
+
+    Args:
+        values: by name, of all parameters.
+        shapes: of the parameters, by name.
+        where: what they are of.
+    """
+    for name, shape in shapes.items():
+        value = values[name]
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise UsageError(f"{where}: parameter {name!r} has no tensor of floats; save it anew")
+        if value.shape != shape:
+            raise UsageError(
+                f"{where}: parameter {name!r} has shape {tuple(value.shape)} there and "
+                f"{tuple(shape)} here; load parts of the same model"
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise UsageError(
+                f"{where}: parameter {name!r} has values that are not finite; use an earlier "
+                "checkpoint"
+            )
 
 
 def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: str) -> None:

@@ -68,8 +68,7 @@ def runtime_of(
     averager = _averager_of(averaging, _lossy(wire, slots, compression), world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
     update = _update_of(averaging, training, model, averager, schedule, slots)
-    _leaves_with(update, averager, world)
-    if averaging.partners not in ("all", "pairs"):
+    if averaging.in_groups:
         _in_groups[world.parent or world] = weakref.ref(update)
     runtime = Runtime(
         schedule,
@@ -81,7 +80,8 @@ def runtime_of(
         training.steps,
     )
     update.waited = WeakCall(runtime.waited)
-    if isinstance(averager, GroupAverager):
+    if isinstance(averager, GroupAverager):  # pairs leave by themselves
+        _leaves_with(update, averager, world)
         lives = LiveState(training, schedule)
         averager.grouping.offer = lives.written
         if world.returned:
@@ -106,7 +106,7 @@ _in_groups: Any = weakref.WeakKeyDictionary()
 """By world of all workers: a reference to the update of the model averaged in groups of some."""
 
 
-def _leaves_with(update: LocalUpdate, averager: Averager, world: World) -> None:
+def _leaves_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:
     """Have the averager closed with the world, or when the model is forgotten."""
     world.on_close(averager.close)
     # Where the garbage is collected nobody can wait for others.
@@ -117,7 +117,7 @@ def _leaves_with(update: LocalUpdate, averager: Averager, world: World) -> None:
 def _check(training: Training, world: World, averaging: Averaging) -> None:
     """Raise a `UsageError` for what cannot be averaged on this machine, or not now."""
     other = _in_groups.get(world.parent or world, lambda: None)()
-    if averaging.partners not in ("all", "pairs") and other is not None and not other.left:
+    if averaging.in_groups and other is not None and not other.left:
         raise UsageError(
             "models are averaged in groups (Ripples) one model at a time: workers would wait for "
             "each other in groups of different models; distribute one module that contains both, "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from wingbeat.codecs.feedback import check_tensors
 from wingbeat.errors import UsageError
 from wingbeat.sync.engine import Engine
 from wingbeat.updates.local import LocalUpdate
@@ -48,7 +49,8 @@ def check(engine: Engine, state: Any) -> None:
         )
     if isinstance(update, OuterUpdate):
         for kind in _kinds(averages):
-            _check_tensors(kind, averages[kind], update.shapes)
+            _check_names(kind, averages[kind], update.shapes)
+            check_tensors(averages[kind], update.shapes, f"{_WHERE}: {kind!r}")
 
 
 def load(engine: Engine, state: Any) -> None:
@@ -85,7 +87,7 @@ def _kinds(averages: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _check_tensors(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> None:
+def _check_names(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> None:
     if not isinstance(values, dict) or values.keys() != shapes.keys():
         others = sorted(set(values) ^ set(shapes), key=str) if isinstance(values, dict) else []
         raise UsageError(
@@ -93,17 +95,3 @@ def _check_tensors(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> 
             f"{f' ({others[0]!r} is in one of them only)' if others else ''}; load a state of the "
             "same model"
         )
-    for name, shape in shapes.items():
-        value = values[name]
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            raise UsageError(f"{_WHERE}: {kind!r} of {name!r} is no tensor of floats; save it anew")
-        if value.shape != shape:
-            raise UsageError(
-                f"{_WHERE}: {kind!r} of {name!r} has shape {tuple(value.shape)} there and "
-                f"{tuple(shape)} here; load a state of the same model"
-            )
-        if not bool(torch.isfinite(value).all()):
-            raise UsageError(
-                f"{_WHERE}: {kind!r} of {name!r} has values that are not finite; use an earlier "
-                "checkpoint"
-            )
