@@ -28,6 +28,7 @@ worker. ``benchmarks/sketch.py`` has Figs. 22 and 25 to 27.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
@@ -36,14 +37,12 @@ from pathlib import Path
 from typing import Any
 
 import canary_training
-from common import end_as_by_ctrl_c, write
+from common import run_and_judge, write
 
 from wingbeat import topologies
-from wingbeat.bench import estimate, machine, runner
+from wingbeat.bench import estimate, runner
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
-from wingbeat.cli.bench import check_writable
-from wingbeat.errors import UsageError, WingbeatError
 
 FIGURES = ("23", "20", "19")
 BML, CANARY, AKO, SERVER = "bml", "canary:s=18,p=6,colayers=10,wire=sketch", "ako", "vanillaps"
@@ -59,26 +58,21 @@ NOT_SLOWER, FASTER, OF_BYTES = 0.98, 1.61, 0.3
 def main() -> int:
     """Measure what was asked for, print tables and judge them."""
     args = arguments()
-    end_as_by_ctrl_c()
-    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
-    report["command"] = sys.argv
+    return run_and_judge(args.json, functools.partial(fill, args))
+
+
+def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report, part by part, and return which limits are missed."""
     missed: list[str] = []
-    try:
-        check_writable(args.json)
-        for figure in args.figures:
-            found: dict[str, Any] = report.setdefault(figure, {})
-            measure = {"23": figure_23, "20": figure_20, "19": canary_training.figure_19}[figure]
-            for name, part in measure(args):
-                found[name] = part
-                write(args.json, report)
-            judge = {"23": judged_23, "20": judged_20, "19": canary_training.judged_19}[figure]
-            missed += judge(found)
-    except WingbeatError as err:
-        print(f"canary.py: {err}", file=sys.stderr)
-        return 2 if isinstance(err, UsageError) else 1
-    for line in missed:
-        print(f"MISSED: {line}")
-    return int(bool(missed))
+    for figure in args.figures:
+        found: dict[str, Any] = report.setdefault(figure, {})
+        measure = {"23": figure_23, "20": figure_20, "19": canary_training.figure_19}[figure]
+        for name, part in measure(args):
+            found[name] = part
+            write(args.json, report)
+        judge = {"23": judged_23, "20": judged_20, "19": canary_training.judged_19}[figure]
+        missed += judge(found)
+    return missed
 
 
 def arguments() -> argparse.Namespace:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wingbeat.bench import machine
 from wingbeat.cli.bench import check_writable
-from wingbeat.errors import UsageError
+from wingbeat.errors import UsageError, WingbeatError
 
 GERYON_TABLES = {
     10.0: {
@@ -42,6 +44,27 @@ def write(path: Path, report: dict[str, Any]) -> None:
     """Keep what there is; called after each part, so that nothing measured is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def run_and_judge(path: Path, measure: Callable[[dict[str, Any]], list[str]]) -> int:
+    """Measure, and print what is missed; return the exit code of a program that does only this.
+
+    Args:
+        path: where the report will be kept, which is made sure of first.
+        measure: fills the report, and keeps it by `write`; returns which limits are missed.
+    """
+    end_as_by_ctrl_c()
+    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
+    report["command"] = sys.argv
+    try:
+        check_writable(path)
+        missed = measure(report)
+    except WingbeatError as err:
+        print(f"{Path(sys.argv[0]).name}: {err}", file=sys.stderr)
+        return 2 if isinstance(err, UsageError) else 1
+    for line in missed:
+        print(f"MISSED: {line}")
+    return int(bool(missed))
 
 
 def end_as_by_ctrl_c() -> None:

@@ -31,21 +31,21 @@ average of 0.93, never slower than the first row at either, and 1.25x its speed 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import end_as_by_ctrl_c, write
+from common import run_and_judge, write
 
 from wingbeat import paced
-from wingbeat.bench import bound, estimate, machine, runner
+from wingbeat.bench import bound, estimate, runner
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.results import Report
 from wingbeat.bench.speedup import Measured
-from wingbeat.cli.bench import check_writable
-from wingbeat.errors import UsageError, WingbeatError, unknown
+from wingbeat.errors import UsageError, unknown
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
 ROWS = ("ddp", "dear:plan=fixed,mb={mb}")
@@ -87,32 +87,27 @@ USUAL_MB = 25.0
 def main() -> int:
     """Measure what was asked for, print a table and judge it."""
     args = arguments()
-    end_as_by_ctrl_c()
-    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
-    report["command"] = sys.argv
+    return run_and_judge(args.json, functools.partial(fill, args))
+
+
+def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report, part by part, and return which limits are missed."""
     report["rates"] = {}
     missed = []
-    try:
-        check_writable(args.json)
-        sizes = bucket_sizes(args.mb)
-        planned = {rate: configs(rate, args, sizes) for rate in args.rates}
-        long = estimate.of_all(config for each in planned.values() for config in each.values())
-        print(f"takes about {estimate.about(long)}", file=sys.stderr, flush=True)
-        for rate, benches in planned.items():
-            models: dict[str, Any] = {}
-            for number, (name, config) in enumerate(benches.items(), start=1):
-                print(f"{rate} {number}/{len(benches)}: {name}", file=sys.stderr, flush=True)
-                models[name] = figures(config, runner.run(config, command=sys.argv).report)
-                report["rates"][rate] = summary(rate, models)
-                write(args.json, report)
-            show(rate, report["rates"][rate])
-            missed += report["rates"][rate]["missed"]
-    except WingbeatError as err:
-        print(f"dear.py: {err}", file=sys.stderr)
-        return 2 if isinstance(err, UsageError) else 1
-    for line in missed:
-        print(f"MISSED: {line}")
-    return int(bool(missed))
+    sizes = bucket_sizes(args.mb)
+    planned = {rate: configs(rate, args, sizes) for rate in args.rates}
+    long = estimate.of_all(config for each in planned.values() for config in each.values())
+    print(f"takes about {estimate.about(long)}", file=sys.stderr, flush=True)
+    for rate, benches in planned.items():
+        models: dict[str, Any] = {}
+        for number, (name, config) in enumerate(benches.items(), start=1):
+            print(f"{rate} {number}/{len(benches)}: {name}", file=sys.stderr, flush=True)
+            models[name] = figures(config, runner.run(config, command=sys.argv).report)
+            report["rates"][rate] = summary(rate, models)
+            write(args.json, report)
+        show(rate, report["rates"][rate])
+        missed += report["rates"][rate]["missed"]
+    return missed
 
 
 def arguments() -> argparse.Namespace:

@@ -35,19 +35,19 @@ the best of the others.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common import GERYON_TABLES as PAPER
-from common import end_as_by_ctrl_c, write
+from common import run_and_judge, write
 
-from wingbeat.bench import estimate, machine, runner, simulated
+from wingbeat.bench import estimate, runner, simulated
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
-from wingbeat.cli.bench import check_writable
-from wingbeat.errors import UsageError, WingbeatError
+from wingbeat.errors import UsageError
 
 MODELS = ("alexnet", "vgg19", "resnet50", "yolo")
 IMAGES = {"alexnet": 512, "vgg19": 64, "resnet50": 64, "yolo": 64}
@@ -89,43 +89,39 @@ SLOWER = {"resnet50": 2.0, "yolo": 2.0}
 def main() -> int:
     """Measure what was asked for, print a table and judge it."""
     args = arguments()
-    end_as_by_ctrl_c()
-    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
-    report["command"], report["found"] = sys.argv, []
+    return run_and_judge(args.json, functools.partial(fill, args))
+
+
+def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report, part by part, and return which limits are missed."""
+    report["found"] = []
     missed: list[str] = []
-    try:
-        check_writable(args.json)
-        planned = {
-            (rate, workers, model): config(rate, workers, model, args)
-            for rate in args.rates
-            for workers in args.workers or WORKERS[args.compare]
-            for model in args.models
-        }
-        for each in planned.values():
-            each.check()
+    planned = {
+        (rate, workers, model): config(rate, workers, model, args)
+        for rate in args.rates
+        for workers in args.workers or WORKERS[args.compare]
+        for model in args.models
+    }
+    for each in planned.values():
+        each.check()
+    write(args.json, report)
+    long = estimate.of_all(planned.values())
+    print(f"takes about {estimate.about(long)}", file=sys.stderr, flush=True)
+    for number, ((rate, workers, model), made) in enumerate(planned.items(), start=1):
+        where = f"{model}, {rate:g} Gbit/s, {workers} workers"
+        print(f"{number}/{len(planned)}: {where}", file=sys.stderr, flush=True)
+        virtual = simulations(made)
+        found = figures(made, model, virtual, runner.run(made, command=sys.argv).report)
+        report["found"].append({"rate": rate, "workers": workers, "model": model, **found})
         write(args.json, report)
-        long = estimate.of_all(planned.values())
-        print(f"takes about {estimate.about(long)}", file=sys.stderr, flush=True)
-        for number, ((rate, workers, model), made) in enumerate(planned.items(), start=1):
-            where = f"{model}, {rate:g} Gbit/s, {workers} workers"
-            print(f"{number}/{len(planned)}: {where}", file=sys.stderr, flush=True)
-            virtual = simulations(made)
-            found = figures(made, model, virtual, runner.run(made, command=sys.argv).report)
-            report["found"].append({"rate": rate, "workers": workers, "model": model, **found})
-            write(args.json, report)
-            show(where, found, paper(rate, workers, model))
-            if args.rows is None and args.compare == "senders":
-                missed += judged_senders(where, found)
-            elif args.rows is None and args.compare == "thresholds":
-                missed += judged_thresholds(where, found)
-            else:
-                missed += judged(where, model, rate, found, paper(rate, workers, model))
-    except WingbeatError as err:
-        print(f"geryon.py: {err}", file=sys.stderr)
-        return 2 if isinstance(err, UsageError) else 1
-    for line in missed:
-        print(f"MISSED: {line}")
-    return int(bool(missed))
+        show(where, found, paper(rate, workers, model))
+        if args.rows is None and args.compare == "senders":
+            missed += judged_senders(where, found)
+        elif args.rows is None and args.compare == "thresholds":
+            missed += judged_thresholds(where, found)
+        else:
+            missed += judged(where, model, rate, found, paper(rate, workers, model))
+    return missed
 
 
 def arguments() -> argparse.Namespace:

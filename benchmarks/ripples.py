@@ -29,6 +29,7 @@ with +5x 4.4 times, keeping 0.7; accuracy within 0.5 points of All-Reduce's.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Iterator
@@ -37,13 +38,12 @@ from pathlib import Path
 from typing import Any
 
 import ripples_training
-from common import end_as_by_ctrl_c, write
+from common import run_and_judge, write
 
-from wingbeat.bench import estimate, machine, runner
+from wingbeat.bench import estimate, runner
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
-from wingbeat.cli.bench import check_writable
-from wingbeat.errors import UsageError, WingbeatError
+from wingbeat.errors import UsageError
 
 FIGURES = ("17", "19", "steps", "15", "16", "18")
 SMART, ADPSGD = "ripples:policy=smart", "adpsgd:overlap=False,encrypted=False"
@@ -72,26 +72,19 @@ TIMES_ADPSGD = 4.3
 def main() -> int:
     """Measure what was asked for, print tables and judge them."""
     args = arguments()
-    end_as_by_ctrl_c()
-    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
-    report["command"] = sys.argv
+    return run_and_judge(args.json, functools.partial(fill, args))
+
+
+def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report, part by part, and return which limits are missed."""
     measures = {"17": equal, "19": slow, "steps": ablation, "15": placement}
     measures |= {"16": ripples_training.figure_16, "18": ripples_training.figure_18}
-    missed: list[str] = []
-    try:
-        check_writable(args.json)
-        for figure in args.figures:
-            found: dict[str, Any] = report.setdefault(figure, {})
-            for name, part in measures[figure](args):
-                found[name] = part
-                write(args.json, report)
-        missed = judged(report)
-    except WingbeatError as err:
-        print(f"ripples.py: {err}", file=sys.stderr)
-        return 2 if isinstance(err, UsageError) else 1
-    for line in missed:
-        print(f"MISSED: {line}")
-    return int(bool(missed))
+    for figure in args.figures:
+        found: dict[str, Any] = report.setdefault(figure, {})
+        for name, part in measures[figure](args):
+            found[name] = part
+            write(args.json, report)
+    return judged(report)
 
 
 def arguments() -> argparse.Namespace:
