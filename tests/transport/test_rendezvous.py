@@ -21,7 +21,7 @@ from helpers.pool import Pool
 from helpers.ports import free_port
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport import loopback, rendezvous, speed
+from wingbeat.transport import launchers, loopback, rendezvous, speed
 from wingbeat.transport import world as world_module
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
@@ -284,7 +284,7 @@ def test_a_fork_meets_the_others_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that shared a store would read each other's answers."""
     monkeypatch.setattr(rendezvous, "_met", {})
     monkeypatch.setattr(rendezvous, "_meet", lambda timeout: (0, 1, dist.HashStore()))
-    for name in rendezvous._ENVIRONMENT:
+    for name in launchers.VARIABLES:
         monkeypatch.setenv(name, "1")
     store = rendezvous._rendezvous(7.0)[2]
     assert rendezvous._rendezvous(7.0)[2] is store
@@ -295,7 +295,7 @@ def test_a_fork_meets_the_others_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_that_the_script_has_made_since_is_left_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in rendezvous._ENVIRONMENT:
+    for name in launchers.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     wingbeat.init()
     try:

@@ -20,7 +20,7 @@ import torch.distributed.nn.functional  # noqa: F401
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import speak
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport import leaving
+from wingbeat.transport import launchers, leaving
 from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.gloo_groups import GlooGroups
@@ -32,7 +32,6 @@ from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
 DEFAULT_TIMEOUT = 300.0
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _generation = itertools.count()
 
 _met: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
@@ -41,11 +40,12 @@ could meet the old one, which rank 0 serves, shortly before it ends."""
 
 
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
-    """Join the other workers, as torchrun (or ``wingbeat lab run``) started them.
+    """Join the other workers, as torchrun, srun, mpirun or ``wingbeat lab run`` started them.
 
     Connects one process group per network interface, measures the interfaces' speed when there
     are several, and starts ``torch.distributed``'s default group if the script has not.
-    Without torchrun's environment this is a world of one worker. A worker that is started again
+    srun and mpirun do not set what ``torch.distributed`` reads: this does, in ``os.environ``.
+    Started by nobody this is a world of one worker. A worker that is started again
     alone, while the others go on and the store still lives, connects to nobody: `World.returned`;
     it may open groups.
 
@@ -58,7 +58,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         The world, which `distribute` then uses by itself.
 
     Raises:
-        UsageError: torchrun's environment is incomplete or an interface does not exist.
+        UsageError: the environment is incomplete or an interface does not exist.
         RendezvousError: workers were missing; names rank, address, interface and the wait.
     """
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
@@ -116,15 +116,10 @@ def _rendezvous(timeout: float) -> tuple[int, int, dist.Store]:
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         return dist.get_rank(), dist.get_world_size(), store
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    os.environ.update(launchers.from_environment(os.environ))
+    if "RANK" not in os.environ:
         return 0, 1, dist.HashStore()
-    missing = [k for k in _ENVIRONMENT if k not in os.environ]
-    if missing:
-        raise UsageError(
-            f"{', '.join(missing)} not set in the environment: start the script with torchrun or "
-            "`wingbeat lab run`, which set it"
-        )
-    key = (os.getpid(), *(os.environ[k] for k in _ENVIRONMENT))
+    key = (os.getpid(), *(os.environ[k] for k in launchers.VARIABLES))
     if key not in _met:
         _met.clear()
         _met[key] = _meet(timeout)

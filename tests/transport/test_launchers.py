@@ -1,0 +1,153 @@
+"""What a launcher's environment says, and that nothing is guessed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers.ports import free_port
+from wingbeat.errors import UsageError
+from wingbeat.transport.launchers import first_node, from_environment
+
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12]",
+    "SLURM_JOB_NODELIST": "gpu[01-20]",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+def test_srun_says_all() -> None:
+    assert from_environment(SRUN) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": str(15000 + 47112 % 10000),
+    }
+
+
+def test_two_steps_of_a_job_meet_at_different_ports() -> None:
+    other = from_environment(SRUN | {"SLURM_STEP_ID": "3"})
+    assert other["MASTER_PORT"] != from_environment(SRUN)["MASTER_PORT"]
+
+
+def test_an_address_that_the_batch_script_has_exported_holds() -> None:
+    found = from_environment(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+def test_torchrun_inside_srun_or_mpirun_holds() -> None:
+    assert from_environment(SRUN | OPEN_MPI | TORCHRUN) == {}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b"},
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    ],
+    ids=["alone", "salloc's shell", "a batch script", "a step of one task"],
+)
+def test_a_process_that_was_started_alone_is_a_world_of_one(env: dict[str, str]) -> None:
+    assert from_environment(env) == {}
+
+
+def test_mpirun_on_one_host_needs_no_address() -> None:
+    found = from_environment(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert found == {
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "15000",
+    }
+
+
+def test_mpirun_on_several_hosts_has_to_be_given_one() -> None:
+    with pytest.raises(UsageError, match=r"mpirun has started 4 workers .*-x MASTER_ADDR=node1"):
+        from_environment(OPEN_MPI)
+    found = from_environment(OPEN_MPI | {"MASTER_ADDR": "node1"})
+    assert (found["RANK"], found["MASTER_PORT"]) == ("1", "15000")
+    assert "MASTER_ADDR" not in found
+
+
+def test_intel_mpi_and_mpich_name_it_otherwise() -> None:
+    env = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
+    found = from_environment(env)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("2", "3", "2")
+
+
+@pytest.mark.parametrize("left", sorted(TORCHRUN))
+def test_a_part_of_torchruns_variables_is_refused(left: str) -> None:
+    env = {k: v for k, v in TORCHRUN.items() if k != left}
+    with pytest.raises(UsageError, match=f"{left} not set in the environment: .* torchrun"):
+        from_environment(env)
+
+
+def test_srun_without_a_list_of_nodes_is_refused() -> None:
+    env = {k: v for k, v in SRUN.items() if not k.endswith("NODELIST")}
+    with pytest.raises(UsageError, match="MASTER_ADDR, MASTER_PORT not set"):
+        from_environment(env)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"SLURM_PROCID='x' in the environment"):
+        from_environment(SRUN | {"SLURM_PROCID": "x"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("rack[1-2]n[03-04].example.org", "rack1n03.example.org"),
+        ("a[5,1]-ib,b", "a5-ib"),
+    ],
+)
+def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_workers_that_srun_has_started_meet() -> None:
+    """Four processes with nothing but what srun sets; they sum their ranks."""
+    script = (
+        "import os, torch, wingbeat, torch.distributed as dist\n"
+        "world = wingbeat.init(timeout=60)\n"
+        "sum = torch.tensor([world.rank + 1])\n"
+        "dist.all_reduce(sum)\n"
+        "print(world.size, int(sum), os.environ['LOCAL_RANK'])\n"
+    )
+    known = {"SLURM_STEP_NODELIST": "127.0.0.[1-1]", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**_bare(), **SRUN, **known, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(4)
+    ]
+    said = [process.communicate(timeout=120)[0].split() for process in started]
+    assert said == [["4", "10", str(rank)] for rank in range(4)]
+
+
+def _bare() -> dict[str, str]:
+    ours = ("RANK", "WORLD", "MASTER", "LOCAL", "SLURM", "OMPI", "PMI")
+    return {k: v for k, v in os.environ.items() if not k.startswith(ours)}
