@@ -104,6 +104,7 @@ def test_any_text_parses_or_is_a_usage_error_of_one_line(text: str) -> None:
         ),
         ("loopback:4", LabSpec(kind="loopback", hosts=4)),
         ("star:4@1gbit,prio", LabSpec(kind="star", hosts=4, rate=10**9, prio=2)),
+        ("star:4@1gbit,ip=6", LabSpec(kind="star", hosts=4, rate=10**9, ip=6)),
         ("star:2@2.5Gbit", LabSpec(kind="star", hosts=2, rate=2_500_000_000)),
     ],
 )
@@ -144,6 +145,10 @@ def test_toml_file(tmp_path: Path) -> None:
         ("star:4x2@1gbit,h1.eth2@10mbit", ["'h1.eth2'", "h1.eth0, h1.eth1"]),
         ("star:4@1gbit,h1@10mbit,h1@20mbit", ["h1 has two rates"]),
         ("star:4@1gbit,prio=5", ["prio=5", "2 to 4"]),
+        ("star:4@1gbit,ip=5", ["ip=5", "4 or 6"]),
+        ("star:4@1gbit,ip", ["ip=''", "4 or 6"]),
+        ("star:4@1gbit,prio=2,ip=6", ["ip=6", "without prio"]),
+        ("bcube:2x2@1gbit,ip=6", ["ip=6", "a star or a fat-tree"]),
         ("star:4@1gbit,prio=x", ["'x'", "2 to 4"]),
         ("star:4@1gbit,proi=2", ["'proi'", "did you mean 'prio'"]),
         ("loopback:4@1gbit", ["unshaped"]),

@@ -10,6 +10,7 @@ from wingbeat.errors import UsageError
 from wingbeat.transport.interfaces import Host, Interface, choose, local
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+UP = SimpleNamespace(isup=True)
 DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
 
 
@@ -66,6 +67,44 @@ def test_interfaces_that_are_down_are_left_out_and_loopback_is_last(
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
     assert [i.name for i in local().interfaces] == ["eth1", "eth2", "a-lo"]
+
+
+def test_a_card_is_known_by_its_ipv4_address_or_else_by_one_of_ipv6_beyond_its_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(family: int, address: str, netmask: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=address, netmask=netmask)
+
+    four, six = socket.AF_INET, socket.AF_INET6
+    whole, half = "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff", "ffff:ffff:ffff:ffff::"
+    found = {
+        "lo": [entry(four, "127.0.0.1", "255.0.0.0"), entry(six, "::1", whole)],
+        "eth0": [entry(six, "fd00::7", half), entry(four, "10.0.0.7", "255.255.255.0")],
+        "eth1": [entry(six, "fe80::1%eth1", half), entry(six, "fd00:0:0:1::7", half)],
+        "eth2": [entry(six, "fe80::2%eth2", half)],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, UP))
+    assert local().interfaces == (
+        Interface("eth0", "10.0.0.7", "10.0.0.0/24"),
+        Interface("eth1", "fd00:0:0:1::7", "fd00:0:0:1::/64"),
+        LO,
+    )
+    assert Host.from_json(local().to_json()) == local()
+
+
+def test_networks_of_both_versions_are_used_in_the_same_order() -> None:
+    def card(name: str, address: int) -> Interface:
+        return Interface(name, f"fd00::{address}", "fd00::/64")
+
+    hosts = [host("a", card("a0", 1), eth(1, 1)), host("b", eth(1, 2), card("z9", 2))]
+    assert [i.name for i in choose(hosts, 0, None)] == ["eth1", "a0"]
+    assert [i.name for i in choose(hosts, 1, None)] == ["eth1", "z9"]
+
+
+def test_a_host_with_one_card_beside_hosts_with_two_makes_all_use_theirs() -> None:
+    hosts = [host("a", eth(0, 1), eth(1, 1)), host("b", eth(1, 2)), host("c", eth(0, 3), eth(1, 3))]
+    assert [[i.name for i in choose(hosts, rank, None)] for rank in range(3)] == [["eth1"]] * 3
 
 
 def test_this_hosts_own_description_survives_the_journey() -> None:

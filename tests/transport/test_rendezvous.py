@@ -375,3 +375,17 @@ def ends_at_once_but_rank_0_connects_slowly() -> None:
 
 def test_nobody_leaves_before_all_are_connected(fresh_pool: Callable[[int], Pool]) -> None:
     fresh_pool(3).run(ends_at_once_but_rank_0_connects_slowly)
+
+
+def test_a_card_that_torch_is_told_to_use_and_cannot_is_named() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "no0"}
+    port = str(free_port())
+    other = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.replace("import sys", "import wingbeat.errors, sys", 1), "9"],
+        env={**os.environ, **env, "MASTER_PORT": port, "RANK": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    kind, _, message = say({**env, "MASTER_PORT": port}, "9")
+    assert other.wait(timeout=60) == 0
+    assert kind == "RendezvousError"
+    assert "default process group with GLOO_SOCKET_IFNAME=no0" in message

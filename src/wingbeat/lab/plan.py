@@ -1,6 +1,7 @@
 """A spec worked out: which hosts, switches, links, addresses and rates. Nothing is touched.
 
-Addresses: interface ``eth<k>`` of host ``n`` is ``10.<k>.0.<n+1>/24`` (``/16`` beyond 250 hosts).
+Addresses: interface ``eth<k>`` of host ``n`` is ``10.<k>.0.<n+1>/24`` (``/16`` beyond 250 hosts),
+or ``fd00:0:0:<k>::<n+1>/64`` with ``ip=6``.
 In BCube each level-``l`` switch ``s`` has its own subnet ``10.<l>.<s>.0/24``, and hosts that share
 no switch reach each other through the hosts between them, as BCube's servers do.
 """
@@ -26,6 +27,11 @@ class Interface:
     rate: int
     switch: str
     port: str
+
+    @property
+    def version(self) -> int:
+        """Of the Internet protocol: 4 or 6."""
+        return ip_interface(self.address).version
 
     @property
     def network(self) -> str:
@@ -83,6 +89,8 @@ class NetworkPlan:
         for host in self.hosts:
             lines.append(f"{host.address} {host.name}")
             lines += [f"{i.address} {host.name}-{i.name}" for i in host.interfaces]
+            if host.interfaces[0].version == 6:
+                continue
             # Servers that listen for both IP versions (torch's store does) ask for names this way.
             lines += [f"::ffff:{i.address} {host.name}.lab" for i in host.interfaces]
         return "\n".join(lines) + "\n"
@@ -103,7 +111,7 @@ def plan_network(spec: LabSpec) -> NetworkPlan:
 
 def _flat_hosts(spec: LabSpec, switch_of: dict[tuple[int, int], str]) -> tuple[Host, ...]:
     """Hosts whose ``k``-th interfaces all share one subnet."""
-    prefix = 24 if spec.hosts <= SUBNET_HOSTS else 16
+    prefix = 64 if spec.ip == 6 else 24 if spec.hosts <= SUBNET_HOSTS else 16
     return tuple(
         Host(
             index=n,
@@ -111,7 +119,7 @@ def _flat_hosts(spec: LabSpec, switch_of: dict[tuple[int, int], str]) -> tuple[H
             interfaces=tuple(
                 Interface(
                     name=f"eth{k}",
-                    address=f"10.{k}.{n // SUBNET_HOSTS}.{n % SUBNET_HOSTS + 1}",
+                    address=_flat_address(n, k, spec.ip),
                     prefix=prefix,
                     rate=spec.link_rate(n, k),
                     switch=switch_of[n, k],
@@ -122,6 +130,12 @@ def _flat_hosts(spec: LabSpec, switch_of: dict[tuple[int, int], str]) -> tuple[H
         )
         for n in range(spec.hosts)
     )
+
+
+def _flat_address(host: int, interface: int, version: int) -> str:
+    if version == 6:
+        return f"fd00:0:0:{interface:x}::{host + 1:x}"
+    return f"10.{interface}.{host // SUBNET_HOSTS}.{host % SUBNET_HOSTS + 1}"
 
 
 def _star(spec: LabSpec) -> NetworkPlan:

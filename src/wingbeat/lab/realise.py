@@ -80,7 +80,9 @@ def host_links(host: Host) -> list[str]:
     lines = ["link set dev lo up"]
     for i in host.interfaces:
         lines += _up(i.name, _gso(i.rate))
-        lines.append(f"addr add {i.address}/{i.prefix} brd + dev {i.name}")
+        # Nobody else has an IPv6 address of the lab: looking for one that has would take a second.
+        options = "nodad" if i.version == 6 else "brd +"
+        lines.append(f"addr add {i.address}/{i.prefix} {options} dev {i.name}")
     lines += [f"route add {r.destination}/32 via {r.via} dev {r.interface}" for r in host.routes]
     return lines
 

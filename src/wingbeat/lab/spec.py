@@ -9,6 +9,7 @@ The text is ``kind:size[@rate[+trunk]][,option]...``::
     star:4@1gbit,h3@200mbit         host 3 is slower, on all its interfaces
     star:4x2@1gbit,h3.eth1@200mbit  only its second interface is
     star:4@1gbit,prio=2             two strict-priority classes by DSCP on every port
+    star:4@1gbit,ip=6               hosts that have IPv6 addresses only
     loopback:4                      4 workers on this host, no namespaces, links unshaped
 """
 
@@ -72,6 +73,7 @@ class LabSpec:
         trunk: fat-tree only, bit/s between a leaf switch and the spine, both ways.
         overrides: hosts or interfaces with another rate.
         prio: strict-priority classes by DSCP on every port: 0 (off) or 2 to 4.
+        ip: the version of the hosts' addresses: 4, or 6 in a star or a fat-tree without ``prio``.
 
     Raises:
         UsageError: a value that cannot work, in one line that says what is allowed.
@@ -85,6 +87,7 @@ class LabSpec:
     trunk: int = 0
     overrides: tuple[Override, ...] = ()
     prio: int = 0
+    ip: int = 4
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -95,6 +98,7 @@ class LabSpec:
             raise UsageError(f"{self.rails} interfaces a host; allowed: 1 to {MAX_RAILS}")
         if self.prio not in (0, *range(2, MAX_PRIO + 1)):
             raise UsageError(f"prio={self.prio}; allowed: 0 (off) or 2 to {MAX_PRIO} classes")
+        self._check_version()
         if self.kind == "loopback":
             self._check_loopback()
         elif not self.rate:
@@ -153,7 +157,8 @@ class LabSpec:
         text += f"@{format_rate(self.rate)}" if self.rate else ""
         text += f"+{format_rate(self.trunk)}" if self.trunk else ""
         text += "".join(f",{o.target}@{format_rate(o.rate)}" for o in self.overrides)
-        return text + (f",prio={self.prio}" if self.prio else "")
+        text += f",prio={self.prio}" if self.prio else ""
+        return text + (f",ip={self.ip}" if self.ip != 4 else "")
 
     def __str__(self) -> str:
         return self.to_text()
@@ -166,6 +171,14 @@ class LabSpec:
             UsageError: not TOML, a key that does not exist, or a value that cannot work.
         """
         return cls(**_parse_toml(parse_toml(text, where), where))
+
+    def _check_version(self) -> None:
+        if self.ip not in (4, 6):
+            raise UsageError(f"ip={self.ip}; allowed: 4 or 6, the version of the hosts' addresses")
+        if self.ip == 6 and (self.prio or self.kind not in ("star", "fat-tree")):
+            raise UsageError(
+                f"ip=6 in {self.to_text()!r}: allowed in a star or a fat-tree, without prio"
+            )
 
     def _check_loopback(self) -> None:
         if self.rate or self.prio or self.overrides or self.rails != 1:
@@ -247,19 +260,22 @@ def _parse_text(text: str) -> dict[str, Any]:
                 Override(*parse_target(name, where=text), parse_rate(rate, where=text))
             )
         else:
-            values["prio"] = _parse_prio(option, text)
+            values |= _parse_option(option, text)
     return {"kind": kind, "overrides": tuple(overrides), **values}
 
 
-def _parse_prio(option: str, text: str) -> int:
-    name, equals, value = option.partition("=")
-    if name != "prio":
+def _parse_option(option: str, text: str) -> dict[str, int]:
+    name, _, value = option.partition("=")
+    allowed = {"prio": f"0 (off) or 2 to {MAX_PRIO}", "ip": "4 or 6"}
+    if name not in allowed:
         raise unknown(
-            "option", name, ["prio", "h<N>@<rate>", "h<N>.eth<K>@<rate>"], where=repr(text)
+            "option", name, [*allowed, "h<N>@<rate>", "h<N>.eth<K>@<rate>"], where=repr(text)
         )
-    if equals and not re.fullmatch(_N, value):
-        raise UsageError(f"prio={value!r} in {text!r}; allowed: 0 (off) or 2 to {MAX_PRIO}")
-    return int(value) if equals else 2
+    if option == "prio":
+        return {"prio": 2}
+    if not re.fullmatch(_N, value):
+        raise UsageError(f"{name}={value!r} in {text!r}; allowed: {allowed[name]}")
+    return {name: int(value)}
 
 
 def _sizes(kind: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -288,7 +304,7 @@ def _parse_toml(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = data.get("kind")
     if kind not in KINDS:
         raise unknown("lab kind", str(kind), KINDS, where=where)
-    types: dict[str, type] = {**_KEYS[kind], "kind": str, "prio": int, "override": dict}
+    types: dict[str, type] = {**_KEYS[kind], "kind": str, "prio": int, "ip": int, "override": dict}
     for key, value in data.items():
         if key not in types:
             raise unknown("key", key, types, where=where)

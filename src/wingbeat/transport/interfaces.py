@@ -18,7 +18,7 @@ from wingbeat.errors import UsageError, unknown
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """An IPv4 interface of one host. ``subnet`` as in ``10.0.0.0/24``."""
+    """A network card of one host and an address of it. ``subnet`` as in ``10.0.0.0/24``."""
 
     name: str
     address: str
@@ -54,16 +54,33 @@ class Host:
 
 
 def local() -> Host:
-    """Describe this host: interfaces that are up and have an IPv4 address, loopback last."""
+    """Describe this host: interfaces that are up and have an address, loopback last.
+
+    A card is known by its IPv4 addresses, or, if it has none, by those of IPv6 that reach further
+    than its link: so that no card counts twice.
+    """
     stats = psutil.net_if_stats()
     found = []
-    for name, addresses in psutil.net_if_addrs().items():
-        for entry in addresses:
-            if entry.family == socket.AF_INET and entry.netmask and stats[name].isup:
-                net = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
-                found.append(Interface(name, entry.address, str(net)))
+    for name, entries in psutil.net_if_addrs().items():
+        if stats[name].isup:
+            found += _addresses(name, entries, socket.AF_INET) or _addresses(
+                name, entries, socket.AF_INET6
+            )
     found.sort(key=lambda i: (is_loopback(i), i.name))
     return Host(_identity(), tuple(found))
+
+
+def _addresses(name: str, entries: Sequence[Any], family: int) -> list[Interface]:
+    found = []
+    for entry in entries:
+        if entry.family == family and entry.netmask:
+            address = ipaddress.ip_address(entry.address.partition("%")[0])
+            if not (address.version == 6 and address.is_link_local):
+                # ipaddress reads an IPv6 network's length, psutil has a mask.
+                length = int(ipaddress.ip_address(entry.netmask)).bit_count()
+                net = ipaddress.ip_network(f"{address}/{length}", strict=False)
+                found.append(Interface(name, str(address), str(net)))
+    return found
 
 
 def _identity() -> str:
@@ -105,7 +122,7 @@ def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> lis
             for r, h in enumerate(hosts)
         )
         raise UsageError(
-            f"no IPv4 subnet has an interface of every host ({listing}), and in the order of their "
+            f"no subnet has an interface of every host ({listing}), and in the order of their "
             "ranks the hosts make no BCube; name the interfaces: "
             "wingbeat.init(interfaces=['eth0'])"
         )
@@ -132,7 +149,7 @@ def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
         for subnet, by_host in address_of.items()
         if len(by_host) == count and len(set(by_host.values())) == count
     ]
-    return sorted(shared, key=ipaddress.ip_network)
+    return sorted(shared, key=in_order)
 
 
 def _levels(hosts: Sequence[Host]) -> Iterator[list[list[Interface]]]:
@@ -162,6 +179,12 @@ def _add_level(cube: Sequence[Host], found: Sequence[list[Interface]]) -> None:
             for one, known in zip(own, found, strict=True):
                 known.append(one)
             return
+
+
+def in_order(subnet: str) -> tuple[int, Any]:
+    """Return what orders networks by, IPv4 first."""
+    network = ipaddress.ip_network(subnet)
+    return network.version, network
 
 
 def is_loopback(interface: Interface) -> bool:

@@ -246,13 +246,19 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
     if dist.is_initialized():
         return
     with _environment("GLOO_SOCKET_IFNAME", chosen[0].name):
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("default", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=world.timeout),
-        )
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("default", store),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=world.timeout),
+            )
+        except RuntimeError as err:
+            raise RendezvousError(
+                f"rank {world.rank} could not start torch's default process group with "
+                f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}: {first_line(err)}"
+            ) from None
     world._close = functools.partial(_end_default_group, dist.group.WORLD)
 
 

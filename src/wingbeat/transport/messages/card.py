@@ -14,7 +14,7 @@ from wingbeat.transport.interfaces import Host, Interface
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """A public key in Z85."""
 
-_ENDPOINT = re.compile(r"tcp://([0-9.]{7,15}):([0-9]{1,5})")
+_ENDPOINT = re.compile(r"tcp://([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +101,10 @@ def _endpoint(text: Any) -> str:
     match = _ENDPOINT.fullmatch(str(text))
     if match is None or not 0 < int(match[2]) < 2**16:
         raise ValueError(f"malformed endpoint: {text!r:.80}")
-    return f"tcp://{ipaddress.IPv4Address(match[1])}:{int(match[2])}"
+    address = ipaddress.ip_address(match[1].strip("[]"))
+    return f"tcp://{in_brackets(str(address))}:{int(match[2])}"
+
+
+def in_brackets(address: str) -> str:
+    """Return an address as an endpoint has it: IPv6's in brackets, which tell it from the port."""
+    return f"[{address}]" if ":" in address else address

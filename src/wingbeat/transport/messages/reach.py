@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 
-from wingbeat.transport.interfaces import Host, Interface, is_loopback
+from wingbeat.transport.interfaces import Host, Interface, in_order, is_loopback
 
 
 def usable(own: Host, named: Sequence[str] | None) -> list[Interface]:
@@ -14,7 +13,7 @@ def usable(own: Host, named: Sequence[str] | None) -> list[Interface]:
     Hosts that share networks so number them alike; in a BCube a level's number is its interface's.
     """
     chosen = [i for i in own.interfaces if named is None or i.name in named]
-    return sorted(chosen, key=lambda i: (is_loopback(i), ipaddress.ip_network(i.subnet)))
+    return sorted(chosen, key=lambda i: (is_loopback(i), in_order(i.subnet)))
 
 
 def pairs(

@@ -22,6 +22,7 @@ from wingbeat.errors import UsageError
 from wingbeat.transport.dscp import tos_of
 from wingbeat.transport.messages.admission import Admission
 from wingbeat.transport.messages.alarm import Alarm
+from wingbeat.transport.messages.card import in_brackets
 from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
 from wingbeat.transport.messages.endpoint import INLINE
 from wingbeat.transport.messages.header import LARGEST
@@ -317,6 +318,8 @@ class ZeroMQCarrier:
             zmq.RCVHWM: 1000,
             zmq.SNDBUF: SEND_BUFFER,
             zmq.TOS: tos,
+            # Where it is set IPv4's addresses are written as IPv6's, and their classes are lost.
+            zmq.IPV6: int(":" in address),
             # The default is to wait without end. A connection that the peer has ended keeps what
             # held then, whatever `close` says later, and with it the whole context.
             zmq.LINGER: 0,
@@ -335,7 +338,7 @@ class ZeroMQCarrier:
             socket.zap_domain = b"wingbeat"
         self._admission.watch(socket)
         try:
-            socket.bind(f"tcp://{address}:*")
+            socket.bind(f"tcp://{in_brackets(address)}:*")
         except zmq.ZMQError as err:
             socket.close()
             raise UsageError(
