@@ -60,6 +60,7 @@ lint: $(READY) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src:benchmarks $(BIN)/mypy benchmarks/*.py
 	$(BIN)/lint-imports
 
 format: $(READY) ## Put the code into the project's format

@@ -172,10 +172,10 @@ def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strat
     wire = strategy.choices().wire
     if isinstance(wire, str):
         return strategy
-    warmed = {"warmup": warmup} if isinstance(wire, TopK) and warmup is not None else {}
-    return dataclasses.replace(
-        strategy, wire=dataclasses.replace(wire, auto_disable=False, **warmed)
-    )
+    wire = dataclasses.replace(wire, auto_disable=False)
+    if isinstance(wire, TopK) and warmup is not None:
+        wire = dataclasses.replace(wire, warmup=warmup)
+    return dataclasses.replace(strategy, wire=wire)
 
 
 def rate_at(step: int, iterations: int) -> float:

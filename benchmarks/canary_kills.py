@@ -296,7 +296,9 @@ def work(home: Path, row: str) -> None:
     first = loss(digits.network(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     model, optimizer = wingbeat.distribute(network, optimizer, strategies.parse(row))
-    machine, stop = bounded_exchange(model).machine, home / "stop"
+    exchange, stop = bounded_exchange(model), home / "stop"
+    assert exchange is not None
+    machine = exchange.machine
     for x, y in digits.batches(
         images, answers, rank=world.rank, workers=world.size, seed=machine.life
     ):
@@ -306,7 +308,7 @@ def work(home: Path, row: str) -> None:
         _put(home / f"at-{world.rank}", (machine.life, machine.applied))
         if stop.exists() and machine.applied >= json.loads(stop.read_text()):
             break
-    model.flush()
+    wingbeat.flush(model)
     bits = [float(p.detach().double().abs().sum()) for p in model.parameters()]
     _put(home / f"loss-{world.rank}", (first, loss(model), bits))
     wingbeat.shutdown()
@@ -326,5 +328,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--keep"]:
         sys.exit(keep(Path(sys.argv[2]), sys.argv[3]))
     if sys.argv[1:2] == ["--work"]:
-        sys.exit(work(Path(sys.argv[2]), sys.argv[3]))
+        work(Path(sys.argv[2]), sys.argv[3])
+        sys.exit()
     sys.exit(main())

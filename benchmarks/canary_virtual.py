@@ -63,7 +63,7 @@ def setting(args: argparse.Namespace, workers: int, **options: Any) -> Setting:
 
 
 def bounded(
-    args: argparse.Namespace, job: Setting, rounds: int, rule: Pace | None = None, **options: str
+    args: argparse.Namespace, job: Setting, rounds: int, rule: Pace | None = None, **options: Any
 ) -> Predicted:
     crowd = not args.whole or job.workers > MOST_WHOLE
     return canary(job, rule or pace(args), rounds, crowd=crowd, **options)

@@ -48,6 +48,7 @@ class Echo:
 
     module: ClassVar[str] = "generator_service"
     me: ClassVar[str] = "echo"
+    asks_later: ClassVar[bool] = False
 
     workers: int
     encrypted: bool

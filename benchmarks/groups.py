@@ -65,8 +65,9 @@ def main() -> int:
         for slowed in SLOWED if not args.thresholds else ():
             for name, text in BASELINES.items() if layout.workers <= 64 else ():
                 tell(report, args, rate, name, slowed, baseline(model, text, layout, links, slowed))
-            for name, rules in {"static": None, **ABLATION}.items():
-                row = grouped(model, rules, layout, links, slowed, args)
+            steps: dict[str, Rules | None] = {"static": None, **ABLATION}
+            for name, step in steps.items():
+                row = grouped(model, step, layout, links, slowed, args)
                 tell(report, args, rate, name, slowed, row)
     return 0
 

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class Training:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self.model, self.optimizer = wingbeat.distribute(model, optimizer, wingbeat.AllReduce(mb=1))
         chance = torch.Generator().manual_seed(5 + world.rank)
-        self.batch = lambda: torch.randn(16, 256, generator=chance)
+        self.batch: Callable[[], Any] = lambda: torch.randn(16, 256, generator=chance)
 
     def iterate(self) -> float:
         """Train on one batch and exchange one message in each mailbox; return the seconds."""
@@ -167,7 +168,8 @@ def worker(args: argparse.Namespace) -> None:
     training = Training(world, args.compute)
     each = int(args.seconds * 20)
     halves: dict[str, list[float]] = {"alone": [], "attacked": []}
-    memory, sent = [], Counter()
+    memory: list[int] = []
+    sent: Counter[str] = Counter()
     for _ in range(20):
         training.iterate()
     for round_ in range(args.rounds):

@@ -247,7 +247,7 @@ class Run:
                 there = process.status() != psutil.STATUS_ZOMBIE
                 if there and process.environ().get(MARK) == self.mark:
                     found.append(process.pid)
-        return found + [p.pid for p in self.processes if p.is_alive()]  # type: ignore[misc]
+        return found + [p.pid for p in self.processes if p.is_alive()]
 
     def end(self) -> None:
         """End whatever is left."""

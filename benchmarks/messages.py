@@ -191,7 +191,7 @@ def trip(world: Any, args: argparse.Namespace, host: str) -> dict[str, Any]:
         world.exchange("go", 0)
         begin = time.perf_counter()
         way.trip(args.trips, bytes(64), world.rank == 0)
-        return (time.perf_counter() - begin) / args.trips
+        return (time.perf_counter() - begin) / int(args.trips)
 
     return _rounds(world, ways, once, args.rounds, lambda: [way.close() for way in ways.values()])
 
@@ -320,7 +320,7 @@ def judge(args: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any
 
     def ratio(case: str, a: str, b: str) -> float:
         pairs = zip(found[case][a]["rounds"], found[case][b]["rounds"], strict=True)
-        return statistics.median(one / other for one, other in pairs)
+        return float(statistics.median(one / other for one, other in pairs))
 
     if "stream" in found:
         each("stream", "median", "GB/s", 1e-9)

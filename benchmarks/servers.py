@@ -18,6 +18,7 @@ memory  Of the servers of `push`, beyond what they take once they have met all w
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -214,7 +215,7 @@ class Job:
         self.rounds[way] += 1
         begins, ends = zip(*(child.hear() for child in self.senders), strict=True)
         nbytes = slices_of(self.mib)[-1][1] * len(self.senders)
-        return nbytes / (max(ends) - min(begins))
+        return float(nbytes / (max(ends) - min(begins)))
 
     def grown(self, way: str) -> int:
         """Bytes that a server has taken at most, beyond what it had when it had met all."""
@@ -235,7 +236,7 @@ def pushes(workers: int, args: argparse.Namespace) -> dict[str, Any]:
         for way in WAYS:
             job.once(way)
         used = {way: _used(job, way) for way in WAYS}
-        samples = alternate({way: lambda w=way: job.once(w) for way in WAYS}, args.rounds)
+        samples = alternate({way: functools.partial(job.once, way) for way in WAYS}, args.rounds)
         used = {way: _used(job, way) - before for way, before in used.items()}
         servers = [way for way in WAYS if "server" in way]
         even = {way: job.grown(way) for way in servers}

@@ -132,7 +132,9 @@ def take_turns(
 def search(options: argparse.Namespace, name: str) -> dict[str, Any]:
     """Train until the search has ended; what it tried, and what it chose (on rank 0)."""
     training = Training(options, name)
-    tuning = training.engine.control.tuning
+    control = training.engine.control
+    assert control is not None
+    tuning = control.tuning
     assert tuning is not None
     iterations = 0
     while not tuning.done:
