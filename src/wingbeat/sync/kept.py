@@ -37,7 +37,7 @@ def export(engine: Engine) -> dict[str, Any]:
 
 def check(engine: Engine, state: Any) -> None:
     """Raise a `UsageError` unless ``state`` is of a run of this model, or None."""
-    engine.compression.check(_residuals(state))
+    engine.compression.check(residuals_of(state))
     averages, update = _averages(state), engine.update
     if averages is None or not isinstance(update, LocalUpdate):
         return
@@ -55,7 +55,7 @@ def check(engine: Engine, state: Any) -> None:
 
 def load(engine: Engine, state: Any) -> None:
     """Go on with ``state``, which was checked; without anything if None."""
-    engine.compression.load_state_dict(_residuals(state))
+    engine.compression.load_state_dict(residuals_of(state))
     update = engine.update
     if isinstance(update, LocalUpdate):
         averages = _averages(state) or {}
@@ -63,8 +63,8 @@ def load(engine: Engine, state: Any) -> None:
         update.resume(averages.get("steps", 0), tensors)
 
 
-def _residuals(state: Any) -> Any:
-    """Return what residuals know of; None if there is nothing else than averages."""
+def residuals_of(state: Any) -> Any:
+    """Return what is kept of residuals; None if there is nothing else than averages."""
     if not isinstance(state, dict) or AVERAGES not in state:
         return state
     return {key: value for key, value in state.items() if key != AVERAGES} or None

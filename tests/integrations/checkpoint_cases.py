@@ -1,0 +1,100 @@
+"""What the tests of torch's distributed checkpoints run in worker processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import wingbeat
+from wingbeat.integrations import checkpoint
+
+STRATEGIES: dict[str, Any] = {
+    "dear": lambda: wingbeat.DeAR(plan="fixed", mb=0.001),
+    "sharded": lambda: wingbeat.DeAR(plan="fixed", mb=0.001, shard_optimizer=True),
+    "sketch": lambda: wingbeat.AllReduce(wire="sketch@2:auto_disable=false", mb=0.001),
+    "diloco": lambda: wingbeat.DiLoCo(every=2),
+}
+
+
+def _begin(kind: str) -> tuple[Any, Any]:
+    world = wingbeat.init(timeout=60)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = wingbeat.distribute(model, optimizer, STRATEGIES[kind]())
+    torch.manual_seed(world.rank)
+    return model, optimizer
+
+
+def _train(model: Any, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 9)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def _found(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return all that training goes on with; residuals by parameter."""
+    state = optimizer.state_dict()
+    beside = state.get("wingbeat", {})
+    return {
+        "model": {k: v.clone() for k, v in model.state_dict().items()},
+        "state": {k: {n: v.clone() for n, v in of.items()} for k, of in state["state"].items()},
+        "residuals": dict(beside.get("residuals", {})),
+        "averages": beside.get("averages"),
+    }
+
+
+def save(kind: str, folder: str) -> dict[str, Any]:
+    model, optimizer = _begin(kind)
+    _train(model, optimizer, 4)
+    state = checkpoint.state(model, optimizer)
+    assert ("optim" in state) == (kind in ("dear", "sketch")), (
+        "nobody has to gather a divided state"
+    )
+    if kind == "dear":
+        dcp.async_save({**state, "epoch": 7}, checkpoint_id=folder).result()
+    else:
+        dcp.save({**state, "epoch": 7}, checkpoint_id=folder)
+    found = _found(model, optimizer)
+    wingbeat.shutdown()
+    return found
+
+
+def load(kind: str, folder: str) -> dict[str, Any]:
+    model, optimizer = _begin(kind)
+    _train(model, optimizer, 1)
+    checkpoint.load(model, optimizer, folder)
+    found = _found(model, optimizer)
+    _train(model, optimizer, 2)
+    wingbeat.shutdown()
+    return found
+
+
+def plain(folder: str) -> dict[str, Any]:
+    """Load the model with torch alone."""
+    model = nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    state = {"model": model.state_dict(), "epoch": 0}
+    dcp.load(state, checkpoint_id=folder)
+    return state
+
+
+def refused(folder: str) -> list[str]:
+    """Each in one line."""
+    model, optimizer = _begin("dear")
+    said = []
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/other")
+    for wrong in (f"{folder}/none", f"{folder}/other"):
+        try:
+            checkpoint.load(model, optimizer, wrong)
+        except wingbeat.errors.UsageError as err:
+            said.append(str(err))
+    try:
+        checkpoint.state(nn.Linear(1, 1), optimizer)
+    except wingbeat.errors.UsageError as err:
+        said.append(str(err))
+    wingbeat.shutdown()
+    return said

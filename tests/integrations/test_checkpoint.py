@@ -1,0 +1,73 @@
+"""torch.distributed.checkpoint: saved by four workers, loaded by three, or by torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.pool import Pool
+from integrations import checkpoint_cases as cases
+
+PoolOf = Callable[[int], Pool]
+
+
+def same(a: Any, b: Any, rtol: float = 0.0) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.allclose(a, b, rtol=rtol, atol=0.1 * rtol)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key], rtol) for key in a)
+    return bool(a == b)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "other"),
+    [
+        ("dear", 3, "sharded"),
+        ("sharded", 3, "sharded"),
+        ("sharded", 4, "dear"),
+        ("sketch", 4, "sketch"),
+        ("sketch", 3, "sketch"),
+        ("diloco", 3, "diloco"),
+    ],
+)
+def test_training_goes_on_with_what_it_had(
+    kind: str, size: int, other: str, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    saved = pool_of(4).run(cases.save, kind, str(tmp_path))
+    loaded = pool_of(size).run(cases.load, other, str(tmp_path))
+    for rank, each in enumerate(loaded):
+        # A mean of three equal models may differ from them in the last bit.
+        assert same(each["model"], saved[0]["model"], rtol=1e-6 * (kind == "diloco"))
+        assert same(each["state"], saved[rank if kind == "diloco" else 0]["state"])
+        assert same(each["averages"], saved[0]["averages"])
+        if size == 4:
+            assert same(each["residuals"], saved[rank]["residuals"])
+    if kind == "sketch":
+        before, after = (total(found) for found in (saved, loaded))
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            assert value.abs().max() > 0, "a lossless wire would not test it"
+            torch.testing.assert_close(after[name], value)
+
+
+def total(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: sum(one["residuals"][name] for one in found) for name in found[0]["residuals"]}
+
+
+def test_torch_alone_loads_the_model(pool_of: PoolOf, tmp_path: Path) -> None:
+    saved = pool_of(2).run(cases.save, "dear", str(tmp_path))
+    state = cases.plain(str(tmp_path))
+    assert same(state["model"], saved[0]["model"])
+    assert state["epoch"] == 7
+
+
+def test_what_was_not_saved_so_is_refused(pool_of: PoolOf, tmp_path: Path) -> None:
+    for none, other, plain in pool_of(2).run(cases.refused, str(tmp_path)):
+        assert "checkpoint.load(" in none
+        assert "/none" in none
+        assert "not saved from wingbeat.integrations.checkpoint.state()" in other
+        assert plain.startswith("checkpoint.state(): pass a model and its optimizer")
