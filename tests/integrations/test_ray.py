@@ -1,0 +1,59 @@
+"""``docs/how-to/ray.md``: its function, in Ray's own workers, trains what Ray's DDP trains."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/ray.md"
+
+
+def both(config: dict[str, Any]) -> None:
+    """Train as the page does, then as Ray does by itself; raises where weights differ."""
+    import ray.train
+    import torch
+    from ray.train.torch import prepare_model
+
+    torch.set_num_threads(1)
+    page: dict[str, Any] = {}
+    exec(config["code"], page)
+    weights = page["train_func"](config)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    ddp = prepare_model(model)
+    assert type(ddp).__name__ == "DistributedDataParallel"
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    torch.manual_seed(ray.train.get_context().get_world_rank())
+    for _ in range(config["steps"]):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)
+    Path(config["done"], str(ray.train.get_context().get_world_rank())).touch()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_pages_function_trains_what_rays_ddp_trains(tmp_path: Path) -> None:
+    import ray
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # which workers have not
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        TorchTrainer(
+            both,
+            train_loop_config={"steps": 5, "code": code, "done": str(tmp_path)},
+            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            run_config=ray.train.RunConfig(storage_path=str(tmp_path / "ray")),
+        ).fit()
+    finally:
+        ray.shutdown()
+    assert {each.name for each in tmp_path.iterdir() if each.is_file()} == {"0", "1"}
