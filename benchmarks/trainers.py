@@ -21,6 +21,7 @@ import argparse
 import difflib
 import functools
 import importlib
+import itertools
 import json
 import statistics
 import sys
@@ -97,7 +98,7 @@ def intervals(folder: Path, warm: int) -> list[float]:
     found: list[float] = []
     for path in folder.glob("ticks-*.json"):
         ticks = json.loads(path.read_text())[warm:]
-        found += [b - a for a, b in zip(ticks, ticks[1:], strict=False)]
+        found += [b - a for a, b in itertools.pairwise(ticks)]
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from trainer_rows.task import Task
+from trainer_rows.task import Task  # noqa: E402
 
 
 def main() -> None:
