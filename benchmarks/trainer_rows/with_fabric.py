@@ -16,8 +16,8 @@ model, optimizer = fabric.setup(model, optimizer)
 """
 
 AFTER = """
-from wingbeat.integrations.lightning import FabricStrategy
-fabric = Fabric(strategy=FabricStrategy(wingbeat.DeAR()))
+from wingbeat.integrations.fabric import WingbeatStrategy
+fabric = Fabric(strategy=WingbeatStrategy(wingbeat.DeAR()))
 fabric.launch()
 model, optimizer = fabric.setup(model, optimizer)
 """
@@ -30,9 +30,9 @@ def train(task: Task, name: str) -> Any:
     if name == "ddp":
         strategy: Any = DDPStrategy(bucket_cap_mb=task.mb)
     else:
-        from wingbeat.integrations.lightning import FabricStrategy
+        from wingbeat.integrations.fabric import WingbeatStrategy
 
-        strategy = FabricStrategy(task.strategy(name))
+        strategy = WingbeatStrategy(task.strategy(name))
     hosts = int(os.environ["WORLD_SIZE"])
     fabric = Fabric(accelerator="cpu", devices=1, num_nodes=hosts, strategy=strategy)
     fabric.launch()

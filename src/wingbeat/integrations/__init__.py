@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["ddp"]
+__all__ = ["ddp", "fabric", "lightning", "lightning_fabric", "pytorch_lightning"]
 
 
 def __getattr__(name: str) -> Any:

@@ -325,18 +325,27 @@ class Engine(Intake):
 
     # -- hooks ----------------------------------------------------------------------------
 
-    def detach(self) -> None:
-        """Apply what is pending and remove every hook; gradients become plain tensors."""
+    def detach(self, *, meet: bool = True) -> None:
+        """Apply what is pending and remove every hook; gradients become plain tensors.
+
+        Args:
+            meet: whether workers whose models differ level them first, which all must do.
+        """
         self.settle()
-        self.level()
-        forks.discard(self)
-        if self.hooks is not None:
-            self.hooks.remove()
+        if meet:
+            self.level()
+        self.remove_hooks()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.holds(slot.param.grad):
                     slot.param.grad = slot.view.clone()
         self.update.detach()
+
+    def remove_hooks(self) -> None:
+        """Take notice of nothing any more; safe to call twice."""
+        forks.discard(self)
+        if self.hooks is not None:
+            self.hooks.remove()
 
     def close(self) -> None:
         """Give the channel back, and the buffers' in it; nothing can be exchanged after that."""
@@ -347,13 +356,24 @@ class Engine(Intake):
         """Before the model's forward: get ready for the backward that may follow."""
         if not torch.is_grad_enabled() or in_backward():
             return
+        self._begin_forward()
+        # As under DDP, it is the forward that decides whether its gradients are synchronised.
+        # One that is not does not undo what an earlier one of the same backward has decided.
+        self._decided = self.sync or bool(self._decided)
+        self._ask_for_buffers()
+
+    def enter_step(self) -> None:
+        """Before forwards and backwards of which each backward decides whether it synchronises."""
+        self._begin_forward()
+        self._ask_for_buffers()
+
+    def _begin_forward(self) -> None:
         self.meter.enter("forward")
         refuse_around(self.model)
         refuse_unfrozen(self.model, self._frozen)
         self.recover()
-        # As under DDP, it is the forward that decides whether its gradients are synchronised.
-        # One that is not does not undo what an earlier one of the same backward has decided.
-        self._decided = self.sync or bool(self._decided)
+
+    def _ask_for_buffers(self) -> None:
         if self.sync:
             if self.before_synced_forward is not None:
                 self.before_synced_forward()
