@@ -71,9 +71,10 @@ class DeferringOptimizer(DistributedOptimizer):
     def __setattr__(self, key: str, value: Any) -> None:
         # An update that is due must not see what is set after its step; it does not look at an
         # object of a class made from this one (Lightning), which is set something in each batch.
-        engine = self._engine
-        if key != "__class__" and engine.optimizer is self and not engine.stepper.stepping:
-            engine.flush()
+        if key != "__class__":
+            engine = self._engine
+            if engine.optimizer is self and not engine.stepper.stepping:
+                engine.flush()
         super().__setattr__(key, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -184,6 +184,8 @@ class Engine(Intake):
         if lost:
             for slot in self.slots:
                 slot.param.grad = None
+            if others:  # whose step would find no gradients, and say nothing
+                self.update.refuse_lost("backward() for another optimizer")
         elif others and not blind:
             self.views.show(others)
         self.meter.enter("other")
