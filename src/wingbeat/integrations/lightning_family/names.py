@@ -26,6 +26,7 @@ TRAINER = (
     "on_train_end",
     "on_validation_start",
     "optimizer_state",
+    "optimizer_step",
     "optimizers",
     "precision_plugin",
     "root_device",
@@ -40,7 +41,7 @@ TRAINER = (
 TRAINER_OBJECT = ("_forward_redirection", "_lightning_optimizers")
 """Of one that has been made."""
 
-PRECISION = ("clip_grad_by_norm", "train_step_context")
+PRECISION = ("_wrap_closure", "clip_grad_by_norm", "optimizer_step", "train_step_context")
 """Of ``plugins.precision.Precision``, for the Trainer."""
 
 FABRIC = (

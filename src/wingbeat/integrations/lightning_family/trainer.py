@@ -106,6 +106,21 @@ class TrainerStrategy:
                 return module.training_step(*args, **kwargs)
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step as DDPStrategy does; under bounded staleness, after the closure and without it.
+
+        There gradients leave under backward, which a step may not repeat (Canary).
+        """
+        module = self.lightning_module
+        bounded = self._wingbeat_optimizer is not None and sync.bounded_exchange(module) is not None
+        if not bounded or getattr(self.precision_plugin, "scaler", None) is not None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        result = self.precision_plugin._wrap_closure(model or module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication."""
