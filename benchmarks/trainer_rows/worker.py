@@ -29,6 +29,8 @@ def main() -> None:
         return
     model = importlib.import_module(f"trainer_rows.with_{library}").train(task, strategy)
     assert len(task.ticks) == task.iterations, f"{len(task.ticks)} iterations were made"
+    begun = task.model().state_dict()
+    assert any(not torch.equal(v, begun[k]) for k, v in model.state_dict().items()), "no training"
     (home / f"ticks-{rank}.json").write_text(json.dumps(task.ticks))
     if rank == 0:
         torch.save(model.state_dict(), home / "weights.pt")

@@ -5,7 +5,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import nn
+
 from integrations.lightning_cases import Net, fitted, torchrun
+
+
+class Wide(Net):
+    """Has a layer of more values than 8 bits can tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4))
 
 
 def hooked(example: str) -> None:
@@ -14,7 +24,7 @@ def hooked(example: str) -> None:
     exec(compile(example, "page", "exec", dont_inherit=True), names)
     with torchrun():
         strategy = names["SketchedDDP"]()
-        fitted(Net(), strategy)
+        fitted(Wide(), strategy)
         residuals = strategy.hook_state.state_dict()["residuals"]
         assert any(bool(value.any()) for value in residuals.values())
         strategy.hook_state.close()
@@ -25,7 +35,6 @@ def older_packages() -> None:
     import lightning_fabric
     import pytorch_lightning
     import torch
-    from torch import nn
 
     import wingbeat
     from integrations.fabric_cases import together

@@ -1,4 +1,4 @@
-"""Lightning's Trainer in worker processes: what it saves, what comes after a fit, what it refuses."""
+"""Lightning's Trainer in worker processes: what it saves, what comes after, what it refuses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from integrations.lightning_cases import (
     Net,
     close,
     fitted,
+    line,
     loader,
     same_everywhere,
     torchrun,
 )
-from wingbeat.errors import UsageError
 from wingbeat.integrations.lightning import WingbeatStrategy
 
 
@@ -46,7 +46,7 @@ KEPT: dict[str, Any] = {
 
 
 def resumed(kind: str, folder: str) -> None:
-    """Training stopped after an epoch and gone on with from a checkpoint is as one without a stop."""
+    """Training that goes on from a checkpoint is as one without a stop."""
     make = Plain if kind in ("diloco", "localsgd") else Adamed
     path = Path(folder) / f"{kind}.ckpt"
     with torchrun():
@@ -174,14 +174,6 @@ def refused() -> None:
     class WithoutOne(Net):
         def configure_optimizers(self) -> Any:
             return None
-
-    def line(call: Any) -> str:
-        try:
-            call()
-        except UsageError as error:
-            assert "\n" not in str(error)
-            return str(error)
-        raise AssertionError("not refused")
 
     with torchrun():
         said = line(lambda: fitted(WithoutOne(), WingbeatStrategy(EXACT["dear"])))

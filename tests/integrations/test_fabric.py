@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lightning")
-
 from helpers.pool import Pool
 from integrations import fabric_cases as cases
 

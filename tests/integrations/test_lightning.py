@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-pytest.importorskip("lightning")
-
 from helpers.pool import Pool
 from integrations import lightning_cases as cases
 

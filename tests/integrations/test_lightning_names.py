@@ -1,4 +1,4 @@
-"""What is counted on in Lightning, which options are accepted, and in which words others are not."""
+"""What is counted on in Lightning, which options are accepted, and how others are refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-
-pl = pytest.importorskip("lightning.pytorch")
 
 import wingbeat
 from wingbeat.errors import UsageError

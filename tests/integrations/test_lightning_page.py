@@ -1,4 +1,4 @@
-"""``docs/how-to/lightning.md``: its programs run, started by Lightning itself, and its hook works."""
+"""``docs/how-to/lightning.md``: its programs run, started by Lightning, and its hook works."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("lightning")
 
 from helpers.pool import Pool
 from integrations import lightning_page_cases as cases
@@ -50,5 +48,4 @@ def test_the_table_has_each_module_with_its_package(module: object) -> None:
 
 
 def test_the_older_packages_train_alike(pool_of: Callable[[int], Pool]) -> None:
-    pytest.importorskip("pytorch_lightning")
     pool_of(2).run(cases.older_packages)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with wingbeat's strategies: checkpoints, what comes after, what is refused."""
+"""Lightning's Trainer with wingbeat's strategies: checkpoints, what comes after, refusals."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("lightning")
 
 from helpers.pool import Pool
 from integrations import lightning_state_cases as cases

@@ -1,4 +1,4 @@
-"""wingbeat in Lightning Fabric, of the package ``lightning_fabric``: a strategy in place of ``"ddp"``.
+"""wingbeat in Lightning Fabric, package ``lightning_fabric``: in place of ``"ddp"``.
 
 ::
 
@@ -20,11 +20,11 @@ _package = names.fabric_of("lightning_fabric")
 
 
 class WingbeatStrategy(FabricStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """A strategy for ``lightning_fabric.Fabric`` whose gradients travel as one of wingbeat's strategies says.
+    """For ``lightning_fabric.Fabric``: gradients travel as one of wingbeat\'s strategies says.
 
     Args:
-        strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as on
-            the command line, such as ``"allreduce:mb=10"``.
+        strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as
+            on the command line, such as ``"allreduce:mb=10"``.
         interfaces: names of the network interfaces to use, as for `wingbeat.init`.
         ddp_kwargs: what ``DDPStrategy`` takes: ``timeout`` (of all waits, default: half an hour),
             ``process_group_backend``, ``start_method``, ``checkpoint_io`` and so on. Options of DDP

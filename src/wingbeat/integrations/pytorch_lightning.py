@@ -1,4 +1,4 @@
-"""wingbeat in Lightning's Trainer, of the package ``pytorch_lightning``: a strategy in place of ``"ddp"``.
+"""wingbeat in Lightning's Trainer, package ``pytorch_lightning``: in place of ``"ddp"``.
 
 ::
 
@@ -20,11 +20,11 @@ _package = names.trainer_of("pytorch_lightning")
 
 
 class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """A strategy for ``pytorch_lightning.Trainer`` whose gradients travel as one of wingbeat's strategies says.
+    """For ``pytorch_lightning.Trainer``: gradients travel as one of wingbeat\'s strategies says.
 
     Args:
-        strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as on
-            the command line, such as ``"allreduce:mb=10"``.
+        strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as
+            on the command line, such as ``"allreduce:mb=10"``.
         interfaces: names of the network interfaces to use, as for `wingbeat.init`.
         ddp_kwargs: what ``DDPStrategy`` takes: ``timeout`` (of all waits, default: half an hour),
             ``process_group_backend``, ``start_method``, ``checkpoint_io`` and so on. Options of DDP

@@ -73,7 +73,8 @@ class DeferringOptimizer(DistributedOptimizer):
         # object of a class made from this one (Lightning), which is set something in each batch.
         if key != "__class__":
             engine = self._engine
-            if engine.optimizer is self and not engine.stepper.stepping:
+            inner: object = engine.optimizer
+            if inner is self and not engine.stepper.stepping:
                 engine.flush()
         super().__setattr__(key, value)
 

@@ -54,7 +54,7 @@ REMEDIES = {
 
 
 def strategy_of(given: Any) -> Any:
-    """Return one of wingbeat's strategies: the one that is given, or spelled as on the command line.
+    """Return one of wingbeat's strategies: what is given, or is spelled as on the command line.
 
     Raises:
         UsageError: it is something else.
@@ -79,7 +79,9 @@ def passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in options.items():
         if name in REMEDIES and value is not None:
-            raise UsageError(f"WingbeatStrategy({name}=...): there is no DDP here; {REMEDIES[name]}")
+            raise UsageError(
+                f"WingbeatStrategy({name}=...): there is no DDP here; {REMEDIES[name]}"
+            )
         if name == "broadcast_buffers" and not value:
             raise UsageError(
                 "WingbeatStrategy(broadcast_buffers=False): rank 0's buffers are taken over by "

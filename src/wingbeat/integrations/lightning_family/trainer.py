@@ -1,4 +1,4 @@
-"""A strategy for Lightning's Trainer: in front of its DDPStrategy, whose workers and options it has.
+"""A strategy for Lightning's Trainer: in front of its DDPStrategy, whose workers it has.
 
 The model is upgraded in place, so that it is its own wrapper: ``training_step`` goes through its
 ``forward``, as through DDP's, when buffers are brought into line.
@@ -186,7 +186,9 @@ def _clip_through_optimizer(plugin: Any) -> None:
 
     One whose class clips in a way of its own is left alone.
     """
-    base = next(each for each in reversed(type(plugin).__mro__) if hasattr(each, "clip_grad_by_norm"))
+    base = next(
+        each for each in reversed(type(plugin).__mro__) if hasattr(each, "clip_grad_by_norm")
+    )
     usual = vars(base)["clip_grad_by_norm"]
     if type(plugin).clip_grad_by_norm is usual:
         plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, plugin)
