@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -112,6 +113,22 @@ class Late(Net):
 class Bfgs(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def compiled() -> Net:
+    """Return a network as Lightning makes it of what ``torch.compile`` has returned."""
+    found: Net = from_compiled(torch.compile(Silent(), backend="eager"))
+    return found
+
+
+class Silent(Net):
+    """Logs nothing, as compiled code cannot."""
+
+    def training_step(self, batch: Any) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.loss(batch)
 
 
 class OwnStep(Net):

@@ -10,11 +10,12 @@ from helpers.pool import Pool
 from integrations import lightning_cases as cases
 
 PoolOf = Callable[[int], Pool]
-NOT_SHARDED = ("gan", "gan, untoggled")
-"""Their second backward comes after a step that has used the gradients up; it is refused."""
+NOT_WITH = {"gan": ("sharded",), "gan, untoggled": ("sharded",), "lbfgs": ("dear", "sharded")}
+"""What is refused: a second optimizer's backward after a step has used the gradients up, and LBFGS
+with updates that come later."""
 
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_weights_are_those_of_ddp(name: str, pool_of: PoolOf) -> None:
-    kinds = [kind for kind in cases.EXACT if kind != "sharded" or name not in NOT_SHARDED]
+    kinds = [kind for kind in cases.EXACT if kind not in NOT_WITH.get(name, ())]
     pool_of(2).run(cases.as_ddp, name, kinds)

@@ -184,8 +184,6 @@ class Engine(Intake):
         if lost:
             for slot in self.slots:
                 slot.param.grad = None
-            if others:  # whose step would find no gradients, and say nothing
-                self.update.refuse_lost("backward() for another optimizer")
         elif others and not blind:
             self.views.show(others)
         self.meter.enter("other")
@@ -196,6 +194,16 @@ class Engine(Intake):
         super().recover()
         if cut_short:
             self.update.dropped(True)
+
+    def close_backward(self) -> None:
+        """Bring the gradients where they are to be.
+
+        Raises:
+            UsageError: none are left for another optimizer, whose step would not say so.
+        """
+        super().close_backward()
+        if self.update.lost() and not all(self.stepper.owns(slot.param) for slot in self.slots):
+            self.update.refuse_lost("backward() for another optimizer")
 
     def discard(self) -> None:
         """Let the links finish; the sums are not used, but the others may want to have them."""
