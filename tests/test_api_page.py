@@ -64,4 +64,8 @@ def test_every_error_hook_and_fake_stands_there() -> None:
     assert members("wingbeat.errors") == raised
     assert members("wingbeat.integrations.ddp") == set(ddp.__all__)
     assert members("wingbeat.integrations.checkpoint") == set(checkpoint.__all__)
+    lightnings = {name for name in SHOWN if name.endswith(".WingbeatStrategy")}
+    assert lightnings == {
+        f"wingbeat.integrations.{x}.WingbeatStrategy" for x in ("fabric", "lightning")
+    }
     assert members("wingbeat.testing") == set(testing.__all__)

@@ -223,7 +223,7 @@ class Residuals:
             )
         for position, state in enumerate(states):
             self.check(state, f"load_state_dicts(states): states[{position}]")
-        _check_complete(states)
+        check_complete(states)
         ordered = sorted(states, key=lambda state: int(state["rank"]))
         self._take(ordered[self.rank :: self.world_size])
 
@@ -299,8 +299,12 @@ def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: s
             )
 
 
-def _check_complete(states: Sequence[Part]) -> None:
-    """Make sure that each worker of one run is there once."""
+def check_complete(states: Sequence[Part]) -> None:
+    """Make sure that each worker of one run is there once.
+
+    Raises:
+        UsageError: one is missing or occurs twice, or they are of several runs; names it.
+    """
     size = states[0]["world_size"]
     seen: set[int] = set()
     for state in states:

@@ -11,7 +11,7 @@ import torch
 from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.feedback import Residuals
+from wingbeat.codecs.feedback import Residuals, check_complete
 from wingbeat.codecs.regions import regions
 from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
 from wingbeat.errors import UsageError
@@ -230,6 +230,23 @@ class Compression:
             )
         self._step = _step_of(state)
 
+    def check_parts(self, parts: Any, where: str) -> None:
+        """Raise a `UsageError` that begins with ``where`` unless these are all parts of one run.
+
+        Where no residuals are kept, nothing is looked at.
+        """
+        if self.residuals is None:
+            return
+        if not isinstance(parts, (list, tuple)) or not parts:
+            raise UsageError(
+                f"{where}: {type(parts).__name__}; pass a list of what residual_state_dict() "
+                "returned on every worker"
+            )
+        for position, part in enumerate(parts):
+            self.residuals.check(part, f"{where}[{position}]")
+            _step_of(part)
+        check_complete(parts)
+
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
         """Take over this worker's share of the residuals of all workers of an earlier run.
 
@@ -241,13 +258,7 @@ class Compression:
                 "load_residuals(parts): this strategy keeps no residuals; its wire must be "
                 "sketch, topk or lowrank with feedback"
             )
-        if not isinstance(parts, (list, tuple)) or not parts:
-            raise UsageError(
-                f"load_residuals({type(parts).__name__}): pass a list of what "
-                "residual_state_dict() returned on every worker"
-            )
-        for position, part in enumerate(parts):
-            self.residuals.check(part, f"load_residuals(parts): parts[{position}]")
+        self.check_parts(parts, "load_residuals(parts): parts")
         step = max(map(_step_of, parts))
         self.settle()
         self.residuals.load_state_dicts(parts)

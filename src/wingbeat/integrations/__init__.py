@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["checkpoint", "ddp"]
+__all__ = ["checkpoint", "ddp", "fabric", "lightning", "lightning_fabric", "pytorch_lightning"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,8 @@
 """When, relative to forward and backward: hooks on a model and its optimizer."""
 
 from wingbeat.sync.entry import (
+    abandon,
+    begin_step,
     bounded_exchange,
     consensus,
     distribute,
@@ -10,4 +12,14 @@ from wingbeat.sync.entry import (
     release,
 )
 
-__all__ = ["bounded_exchange", "consensus", "distribute", "flush", "join", "no_sync", "release"]
+__all__ = [
+    "abandon",
+    "begin_step",
+    "bounded_exchange",
+    "consensus",
+    "distribute",
+    "flush",
+    "join",
+    "no_sync",
+    "release",
+]

@@ -69,9 +69,13 @@ class DeferringOptimizer(DistributedOptimizer):
         vars(self._engine.optimizer)[_SUPPORTS] = supports
 
     def __setattr__(self, key: str, value: Any) -> None:
-        # An update that is due must not see what is set after its step.
-        if key != "__class__" and not self._engine.stepper.stepping:
-            self._engine.flush()
+        # An update that is due must not see what is set after its step; it does not look at an
+        # object of a class made from this one (Lightning), which is set something in each batch.
+        if key != "__class__":
+            engine = self._engine
+            inner: object = engine.optimizer
+            if inner is self and not engine.stepper.stepping:
+                engine.flush()
         super().__setattr__(key, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

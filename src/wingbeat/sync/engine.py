@@ -21,7 +21,6 @@ from wingbeat.gradients.bucketing import Bucketing, ignored, synchronised
 from wingbeat.gradients.convert import (
     refuse_assignment,
     refuse_fused_layouts,
-    refuse_unfrozen,
 )
 from wingbeat.gradients.steps import Steps
 from wingbeat.observe.meter import Meter
@@ -39,16 +38,15 @@ from wingbeat.schedules.events import (
 from wingbeat.sync import forks, kinds, looks
 from wingbeat.sync.attach import Hooks, in_backward
 from wingbeat.sync.buffers import BufferSync
+from wingbeat.sync.entrance import Entrance
 from wingbeat.sync.hooks import WeakCall
-from wingbeat.sync.intake import Intake
-from wingbeat.sync.wrapped import refuse_around
 from wingbeat.transport import leaving
 from wingbeat.types import Choices
 from wingbeat.updates.stepper import Stepper
 from wingbeat.updates.update import Closure, Training
 
 
-class Engine(Intake):
+class Engine(Entrance):
     """Synchronises one model's gradients: tells its schedule what happens, and does what it says.
 
     Attributes:
@@ -83,7 +81,6 @@ class Engine(Intake):
         self.steps_made = Steps(world)
         self.control: Control | None = None
         self.scaled = self.asked = False
-        self.before_synced_forward: Callable[[], Any] | None = None
         self.hooks: Hooks | None = None
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
         flat = self.compression.coded is not None or not lockstep
@@ -194,6 +191,16 @@ class Engine(Intake):
         super().recover()
         if cut_short:
             self.update.dropped(True)
+
+    def close_backward(self) -> None:
+        """Bring the gradients where they are to be.
+
+        Raises:
+            UsageError: none are left for another optimizer, whose step would not say so.
+        """
+        super().close_backward()
+        if self.update.lost() and not all(self.stepper.owns(slot.param) for slot in self.slots):
+            self.update.refuse_lost("backward() for another optimizer")
 
     def discard(self) -> None:
         """Let the links finish; the sums are not used, but the others may want to have them."""
@@ -325,59 +332,32 @@ class Engine(Intake):
 
     # -- hooks ----------------------------------------------------------------------------
 
-    def detach(self) -> None:
-        """Apply what is pending and remove every hook; gradients become plain tensors."""
+    def detach(self, *, meet: bool = True) -> None:
+        """Apply what is pending and remove every hook; gradients become plain tensors.
+
+        Args:
+            meet: whether workers whose models differ level them first, which all must do.
+        """
         self.settle()
-        self.level()
-        forks.discard(self)
-        if self.hooks is not None:
-            self.hooks.remove()
+        if meet:
+            self.level()
+        self.remove_hooks()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.holds(slot.param.grad):
                     slot.param.grad = slot.view.clone()
         self.update.detach()
 
+    def remove_hooks(self) -> None:
+        """Take notice of nothing any more; safe to call twice."""
+        forks.discard(self)
+        if self.hooks is not None:
+            self.hooks.remove()
+
     def close(self) -> None:
         """Give the channel back, and the buffers' in it; nothing can be exchanged after that."""
         if self.world.channel:
             self.world.close()
-
-    def enter_forward(self, _model: torch.nn.Module, _args: Any) -> None:
-        """Before the model's forward: get ready for the backward that may follow."""
-        if not torch.is_grad_enabled() or in_backward():
-            return
-        self.meter.enter("forward")
-        refuse_around(self.model)
-        refuse_unfrozen(self.model, self._frozen)
-        self.recover()
-        # As under DDP, it is the forward that decides whether its gradients are synchronised.
-        # One that is not does not undo what an earlier one of the same backward has decided.
-        self._decided = self.sync or bool(self._decided)
-        if self.sync:
-            if self.before_synced_forward is not None:
-                self.before_synced_forward()
-            self.buffer_sync.ask(self.buffer_root)
-
-    def reads_directly(self, module: torch.nn.Module) -> bool:
-        """Whether the module has parameters or buffers of its own that are synchronised."""
-        return bool(self.bucketing.needed_by(module)) or self.buffer_sync.owns(module)
-
-    def enter_compiled(self) -> None:
-        """Before a forward that ``torch.compile`` has compiled: nothing can be done inside of it.
-
-        Hooks there would cut the graph in pieces. So all of the model is brought up to date.
-        """
-        if self.hooks is not None:
-            self.hooks.remove_inner()
-        self.flush()
-
-    def enter_module(self, module: torch.nn.Module, _args: Any) -> None:
-        """Before any module's forward: bring up to date what it reads."""
-        self.buffer_sync.apply()
-        buckets = self.bucketing.needed_by(module)
-        if buckets:
-            self.before_module(buckets)
 
     def before_state(self, *_args: Any) -> None:
         """Before a state dict is made."""

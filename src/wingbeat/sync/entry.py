@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from wingbeat.collectives import Collectives
-from wingbeat.errors import MismatchError, UsageError
+from wingbeat.errors import MismatchError, UsageError, WingbeatError
 from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.bucket import strides_of
 from wingbeat.gradients.bucketing import ignored, spec_of
@@ -205,6 +205,36 @@ def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
     downgrade(model)
     downgrade(inner)
     return model, optimizer
+
+
+def abandon(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As `release`, after an error: waits for no worker that may never come, and raises nothing.
+
+    What is under way and can be finished is; workers whose models differ keep their own. Objects
+    that are not distributed are left alone.
+    """
+    engine, inner = engine_of(model), unwrapped(optimizer)
+    if engine is None or engine is not engine_of(inner):
+        return
+    with contextlib.suppress(WingbeatError):  # the error that is told already comes first
+        engine.detach(meet=False)
+    engine.remove_hooks()
+    engine.close()
+    claims.drop(engine)
+    downgrade(model)
+    downgrade(inner)
+
+
+def begin_step(model: torch.nn.Module) -> None:
+    """Get ready for a step of several forwards and backwards, as a forward of the model does.
+
+    Unlike a forward it does not decide whether gradients are synchronised: each backward does, by
+    whether it is inside of `no_sync`.
+
+    Raises:
+        UsageError: the model is not distributed.
+    """
+    _engine_of(model, "begin_step").enter_step()
 
 
 def _check(model: Any, optimizer: Any, strategy: Any) -> None:

@@ -18,6 +18,9 @@ from wingbeat.sync.engine import Engine
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import SHARED, START, VELOCITY, OuterUpdate
 
+PARTS = "parts"
+"""Where a state that was put together of all workers' has each one's residuals."""
+
 AVERAGES = "averages"
 """Where it has what averages of models go on with."""
 
@@ -37,7 +40,11 @@ def export(engine: Engine) -> dict[str, Any]:
 
 def check(engine: Engine, state: Any) -> None:
     """Raise a `UsageError` unless ``state`` is of a run of this model, or None."""
-    engine.compression.check(residuals_of(state))
+    parts = _parts(state)
+    if parts is None:
+        engine.compression.check(residuals_of(state))
+    else:
+        engine.compression.check_parts(parts, f"load_state_dict(): {PARTS}")
     averages, update = _averages(state), engine.update
     if averages is None or not isinstance(update, LocalUpdate):
         return
@@ -55,7 +62,11 @@ def check(engine: Engine, state: Any) -> None:
 
 def load(engine: Engine, state: Any) -> None:
     """Go on with ``state``, which was checked; without anything if None."""
-    engine.compression.load_state_dict(residuals_of(state))
+    parts = _parts(state)
+    if parts is None or engine.compression.residuals is None:
+        engine.compression.load_state_dict(residuals_of(state) if parts is None else None)
+    else:
+        engine.compression.load_parts(parts)
     update = engine.update
     if isinstance(update, LocalUpdate):
         averages = _averages(state) or {}
@@ -68,6 +79,11 @@ def residuals_of(state: Any) -> Any:
     if not isinstance(state, dict) or AVERAGES not in state:
         return state
     return {key: value for key, value in state.items() if key != AVERAGES} or None
+
+
+def _parts(state: Any) -> Any:
+    """Return all workers' residuals; None if there are this worker's alone, or none."""
+    return state.get(PARTS) if isinstance(state, dict) else None
 
 
 def _averages(state: Any) -> dict[str, Any] | None:

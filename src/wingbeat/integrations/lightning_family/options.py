@@ -1,0 +1,106 @@
+"""What is given to a strategy: one of wingbeat's, and what was given to DDP before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from wingbeat.errors import UsageError, unknown
+from wingbeat.strategies import PRESETS, DeAR, parse
+
+DEFAULT_TIMEOUT = 1800.0
+"""Seconds that a wait may take, as in Lightning: rank 0 may be at work alone for long."""
+
+PASSED_ON = (
+    "accelerator",
+    "checkpoint_io",
+    "cluster_environment",
+    "parallel_devices",
+    "precision",
+    "precision_plugin",
+    "process_group_backend",
+    "start_method",
+    "timeout",
+)
+"""What Lightning's own strategies take, and this one passes on."""
+
+NOT_NEEDED = (
+    "check_reduction",
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+)
+"""DDP's own options that change nothing here."""
+
+_HOOKS = (
+    "give the strategy a wire (wingbeat.DeAR(wire='bf16'), wire='sketch@4'), or keep DDPStrategy "
+    "with wingbeat.integrations.ddp's hooks"
+)
+REMEDIES = {
+    "bucket_cap_mb": "give the size to wingbeat's strategy, wingbeat.AllReduce(mb=...)",
+    "ddp_comm_hook": _HOOKS,
+    "ddp_comm_state": _HOOKS,
+    "ddp_comm_wrapper": _HOOKS,
+    "device_mesh": "leave it out; gradients are averaged over all workers",
+    "init_sync": "leave it out; all workers begin with rank 0's weights",
+    "mixed_precision": "leave it out, and set the Trainer's or Fabric's precision",
+    "model_averaging_period": "use wingbeat.LocalSGD(every=...), which averages models",
+    "process_group": "leave it out; gradients are averaged over all workers",
+}
+"""DDP's options that would change something, and what to do instead."""
+
+
+def strategy_of(given: Any) -> Any:
+    """Return one of wingbeat's strategies: what is given, or is spelled as on the command line.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if given is None:
+        return DeAR()
+    if isinstance(given, str):
+        return parse(given)
+    if isinstance(given, type) or not hasattr(given, "choices"):
+        raise UsageError(
+            f"WingbeatStrategy({given!r}): pass one of wingbeat's strategies, such as "
+            "wingbeat.DeAR(), or its name, such as 'dear:mb=10'"
+        )
+    return given
+
+
+def passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Lightning's own strategy is to be given of a DDPStrategy's ``options``.
+
+    Raises:
+        UsageError: an option that cannot be followed, or that nobody knows.
+    """
+    for name, value in options.items():
+        if name in REMEDIES and value is not None:
+            raise UsageError(
+                f"WingbeatStrategy({name}=...): there is no DDP here; {REMEDIES[name]}"
+            )
+        if name == "broadcast_buffers" and not value:
+            raise UsageError(
+                "WingbeatStrategy(broadcast_buffers=False): rank 0's buffers are taken over by "
+                "all; name those that are to differ by torch's "
+                "_set_params_and_buffers_to_ignore_for_model"
+            )
+        if name not in (*PASSED_ON, *NOT_NEEDED, *REMEDIES, "broadcast_buffers"):
+            raise unknown("option of WingbeatStrategy", name, (*PASSED_ON, *NOT_NEEDED))
+    return {name: options[name] for name in PASSED_ON if name in options}
+
+
+def register(registry: Any, strategy: type) -> None:
+    """Let the names of all presets stand for them, as in ``strategy="wingbeat_dear"``."""
+    for name, preset in PRESETS.items():
+        made = functools.partial(strategy, name)
+        registry.register(f"wingbeat_{name}", made, f"wingbeat.{preset.__name__}()", override=True)
+
+
+def seconds(options: Mapping[str, Any]) -> float:
+    """Return how long a wait may take, by the ``timeout`` that Lightning's groups have."""
+    timeout = options.get("timeout")
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT

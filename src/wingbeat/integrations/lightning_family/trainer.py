@@ -1,0 +1,202 @@
+"""A strategy for Lightning's Trainer: in front of its DDPStrategy, whose workers it has.
+
+The model is upgraded in place, so that it is its own wrapper: ``training_step`` goes through its
+``forward``, as through DDP's, when buffers are brought into line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from wingbeat import sync
+from wingbeat.errors import UsageError
+from wingbeat.integrations.lightning_family import names, options, workers
+
+
+class TrainerStrategy:
+    """What is put in front of ``DDPStrategy`` for the Trainer.
+
+    Attributes:
+        wingbeat_strategy: how gradients travel.
+    """
+
+    # Of DDPStrategy.
+    lightning_module: Any
+    model: Any
+    optimizers: Any
+    precision_plugin: Any
+    root_device: torch.device
+    world_size: int
+    _forward_redirection: Callable[..., Any]
+
+    def __init__(
+        self,
+        strategy: Any = None,
+        *,
+        interfaces: Sequence[str] | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        self.wingbeat_strategy = options.strategy_of(strategy)
+        self._wingbeat_interfaces = interfaces
+        self._wingbeat_timeout = options.seconds(ddp_kwargs)
+        self._wingbeat_optimizer: torch.optim.Optimizer | None = None
+        self._wingbeat_failed = False
+        super().__init__(**options.passed_on(ddp_kwargs))
+        names.check_object(self, names.TRAINER_OBJECT)
+
+    # -- before and after -----------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Start Lightning's process group, then join the workers in it."""
+        super().setup_environment()  # type: ignore[misc]
+        workers.join_workers(self.world_size, self._wingbeat_timeout, self._wingbeat_interfaces)
+
+    def configure_ddp(self) -> None:
+        """Wrap nothing: `setup` distributes the model once there are optimizers."""
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as DDPStrategy does; for training, distribute the model and an optimizer.
+
+        Raises:
+            UsageError: there is no optimizer of the model's parameters, or what
+                `wingbeat.distribute` refuses.
+        """
+        super().setup(trainer)  # type: ignore[misc]
+        if trainer.state.fn.value == "fit":
+            self._wingbeat_failed = False
+            self._distribute()
+
+    def _distribute(self) -> None:
+        optimizer = _first_of(self.lightning_module, self.optimizers)
+        sync.distribute(self.lightning_module, optimizer, self.wingbeat_strategy)
+        self._wingbeat_optimizer = optimizer
+        # Lightning's wrappers are of classes made from the optimizers', which one has now changed.
+        self.optimizers = self.optimizers
+        _clip_through_optimizer(self.precision_plugin)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that other workers need not come any more."""
+        self._wingbeat_failed = True
+        super().on_exception(exception)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Give plain objects back, then leave as DDPStrategy does."""
+        optimizer, self._wingbeat_optimizer = self._wingbeat_optimizer, None
+        if optimizer is not None:
+            let_go = sync.abandon if self._wingbeat_failed else sync.release
+            let_go(self.lightning_module, optimizer)
+            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        super().teardown()  # type: ignore[misc]
+
+    # -- training -------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's through its own ``forward``, as DDP's wrapper would."""
+        module = self.lightning_module
+        with self.precision_plugin.train_step_context():
+            if self._wingbeat_optimizer is None:
+                return module.training_step(*args, **kwargs)
+            if not module.automatic_optimization:  # where each backward is on its own
+                sync.begin_step(module)
+                return module.training_step(*args, **kwargs)
+            return self._forward_redirection(module, module, "training_step", *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step as DDPStrategy does; under bounded staleness, after the closure and without it.
+
+        There gradients leave under backward, which a step may not repeat (Canary).
+        """
+        module = self.lightning_module
+        bounded = self._wingbeat_optimizer is not None and sync.bounded_exchange(module) is not None
+        if not bounded or getattr(self.precision_plugin, "scaler", None) is not None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        result = self.precision_plugin._wrap_closure(model or module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication."""
+        if self._wingbeat_optimizer is None:
+            yield
+            return
+        with sync.no_sync(self.lightning_module):
+            yield
+
+    # -- all the same model ---------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Let all workers validate the same model."""
+        self._level()
+        super().on_validation_start()  # type: ignore[misc]
+
+    def on_train_end(self) -> None:
+        """Let all workers end with the same model."""
+        self._level()
+        super().on_train_end()  # type: ignore[misc]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's state, the same on all workers, who all call this."""
+        self._level()
+        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the whole state of an optimizer, on rank 0 with all workers' residuals."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)  # type: ignore[misc]
+        return workers.with_all_residuals(state, self.root_device)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states; torch puts them on their parameters' devices."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def _level(self) -> None:
+        if self._wingbeat_optimizer is not None and not self._wingbeat_failed:
+            sync.consensus(self.lightning_module)
+
+
+def _first_of(module: torch.nn.Module, optimizers: Sequence[Any]) -> torch.optim.Optimizer:
+    """Return the optimizer that is distributed; the others step on whole gradients by themselves.
+
+    Raises:
+        UsageError: none has a parameter of the model.
+    """
+    known = set(module.parameters())
+    for optimizer in optimizers:
+        if any(param in known for group in optimizer.param_groups for param in group["params"]):
+            found: torch.optim.Optimizer = optimizer
+            return found
+    raise UsageError(
+        f"{type(module).__name__}.configure_optimizers() has returned no optimizer of the model's "
+        "parameters, and wingbeat distributes a model together with one: return one, or use "
+        'strategy="ddp"'
+    )
+
+
+def _clip_through_optimizer(plugin: Any) -> None:
+    """Have a precision plugin clip by the norm that workers find without gathering gradients.
+
+    One whose class clips in a way of its own is left alone.
+    """
+    base = next(
+        each for each in reversed(type(plugin).__mro__) if hasattr(each, "clip_grad_by_norm")
+    )
+    usual = vars(base)["clip_grad_by_norm"]
+    if type(plugin).clip_grad_by_norm is usual:
+        plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, plugin)
+
+
+def _clip_grad_by_norm(plugin: Any, optimizer: Any, clip_val: float) -> None:
+    clip = getattr(optimizer, "clip_grad_norm_", None)
+    if clip is None:
+        type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+    else:
+        clip(clip_val)

@@ -1,0 +1,90 @@
+"""What comes before a forward: the model is brought up to date, and gets ready for a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wingbeat.gradients.bucket import Bucket
+from wingbeat.gradients.convert import refuse_unfrozen
+from wingbeat.sync.attach import in_backward
+from wingbeat.sync.intake import Intake
+from wingbeat.sync.wrapped import refuse_around
+
+if TYPE_CHECKING:
+    from wingbeat.sync.attach import Hooks
+
+
+class Entrance(Intake):
+    """Is told of forwards; says what they decide for the backward that follows.
+
+    Attributes:
+        model: the user's.
+        hooks: on the model, its parameters and its optimizer; None for a worker alone.
+        before_synced_forward: called before a forward whose gradients are synchronised.
+    """
+
+    model: torch.nn.Module
+    hooks: Hooks | None
+    _frozen: list[torch.nn.Parameter]
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self.before_synced_forward: Callable[[], Any] | None = None
+
+    def flush(self) -> None:
+        """Apply updates that are still under way."""
+        raise NotImplementedError
+
+    def before_module(self, buckets: Sequence[Bucket]) -> None:
+        """Bring the parameters up to date that a module is about to read."""
+        raise NotImplementedError
+
+    def enter_forward(self, _model: torch.nn.Module, _args: Any) -> None:
+        """Before the model's forward: get ready for the backward that may follow."""
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        self._begin_forward()
+        # As under DDP, it is the forward that decides whether its gradients are synchronised.
+        # One that is not does not undo what an earlier one of the same backward has decided.
+        self._decided = self.sync or bool(self._decided)
+        self._ask_for_buffers()
+
+    def enter_step(self) -> None:
+        """Before forwards and backwards of which each backward decides whether it synchronises."""
+        self._begin_forward()
+        self._ask_for_buffers()
+
+    def _begin_forward(self) -> None:
+        self.meter.enter("forward")
+        refuse_around(self.model)
+        refuse_unfrozen(self.model, self._frozen)
+        self.recover()
+
+    def _ask_for_buffers(self) -> None:
+        if self.sync:
+            if self.before_synced_forward is not None:
+                self.before_synced_forward()
+            self.buffer_sync.ask(self.buffer_root)
+
+    def reads_directly(self, module: torch.nn.Module) -> bool:
+        """Whether the module has parameters or buffers of its own that are synchronised."""
+        return bool(self.bucketing.needed_by(module)) or self.buffer_sync.owns(module)
+
+    def enter_compiled(self) -> None:
+        """Before a forward that ``torch.compile`` has compiled: nothing can be done inside of it.
+
+        Hooks there would cut the graph in pieces. So all of the model is brought up to date.
+        """
+        if self.hooks is not None:
+            self.hooks.remove_inner()
+        self.flush()
+
+    def enter_module(self, module: torch.nn.Module, _args: Any) -> None:
+        """Before any module's forward: bring up to date what it reads."""
+        self.buffer_sync.apply()
+        buckets = self.bucketing.needed_by(module)
+        if buckets:
+            self.before_module(buckets)

@@ -1,0 +1,206 @@
+"""Lightning's Trainer in worker processes: what it saves, what comes after, what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+import wingbeat
+from integrations.lightning_cases import (
+    EXACT,
+    Adamed,
+    Gan,
+    Net,
+    close,
+    fitted,
+    line,
+    loader,
+    same_everywhere,
+    torchrun,
+)
+from wingbeat.integrations.lightning import WingbeatStrategy
+
+
+class Plain(Net):
+    """Without momentum, so that nothing of the optimizer differs between workers."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+KEPT: dict[str, Any] = {
+    **EXACT,
+    "sketch": wingbeat.AllReduce(wire="sketch@2:auto_disable=false"),
+    "topk": wingbeat.DeAR(plan="fixed", wire="topk@0.1:auto_disable=false"),
+    "diloco": wingbeat.DiLoCo(every=4),
+    "localsgd": wingbeat.LocalSGD(every=4),
+    "ako": wingbeat.Ako(partitions=2),
+}
+
+
+def resumed(kind: str, folder: str) -> None:
+    """Training that goes on from a checkpoint is as one without a stop."""
+    make = Plain if kind in ("diloco", "localsgd") else Adamed
+    path = Path(folder) / f"{kind}.ckpt"
+    with torchrun():
+        whole, first, second = make(), make(), make()
+        saving = ModelCheckpoint(folder, filename=f"{kind}-at-{{epoch}}", save_top_k=-1)
+        options = {"enable_checkpointing": True, "callbacks": [saving], "max_epochs": 3}
+        fitted(whole, WingbeatStrategy(KEPT[kind]), **options)
+        trainer = fitted(first, WingbeatStrategy(KEPT[kind]), max_epochs=1)
+        assert not path.exists()
+        at = Path(folder) / f"{kind}-at-epoch=0.ckpt"
+        dist.barrier()
+        saved = torch.load(at, weights_only=False)
+        beside = saved["optimizer_states"][0].get("wingbeat", {})
+        assert ("parts" in beside) == (kind in ("sketch", "topk", "ako"))
+        assert ("averages" in beside) == (kind in ("diloco", "localsgd"))
+        trainer = pl.Trainer(
+            strategy=WingbeatStrategy(KEPT[kind]), accelerator="cpu", devices=2, max_epochs=3,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        )  # fmt: skip
+        trainer.fit(second, loader(), loader(1, 16), ckpt_path=str(at), weights_only=False)
+        assert trainer.global_step == 18
+        tolerance = 1e-5 if kind in EXACT else 1e-4
+        if kind != "ako":
+            same_everywhere(second)
+            close(dict(second.named_parameters()), dict(whole.named_parameters()), tolerance)
+
+
+def parts_are_each_workers(folder: str) -> None:
+    """A checkpoint has what each worker has kept back, and gives it back to each."""
+    with torchrun():
+        module = Adamed()
+        strategy = WingbeatStrategy(KEPT["sketch"])
+        seen: list[Any] = []
+
+        class Looking(pl.Callback):
+            def on_train_end(self, trainer: pl.Trainer, _module: Any) -> None:
+                trainer.save_checkpoint(Path(folder) / "parts.ckpt")
+                seen.append(trainer.optimizers[0].residual_state_dict())
+
+            def on_train_start(self, trainer: pl.Trainer, _module: Any) -> None:
+                seen.append(trainer.optimizers[0].residual_state_dict())
+
+        fitted(module, strategy, callbacks=[Looking()], max_epochs=1)
+        rank = dist.get_rank()
+        parts = torch.load(Path(folder) / "parts.ckpt")["optimizer_states"][0]["wingbeat"]["parts"]
+        assert [part["rank"] for part in parts] == [0, 1]
+        close(parts[rank]["residuals"], seen[-1]["residuals"])
+        name = "head.weight"
+        assert not torch.equal(parts[0]["residuals"][name], parts[1]["residuals"][name])
+        trainer = pl.Trainer(
+            strategy=WingbeatStrategy(KEPT["sketch"]), accelerator="cpu", devices=2, max_epochs=2,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            callbacks=[Looking()],
+        )  # fmt: skip
+        trainer.fit(Adamed(), loader(), ckpt_path=str(Path(folder) / "parts.ckpt"))
+        close(seen[-2]["residuals"], parts[rank]["residuals"])
+        # The checkpoint is one of Lightning's own too.
+        plain = pl.Trainer(
+            strategy="ddp", accelerator="cpu", devices=2, max_epochs=2, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False,
+        )  # fmt: skip
+        plain.fit(Adamed(), loader(), ckpt_path=str(Path(folder) / "parts.ckpt"))
+
+
+def after_fit(kind: str) -> None:
+    """Validate, test, predict and another fit come right after a fit, as with DDP."""
+
+    def used(strategy: Any) -> tuple[Net, list[Any]]:
+        module = Net()
+        trainer = fitted(module, strategy, max_epochs=1)
+        found = [trainer.validate(module, loader(1, 16), verbose=False)]
+        found += [trainer.test(module, loader(2, 16), verbose=False)]
+        found += [torch.cat(trainer.predict(module, loader(3, 16)))]
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, loader())
+        found += [trainer.test(module, loader(2, 16), verbose=False)]
+        return module, found
+
+    with torchrun():
+        expected, there = used(DDPStrategy())
+        module, found = used(WingbeatStrategy(EXACT[kind]))
+        assert type(module) is Net
+        close(dict(module.named_parameters()), dict(expected.named_parameters()))
+        torch.testing.assert_close(found, there, rtol=1e-4, atol=1e-5)
+
+
+class Watched(Plain):
+    """Makes sure that all workers have the same model where it is looked at."""
+
+    looks = 0
+
+    def on_validation_epoch_start(self) -> None:
+        same_everywhere(self)
+        self.looks += 1
+
+    def on_save_checkpoint(self, _checkpoint: Any) -> None:
+        same_everywhere(self)
+        self.looks += 1
+
+
+def averaged(kind: str, folder: str) -> None:
+    """Models that part between averages are one where they are validated, saved and used."""
+    strategies: dict[str, Any] = {
+        "ripples": wingbeat.Ripples(encrypted=False),
+        "adpsgd": wingbeat.ADPSGD(),
+        "localsgd": wingbeat.LocalSGD(every=5),
+        "diloco": wingbeat.DiLoCo(every=5),
+        "canary": wingbeat.Canary(),
+    }
+    with torchrun():
+        module = Watched()
+        saving = ModelCheckpoint(folder, filename=kind)
+        trainer = fitted(
+            module, WingbeatStrategy(strategies[kind]), enable_checkpointing=True,
+            callbacks=[saving],
+        )  # fmt: skip
+        assert module.looks >= 4
+        same_everywhere(module)
+        trainer.test(module, loader(2, 16), verbose=False)
+
+
+def refused() -> None:
+    """What cannot be served is refused in one line, and the trainer can be used again."""
+
+    class WithoutOne(Net):
+        def configure_optimizers(self) -> Any:
+            return None
+
+    with torchrun():
+        said = line(lambda: fitted(WithoutOne(), WingbeatStrategy(EXACT["dear"])))
+        assert "has returned no optimizer of the model's parameters" in said
+        said = line(lambda: fitted(Gan(), WingbeatStrategy(EXACT["sharded"])))
+        assert said.startswith("backward() for another optimizer: with shard_optimizer")
+        clipped = {"gradient_clip_val": 0.1}
+        said = line(lambda: fitted(Net(), WingbeatStrategy(wingbeat.Canary()), **clipped))
+        assert "Canary" in said, said
+        bare = fitted(Net(), WingbeatStrategy(EXACT["dear"])).lightning_module
+        assert type(bare) is Net
+
+
+def one_fails() -> str:
+    """Whoever fails says so at once; the others learn it and end."""
+
+    class Failing(Net):
+        def training_step(self, batch: Any, number: int) -> Any:
+            if number == 3 and dist.get_rank() == 1:
+                raise ArithmeticError("mine")
+            return super().training_step(batch)
+
+    module = Failing()
+    try:
+        with torchrun():
+            fitted(module, WingbeatStrategy(EXACT["dear"]))
+    except Exception as error:
+        assert not re.match("Distributed", type(module).__name__)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -1,0 +1,21 @@
+"""Lightning's Trainer with wingbeat's strategies, against Lightning's own DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from helpers.pool import Pool
+from integrations import lightning_cases as cases
+
+PoolOf = Callable[[int], Pool]
+NOT_WITH = {"gan": ("sharded",), "gan, untoggled": ("sharded",), "lbfgs": ("dear", "sharded")}
+"""What is refused: a second optimizer's backward after a step has used the gradients up, and LBFGS
+with updates that come later."""
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_weights_are_those_of_ddp(name: str, pool_of: PoolOf) -> None:
+    kinds = [kind for kind in cases.EXACT if kind not in NOT_WITH.get(name, ())]
+    pool_of(2).run(cases.as_ddp, name, kinds)

@@ -1,0 +1,51 @@
+"""``docs/how-to/lightning.md``: its programs run, started by Lightning, and its hook works."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.pool import Pool
+from integrations import lightning_page_cases as cases
+from wingbeat.integrations import fabric, lightning, lightning_fabric, pytorch_lightning
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/lightning.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "trained 8 steps"), (1, "trained 8 steps")])
+def test_a_program_runs_as_it_stands_there(number: int, said: str, tmp_path: Path) -> None:
+    """Without torchrun: Lightning starts the second worker."""
+    script = tmp_path / "page.py"
+    script.write_text(EXAMPLES[number])
+    usual = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER"))}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path, env={**usual, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout
+
+
+def test_the_hook_of_the_page_sends_less(pool_of: Callable[[int], Pool]) -> None:
+    pool_of(2).run(cases.hooked, EXAMPLES[2])
+
+
+@pytest.mark.parametrize("module", [lightning, fabric, pytorch_lightning, lightning_fabric])
+def test_the_table_has_each_module_with_its_package(module: object) -> None:
+    rows = re.findall(r"^\| `(\w[\w.]*)` \| `([\w.]+)` \|$", TEXT, re.MULTILINE)
+    table = {where: package for package, where in rows}
+    base = module.WingbeatStrategy.__mro__[2].__module__  # type: ignore[attr-defined]
+    assert base.startswith(table[module.__name__] + ".strategies")  # type: ignore[attr-defined]
+
+
+def test_the_older_packages_train_alike(pool_of: Callable[[int], Pool]) -> None:
+    pool_of(2).run(cases.older_packages)

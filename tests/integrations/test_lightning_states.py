@@ -1,0 +1,44 @@
+"""Lightning's Trainer with wingbeat's strategies: checkpoints, what comes after, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.pool import Pool
+from integrations import lightning_state_cases as cases
+
+PoolOf = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("kind", cases.KEPT)
+def test_training_goes_on_from_a_checkpoint(kind: str, pool_of: PoolOf, tmp_path: Path) -> None:
+    pool_of(2).run(cases.resumed, kind, str(tmp_path))
+
+
+def test_a_checkpoint_has_each_workers_residuals(pool_of: PoolOf, tmp_path: Path) -> None:
+    pool_of(2).run(cases.parts_are_each_workers, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["dear", "sharded"])
+def test_all_that_comes_after_a_fit_is_as_with_ddp(kind: str, pool_of: PoolOf) -> None:
+    pool_of(2).run(cases.after_fit, kind)
+
+
+@pytest.mark.parametrize("kind", ["ripples", "adpsgd", "localsgd", "diloco", "canary"])
+def test_models_are_one_where_they_are_looked_at(
+    kind: str, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    pool_of(2).run(cases.averaged, kind, str(tmp_path))
+
+
+def test_what_cannot_be_served_is_refused_in_a_line(pool_of: PoolOf) -> None:
+    pool_of(2).run(cases.refused)
+
+
+def test_when_one_worker_fails_the_others_end(pool_of: PoolOf) -> None:
+    other, failed = pool_of(2).run(cases.one_fails)
+    assert failed == "ArithmeticError: mine"
+    assert other.startswith("PeerError: rank 0: rank 1 "), other
