@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["ddp"]
+__all__ = ["accelerate", "ddp", "transformers"]
 
 
 def __getattr__(name: str) -> Any:
