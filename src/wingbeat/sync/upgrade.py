@@ -293,10 +293,12 @@ def upgrade(target: Any, extra: type, engine: Engine) -> None:
     target.__dict__[_KEY] = engine
     # A scheduler's wrapper around the old step would hide ours.
     target.__dict__.pop("step", None)
-    namespace = {"__doc__": plain.__doc__, _PLAIN: plain}
+    # The name stays: libraries choose a loss, or what to write into a checkpoint, by it.
+    qualified = f"Distributed{plain.__name__}"
+    namespace = {"__doc__": plain.__doc__, "__qualname__": qualified, _PLAIN: plain}
     bases = (_without_taken(extra, target), plain)
     meta = type("Upgraded", (_MakesPlain, type(plain)), {})
-    target.__class__ = meta(f"Distributed{plain.__name__}", bases, namespace)
+    target.__class__ = meta(plain.__name__, bases, namespace)
 
 
 def _without_taken(extra: type, target: Any) -> type:

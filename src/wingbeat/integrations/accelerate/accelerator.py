@@ -142,9 +142,8 @@ def upgrade_accelerator(accelerator: Any, pairs: Iterable[Pair]) -> None:
     kept += [(weakref.ref(m), weakref.ref(o)) for m, o in pairs if id(m) not in known]
     plain = type(accelerator)
     if not issubclass(plain, DistributedAccelerator):
-        namespace = {"__doc__": plain.__doc__}
-        bases = (DistributedAccelerator, plain)
-        accelerator.__class__ = type(f"Distributed{plain.__name__}", bases, namespace)
+        namespace = {"__doc__": plain.__doc__, "__qualname__": f"Distributed{plain.__name__}"}
+        accelerator.__class__ = type(plain.__name__, (DistributedAccelerator, plain), namespace)
 
 
 # -- whose parameters ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ from wingbeat.integrations.accelerate import names
 from wingbeat.integrations.accelerate.accelerator import upgrade_accelerator
 from wingbeat.integrations.accelerate.refusing import refuse_ddp_options, refuse_setup
 from wingbeat.sync import distribute
+from wingbeat.sync.engine import Engine
 from wingbeat.sync.entry import HasChoices, unwrapped
 from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport import init
@@ -96,10 +97,10 @@ def _prepared_model(
     world: World,
 ) -> nn.Module:
     """Move and distribute one model; device and autocast are what Accelerate does without DDP."""
-    engine = engine_of(model)
-    if optimizer is not None and engine is not None:
-        _check_again(model, engine, unwrapped(optimizer), strategy)
-        optimizer = None
+    engine = None if optimizer is None else engine_of(unwrapped(optimizer))
+    if engine is not None:  # what is prepared once more, for a second training, stays as it is
+        _check_again(model, engine, strategy)
+        model, optimizer = engine.model, None
     ready: nn.Module = accelerator.prepare_model(
         model, device_placement=place, evaluation_mode=True
     )
@@ -108,12 +109,13 @@ def _prepared_model(
     return ready
 
 
-def _check_again(model: nn.Module, engine: Any, optimizer: Any, strategy: HasChoices) -> None:
-    """What is prepared once more, as for a second training, stays as it is."""
-    if engine is not engine_of(optimizer) or engine.meter.strategy != repr(strategy):
+def _check_again(model: nn.Module, engine: Engine, strategy: HasChoices) -> None:
+    compiled = getattr(engine.model, "_orig_mod", None)
+    if model not in (engine.model, compiled) or engine.meter.strategy != repr(strategy):
         raise UsageError(
-            f"prepare(): {type(model).__name__} is distributed already, with another optimizer or "
-            f"as {engine.meter.strategy}: call wingbeat.release(model, optimizer) first"
+            f"prepare(): the optimizer of {type(model).__name__} is distributed already, with "
+            f"another model or as {engine.meter.strategy}: call wingbeat.release(model, optimizer) "
+            "first"
         )
 
 
