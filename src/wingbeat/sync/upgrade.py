@@ -101,6 +101,17 @@ class _Model(_Distributed):
         refuse_new_layout(engine.bucketing.slot_of, engine.optimizer, fn)
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
+    def join_hook(self, **_options: Any) -> Any:
+        """What torch's ``Join([model])`` asks a model for.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "torch.distributed.algorithms.Join([model]) is for DistributedDataParallel: write "
+            "`with model.join():`, which takes the same options"
+        )
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         found = self.__dict__.get(IGNORED)

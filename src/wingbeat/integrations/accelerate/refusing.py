@@ -54,9 +54,10 @@ def refuse_ddp_options(accelerator: Any, models: list[nn.Module]) -> None:
     if handler is None:
         return
     hook = getattr(handler, "comm_hook", None)
-    if getattr(hook, "value", "no") != "no":
+    chosen = getattr(hook, "value", hook) or "no"
+    if chosen != "no":
         raise UsageError(
-            f"DistributedDataParallelKwargs(comm_hook={hook.value!r}): there is no DDP to hook "
+            f"DistributedDataParallelKwargs(comm_hook={chosen!r}): there is no DDP to hook "
             "into; give the strategy a wire, such as wingbeat.DeAR(wire='bf16')"
         )
     for model in models:
