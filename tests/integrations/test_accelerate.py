@@ -102,6 +102,14 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any) -> None:
             assert "\n" not in line
 
 
+def test_the_page_runs(run: Any, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/how-to/accelerate.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    run(cases.page, blocks, str(tmp_path))
+    assert (tmp_path / "checkpoint/model.safetensors").exists()
+
+
 def test_one_worker_alone(fresh_pool: Callable[..., Pool]) -> None:
     fresh_pool(1).run(cases.single, deadline=150.0)
 

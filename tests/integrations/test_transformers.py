@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any, tmp_path: Path) -> No
         for line, part in zip(said, wanted, strict=True):
             assert part in line, (part, line)
             assert "\n" not in line
+
+
+def test_the_page_runs(run: Any, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/how-to/transformers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    run(cases.page, blocks, str(tmp_path))
+    assert (tmp_path / "out/checkpoint-4/model.safetensors").exists()
 
 
 def test_private_names_are_still_called_as_they_are_here() -> None:

@@ -217,7 +217,9 @@ def others(folder: str) -> None:
         trainer.train()
         trainer.train()
         predicted = trainer.predict(samples(8))
-        return torch.cat([first, flat(trainer.model), torch.tensor(predicted.predictions).flatten()])
+        return torch.cat(
+            [first, flat(trainer.model), torch.tensor(predicted.predictions).flatten()]
+        )
 
     def compiled(strategy: Any) -> torch.Tensor:
         model = llama()
@@ -364,6 +366,22 @@ def in_half(folder: str) -> None:
         trainer.evaluate()
         assert engine_of(trainer.model) is None
         assert next(trainer.model.parameters()).dtype == torch.bfloat16
+
+
+def page(blocks: list[str], folder: str) -> None:
+    """The page's examples, as they stand there."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        arguments(folder)
+        names: dict[str, Any] = {"__name__": "page"}
+        with clean():
+            for block in blocks:
+                exec(compile(block, "transformers.md", "exec"), names)
+            assert engine_of(names["model"]) is not None
+            assert issubclass(names["MyTrainer"], Seq2SeqTrainer)
+    finally:
+        os.chdir(before)
 
 
 def refusals(folder: str) -> list[str]:
