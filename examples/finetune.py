@@ -20,7 +20,18 @@ from wingbeat.integrations.transformers import WingbeatTrainer
 from wingbeat.strategies import parse
 
 LENGTH = 128
-MODULES = "argparse difflib doctest inspect pickle shutil tarfile typing zipfile turtle".split()
+MODULES = [
+    "argparse",
+    "difflib",
+    "doctest",
+    "inspect",
+    "pickle",
+    "shutil",
+    "tarfile",
+    "typing",
+    "zipfile",
+    "turtle",
+]
 
 
 def sources() -> torch.Tensor:

@@ -479,60 +479,69 @@ def hooks(folder: str, wires: list[str]) -> None:
         dist.barrier()
 
 
+class Faked(Accelerator):
+    @property
+    def distributed_type(self) -> Any:
+        return type("Kind", (), {"value": "DEEPSPEED"})
+
+
+def fp8() -> Any:
+    each = accelerator()
+    each.state._mixed_precision = "fp8"
+    return prepare(each, net(), torch.optim.SGD(net().parameters()))
+
+
+def prepared_before() -> Any:
+    each = accelerator()
+    each.scaler = torch.amp.GradScaler("cpu")
+    bare = net()
+    return prepare(each, bare, each.prepare(torch.optim.SGD(bare.parameters(), lr=0.1)))
+
+
+def twice() -> Any:
+    bare = net()
+    pair = bare, torch.optim.SGD(bare.parameters(), lr=0.1)
+    prepare(accelerator(), *pair, strategy=EXACT[0])
+    return prepare(accelerator(), *pair, strategy=EXACT[1])
+
+
+def triggered() -> None:
+    bare = net()
+    made: Any = accelerator()
+    prepare(made, bare, torch.optim.SGD(bare.parameters(), lr=0.1), strategy=EXACT[0])
+    with made.trigger_sync_in_backward(bare):
+        pass
+
+
+def joined(*others: Any) -> None:
+    bare = net()
+    made: Any = accelerator()
+    prepare(made, bare, torch.optim.SGD(bare.parameters(), lr=0.1), strategy=EXACT[0])
+    with made.join_uneven_inputs([bare, *others]):
+        pass
+
+
+def torchs_join() -> None:
+    bare = net()
+    made: Any = accelerator()
+    prepare(made, bare, torch.optim.SGD(bare.parameters(), lr=0.1), strategy=EXACT[0])
+    with Join([bare]):
+        pass
+
+
+def missing_name() -> None:
+    each = accelerator()
+    del each._dataloaders
+    prepare(each, net())
+
+
 def refusals() -> list[str]:
     """What each misuse says; ranks say the same."""
     made: Any = accelerator()
     optimizer = torch.optim.SGD
     model, both = net(), [net(1), net(2)]
-
-    class Faked(Accelerator):
-        @property
-        def distributed_type(self) -> Any:
-            return type("Kind", (), {"value": "DEEPSPEED"})
-
     hooked = DistributedDataParallelKwargs(comm_hook="fp16")
     fixed = DistributedDataParallelKwargs(broadcast_buffers=False)
-
-    def fp8() -> Any:
-        each = accelerator()
-        each.state._mixed_precision = "fp8"
-        return prepare(each, net(), optimizer(net().parameters()))
-
-    def prepared_before() -> Any:
-        each = accelerator()
-        each.scaler = torch.amp.GradScaler("cpu")
-        bare = net()
-        return prepare(each, bare, each.prepare(optimizer(bare.parameters(), lr=0.1)))
-
-    def twice() -> Any:
-        bare = net()
-        pair = bare, optimizer(bare.parameters(), lr=0.1)
-        prepare(made, *pair, strategy=EXACT[0])
-        return prepare(made, *pair, strategy=EXACT[1])
-
-    def triggered() -> None:
-        bare = net()
-        prepare(made, bare, optimizer(bare.parameters(), lr=0.1), strategy=EXACT[0])
-        with made.trigger_sync_in_backward(bare):
-            pass
-
-    def joined(*others: Any) -> None:
-        bare = net()
-        prepare(made, bare, optimizer(bare.parameters(), lr=0.1), strategy=EXACT[0])
-        with made.join_uneven_inputs([bare, *others]):
-            pass
-
-    def torchs_join() -> None:
-        bare = net()
-        prepare(made, bare, optimizer(bare.parameters(), lr=0.1), strategy=EXACT[0])
-        with Join([bare]):
-            pass
-
-    def missing_name() -> None:
-        each = accelerator()
-        del each._dataloaders
-        prepare(each, model)
-
     cases = [
         lambda: prepare(model, optimizer(model.parameters())),
         lambda: prepare(Faked(cpu=True), model),

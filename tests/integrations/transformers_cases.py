@@ -344,7 +344,7 @@ def best(folder: str) -> None:
 
 
 def averaged(folder: str) -> None:
-    """Models that differ while they train are one when they are evaluated, saved, and at the end."""
+    """Models that differ while they train are one when evaluated, saved, and at the end."""
     with clean():
         for strategy in (wingbeat.LocalSGD(every=3), wingbeat.DiLoCo(every=3)):
             args = arguments(

@@ -45,8 +45,8 @@ class ByteBuffer:
         unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
         for tensor, view, as_before in zip(tensors, self._views, unchanged, strict=True):
             if as_before:
-                # Not as a change that autograd sees: batch norm keeps its buffers for backward, does
-                # not use them in it, and a second forward before that is nothing special.
+                # Not as a change that autograd sees: batch norm keeps its buffers for backward and
+                # does not use them in it, so there may be a second forward before that.
                 tensor.data.copy_(view)
 
     def equal(self, tensors: Sequence[torch.Tensor]) -> list[bool]:

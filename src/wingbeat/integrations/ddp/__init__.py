@@ -12,6 +12,7 @@ of buckets, and a checkpoint if it is saved with ``state.state_dict()``.
 """
 
 from wingbeat.integrations.ddp.hooks import sketch_hook, topk_hook, wire_hook
-from wingbeat.integrations.ddp.state import SketchState, TopKState, WireState
+from wingbeat.integrations.ddp.state import SketchState, TopKState
+from wingbeat.integrations.ddp.wire import WireState
 
 __all__ = ["SketchState", "TopKState", "WireState", "sketch_hook", "topk_hook", "wire_hook"]

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from wingbeat.errors import UsageError
-from wingbeat.integrations.ddp.state import SketchState, TopKState, WireState
+from wingbeat.integrations.ddp.state import SketchState, TopKState
+from wingbeat.integrations.ddp.wire import WireState
 
 
 def sketch_hook(state: SketchState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

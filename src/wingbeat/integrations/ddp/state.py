@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +26,8 @@ from wingbeat.types import Span
 from wingbeat.wires import Coded, LowRank, Sketch, Wire, of, unmatched
 
 
-class _State:
-    """What both hooks share. Made by every rank alike, as it makes a process group."""
+class HookState:
+    """What all hooks share. Made by every rank alike, as it makes a process group."""
 
     def __init__(
         self, model: nn.Module, *, velocity: bool, process_group: Any, timeout: float | None
@@ -179,7 +178,7 @@ class _State:
             dist.destroy_process_group(handle)
 
 
-class SketchState(_State):
+class SketchState(HookState):
     """For `sketch_hook`: every value travels as a code of ``bits`` bits, twice.
 
     Every rank makes one, at the same point of its program; it makes a process group of its own.
@@ -214,7 +213,7 @@ class SketchState(_State):
             raise UsageError(f"SketchState(bits={bits!r}): allowed are whole numbers from 1 to 8")
         self.wire = _sketched(wire, bits)
         self.bits = self.wire.bits
-        _check_groups("SketchState", self.wire, model)
+        check_groups("SketchState", self.wire, model)
         super().__init__(model, velocity=False, process_group=process_group, timeout=timeout)
 
     @property
@@ -230,7 +229,7 @@ class SketchState(_State):
         return HookExchange(bucket, self._group, self._residuals, found, gathered=False)
 
 
-class TopKState(_State):
+class TopKState(HookState):
     """For `topk_hook`: of each bucket only the largest values travel, with their places.
 
     Every rank makes one, at the same point of its program; it makes a process group of its own.
@@ -297,71 +296,7 @@ class TopKState(_State):
         )
 
 
-class WireState(_State):
-    """For `wire_hook`: gradients travel by any codec that strategies have.
-
-    Every rank makes one, at the same point of its program; it makes a process group of its own.
-
-    Args:
-        model: the model, or the DistributedDataParallel around it. Given the latter, what only
-            ``find_unused_parameters=True`` needs is left out where it is off.
-        wire: a `wingbeat.Sketch`, `wingbeat.TopK` or `wingbeat.LowRank`, or its text, such as
-            ``"topk@0.01:bits=4"``; or ``"fp16"``, scaled so that nothing is too large for it. A
-            hook has no trial: ``auto_disable`` means nothing here.
-        process_group: the one given to DistributedDataParallel, if not the default. If it has only
-            some of the ranks, every other rank must make a state in a group of its own too, so
-            that torch's numbering of groups stays the same everywhere.
-        timeout: seconds until a collective gives up; None: torch's usual time.
-
-    Raises:
-        UsageError: the wire is none of these, ``torch.distributed`` is not initialised, or the
-            model has nothing to train, or nothing of what a group is for.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        wire: Wire,
-        *,
-        process_group: Any = None,
-        timeout: float | None = None,
-    ) -> None:
-        found = of(wire)
-        if isinstance(found, str):
-            raise UsageError(
-                f"WireState(wire={wire!r}): allowed are sketch, topk, lowrank and fp16; for bf16 "
-                "torch has a hook, torch.distributed.algorithms.ddp_comm_hooks.default_hooks."
-                "bf16_compress_hook"
-            )
-        # What is to be tried first warms up later; here nothing is tried.
-        self.wire: Coded = replace(found, auto_disable=False)
-        _check_groups("WireState", self.wire, model)
-        self._momentum = float(getattr(self.wire, "momentum", 0.0))
-        velocity = self._momentum > 0
-        super().__init__(model, velocity=velocity, process_group=process_group, timeout=timeout)
-
-    @property
-    def coding(self) -> bool:
-        """Whether the coming iteration is encoded: the codec's share of the training is not over."""
-        ends = self.wire.ends_after
-        return ends is None or self._steps < ends
-
-    def _exchange(self, bucket: HookBucket) -> HookExchange:
-        found = [Region(Span(0, bucket.buffer.numel()), Dense())]
-        if self.coding:
-            lying = list(zip(bucket.names, bucket.shapes, strict=True))
-            found = list(regions(self.wire, lying, self._steps))
-        return HookExchange(
-            bucket,
-            self._group,
-            self._residuals,
-            found,
-            gathered=self.wire.gathers,
-            momentum=self._momentum > 0,
-        )
-
-
-def _check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
+def check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
     names = _trained(model, kind).values()
     for pattern in unmatched(wire, names):
         raise UsageError(
