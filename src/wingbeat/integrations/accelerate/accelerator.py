@@ -13,6 +13,7 @@ from torch import nn
 
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
+from wingbeat.integrations.accelerate import names
 from wingbeat.sync import consensus, join, no_sync
 from wingbeat.sync.upgrade import engine_of
 
@@ -59,9 +60,7 @@ class DistributedAccelerator:
                 "trigger_sync_in_backward(): whether gradients are averaged is decided by the "
                 "forward; run the last forward outside of no_sync()"
             )
-        from accelerate import Accelerator
-
-        with Accelerator.trigger_sync_in_backward(model):
+        with names.accelerate().Accelerator.trigger_sync_in_backward(model):
             yield
 
     @contextlib.contextmanager

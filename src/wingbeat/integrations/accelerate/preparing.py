@@ -161,7 +161,7 @@ def _pairs(models: list[nn.Module], optimizers: list[Any]) -> dict[int, Any]:
             )
             raise UsageError(f"prepare(): {kind} has parameters {what}")
         _check_scaler(optimizer, inner)
-        found.setdefault(*owners, optimizer)
+        found.setdefault(next(iter(owners)), optimizer)
     for model in models:
         trained = any(p.requires_grad for _, p in nn.Module.named_parameters(model))
         if trained and id(model) not in found:

@@ -297,6 +297,7 @@ class TopKState(HookState):
 
 
 def check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
+    """Raise a `UsageError` if a group of the wire has no trained parameter of the model."""
     names = _trained(model, kind).values()
     for pattern in unmatched(wire, names):
         raise UsageError(
