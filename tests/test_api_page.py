@@ -11,7 +11,7 @@ import torch
 
 import wingbeat
 from wingbeat import errors, parts, testing
-from wingbeat.integrations import checkpoint, ddp
+from wingbeat.integrations import accelerate, checkpoint, ddp
 from wingbeat.sync.upgrade import DistributedModel, DistributedOptimizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -68,4 +68,7 @@ def test_every_error_hook_and_fake_stands_there() -> None:
     assert lightnings == {
         f"wingbeat.integrations.{x}.WingbeatStrategy" for x in ("fabric", "lightning")
     }
+    assert members("wingbeat.integrations.accelerate") == set(accelerate.__all__)
+    trainers = {"WingbeatTrainer", "WingbeatTrainerMixin"}  # loading them takes many seconds
+    assert members("wingbeat.integrations.transformers") == trainers
     assert members("wingbeat.testing") == set(testing.__all__)

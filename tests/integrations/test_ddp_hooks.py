@@ -41,6 +41,16 @@ def test_nothing_is_lost_with_all_settings(wire: str, unused: bool, pool_of: Poo
     pool_of(2).run(cases.conserved, "sketch", options)
 
 
+WIRES = ["topk@0.02:bits=2:warmup=0", "topk@0.02:warmup=4", "lowrank@2:bits=2", "sketch@2"]
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+def test_nothing_is_lost_by_any_wire(wire: str, unused: bool, pool_of: PoolOf) -> None:
+    options = {"state": {"wire": wire}, "find_unused_parameters": unused}
+    pool_of(2).run(cases.conserved, "wire", options)
+
+
 @pytest.mark.parametrize("unused", [False, True])
 def test_after_its_share_of_the_training_gradients_are_exact(unused: bool, pool_of: PoolOf) -> None:
     pool_of(2).run(cases.share_ends, unused)

@@ -60,6 +60,8 @@ def make_state(kind: str, model: nn.Module, **options: Any) -> tuple[Any, Any]:
     if kind == "sketch":
         usual = {} if "wire" in options else {"bits": 2}
         return ddp.SketchState(model, **{**usual, **options}), ddp.sketch_hook
+    if kind == "wire":
+        return ddp.WireState(model, **options), ddp.wire_hook
     return ddp.TopKState(model, **{"density": 0.02, **options}), ddp.topk_hook
 
 

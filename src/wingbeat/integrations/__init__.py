@@ -5,7 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["checkpoint", "ddp", "fabric", "lightning", "lightning_fabric", "pytorch_lightning"]
+__all__ = [
+    "accelerate",
+    "checkpoint",
+    "ddp",
+    "fabric",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "transformers",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -45,7 +45,9 @@ class ByteBuffer:
         unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
         for tensor, view, as_before in zip(tensors, self._views, unchanged, strict=True):
             if as_before:
-                tensor.copy_(view)
+                # Not as a change that autograd sees: batch norm keeps its buffers for backward and
+                # does not use them in it, so there may be a second forward before that.
+                tensor.data.copy_(view)
 
     def equal(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
         """For each of the tensors, whether it is what was packed, bit for bit."""

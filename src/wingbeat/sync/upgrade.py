@@ -101,6 +101,17 @@ class _Model(_Distributed):
         refuse_new_layout(engine.bucketing.slot_of, engine.optimizer, fn)
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
+    def join_hook(self, **_options: Any) -> Any:
+        """What torch's ``Join([model])`` asks a model for.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "torch.distributed.algorithms.Join([model]) is for DistributedDataParallel: write "
+            "`with model.join():`, which takes the same options"
+        )
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         found = self.__dict__.get(IGNORED)
@@ -293,10 +304,12 @@ def upgrade(target: Any, extra: type, engine: Engine) -> None:
     target.__dict__[_KEY] = engine
     # A scheduler's wrapper around the old step would hide ours.
     target.__dict__.pop("step", None)
-    namespace = {"__doc__": plain.__doc__, _PLAIN: plain}
+    # The name stays: libraries choose a loss, or what to write into a checkpoint, by it.
+    qualified = f"Distributed{plain.__name__}"
+    namespace = {"__doc__": plain.__doc__, "__qualname__": qualified, _PLAIN: plain}
     bases = (_without_taken(extra, target), plain)
     meta = type("Upgraded", (_MakesPlain, type(plain)), {})
-    target.__class__ = meta(f"Distributed{plain.__name__}", bases, namespace)
+    target.__class__ = meta(plain.__name__, bases, namespace)
 
 
 def _without_taken(extra: type, target: Any) -> type:

@@ -11,7 +11,8 @@ Compression, section 3). That memory is kept by parameter name, so it survives D
 of buckets, and a checkpoint if it is saved with ``state.state_dict()``.
 """
 
-from wingbeat.integrations.ddp.hooks import sketch_hook, topk_hook
+from wingbeat.integrations.ddp.hooks import sketch_hook, topk_hook, wire_hook
 from wingbeat.integrations.ddp.state import SketchState, TopKState
+from wingbeat.integrations.ddp.wire import WireState
 
-__all__ = ["SketchState", "TopKState", "sketch_hook", "topk_hook"]
+__all__ = ["SketchState", "TopKState", "WireState", "sketch_hook", "topk_hook", "wire_hook"]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.state import SketchState, TopKState
+from wingbeat.integrations.ddp.wire import WireState
 
 
 def sketch_hook(state: SketchState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -32,6 +33,19 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
         UsageError: ``state`` is not a `TopKState`, or is of another model.
     """
     _check(state, TopKState, "topk_hook")
+    return state.submit(bucket)
+
+
+def wire_hook(state: WireState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket's gradients over all workers, by the codec of the state.
+
+    With ``topk`` everyone gets everyone's values, as by `topk_hook`; else each worker sums a block
+    and sends it to everyone, as by `sketch_hook`.
+
+    Raises:
+        UsageError: ``state`` is not a `WireState`, or is of another model.
+    """
+    _check(state, WireState, "wire_hook")
     return state.submit(bucket)
 
 

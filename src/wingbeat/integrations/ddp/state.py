@@ -23,11 +23,11 @@ from wingbeat.integrations.ddp.exchange import HookBucket, HookExchange
 from wingbeat.integrations.ddp.executor import Executor, HookJob
 from wingbeat.transport.native import NativeGroup
 from wingbeat.types import Span
-from wingbeat.wires import LowRank, Sketch, Wire, of, unmatched
+from wingbeat.wires import Coded, LowRank, Sketch, Wire, of, unmatched
 
 
-class _State:
-    """What both hooks share. Made by every rank alike, as it makes a process group."""
+class HookState:
+    """What all hooks share. Made by every rank alike, as it makes a process group."""
 
     def __init__(
         self, model: nn.Module, *, velocity: bool, process_group: Any, timeout: float | None
@@ -178,7 +178,7 @@ class _State:
             dist.destroy_process_group(handle)
 
 
-class SketchState(_State):
+class SketchState(HookState):
     """For `sketch_hook`: every value travels as a code of ``bits`` bits, twice.
 
     Every rank makes one, at the same point of its program; it makes a process group of its own.
@@ -213,12 +213,7 @@ class SketchState(_State):
             raise UsageError(f"SketchState(bits={bits!r}): allowed are whole numbers from 1 to 8")
         self.wire = _sketched(wire, bits)
         self.bits = self.wire.bits
-        names = _trained(model, type(self).__name__).values()
-        for pattern in unmatched(self.wire, names):
-            raise UsageError(
-                f"SketchState(wire=...): {pattern!r} matches no trained parameter; their names are "
-                f"{', '.join(list(names)[:3])} ...: correct the pattern, or leave it out"
-            )
+        check_groups("SketchState", self.wire, model)
         super().__init__(model, velocity=False, process_group=process_group, timeout=timeout)
 
     @property
@@ -234,7 +229,7 @@ class SketchState(_State):
         return HookExchange(bucket, self._group, self._residuals, found, gathered=False)
 
 
-class TopKState(_State):
+class TopKState(HookState):
     """For `topk_hook`: of each bucket only the largest values travel, with their places.
 
     Every rank makes one, at the same point of its program; it makes a process group of its own.
@@ -298,6 +293,16 @@ class TopKState(_State):
             [whole],
             gathered=True,
             momentum=self.momentum > 0,
+        )
+
+
+def check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
+    """Raise a `UsageError` if a group of the wire has no trained parameter of the model."""
+    names = _trained(model, kind).values()
+    for pattern in unmatched(wire, names):
+        raise UsageError(
+            f"{kind}(wire=...): {pattern!r} matches no trained parameter; their names are "
+            f"{', '.join(list(names)[:3])} ...: correct the pattern, or leave it out"
         )
 
 

@@ -130,6 +130,18 @@ def batch_norm_with_accumulation(side: Side) -> None:
 
 
 @scenario()
+def batch_norm_with_two_forwards_before_a_backward(side: Side) -> None:
+    """As a GAN's critic has them; autograd must not take what rank 0 sends for a change."""
+    model: Any = Convolutions()
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(0, 8, 2):
+        optimizer.zero_grad()
+        losses = [cross_entropy(model, *side.batch(step + each)) for each in range(2)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+@scenario()
 def batch_norm_evaluated_on_rank_zeros_statistics(side: Side) -> None:
     """DDP's other ranks keep their own statistics until the next forward; wingbeat's do not."""
     model: Any = Convolutions()

@@ -1,0 +1,138 @@
+"""A small Llama trained by the HF Trainer on slow links: its own DDP, DeAR and a sketch.
+
+    python benchmarks/finetune.py --rate 100mbit --json out/finetune.json
+
+Each row trains the model of ``examples/finetune.py`` from the same weights, on the same batches of
+real text, on emulated hosts of a core each. Shown are milliseconds of a step, megabytes that a
+worker sends in it, by the kernel's counters, and the loss on text that was held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import run_and_judge, write
+
+from wingbeat import lab
+from wingbeat.errors import LabError
+from wingbeat.lab import counters
+
+ROWS = ("ddp", "dear:plan=fixed,mb=1", "dear:plan=fixed,mb=1,wire=sketch:auto_disable=false")
+EXAMPLE = Path(__file__).parents[1] / "examples" / "finetune.py"
+CLOSE = 1e-3
+"""How far DeAR's loss may be from DDP's."""
+
+
+def train(row: str, steps: int, folder: Path) -> None:
+    """Train one row as a worker of a lab; rank 0 leaves what it found in ``folder``."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Counting(TrainerCallback):  # type: ignore[misc]
+        """Counts from the third step on: the first ones meet and build buckets."""
+
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+            if state.global_step in (2, steps):
+                self.seen = [*getattr(self, "seen", []), (time.monotonic(), sent())]
+
+    spec = importlib.util.spec_from_file_location("finetune_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.set_num_threads(1)
+    trainer, counting = example.trainer(row, str(folder), steps), Counting()
+    trainer.add_callback(counting)
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    (begun, before), (ended, after) = counting.seen
+    if os.environ["RANK"] == "0":
+        found = {
+            "row": row,
+            "step_ms": (ended - begun) / (steps - 2) * 1e3,
+            "sent_mb": (after - before) / (steps - 2) / 1e6,
+            "loss": loss,
+        }
+        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def sent() -> float:
+    """Bytes that have left this host."""
+    return float(sum(each.tx_bytes for name, each in counters.read().items() if name != "lo"))
+
+
+def measured(args: argparse.Namespace, row: str) -> dict[str, Any]:
+    """Train one row in a lab.
+
+    Raises:
+        LabError: a worker failed, or the lab could not be made.
+    """
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        ended = lab.run(
+            f"star:{args.hosts}@{args.rate}",
+            [sys.executable, __file__, "--worker", row, "--steps", str(args.steps), folder],
+            timeout=args.timeout,
+            on_line=lambda rank, line: said.append(f"[{rank}] {line}"),
+        )
+        if ended.exit_code:
+            print("\n".join(said[-40:]), file=sys.stderr)
+            raise LabError(f"{row}: {ended.first_failure or ended.exit_code}")
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    return found
+
+
+def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report, and print it; return what is missed."""
+    report |= {"lab": f"star:{args.hosts}@{args.rate}", "steps": args.steps, "rows": []}
+    print("| row | ms a step | times DDP's speed | MB a worker a step | held-out loss |")
+    print("|---|---|---|---|---|")
+    for row in args.rows:
+        report["rows"].append(measured(args, row))
+        write(args.json, report)
+        one, first = report["rows"][-1], report["rows"][0]
+        speed = first["step_ms"] / one["step_ms"]
+        print(
+            f"| {row} | {one['step_ms']:.0f} | {speed:.2f} | {one['sent_mb']:.2f} "
+            f"| {one['loss']:.3f} |",
+            flush=True,
+        )
+    losses = {each["row"]: each["loss"] for each in report["rows"]}
+    return [
+        f"{row}: loss {loss:.4f}, DDP's is {losses['ddp']:.4f}"
+        for row, loss in losses.items()
+        if "wire" not in row and "ddp" in losses and abs(loss - losses["ddp"]) > CLOSE
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--hosts", type=int, default=2, help="workers, of a core each (2)")
+    parser.add_argument("--rate", default="100mbit", help="of each link (100mbit)")
+    parser.add_argument("--steps", type=int, default=100, help="of each row (100)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a row (900)")
+    parser.add_argument("--json", type=Path, default=Path("out/finetune.json"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("folder", type=Path, nargs="?", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        train(args.worker, args.steps, args.folder)
+        return 0
+    if reason := lab.available():
+        print(f"finetune.py: {reason}", file=sys.stderr)
+        return 2
+    return run_and_judge(args.json, functools.partial(measure, args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""`prepare`: what ``Accelerator.prepare`` does, with `wingbeat.distribute` in place of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from wingbeat.errors import UsageError
+from wingbeat.integrations.accelerate import names
+from wingbeat.integrations.accelerate.accelerator import upgrade_accelerator
+from wingbeat.integrations.accelerate.refusing import refuse_ddp_options, refuse_setup
+from wingbeat.sync import distribute
+from wingbeat.sync.engine import Engine
+from wingbeat.sync.entry import HasChoices, unwrapped
+from wingbeat.sync.upgrade import engine_of
+from wingbeat.transport import init
+from wingbeat.transport.world import World, current
+
+
+def prepare(
+    accelerator: Any,
+    *objects: Any,
+    strategy: HasChoices | None = None,
+    device_placement: Sequence[bool | None] | None = None,
+) -> Any:
+    """Prepare everything for training, as ``accelerator.prepare``, with wingbeat in place of DDP.
+
+    The accelerator is upgraded in place, as models are: its ``clip_grad_norm_`` clips without
+    gathering gradients, ``no_sync`` and ``accumulate`` know models that have methods of such names,
+    ``save_state`` and ``load_state`` save and load each worker's residuals and level models that
+    differ, and ``join_uneven_inputs`` is wingbeat's `join`. Calls `wingbeat.init` if nobody has.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator`` for plain data parallelism.
+        objects: models with their optimizers, loaders, schedulers, in any order. A model of which
+            nothing is trained needs no optimizer. Of several optimizers of one model, the first is
+            wingbeat's, and the others stay as they are.
+        strategy: default: ``wingbeat.DeAR()``.
+        device_placement: as for ``accelerator.prepare``, for each of ``objects``.
+
+    Returns:
+        The objects, prepared, in the same order; a single one alone.
+
+    Raises:
+        UsageError: Accelerate is missing or too old; the accelerator does something else than data
+            parallelism, or has options that would have no effect; a model and an optimizer do not
+            belong together; or what `wingbeat.distribute` refuses.
+        MismatchError: the ranks' models differ.
+    """
+    library = names.accelerate()
+    if not isinstance(accelerator, library.Accelerator):
+        raise UsageError(
+            f"prepare({type(accelerator).__name__}): the first argument must be an "
+            "accelerate.Accelerator"
+        )
+    names.check(accelerator)
+    world = _world()
+    placement = list(device_placement or [None] * len(objects))
+    if len(placement) != len(objects):
+        raise UsageError(
+            f"prepare(device_placement=...): {len(placement)} values for {len(objects)} objects; "
+            "give one for each"
+        )
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    refuse_setup(accelerator, world)
+    refuse_ddp_options(accelerator, models)
+    pairs = _pairs(models, [each for each in objects if isinstance(each, torch.optim.Optimizer)])
+    if strategy is None:
+        from wingbeat.strategies import DeAR
+
+        strategy = DeAR()
+    made = {
+        id(each): _prepared_model(accelerator, each, pairs.get(id(each)), strategy, place, world)
+        for each, place in zip(objects, placement, strict=True)
+        if isinstance(each, nn.Module)
+    }
+    upgrade_accelerator(accelerator, [(made[key], unwrapped(o)) for key, o in pairs.items()])
+    return _with_others(accelerator, objects, placement, made)
+
+
+def _world() -> World:
+    try:
+        return current()
+    except UsageError:
+        return init()
+
+
+def _prepared_model(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    strategy: HasChoices,
+    place: bool | None,
+    world: World,
+) -> nn.Module:
+    """Move and distribute one model; device and autocast are what Accelerate does without DDP."""
+    engine = None if optimizer is None else engine_of(unwrapped(optimizer))
+    if engine is not None:  # what is prepared once more, for a second training, stays as it is
+        _check_again(model, engine, strategy)
+        model, optimizer = engine.model, None
+    ready: nn.Module = accelerator.prepare_model(
+        model, device_placement=place, evaluation_mode=True
+    )
+    if optimizer is not None:
+        distribute(ready, optimizer, strategy, world=world)
+    return ready
+
+
+def _check_again(model: nn.Module, engine: Engine, strategy: HasChoices) -> None:
+    compiled = getattr(engine.model, "_orig_mod", None)
+    if model not in (engine.model, compiled) or engine.meter.strategy != repr(strategy):
+        raise UsageError(
+            f"prepare(): the optimizer of {type(model).__name__} is distributed already, with "
+            f"another model or as {engine.meter.strategy}: call wingbeat.release(model, optimizer) "
+            "first"
+        )
+
+
+def _with_others(
+    accelerator: Any, objects: Sequence[Any], placement: Sequence[Any], made: dict[int, nn.Module]
+) -> Any:
+    """Have Accelerate prepare all but the models; return all in the order of ``objects``."""
+    places = [at for at, each in enumerate(objects) if id(each) not in made]
+    found: list[Any] = [made.get(id(each)) for each in objects]
+    if places:
+        others = accelerator.prepare(
+            *(objects[at] for at in places), device_placement=[placement[at] for at in places]
+        )
+        for at, each in zip(places, others if len(places) > 1 else [others], strict=True):
+            found[at] = each
+    return tuple(found) if len(found) != 1 else found[0]
+
+
+# -- which optimizer trains which model ---------------------------------------------------
+
+
+def _pairs(models: list[nn.Module], optimizers: list[Any]) -> dict[int, Any]:
+    """Return each trained model's first optimizer, by the model's id.
+
+    Raises:
+        UsageError: one has no other, or an optimizer has parameters of several models.
+    """
+    owner: dict[torch.Tensor, nn.Module] = {}
+    for model in models:
+        for _, param in nn.Module.named_parameters(model):
+            owner.setdefault(param, model)
+    found: dict[int, Any] = {}
+    for optimizer in optimizers:
+        inner = unwrapped(optimizer)
+        owners = {id(owner[p]): owner[p] for p in _params(inner) if p in owner}
+        kind = type(inner).__name__
+        if len(owners) != 1:
+            what = (
+                "of none of the models given with it: pass its model in the same call"
+                if not owners
+                else f"of {' and '.join(type(m).__name__ for m in owners.values())}: put them into "
+                "one module (torch.nn.ModuleDict, say), or give each an optimizer of its own"
+            )
+            raise UsageError(f"prepare(): {kind} has parameters {what}")
+        _check_scaler(optimizer, inner)
+        found.setdefault(next(iter(owners)), optimizer)
+    for model in models:
+        trained = any(p.requires_grad for _, p in nn.Module.named_parameters(model))
+        if trained and id(model) not in found:
+            raise UsageError(
+                f"prepare(): {type(model).__name__} has parameters to train and no optimizer here: "
+                "pass its optimizer in the same call, or freeze it (requires_grad_(False))"
+            )
+    return found
+
+
+def _params(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in vars(optimizer)["param_groups"] for param in group["params"]]
+
+
+def _check_scaler(optimizer: Any, inner: Any) -> None:
+    if getattr(optimizer, "scaler", None) is not None and engine_of(inner) is None:
+        raise UsageError(
+            f"prepare(): {type(inner).__name__} was prepared before, and its gradient scaler would "
+            "go on with the step that it had then: pass the bare optimizer"
+        )

@@ -1,0 +1,70 @@
+"""What an Accelerator is set up for and wingbeat cannot do: one line, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from wingbeat.errors import UsageError
+from wingbeat.transport.world import World
+
+_PARALLEL = ("tp_enabled", "cp_enabled", "sp_enabled", "dp_shard_enabled")
+
+
+def refuse_setup(accelerator: Any, world: World) -> None:
+    """Refuse an Accelerator that does something else than data parallelism in plain precision.
+
+    Raises:
+        UsageError: names what it does.
+    """
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise UsageError(
+            f"prepare(accelerator): it is set up for {kind}, which divides models in a way of its "
+            "own; allowed are MULTI_GPU, MULTI_CPU and the like: leave out its plugin, or use "
+            "accelerator.prepare()"
+        )
+    config = getattr(accelerator, "parallelism_config", None)
+    for name in _PARALLEL:
+        if getattr(config, name, False):
+            raise UsageError(
+                f"prepare(accelerator): its parallelism_config has {name}; wingbeat averages whole "
+                "models: leave parallelism_config out"
+            )
+    if accelerator.mixed_precision == "fp8":
+        raise UsageError(
+            "prepare(accelerator): mixed_precision='fp8' exchanges layers after the optimizer was "
+            "made; allowed are 'no', 'bf16' and 'fp16'"
+        )
+    if world.size != accelerator.num_processes:
+        raise UsageError(
+            f"prepare(accelerator): it has {accelerator.num_processes} processes and wingbeat "
+            f"{world.size} workers: start them all by torchrun or accelerate launch"
+        )
+
+
+def refuse_ddp_options(accelerator: Any, models: list[nn.Module]) -> None:
+    """Refuse options for DDP that would have no effect, and that training depends on.
+
+    Raises:
+        UsageError: names the option.
+    """
+    handler = getattr(accelerator, "ddp_handler", None)
+    if handler is None:
+        return
+    hook = getattr(handler, "comm_hook", None)
+    chosen = getattr(hook, "value", hook) or "no"
+    if chosen != "no":
+        raise UsageError(
+            f"DistributedDataParallelKwargs(comm_hook={chosen!r}): there is no DDP to hook "
+            "into; give the strategy a wire, such as wingbeat.DeAR(wire='bf16')"
+        )
+    for model in models:
+        buffer = next((name for name, _ in model.named_buffers()), None)
+        if not handler.broadcast_buffers and buffer is not None:
+            raise UsageError(
+                f"broadcast_buffers=False: wingbeat takes over rank 0's buffers, and "
+                f"{type(model).__name__} has {buffer!r}; leave it out, or name the buffers by "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+            )

@@ -1,0 +1,153 @@
+"""A Trainer whose accelerator prepares model and optimizer by wingbeat."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from wingbeat.errors import UsageError
+from wingbeat.integrations import residuals
+from wingbeat.integrations.accelerate import prepare
+from wingbeat.integrations.transformers import names
+from wingbeat.strategies import DeAR
+from wingbeat.sync import consensus, release
+from wingbeat.sync.entry import HasChoices, unwrapped
+from wingbeat.sync.upgrade import engine_of
+
+
+class WingbeatTrainerMixin:
+    """Trains by wingbeat what a ``transformers.Trainer`` would put into DDP.
+
+    To be named before the trainer in a class's bases. All else is the Trainer's own: accumulation,
+    clipping, precision, schedulers, evaluation, checkpoints. A checkpoint has each worker's
+    residuals too; before evaluating, saving, and at the end of `train`, workers whose models
+    differ (Ripples, LocalSGD, ...) agree on one.
+
+    Args:
+        args, kwargs: as the Trainer's.
+        strategy: what `wingbeat.distribute` gets; default: ``wingbeat.DeAR()``.
+
+    Raises:
+        UsageError: the Trainer is set up for something else than data parallelism, for reentrant
+            checkpointing, or is of a release in which the names have moved that are used here.
+    """
+
+    def __init__(self, *args: Any, strategy: HasChoices | None = None, **kwargs: Any) -> None:
+        if isinstance(strategy, type) or not (strategy is None or hasattr(strategy, "choices")):
+            raise UsageError(
+                f"{type(self).__name__}(strategy={strategy!r}): pass an instance, such as "
+                "wingbeat.DeAR()"
+            )
+        super().__init__(*args, **kwargs)
+        names.check(self)
+        _refuse_setup(self)
+        self.strategy: HasChoices = DeAR() if strategy is None else strategy
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; afterwards all workers have the same model."""
+        done = super().train(*args, **kwargs)  # type: ignore[misc]
+        _agree(self)
+        return done
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, of one model for all workers."""
+        _agree(self)
+        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):  # type: ignore[attr-defined]
+            _release(self)  # which converts the model, and that ends its training
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    # -- private ones, listed in `names` --------------------------------------------------
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with _preparing(self.accelerator, self.strategy):  # type: ignore[attr-defined]
+            made = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        if _distributed(self) is None:
+            raise UsageError(
+                f"transformers {names.transformers().__version__} does not prepare models in "
+                "Trainer._prepare_for_training any more, which wingbeat counts on: install the "
+                "version that wingbeat's constraints.txt names, and report this"
+            )
+        return made
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        _agree(self)
+        return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.args.should_save:  # type: ignore[attr-defined]
+            # Where the optimizer is divided, all workers gather what one of them saves.
+            self.optimizer.state_dict()  # type: ignore[attr-defined]
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        residuals.save(unwrapped(self.optimizer), output_dir)  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            residuals.load(unwrapped(self.optimizer), checkpoint)  # type: ignore[attr-defined]
+
+
+class WingbeatTrainer(WingbeatTrainerMixin, Trainer):
+    """``transformers.Trainer`` with wingbeat in place of DDP; see `WingbeatTrainerMixin`."""
+
+
+def _distributed(trainer: Any) -> nn.Module | None:
+    """Return the model that trains by wingbeat, if there is one yet."""
+    model = getattr(trainer, "model_wrapped", None)
+    return model if isinstance(model, nn.Module) and engine_of(model) is not None else None
+
+
+def _agree(trainer: Any) -> None:
+    model = _distributed(trainer)
+    if model is not None:
+        consensus(model)
+
+
+def _release(trainer: Any) -> None:
+    model = _distributed(trainer)
+    if model is not None:
+        release(model, trainer.optimizer)
+
+
+@contextlib.contextmanager
+def _preparing(accelerator: Any, strategy: HasChoices) -> Iterator[None]:
+    """Have ``accelerator.prepare(model, optimizer)`` prepare them by wingbeat."""
+
+    def instead(*objects: Any, **kwargs: Any) -> Any:
+        del accelerator.prepare  # the class's own, for the optimizer
+        try:
+            if any(isinstance(each, nn.Module) for each in objects):
+                return prepare(accelerator, *objects, strategy=strategy, **kwargs)
+            return accelerator.prepare(*objects, **kwargs)
+        finally:
+            accelerator.prepare = instead
+
+    accelerator.prepare = instead
+    try:
+        yield
+    finally:
+        del accelerator.prepare
+
+
+def _refuse_setup(trainer: Any) -> None:
+    args, kind = trainer.args, type(trainer).__name__
+    if args.n_gpu > 1:
+        raise UsageError(
+            f"{kind}: one process with {args.n_gpu} GPUs would train by torch.nn.DataParallel; "
+            "start a process for each GPU by torchrun or accelerate launch"
+        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(trainer, f"is_{name}_enabled", False):
+            raise UsageError(
+                f"{kind}: TrainingArguments(...) has {name} set, which divides models in a way of "
+                "its own; leave it out, or use transformers.Trainer"
+            )
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if (getattr(args, name, None) or {}).get("use_reentrant"):
+            raise UsageError(
+                f"{kind}: {name} has use_reentrant=True, which gives a parameter its gradient "
+                "twice in one backward; set it to False"
+            )

@@ -1,0 +1,155 @@
+"""Accelerate with wingbeat beside Accelerate with its own DDP, in real processes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.pool import Pool
+from integrations import accelerate_cases as cases
+from wingbeat.errors import UsageError
+from wingbeat.integrations import residuals
+from wingbeat.integrations.libraries import library
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+WIRES = [
+    "sketch@2",
+    "topk@0.2:warmup=0",
+    "topk@0.2:warmup=2:bits=4",
+    "topk@0.2:warmup=0:momentum=0.5",
+    "lowrank@2:bits=4",
+    "fp16",
+    "sketch@4:groups=*.bias@fp32",
+    "sketch@1:share=0.5:total=6:auto_disable=false",
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Two workers; Accelerate makes their group. Importing it takes seconds, so they stay."""
+    made = Pool(2, default_group=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def run(pool: Pool) -> Callable[..., list[Any]]:
+    def run(case: Callable[..., Any], *args: Any) -> list[Any]:
+        return pool.run(case, *args, deadline=150.0)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "case",
+    [cases.exact, cases.clips_parts, cases.scaled, cases.several, cases.uneven, cases.local_sgd],
+)
+def test_as_with_its_own_ddp(case: Any, run: Any) -> None:
+    run(case)
+
+
+@pytest.mark.parametrize("case", [cases.resumed, cases.utilities, cases.compiled])
+def test_what_is_saved(case: Any, run: Any, tmp_path: Path) -> None:
+    run(case, str(tmp_path))
+
+
+def test_residuals_of_another_number_of_workers(
+    run: Any, tmp_path: Path, fresh_pool: Callable[..., Pool]
+) -> None:
+    saved = run(cases.other_size, str(tmp_path), True)
+    loaded = fresh_pool(3).run(cases.other_size, str(tmp_path), False, deadline=150.0)
+    assert saved[0] == pytest.approx(loaded[0], rel=1e-5)
+    assert saved[0] > 0.01
+
+
+def test_every_wire_as_a_hook(run: Any, tmp_path: Path) -> None:
+    run(cases.hooks, str(tmp_path), WIRES)
+
+
+def test_what_cannot_work_is_refused_in_one_line(run: Any) -> None:
+    wanted = [
+        "the first argument must be an accelerate.Accelerator",
+        "it is set up for DEEPSPEED",
+        "Sequential has parameters to train and no optimizer here",
+        "SGD has parameters of none of the models given with it",
+        "SGD has parameters of Sequential and Sequential",
+        "2 values for 1 objects",
+        "comm_hook='fp16'",
+        "Sequential has '1.running_mean'",
+        "mixed_precision='fp8'",
+        "pass the bare optimizer",
+        "is distributed already, with another model or as AllReduce(mb=",
+        "trigger_sync_in_backward()",
+        "2 models, of which a worker",
+        "write `with model.join():`",
+        "has no Accelerator._dataloaders any more",
+        "the model must be the DistributedDataParallel",
+        "bf16_compress_hook",
+        "is wrapped in DistributedDataParallel",
+    ]
+    for said in run(cases.refusals):
+        assert len(said) == len(wanted), said
+        for line, part in zip(said, wanted, strict=True):
+            assert part in line, (part, line)
+            assert "\n" not in line
+
+
+def test_the_page_runs(run: Any, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/how-to/accelerate.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    run(cases.page, blocks, str(tmp_path))
+    assert (tmp_path / "checkpoint/model.safetensors").exists()
+
+
+def test_one_worker_alone(fresh_pool: Callable[..., Pool]) -> None:
+    fresh_pool(1).run(cases.single, deadline=150.0)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_a_library_that_is_missing_or_old(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    remedy = re.escape(f"pip install 'wingbeat[{name}]'")
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match=f"^wingbeat.integrations.{name} needs {name}: {remedy}$"):
+        library(name, "1.0")
+    old = types.ModuleType(name)
+    old.__version__ = "0.9.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, old)
+    with pytest.raises(UsageError, match=f"1.0 or newer, and 0.9.1 is installed: {remedy}$"):
+        library(name, "1.0")
+    old.__version__ = "10.0.dev1+cpu"  # type: ignore[attr-defined]
+    assert library(name, "9.5") is old
+
+
+def test_something_that_a_library_needs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library itself is there, so its own error says what is not."""
+
+    def fail(_name: str) -> None:
+        raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ModuleNotFoundError, match="yaml"):
+        library("accelerate", "1.0")
+
+
+def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    for rank in (0, 1, 3):
+        residuals.write({"rank": rank}, tmp_path, "residuals_0", rank, 4)
+    assert residuals.read(tmp_path, "residuals_0", 1, 4) == [{"rank": 1}]
+    assert residuals.read(tmp_path, "residuals_1", 1, 4) == []
+    for rank, size in ((2, 4), (0, 2)):
+        with pytest.raises(UsageError, match="has residuals of 3 of 4 workers, and not"):
+            residuals.read(tmp_path, "residuals_0", rank, size)
+    residuals.write({"rank": 0}, tmp_path, "residuals_0", 0, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["wingbeat_residuals_0_0_of_2.pt"]
+    next(tmp_path.iterdir()).write_bytes(b"PK nonsense")
+    with pytest.raises(UsageError, match="cannot be read"):
+        residuals.read(tmp_path, "residuals_0", 0, 2)
