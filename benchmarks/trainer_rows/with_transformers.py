@@ -6,6 +6,7 @@ import tempfile
 from typing import Any
 
 import torch
+
 from trainer_rows.task import Task
 
 TITLE = "HF Trainer"
