@@ -158,6 +158,7 @@ class Grouping:
     def close(self) -> None:
         """Leave: nobody waits for this worker any more. The generator ends when all have left."""
         self._giving.close()
+        self.client.leave()
         self.averages.close()
         quick = leaving.failing() or self.client.fallen is not None
         if self._mailbox is None:
