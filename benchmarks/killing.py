@@ -22,7 +22,7 @@ from typing import Any
 from wingbeat import lab
 from wingbeat.errors import LabError
 
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 """For a worker to come back, and for the others to go on."""
 TOGETHER = 20
 """Steps that all train together between two kills, at least."""
@@ -113,8 +113,8 @@ class Killer:
 
         ``rank``; ``steps`` of the slowest of the others; ``still_s``, the longest time that any of
         these made no step in; ``back_s``, until the killed one trains again, and ``steps_without``,
-        steps that the slowest has made by then; ``before``, what the killed one had said last, and
-        ``others`` what these had.
+        steps that the slowest has made by then; ``before``, what the killed one had said last;
+        what the others had said then (``others``) and in the end (``after``).
         """
         others = [each for each in range(self._workers) if each != rank]
         said, before = self.said(rank) or {}, [self.said(each) or {} for each in others]
@@ -131,6 +131,7 @@ class Killer:
         return {
             "rank": rank, "steps": begun, "still_s": still.longest_s, "steps_without": without,
             "back_s": back_s, "before": said, "others": before,
+            "after": [self.said(each) or {} for each in others],
         }  # fmt: skip
 
     def _together(self, ranks: Sequence[int]) -> int:

@@ -118,9 +118,7 @@ def fallen(values: list[float]) -> list[str]:
     """Return where losses of some length do not fall from each quarter to the next."""
     parts = min(4, len(values))
     cuts = [len(values) * part // parts for part in range(parts + 1)] if parts else []
-    means = [
-        statistics.fmean(values[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+    means = [statistics.fmean(values[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
     return [
         f"the training loss was {late:.4f} in part {number} of {parts}, {early:.4f} before"
         for number, (early, late) in enumerate(zip(means, means[1:], strict=False), start=2)
@@ -181,7 +179,7 @@ def work(home: Path, row: str, life: int) -> None:
         found = torch.nn.functional.cross_entropy(model(x), y)
         found.backward()
         usual_s = max(time.monotonic() - begin, 0.9 * usual_s)  # as the generator counts it
-        recent.append(float(found))
+        recent.append(float(found.detach()))
         optimizer.step()
         mean = statistics.fmean(recent)
         if not telling.say(met.steps, met=met.by_rank, usual_s=usual_s, loss=mean):
