@@ -22,7 +22,7 @@ from typing import Any
 from wingbeat import lab
 from wingbeat.errors import LabError
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """For a worker to come back, and for the others to go on."""
 TOGETHER = 20
 """Steps that all train together between two kills, at least."""
@@ -122,12 +122,14 @@ class Killer:
         put(self._home / f"kill-{rank}", back)
         self._lives[rank] += 1
         still, back_s, without = Standstill(others, began), None, 0
-        while back and back_s is None or self._steps(others) < begun + TOGETHER:
+        while (back and back_s is None) or self._steps(others) < begun + TOGETHER:
             now = time.monotonic()
             still.look(now, {each: self._steps([each]) for each in others})
             if back and back_s is None and self.said(rank) is not None:
                 back_s, without = now - began, self._steps(others) - begun
             self._wait(now - began, f"rank {rank} was killed at step {begun}")
+        if back:
+            self._together(range(self._workers))
         return {
             "rank": rank, "steps": begun, "still_s": still.longest_s, "steps_without": without,
             "back_s": back_s, "before": said, "others": before,

@@ -8,15 +8,17 @@ the others go on. In the end rank 0 is killed for good, and with it the group ge
 go on by the static schedule.
 
 Judged: each time the others go on, and none of them makes no step for longer than the deadline that
-the generator gives the one that was killed, plus half a second in which it looks; who comes back is
-in groups with others again; the training loss falls from each quarter of the kills to the next; all
-models are the same bits in the end, and their loss has fallen to under a tenth. When the generator
-has died the deadline is that of workers who are not told of a group.
+the generator gives the one that was killed, plus a second in which all look. That is 8 times its
+usual step, and 2 s at least; or the 5 s after which one that says nothing is lost, as it may have
+died in a group that it had not come to. Who comes back is in groups with others again; the training
+loss falls from each quarter of the kills to the next; all models are the same bits in the end, and
+their loss has fallen to under a tenth.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -32,8 +34,8 @@ from wingbeat.exchanges.average import GRACE_S
 from wingbeat.groups.config import SILENCE_S
 from wingbeat.groups.patience import FACTOR, LEAST_S
 
-LOOKS_S = 0.5
-"""In which the generator looks who is late, and tells the others."""
+LOOKS_S = 1.0
+"""In which the generator looks who is late, and tells the others, who look too."""
 FALLING_S = SILENCE_S + GRACE_S
 """Until workers know that the generator is dead, and those in a group that others do not come."""
 RECENT = 20
@@ -90,7 +92,8 @@ def figures(kill: dict[str, Any]) -> dict[str, Any]:
     met = sum(each["met"][rank] for each in kill["after"] if each)
     return {
         "usual_s": usual_s,
-        "limit_s": max(LEAST_S, FACTOR * usual_s) + LOOKS_S if rank else FALLING_S,
+        "deadline_s": max(LEAST_S, FACTOR * usual_s),
+        "limit_s": max(LEAST_S, FACTOR * usual_s, SILENCE_S) + LOOKS_S if rank else FALLING_S,
         "loss": statistics.fmean(known) if known else None,
         "met": met - sum(each["met"][rank] for each in others if each),
     }
@@ -118,10 +121,10 @@ def fallen(values: list[float]) -> list[str]:
     """Return where losses of some length do not fall from each quarter to the next."""
     parts = min(4, len(values))
     cuts = [len(values) * part // parts for part in range(parts + 1)] if parts else []
-    means = [statistics.fmean(values[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(cuts)]
     return [
         f"the training loss was {late:.4f} in part {number} of {parts}, {early:.4f} before"
-        for number, (early, late) in enumerate(zip(means, means[1:], strict=False), start=2)
+        for number, (early, late) in enumerate(itertools.pairwise(means), start=2)
         if not late < early
     ]
 

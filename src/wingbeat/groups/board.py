@@ -62,7 +62,7 @@ class Board:
         self._set(f"gone/{worker}", "1")
 
     def fall(self, worker: int, last: int) -> None:
-        """Publish that ``worker`` goes on without the generator, and so does who wants to come back.
+        """Publish that ``worker`` goes on without the generator: nobody can come back.
 
         Args:
             worker: its rank.

@@ -66,7 +66,7 @@ class Client:
         self._layout, self._rules, self._timeout = layout, rules, timeout
         self._board = board
         self._member = Member(worker, rules)
-        self._levels = False
+        self._levels = self._joins = False
         self._asked = 0
         self._probed = 0.0
         self._heard: deque[Message] = deque()  # while an average was made
@@ -105,20 +105,24 @@ class Client:
         assert self._follower is not None
         self._follower.level(averages)
 
-    def fetch(self, take: Callable[[int, int, Callable[[], bool]], Blob | None]) -> Blob:
+    def fetch(
+        self, take: Callable[[int, int, Callable[[], bool]], Blob | None], *, join: bool = False
+    ) -> Blob:
         """Return the state of somebody who takes part.
 
         Args:
             take: takes it from a worker, at a meeting of that number; its last argument says
                 whether that one lives, as far as is known. Returns None if it was lost.
+            join: whether this worker takes part from now on, and not only when it asks.
 
         Raises:
             PeerError: nobody takes part, or gave it in time, or the generator is dead.
         """
+        self._joins = join
         lost, deadline = -1, time.monotonic() + self._timeout
         try:
             while True:
-                self._post(Kind.FETCH, lost + 1)
+                self._post(Kind.FETCH, lost + 1, int(join))
                 giver, meeting = self._told_giver(deadline)
                 blob = take(giver, meeting, lambda giver=giver: not self._heard_out(giver))  # type: ignore[misc]
                 if blob is not None:
@@ -152,10 +156,20 @@ class Client:
     def _note(self, message: Message) -> None:
         """Hear what the generator says between two steps."""
         match message.kind:
+            case Kind.OUT if message.ids[0] == self._worker:
+                self._check_joined()
             case Kind.OUT:
                 self._absent.add(message.ids[0])
             case Kind.IN:
                 self._absent.discard(message.ids[0])
+
+    def _check_joined(self) -> None:
+        """Raise a `PeerError` if others have gone on without the worker that copies their state."""
+        if self._joins:
+            raise PeerError(
+                f"rank {self._worker}: the others went on without this worker before it had their "
+                "state; start it again, or give it more time: wingbeat.init(timeout=...)"
+            )
 
     def leave(self) -> None:
         """Let nobody wait for this worker any more, if there is no generator who does."""
@@ -217,6 +231,7 @@ class Client:
                 if self._member.hear(told.run):
                     self._run(told, averages)
             case Kind.OUT if ids[0] == self._worker:
+                self._check_joined()
                 # Nobody waits for this worker any more, whatever it is in. It comes back when it
                 # asks; it may have done so since, which was not heard yet.
                 if ids[1] == self._asked:
@@ -254,6 +269,7 @@ class Client:
             # The group runs again without it, if others have not said so already.
             self._post(Kind.LOST, run.number, run.epoch, lost)
             return
+        self._joins = False
         self._member.done()
         self._post(Kind.DONE, run.number, run.epoch)
 

@@ -128,6 +128,10 @@ class GroupService:
                     return generator.gone(ids[2])
                 return []  # The others go on without it already.
             case Kind.FETCH:
+                if ids[1] and worker not in generator:
+                    generator.joined(worker, at_once=True)
+                    self._tell_all(Kind.IN, worker)
+                    self._patience.pauses(worker, now)
                 self._find_state(worker, ids[0] - 1)
                 return []
             case Kind.ALIVE:
