@@ -37,10 +37,10 @@ def train(row: str, steps: int, folder: Path) -> None:
     import torch
     from transformers import TrainerCallback
 
-    class Counting(TrainerCallback):  # type: ignore[misc]
+    class Counting(TrainerCallback):
         """Counts from the third step on: the first ones meet and build buckets."""
 
-        def on_step_end(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if state.global_step in (2, steps):
                 self.seen = [*getattr(self, "seen", []), (time.monotonic(), sent())]
 

@@ -82,7 +82,7 @@ def forward_of(args: argparse.Namespace) -> float:
 def rate_of(args: argparse.Namespace, forward: float) -> int:
     """Return Mbit/s at which an all-reduce of all gradients takes ``--ratio`` forwards."""
     bits = 2 * (args.hosts - 1) / args.hosts * 8 * megabytes(args) * 1e6
-    return max(1, round(bits / (args.ratio * forward) / 1e6))
+    return max(1, round(float(bits / (args.ratio * forward) / 1e6)))
 
 
 def megabytes(args: argparse.Namespace) -> float:

@@ -375,9 +375,8 @@ class Choices:
         """Whether a worker that was started again alone is let in."""
         if self.averaging is None:
             return self.staleness is not None
-        # An outer optimizer's state is not handed on, and without a generator nobody is there who
-        # could let it in.
-        return self.averaging.outer is None and self.averaging.partners not in ("static", "pairs")
+        # Without a generator nobody is there who could let it in.
+        return self.averaging.partners not in ("static", "pairs")
 
     @property
     def divides(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.exchanges import average
 from wingbeat.exchanges.average import GroupAverage
-from wingbeat.groups.averages import GIVEN_UP
+from wingbeat.groups.averages import GIVEN_UP, Coming
 from wingbeat.groups.generator import Run
 from wingbeat.groups.rooms import Rooms
 from wingbeat.transport import blame, loopback
@@ -26,8 +26,8 @@ def _quick_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blame, "PATIENCE", 0.2)
 
 
-def alive() -> bool:
-    return True
+def alive() -> Coming:
+    return Coming.MAYBE
 
 
 def filled(value: float) -> torch.Tensor:
@@ -95,11 +95,12 @@ def test_a_member_that_is_lost_is_named_and_the_buffer_is_as_it_was() -> None:
     assert found == [(2, 0.0, 0.5), (2, 1.0, 0.5), None]
 
 
+@pytest.mark.parametrize("gone", [Coming.PAST, Coming.NEVER])
 @pytest.mark.parametrize("kept", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_group_that_does_not_come_is_given_up_when_the_generator_is_dead(
-    monkeypatch: pytest.MonkeyPatch, kept: bool
+    monkeypatch: pytest.MonkeyPatch, kept: bool, gone: Coming
 ) -> None:
-    monkeypatch.setattr(average, "GRACE_S", 0.1)
+    monkeypatch.setattr(average, "GRACE_S", 0.1 if gone is Coming.PAST else 1000.0)
 
     def body(world: World) -> float:
         buffer = filled(float(world.rank))
@@ -108,11 +109,11 @@ def test_a_group_that_does_not_come_is_given_up_when_the_generator_is_dead(
             averages.average(run(0, 0, 1), 1, alive)
         if world.rank == 0:
             begun = time.monotonic()
-            answers = iter([True])
-            assert averages.average(run(1, 0, 1), 1, lambda: next(answers, False)) == GIVEN_UP
+            answers = iter([Coming.MAYBE])
+            assert averages.average(run(1, 0, 1), 1, lambda: next(answers, gone)) == GIVEN_UP
             assert time.monotonic() < begun + 10
             assert (buffer == (0.5 if kept else 0.0)).all()
-            assert not next(answers, False)
+            assert next(answers, None) is None
         averages.average(run(2, 1, 0), 2, alive)
         averages.close()
         return float(buffer[0])

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from helpers.hall import PATIENCE, Hall, by
-from wingbeat.groups.averages import GIVEN_UP, STATIC_MEETINGS
+from wingbeat.groups.averages import GIVEN_UP, STATIC_MEETINGS, Coming
 from wingbeat.groups.board import Board, Sign
 from wingbeat.groups.follower import Follower
 from wingbeat.groups.generator import Run
@@ -99,7 +99,7 @@ def test_who_is_past_a_step_is_not_waited_for_there() -> None:
     one = follower(0, store, everyone=True)
     seen: list[tuple[int, ...]] = []
 
-    def average(run: Run, alive: Callable[[], bool]) -> int | None:
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
         seen.append(run.members)
         if len(seen) == 1:
             Board(store, "groups/", 4).say(1, Sign(0, False, 1, -1))
@@ -113,20 +113,28 @@ def test_who_is_past_a_step_is_not_waited_for_there() -> None:
     assert one.absent == {3}
 
 
-def test_a_member_that_levels_is_found_out_while_it_is_waited_for() -> None:
+@pytest.mark.parametrize(
+    ("sign", "found"),
+    [(Sign(0, True, 0, -1), Coming.NEVER), (Sign(0, True, 1, -1), Coming.PAST)],
+)
+def test_a_member_that_levels_is_found_out_while_it_is_waited_for(
+    sign: Sign, found: Coming
+) -> None:
+    """Who has made this step may have sent all that is needed before it levels."""
     store = Switchboard()
     one = follower(0, store, everyone=True)
     seen: list[tuple[int, ...]] = []
 
-    def average(run: Run, alive: Callable[[], bool]) -> int | None:
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
         seen.append(run.members)
         if len(seen) > 1:
             return None
-        Board(store, "groups/", 4).say(2, Sign(0, True, 0, -1))
+        Board(store, "groups/", 4).say(2, sign)
         deadline = time.monotonic() + PATIENCE
-        while alive():
+        while coming():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        assert coming() is found
         return GIVEN_UP
 
     one.step(by(average))
@@ -134,12 +142,35 @@ def test_a_member_that_levels_is_found_out_while_it_is_waited_for() -> None:
     assert one.absent == set()
 
 
+def test_who_leaves_is_waited_for_by_nobody_any_more() -> None:
+    store = Switchboard()
+    one, other = (follower(worker, store, everyone=True) for worker in (0, 2))
+    other.step(by(lambda run, coming: None))
+    seen: list[tuple[int, ...]] = []
+
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
+        seen.append(run.members)
+        if len(seen) == 2:
+            other.leave()
+            deadline = time.monotonic() + PATIENCE
+            while coming():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            return GIVEN_UP
+        return None
+
+    for _ in range(3):
+        one.step(by(average))
+    assert seen == [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 3), (0, 1, 3)]
+    assert one.absent == {2}
+
+
 def test_a_kept_connection_that_another_had_to_close_is_opened_anew() -> None:
     store = Switchboard()
     one = follower(0, store, everyone=True)
     seen: list[int] = []
 
-    def average(run: Run, alive: Callable[[], bool]) -> int | None:
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
         seen.append(run.number)
         if len(seen) == 3:
             Board(store, "groups/", 4).say(1, Sign(0, False, 2, 5))
@@ -158,7 +189,7 @@ def test_who_is_given_up_by_the_others_trains_alone(caplog: pytest.LogCaptureFix
     store = Switchboard()
     one = follower(0, store, everyone=True)
 
-    def average(run: Run, alive: Callable[[], bool]) -> int | None:
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
         Board(store, "groups/", 4).lose(0)
         return 0
 

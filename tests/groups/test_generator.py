@@ -320,6 +320,19 @@ def test_awaited_is_who_alone_holds_up_others() -> None:
 # -- all of them ------------------------------------------------------------------------------
 
 
+def test_who_joins_at_once_is_in_the_group_of_all_that_others_wait_for() -> None:
+    generator = Generator(Layout.even(2, 2), Rules.everyone())
+    generator.gone(3)
+    assert [generator.request(w) for w in (0, 1)] == [[], []]
+    generator.joined(3, at_once=True)
+    assert generator.request(2) == [], "it waits for the one that joins"
+    (run,) = generator.request(3)
+    assert sorted(run.members) == [0, 1, 2, 3]
+    for worker in range(4):
+        assert generator.acknowledge(worker, run.number) == []
+    assert not any(map(generator.waits, range(4)))
+
+
 def test_everyone_is_one_group_and_who_joins_is_in_the_next() -> None:
     generator = Generator(Layout.even(2, 2), Rules.everyone())
     generator.gone(3)

@@ -15,7 +15,7 @@ import pytest
 
 from helpers.hall import PATIENCE, Hall, by
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.groups.averages import GIVEN_UP, STATIC, STATIC_MEETINGS
+from wingbeat.groups.averages import GIVEN_UP, STATIC, STATIC_MEETINGS, Coming
 from wingbeat.groups.board import Board
 from wingbeat.groups.client import Client
 from wingbeat.groups.config import GeneratorConfig
@@ -46,6 +46,7 @@ class Box:
 
     def __init__(self, *letters: Letter) -> None:
         self.letters = deque(letters)
+        self.said: deque[Letter] = deque()  # that has come while it waits for others
         self.posted: list[tuple[int, ...]] = []
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}
@@ -56,6 +57,10 @@ class Box:
             self.lost[GENERATOR] = "silent"
             raise PeerError("the generator has been silent")
         return self.letters.popleft()
+
+    def poll(self, *, of: list[int]) -> Letter | None:
+        assert of == [GENERATOR]
+        return self.said.popleft() if self.said else None
 
     def post(self, peer: int, kind: int, *, ids: tuple[int, ...], urgency: int) -> None:
         assert peer == GENERATOR
@@ -128,7 +133,7 @@ def test_who_is_done_as_the_generator_dies_does_not_average_twice() -> None:
         one = client(box, Rules.everyone())
         runs: list[Run] = []
 
-        def average(run: Run, alive: Callable[[], bool]) -> None:
+        def average(run: Run, coming: Callable[[], Coming]) -> None:
             runs.append(run)  # noqa: B023
             box.lost[GENERATOR] = "silent"  # noqa: B023
 
@@ -221,18 +226,23 @@ def test_when_it_is_dead_groups_follow_the_static_schedule_from_its_first_step()
 def test_a_group_of_which_not_all_were_told_is_given_up_when_it_is_dead() -> None:
     box = Box(told(7, 0, (0, 1), 0))
     one = client(box)
-    alive: list[bool] = []
+    found: list[Coming] = []
 
-    def average(run: Run, lives: Callable[[], bool]) -> int | None:
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
         if run.initiator == STATIC:
             return None
-        alive.append(lives())
+        found.append(coming())
         box.lost[GENERATOR] = "silent"
-        alive.append(lives())
+        found.append(coming())
+        one._board.fall(0, 7)  # it was through with this group, and has sent all
+        found.append(coming())
+        one._board.fall(0, 6)
+        found.append(coming())
         return GIVEN_UP
 
     one.step(by(average))
-    assert alive == [True, False]
+    assert found == [Coming.MAYBE, Coming.PAST, Coming.PAST, Coming.NEVER]
+    assert one._board.fallen([0, 1, 2]) == {0: 6, 1: -1}
     assert (Kind.ALIVE, 0, 0, 0) in box.posted
     assert one.fallen
     assert one._follower.steps == 1
@@ -244,7 +254,7 @@ def test_a_member_that_is_lost_then_is_left_out_from_then_on() -> None:
     layout = Layout.even(1, 4)
     one._layout = layout
 
-    def average(run: Run, alive: Callable[[], bool]) -> int | None:
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
         seen.append(run.members)
         return 2 if 2 in run.members else None
 
@@ -266,6 +276,36 @@ def test_a_group_that_does_not_come_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(PeerError, match="rank 1: no group came from the group generator within 5"):
         client(box).step(by(lambda run, alive: None))
     assert (Kind.ALIVE, 0, 0, 0) in box.posted
+
+
+def test_who_waits_for_a_member_that_died_before_it_came_hears_that_the_group_runs_again() -> None:
+    box = Box(told(7, 0, (0, 1, 2), 0))
+    one = client(box)
+    found: list[Coming] = []
+
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
+        if run.epoch:
+            return None
+        found.append(coming())
+        box.said += [Letter(Kind.OUT, (2, 0, 0, 0)), told(7, 1, (0, 1), 0)]
+        found.append(coming())
+        return GIVEN_UP
+
+    averages = by(average)
+    one.step(averages)
+    assert found == [Coming.MAYBE, Coming.NEVER]
+    assert (one.fallen, one.absent) == (None, {2})
+    assert box.posted[-1] == (Kind.DONE, 7, 1, 0)
+
+
+def test_what_was_said_before_the_generator_died_is_heard() -> None:
+    """It ends with the worker that has started it, and says that this one is gone."""
+    box = Box()
+    box.said += [Letter(Kind.OUT, (3, 0, 0, 0)), Letter(Kind.OUT, (0, 0, 0, 0))]
+    one, runs = client(box, Rules.everyone()), []
+    one.step(by(lambda run, coming: runs.append(run.members)))
+    assert runs == [(1, 2)]
+    assert one._board.lost() == {0, 3}
 
 
 def test_groups_that_start_when_notified_are_refused() -> None:
@@ -361,10 +401,10 @@ def test_a_worker_that_was_left_out_comes_back(running: list[Started]) -> None:
     def steps(worker: int, client: Client) -> None:
         begun = time.monotonic()
 
-        def average(run: Run, alive: Callable[[], bool]) -> int | None:
+        def average(run: Run, coming: Callable[[], Coming]) -> int | None:
             if worker == 3 and slept and len(run.members) > 1:
                 back.append(run.number)
-            return hall.average(worker, run, alive)
+            return hall.average(worker, run, coming)
 
         slept = False
         while not back and time.monotonic() < begun + PATIENCE / 2:

@@ -318,8 +318,10 @@ def test_it_ends_when_all_have_left() -> None:
 
 def test_it_ends_with_the_one_that_started_it() -> None:
     rig = Rig()
-    rig.service.run(lambda: False)
+    rig.service.run(lambda: False, 1)
     assert rig.box.closed
+    said = [[letter[1:3] for letter in letters] for letters in rig.box.sent]
+    assert said == [[(Kind.OUT, (1, 0, 0, 0))], [], [(Kind.OUT, (1, 0, 0, 0))]]
 
 
 # -- all of them -----------------------------------------------------------------------------

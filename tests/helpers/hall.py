@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from wingbeat.groups.averages import GIVEN_UP, STATIC
+from wingbeat.groups.averages import GIVEN_UP, STATIC, Coming
 from wingbeat.groups.generator import Run
 
 PATIENCE = 30.0
@@ -15,12 +15,12 @@ PATIENCE = 30.0
 class by:
     """Averages by a function; keeps count of meetings."""
 
-    def __init__(self, function: Callable[[Run, Callable[[], bool]], int | None]) -> None:
+    def __init__(self, function: Callable[[Run, Callable[[], Coming]], int | None]) -> None:
         self._function = function
         self.met: list[int] = []
         self.closed: list[list[int] | None] = []
 
-    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
+    def average(self, run: Run, meeting: int, alive: Callable[[], Coming]) -> int | None:
         self.met.append(meeting)
         return self._function(run, alive)
 
@@ -38,7 +38,7 @@ class Hall:
         self._done: set[tuple[int, ...]] = set()
         self._changed = threading.Condition()
 
-    def average(self, worker: int, run: Run, alive: Callable[[], bool]) -> int | None:
+    def average(self, worker: int, run: Run, alive: Callable[[], Coming]) -> int | None:
         key = (run.initiator == STATIC, run.number, run.epoch, *sorted(run.members))
         with self._changed:
             came = self._came.setdefault(key, set())

@@ -42,9 +42,18 @@ SCRIPT = """if True:
 """
 
 
+RETURNING = [
+    "ripples",
+    "ripples:overlap=true",
+    "localsgd:every=4",
+    "diloco:every=6",
+    "diloco:every=8,fragments=2,delay=1",
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["ripples", "ripples:overlap=true", "localsgd:every=4"])
+@pytest.mark.parametrize("strategy", RETURNING)
 def test_a_worker_that_was_killed_comes_back_and_all_end_equal(
     strategy: str, tmp_path: Path
 ) -> None:

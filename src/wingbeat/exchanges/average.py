@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.lossy import Lossy
-from wingbeat.groups.averages import GIVEN_UP
+from wingbeat.groups.averages import GIVEN_UP, Coming
 from wingbeat.transport.blame import Blame
 from wingbeat.transport.meeting import room_of
 from wingbeat.types import Group, Span
@@ -26,7 +26,7 @@ _LOOK_S = 0.5
 """Seconds between two looks at whether members that have not come may still do."""
 
 GRACE_S = 5.0
-"""Seconds, beside twice what the longest average has taken, after which they will not come."""
+"""Seconds, beside twice what the longest average has taken, in which what was sent arrives."""
 
 
 class GroupAverage:
@@ -73,13 +73,13 @@ class GroupAverage:
         """How many groups' connections are kept."""
         return len(self._kept)
 
-    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
+    def average(self, run: Run, meeting: int, coming: Callable[[], Coming]) -> int | None:
         """Replace the buffer's part by its mean over the members, with the same bits on each.
 
         Args:
             run: the group, of two members at least.
             meeting: its number, the same on all members; that of before if connections are kept.
-            alive: whether members that have not come may still do.
+            coming: whether members that have not come will.
 
         Returns:
             None; or a member that was lost, or `GIVEN_UP`, and the buffer is as it was.
@@ -94,7 +94,7 @@ class GroupAverage:
         total = self._sum[inside].copy_(self._buffer[inside])
         try:
             handle = self._start(collectives, total)
-            if not self._over(handle, alive):
+            if not self._over(handle, coming):
                 for link in inner.links:
                     link.close()  # What is under way ends with it.
                 self.close([meeting])
@@ -124,19 +124,21 @@ class GroupAverage:
             return collectives.all_gather_sum(total, wire=wire, bucket=number)
         return collectives.all_reduce(total, wire=wire, bucket=number)
 
-    def _over(self, handle: Handle, alive: Callable[[], bool]) -> bool:
+    def _over(self, handle: Handle, coming: Callable[[], Coming]) -> bool:
         """Wait for a collective; False if members have not come and will not.
 
-        Nobody can tell that from a slow one. If this one is given up in the midst of it, the others
-        lose this member: it happens once, when the generator has died.
+        Who has been there and is gone may have sent all that is needed. If this one is given up in
+        the midst of it, the others lose this member.
         """
         over = threading.Event()
         handle.add_done_callback(lambda _: over.set())
         begun = time.monotonic()
         dead: float | None = None
         while not over.wait(_LOOK_S):
-            now = time.monotonic()
-            if alive():
+            now, expected = time.monotonic(), coming()
+            if expected is Coming.NEVER:
+                return over.is_set()
+            if expected:
                 dead = None
             elif dead is None:
                 dead = now

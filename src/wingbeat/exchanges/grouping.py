@@ -125,7 +125,7 @@ class Grouping:
         """
         self.client.level(self.averages)
 
-    def fetch(self, most: int | None = None) -> bytearray:
+    def fetch(self, most: int | None = None, *, join: bool = False) -> bytearray:
         """Return what a worker that takes part offers: for one that has come back, before a step.
 
         That one's `offer` is called while it waits for a group, and sends in a thread of its own.
@@ -133,6 +133,8 @@ class Grouping:
 
         Args:
             most: bytes that it may have; some times as many as the buffer if None.
+            join: whether this worker takes part from now on: the group that the other is in then
+                waits for it. Otherwise it does when it asks for a group.
 
         Raises:
             UsageError: groups follow the static schedule, which lets nobody come back.
@@ -149,7 +151,7 @@ class Grouping:
                 _log.warning("%s; another one is asked", error)
                 return None
 
-        return self.client.fetch(taken)
+        return self.client.fetch(taken, join=join)
 
     def _give(self, taker: int, meeting: int) -> None:
         blob = self.offer() if self.offer is not None else None
@@ -158,6 +160,7 @@ class Grouping:
     def close(self) -> None:
         """Leave: nobody waits for this worker any more. The generator ends when all have left."""
         self._giving.close()
+        self.client.leave()
         self.averages.close()
         quick = leaving.failing() or self.client.fallen is not None
         if self._mailbox is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -18,20 +19,34 @@ STATIC_MEETINGS = 1 << 31
 far."""
 
 
+class Coming(enum.Enum):
+    """Whether members of a group that have not come yet will; true if they may."""
+
+    MAYBE = enum.auto()
+    PAST = enum.auto()
+    """Some will not; but if they have been there, what they sent may still arrive."""
+    NEVER = enum.auto()
+    """Some will not, and have not been there."""
+
+    def __bool__(self) -> bool:
+        return self is Coming.MAYBE
+
+
 class Averages(Protocol):
     """What averages parameters with a group's."""
 
-    def average(self, run: Run, meeting: int, alive: Callable[[], bool]) -> int | None:
+    def average(self, run: Run, meeting: int, coming: Callable[[], Coming]) -> int | None:
         """Average the parameters of a group of two and more.
 
         Args:
             run: the group.
             meeting: its number; connections of a meeting of this number are kept from before.
-            alive: whether members that have not come may still do: if the generator died before it
-                had told all, those who were told wait in vain, and `GIVEN_UP` is to be returned.
+            coming: whether members that have not come will: who dies before a group, or was not
+                told of it because the generator has died, is waited for in vain, and `GIVEN_UP` is
+                to be returned.
 
         Returns:
-            A member that was lost, or None.
+            A member that was lost, `GIVEN_UP`, or None.
         """
         ...
 

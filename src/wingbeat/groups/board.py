@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from wingbeat.groups.returns import say_over
@@ -60,10 +61,25 @@ class Board:
         """Publish that ``worker`` takes part no more."""
         self._set(f"gone/{worker}", "1")
 
-    def fall(self) -> None:
-        """Publish that there is no generator any more, for whoever wants to come back."""
+    def fall(self, worker: int, last: int) -> None:
+        """Publish that ``worker`` goes on without the generator: nobody can come back.
+
+        Args:
+            worker: its rank.
+            last: the number of the last group that it was through with; it comes to none of later
+                numbers.
+        """
+        self._set(f"fallen/{worker}", str(last))
         with contextlib.suppress(TimeoutError, RuntimeError, OSError):
             say_over(self._store, self._room)
+
+    def fallen(self, workers: Iterable[int]) -> dict[int, int]:
+        """Return the last group of each of ``workers`` that goes on without the generator."""
+        found = {}
+        for worker in workers:
+            with contextlib.suppress(ValueError):
+                found[worker] = int(self._get(f"fallen/{worker}"))
+        return found
 
     def lost(self) -> set[int]:
         """Return who takes part no more."""

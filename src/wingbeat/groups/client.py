@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
 from wingbeat.errors import PeerError
-from wingbeat.groups.averages import GIVEN_UP, Averages
+from wingbeat.groups.averages import GIVEN_UP, Averages, Coming
 from wingbeat.groups.board import Board
 from wingbeat.groups.follower import Follower
-from wingbeat.groups.generator import Unexpected
+from wingbeat.groups.generator import Run, Unexpected
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.member import Member
 from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, told_of
@@ -64,9 +66,10 @@ class Client:
         self._layout, self._rules, self._timeout = layout, rules, timeout
         self._board = board
         self._member = Member(worker, rules)
-        self._levels = False
+        self._levels = self._joins = False
         self._asked = 0
         self._probed = 0.0
+        self._heard: deque[Message] = deque()  # while an average was made
         self._absent: set[int] = set()
         self._follower: Follower | None = None
         self.fallen: str | None = None
@@ -102,20 +105,24 @@ class Client:
         assert self._follower is not None
         self._follower.level(averages)
 
-    def fetch(self, take: Callable[[int, int, Callable[[], bool]], Blob | None]) -> Blob:
+    def fetch(
+        self, take: Callable[[int, int, Callable[[], bool]], Blob | None], *, join: bool = False
+    ) -> Blob:
         """Return the state of somebody who takes part.
 
         Args:
             take: takes it from a worker, at a meeting of that number; its last argument says
                 whether that one lives, as far as is known. Returns None if it was lost.
+            join: whether this worker takes part from now on, and not only when it asks.
 
         Raises:
             PeerError: nobody takes part, or gave it in time, or the generator is dead.
         """
+        self._joins = join
         lost, deadline = -1, time.monotonic() + self._timeout
         try:
             while True:
-                self._post(Kind.FETCH, lost + 1)
+                self._post(Kind.FETCH, lost + 1, int(join))
                 giver, meeting = self._told_giver(deadline)
                 blob = take(giver, meeting, lambda giver=giver: not self._heard_out(giver))  # type: ignore[misc]
                 if blob is not None:
@@ -142,17 +149,32 @@ class Client:
 
     def _heard_out(self, worker: int) -> bool:
         """Whether ``worker`` takes no part any more, as far as the generator has said."""
-        while (message := self._mailbox.poll(of=[self._generator])) is not None:
+        for message in self._polled():
             self._note(message)
         return worker in self._absent or self._gone()
 
     def _note(self, message: Message) -> None:
         """Hear what the generator says between two steps."""
         match message.kind:
+            case Kind.OUT if message.ids[0] == self._worker:
+                self._check_joined()
             case Kind.OUT:
                 self._absent.add(message.ids[0])
             case Kind.IN:
                 self._absent.discard(message.ids[0])
+
+    def _check_joined(self) -> None:
+        """Raise a `PeerError` if others have gone on without the worker that copies their state."""
+        if self._joins:
+            raise PeerError(
+                f"rank {self._worker}: the others went on without this worker before it had their "
+                "state; start it again, or give it more time: wingbeat.init(timeout=...)"
+            )
+
+    def leave(self) -> None:
+        """Let nobody wait for this worker any more, if there is no generator who does."""
+        if self._follower is not None:
+            self._follower.leave()
 
     def _asks(self, averages: Averages, *, level: bool) -> bool:
         """Take part in what the generator says; False if it is dead and there was no average."""
@@ -169,7 +191,10 @@ class Client:
         self.fallen = why
         averages.close()
         everyone = self._rules.whole
-        self._board.fall()
+        for message in (*self._heard, *self._polled()):
+            self._note(message)
+        self._heard.clear()
+        self._board.fall(self._worker, self._member.last)
         for worker in self._absent:
             self._board.lose(worker)  # Not all may have heard it.
         self._follower = Follower(
@@ -206,6 +231,7 @@ class Client:
                 if self._member.hear(told.run):
                     self._run(told, averages)
             case Kind.OUT if ids[0] == self._worker:
+                self._check_joined()
                 # Nobody waits for this worker any more, whatever it is in. It comes back when it
                 # asks; it may have done so since, which was not heard yet.
                 if ids[1] == self._asked:
@@ -234,13 +260,16 @@ class Client:
     def _run(self, told: Told, averages: Averages) -> None:
         run, lost = told.run, None
         if len(run.members) > 1:
-            lost = averages.average(run, told.meeting, self._alive)
-        if lost == GIVEN_UP:
+            lost = averages.average(run, told.meeting, functools.partial(self._coming, run))
+        if lost == GIVEN_UP and self._gone():
             raise _Dead("it died before it had told all members of a group")
+        if lost == GIVEN_UP:
+            return  # It has said that the group runs again.
         if lost is not None:
             # The group runs again without it, if others have not said so already.
             self._post(Kind.LOST, run.number, run.epoch, lost)
             return
+        self._joins = False
         self._member.done()
         self._post(Kind.DONE, run.number, run.epoch)
 
@@ -252,6 +281,8 @@ class Client:
             PeerError: none came in time.
         """
         while True:
+            if self._heard:
+                return self._heard.popleft()
             try:
                 return self._mailbox.receive(_LOOK_S, of=[self._generator])
             except PeerError as error:
@@ -271,14 +302,33 @@ class Client:
         except PeerError as error:
             raise _Dead(str(error)) from None
 
-    def _alive(self) -> bool:
-        """Whether the generator lives, as far as is known; a sign of it is asked for at times."""
+    def _coming(self, run: Run) -> Coming:
+        """Whether all members of a group that runs may still come, as far as is known."""
+        self._heard += self._polled()
+        if any(self._is_later(run, message) for message in self._heard):
+            return Coming.NEVER
         now = time.monotonic()
-        if now - self._probed >= _LOOK_S:
+        if now - self._probed >= _LOOK_S:  # a sign of the generator
             self._probed = now
             with contextlib.suppress(_Dead):
                 self._post(Kind.ALIVE)
-        return not self._gone()
+        if not self._gone():
+            return Coming.MAYBE
+        # Who has found that out has closed what it was in.
+        lasts = self._board.fallen(set(run.members) - {self._worker}).values()
+        return Coming.NEVER if any(last < run.number for last in lasts) else Coming.PAST
+
+    def _is_later(self, run: Run, message: Message) -> bool:
+        """Whether the generator says that the group runs again, without a member."""
+        number, epoch = message.ids[:2]
+        return message.kind == Kind.RUN and number == run.number and epoch > run.epoch
+
+    def _polled(self) -> list[Message]:
+        """Return what the generator has said by now."""
+        found = []
+        while (message := self._mailbox.poll(of=[self._generator])) is not None:
+            found.append(message)
+        return found
 
     def _gone(self) -> bool:
         return self._generator in self._mailbox.left or self._generator in self._mailbox.lost

@@ -161,7 +161,7 @@ class GeneratorConfig:
         )  # fmt: skip
         returns.start()
         try:
-            service.run(parent)
+            service.run(parent, self.host)
         finally:
             returns.stop()
 

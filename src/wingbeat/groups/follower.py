@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Collection
 
-from wingbeat.groups.averages import GIVEN_UP, STATIC, STATIC_MEETINGS, Averages
+from wingbeat.groups.averages import GIVEN_UP, STATIC, STATIC_MEETINGS, Averages, Coming
 from wingbeat.groups.board import Board, Sign
 from wingbeat.groups.generator import Run
 from wingbeat.groups.layout import Layout
@@ -97,6 +97,12 @@ class Follower:
         self._sign = Sign(self._sign.levels + 1, False, last + 1, self._sign.broken)
         self._say()
 
+    def leave(self) -> None:
+        """Let nobody wait for this worker any more."""
+        self._sign = self._sign._replace(levelling=True)  # it makes no step
+        self._say()
+        self._board.lose(self._worker)
+
     def _meet(self, group: Collection[int], averages: Averages, number: int, *, kept: bool) -> None:
         """Average with those of a group who come.
 
@@ -158,7 +164,7 @@ class Follower:
             past = {w for w, sign in self._signs.items() if sign[:3] > at}
         return (self.absent | past) - {self._worker}
 
-    def _come(self, members: Collection[int]) -> bool:
+    def _come(self, members: Collection[int]) -> Coming:
         """Whether all members may still come, as far as is known."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_S:
@@ -166,7 +172,19 @@ class Follower:
             if self._said != self._sign:
                 self._say()
             self._look()
-        return self._worker not in self.absent and not self._away() & set(members)
+        if self._worker in self.absent:
+            return Coming.NEVER
+        away = self._away() & set(members)
+        if not away:
+            return Coming.MAYBE
+        return Coming.NEVER if any(map(self._stops_before, away)) else Coming.PAST
+
+    def _stops_before(self, worker: int) -> bool:
+        """Whether ``worker`` waits for all to level, and has made no more steps than this one."""
+        mine, sign = self._sign, self._signs.get(worker)
+        if sign is None or mine.levelling or not sign.levelling:
+            return False
+        return sign.levels == mine.levels and sign.steps <= mine.steps
 
     def _look(self) -> None:
         self._signs = self._board.signs()

@@ -183,16 +183,27 @@ class Generator:
         self._level_all(runs)
         return runs
 
-    def joined(self, worker: int) -> None:
+    def joined(self, worker: int, *, at_once: bool = False) -> None:
         """Let ``worker`` take part (again); it is idle, and counts as one of the fastest.
+
+        Args:
+            worker: which.
+            at_once: whether it is in the groups of all that were made and do not run yet, and not
+                from the next one on.
 
         Raises:
             Unexpected: it takes part.
         """
         if worker in self:
             raise Unexpected(f"worker {worker} joins and takes part already")
+        waiting = {group.number: group for own in self._of for group in own if not group.running}
         self._crowd.enter(worker)
         self._connection.begin(len(self._crowd.here))
+        for _, group in sorted(waiting.items() if at_once and self.rules.whole else ()):
+            group.members.append(worker)
+            group.missing += 1
+            self._of[worker].append(group)
+            self._crowd.busy(worker)
 
     def waits(self, worker: int) -> bool:
         """Whether ``worker`` has asked, and the group that answers it is not done there."""

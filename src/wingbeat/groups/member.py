@@ -16,6 +16,7 @@ class Member:
     Attributes:
         waiting: whether it has asked, and the group that answers it is not done.
         running: the group that it takes part in now.
+        last: the number of the last group that it was through with; -1 before the first.
     """
 
     def __init__(self, worker: int, rules: Rules) -> None:
@@ -23,7 +24,7 @@ class Member:
         self._levelling = False
         self.waiting = False
         self.running: Run | None = None
-        self._last = -1
+        self.last = -1
 
     def ask(self, level: bool = False) -> None:
         """Note that it asks; with ``level`` for a group of all, before which it is in no other."""
@@ -42,7 +43,7 @@ class Member:
         now = self.running
         if self._worker not in run.members:
             raise Unexpected(f"group {run.number} is without worker {self._worker}, who is told")
-        if run.number <= self._last:
+        if run.number <= self.last:
             return False
         if now is not None and (run.number != now.number or run.epoch <= now.epoch):
             raise Unexpected(f"group {run.number} is to run while group {now.number} does")
@@ -53,7 +54,7 @@ class Member:
         """Return what ran, to be acknowledged; `waiting` says whether the worker may go on."""
         run = self.running
         assert run is not None, "nothing runs"
-        self.running, self._last = None, run.number
+        self.running, self.last = None, run.number
         # With a Group Buffer each request is answered by the worker's oldest group, otherwise by
         # the one that was made for it. Who levels is in one group only.
         if self._buffer or self._levelling or run.initiator == self._worker:

@@ -46,7 +46,8 @@ class Kind(enum.IntEnum):
     REFUSED = 9
     """What was said was nonsense; the payload says why. Nothing else follows."""
     FETCH = 10
-    """Somebody's state is wanted. The first number is 0, or 1 more than a worker that was lost."""
+    """Somebody's state is wanted. The first number is 0, or 1 more than a worker that was lost; the
+    second is 1 if whoever wants it takes part from now on."""
     STATE = 11
     """The first number is a worker that gives its state to the second; the third is their meeting.
 

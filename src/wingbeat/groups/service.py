@@ -62,10 +62,12 @@ class GroupService:
         for worker in range(workers):
             patience.freed(worker, self._looked)
 
-    def run(self, parent: Callable[[], bool] = lambda: True) -> None:
-        """Serve until every worker has left, or the one that started it is gone."""
+    def run(self, parent: Callable[[], bool] = lambda: True, host: int = 0) -> None:
+        """Serve until every worker has left, or the one that started it, ``host``, is gone."""
         while len(self._gone) < self._workers and parent():
             self.step(self._mailbox.next(_LOOK_S))
+        if not parent() and host not in self._gone:
+            self._leave(host)  # otherwise each of the others would have to find that out
         # Workers that are gone without a word hear no last one: nobody is left to be told.
         with contextlib.suppress(PeerError):
             self._mailbox.close(CLOSING if parent() else _QUICK_S)
@@ -126,6 +128,10 @@ class GroupService:
                     return generator.gone(ids[2])
                 return []  # The others go on without it already.
             case Kind.FETCH:
+                if ids[1] and worker not in generator:
+                    generator.joined(worker, at_once=True)
+                    self._tell_all(Kind.IN, worker)
+                    self._patience.pauses(worker, now)
                 self._find_state(worker, ids[0] - 1)
                 return []
             case Kind.ALIVE:

@@ -30,9 +30,9 @@ from wingbeat.transport.world import World
 from wingbeat.types import Averaging, Fusion
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.averager import Averager
-from wingbeat.updates.flat import FlatModel
+from wingbeat.updates.flat import FlatModel, is_narrow, room_dtype
 from wingbeat.updates.local import LocalUpdate
-from wingbeat.updates.outer import OuterUpdate
+from wingbeat.updates.outer import OuterUpdate, copies_of
 from wingbeat.updates.update import Training
 from wingbeat.wires import Coded, TopK
 
@@ -61,9 +61,7 @@ def runtime_of(
     bucketing, world = training.bucketing, training.collectives.world
     _check(training, world, averaging)
     fragments = _fragments(training, bucketing.fusion)
-    model = FlatModel(
-        [[slot.param for slot in part] for part in fragments], lambda: _floating(buffers())
-    )
+    model = _flat(fragments, averaging, lambda: _floating(buffers()))
     slots = [slot for part in fragments for slot in part]
     averager = _averager_of(averaging, _lossy(wire, slots, compression), world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
@@ -82,10 +80,12 @@ def runtime_of(
     update.waited = WeakCall(runtime.waited)
     if isinstance(averager, GroupAverager):  # pairs leave by themselves
         _leaves_with(update, averager, world)
-        lives = LiveState(training, schedule)
+        lives = LiveState(training, update)
         averager.grouping.offer = lives.written
         if world.returned:
-            lives.put(averager.grouping.fetch())
+            # Who shares one model with all takes part from the moment that it has it.
+            alike = averaging.outer is not None and averaging.partners == "all"
+            lives.put(averager.grouping.fetch(join=alike))
     return runtime
 
 
@@ -162,6 +162,20 @@ def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
         [bucketing.slots[index] for index in sorted(bucket.tensors)]
         for bucket in reversed(plan.buckets)
     ]
+
+
+def _flat(
+    fragments: Sequence[Sequence[Slot]],
+    averaging: Averaging,
+    buffers: Callable[[], list[torch.Tensor]],
+) -> FlatModel:
+    params = [[slot.param for slot in part] for part in fragments]
+    copies = 0
+    if averaging.outer is not None:
+        each = [param for part in params for param in part]
+        narrow = is_narrow(each, room_dtype([*each, *buffers()]))
+        copies = copies_of(averaging.outer[1], narrow=narrow)
+    return FlatModel(params, buffers, copies)
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -101,8 +101,8 @@ def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> Non
     if world.returned and not choices.returns:
         raise UsageError(
             f"rank {world.rank} was started again while the others go on, which {strategy!r} "
-            "cannot let in: train with wingbeat.Canary(), Ripples() or LocalSGD(), or start all "
-            "workers again"
+            "cannot let in: train with wingbeat.Canary(), Ripples(), LocalSGD() or DiLoCo(), or "
+            "start all workers again"
         )
 
 

@@ -11,57 +11,65 @@ from wingbeat.errors import PeerError
 from wingbeat.exchanges.copied import Copy, written
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.observe.log import log
-from wingbeat.schedules.local import Local
 from wingbeat.transport.text import first_line
+from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.update import Training
 
 
 class LiveState:
-    """A worker's model, the state of its optimizer, and how many steps it has made.
+    """A worker's model, the state of its optimizer, and how far its update is.
 
     Where averages are made beside training, it is of no one moment: some parameters may be a step
     further than others, as they are on two workers anyway.
 
     Args:
         training: whose; its model is not kept alive.
-        schedule: counts the steps.
+        update: what makes its steps; not kept alive.
     """
 
-    def __init__(self, training: Training, schedule: Local) -> None:
+    def __init__(self, training: Training, update: LocalUpdate) -> None:
         self._bucketing = weakref.ref(training.bucketing)
         self._optimizer = weakref.ref(training.optimizer)
-        self._schedule = schedule
+        self._update = weakref.ref(update)
 
     def written(self) -> bytes | None:
         """Return all of it as bytes; None if the model is gone, or has what cannot be sent."""
-        bucketing, optimizer = self._bucketing(), self._optimizer()
-        if bucketing is None or optimizer is None:
+        bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
+        if bucketing is None or optimizer is None or update is None:
             return None
         params = [slot.param for slot in bucketing.slots]
+        kept, numbers = update.handed()
         try:
-            return written(_tensors(bucketing), params, optimizer, self._schedule.made)
+            return written([*_tensors(bucketing), *kept], params, optimizer, numbers)
         except (PeerError, RuntimeError) as error:
             # It concerns only the one that asks; a state that changes meanwhile, too.
             log.warning("%s", first_line(error))
             return None
 
     def put(self, payload: Any) -> None:
-        """Take over what another worker has `written`.
+        """Take over what another worker has `written`, and go on as it does.
 
         Raises:
-            PeerError: it is none of this model.
+            PeerError: it is none of this model; or the others went on without this worker.
         """
-        bucketing, optimizer = self._bucketing(), self._optimizer()
+        bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
         assert bucketing is not None, "who comes back has a model"
         assert optimizer is not None, "who comes back has an optimizer"
-        copy = Copy(payload, _tensors(bucketing), [slot.param for slot in bucketing.slots])
-        if type(copy.last) is not int or copy.last < 0:
+        assert update is not None, "who comes back makes steps"
+        kept, _ = update.handed()
+        params = [slot.param for slot in bucketing.slots]
+        copy = Copy(payload, [*_tensors(bucketing), *kept], params)
+        numbers = copy.last
+        try:
+            if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
+                raise ValueError("no list of numbers")
+            copy.put(optimizer)
+            update.take_over(numbers)
+        except ValueError as error:
             raise PeerError(
-                f"a state has come with {copy.last!r:.40} as the number of steps; check that all "
-                "workers run the same script"
-            )
-        copy.put(optimizer)
-        self._schedule.made = copy.last
+                f"a state has come with {numbers!r:.40} for the steps that were made ({error}); "
+                "check that all workers run the same script"
+            ) from None
 
 
 def _tensors(bucketing: Bucketing) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -10,6 +10,17 @@ from wingbeat.errors import UsageError
 from wingbeat.types import Span
 
 Tensors = list[torch.Tensor]
+
+
+def room_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return what holds the values of all of them: float32, or float64 if any is that."""
+    double = any(tensor.dtype is torch.float64 for tensor in tensors)
+    return torch.float64 if double else torch.float32
+
+
+def is_narrow(params: Iterable[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether one of them has not all bits of ``dtype``."""
+    return any(param.dtype.itemsize < dtype.itemsize for param in params)
 
 
 class FlatModel:
@@ -22,12 +33,15 @@ class FlatModel:
         fragments: parameters that are averaged at the same time, in the order of their turns.
         buffers: returns tensors that are averaged only when all workers meet: each time as many, of
             the same shapes, of floating point.
+        copies: how many tensors as long as all parameters are behind them, for whoever has values
+            of each parameter that are averaged when all workers meet.
 
     Attributes:
         flat: the room, on the CPU; its values are whatever was put there last.
         spans: of each fragment.
         trained: of all fragments.
         number: the last element.
+        copies: as many tensors as was said, zeros to begin with.
         narrow: whether a parameter has not all bits that the room has.
     """
 
@@ -35,16 +49,19 @@ class FlatModel:
         self,
         fragments: Sequence[Sequence[torch.Tensor]],
         buffers: Callable[[], Tensors] = list,
+        copies: int = 0,
     ) -> None:
         self._fragments, self._buffers = [list(part) for part in fragments], buffers
         tensors = [*(param for part in self._fragments for param in part), *buffers()]
-        double = any(tensor.dtype is torch.float64 for tensor in tensors)
         numel = sum(tensor.numel() for tensor in tensors)
-        dtype = torch.float64 if double else torch.float32
-        self.flat = torch.zeros(numel + 1, dtype=dtype, device="cpu")
+        dtype = room_dtype(tensors)
+        params = [param for part in self._fragments for param in part]
+        trained = sum(param.numel() for param in params)
+        self.flat = torch.zeros(numel + copies * trained + 1, dtype=dtype, device="cpu")
         self.number = self.flat[-1:]
-        params = (param for part in self._fragments for param in part)
-        self.narrow = any(param.dtype.itemsize < self.flat.itemsize for param in params)
+        begins = (numel + copy * trained for copy in range(copies))
+        self.copies = [self.flat[begin : begin + trained] for begin in begins]
+        self.narrow = is_narrow(params, dtype)
         self.spans: list[Span] = []
         self._views: list[Tensors] = []
         start = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class LocalUpdate(WholeUpdate):
         self._model, self._averager, self._schedule = model, averager, schedule
         self.waited: Callable[[int], None] = lambda _: None
         self._under_way: tuple[int, int] | None = None
+        self._begun = 0  # how many steps were made when that was begun
         self._sent: torch.Tensor | None = None
         self._moved = self.left = self._cut = False
 
@@ -104,6 +105,28 @@ class LocalUpdate(WholeUpdate):
         """Go on as after so many steps, with what `tensors` has returned; without it if empty."""
         self._schedule.resume(steps)
 
+    def handed(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Return what a worker that comes back is to have beside model and optimizer.
+
+        Another thread asks, while an average is waited for or none is under way.
+
+        Returns:
+            Tensors, which are not copied, in the same order on all workers; and the numbers for
+            `take_over`.
+        """
+        return [], [self._schedule.made]
+
+    def take_over(self, numbers: Sequence[int]) -> None:
+        """Go on as the worker whose tensors, and numbers, these are.
+
+        Raises:
+            ValueError: the numbers are none of this training.
+        """
+        (steps,) = numbers
+        if steps < 0:
+            raise ValueError(f"{steps} steps")
+        self._schedule.resume(steps)
+
     # -- averages -----------------------------------------------------------------------------
 
     def _level(self) -> None:
@@ -115,8 +138,13 @@ class LocalUpdate(WholeUpdate):
 
     def _begin(self, first: int, last: int) -> None:
         self._offer(first, last)
-        self._averager.begin(self._model.part(first, last))
-        self._under_way = first, last
+        # First, for whoever comes back in the meantime has to know of it.
+        self._under_way, self._begun = (first, last), self._schedule.made
+        try:
+            self._averager.begin(self._model.part(first, last))
+        except BaseException:
+            self._under_way = None
+            raise
 
     def _adopt(self) -> None:
         if self._under_way is None:

@@ -22,6 +22,16 @@ START = "start"
 """Where workers set out from the shared model, if parameters have fewer bits than that."""
 
 
+def copies_of(momentum: float, *, narrow: bool) -> int:
+    """Return how many tensors as long as the parameters an `OuterUpdate` has.
+
+    Args:
+        momentum: Nesterov's, 0 for none.
+        narrow: whether parameters have fewer bits than the flat model.
+    """
+    return 1 + bool(momentum) + narrow
+
+
 class OuterUpdate(LocalUpdate):
     """Runs local steps, and an outer step of SGD with Nesterov momentum on their average.
 
@@ -44,7 +54,7 @@ class OuterUpdate(LocalUpdate):
 
     Args:
         training: what it works on.
-        model: its parameters.
+        model: its parameters, with as many copies as `copies_of` says.
         averager: with whom.
         schedule: when.
         names: the parameters', in the order of the flat model.
@@ -68,11 +78,11 @@ class OuterUpdate(LocalUpdate):
         super().__init__(training, model, averager, schedule)
         self._names = list(names)
         self._lr, self._momentum, self._alike = lr, momentum, alike
-        numel = len(model.trained)
-        self._shared = torch.zeros(numel, dtype=model.flat.dtype)
-        self._velocity = torch.zeros_like(self._shared)
+        copies = iter(model.copies)
+        self._shared = next(copies)
+        self._velocity = next(copies) if momentum else torch.zeros_like(self._shared)
         # The same tensor unless it is different: most models have one dtype.
-        self._start = torch.zeros_like(self._shared) if model.narrow else self._shared
+        self._start = next(copies) if model.narrow else self._shared
         self._known = self._given = False
 
     def step(self, host: Host, closure: Closure) -> object:
@@ -111,6 +121,33 @@ class OuterUpdate(LocalUpdate):
             for name, value in values.items():
                 parts[name].copy_(value)
 
+    def handed(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Return the outer optimizer's tensors, and how far it is; see `LocalUpdate.handed`.
+
+        An outer step is made by all or by none who have the same shared model. So whoever takes
+        this over takes part in the average that is under way here.
+        """
+        under_way, made = self._under_way, self._schedule.made
+        turn = [] if under_way is None else [*under_way]
+        return list(self._kinds().values()), [made if under_way is None else self._begun, *turn]
+
+    def take_over(self, numbers: Sequence[int]) -> None:
+        """Go on as another worker, whose tensors these are; make the outer step that it makes.
+
+        Raises:
+            ValueError: the numbers are none of this training.
+            PeerError: the others went on without this worker.
+        """
+        steps, *turn = numbers
+        super().take_over([steps])
+        self._given = self._known = True
+        if turn and self._alike:
+            first, last = turn
+            if not 0 <= first < last <= len(self._model.spans):
+                raise ValueError(f"fragments {first} to {last} of {len(self._model.spans)}")
+            self._begin(first, last)
+            self._adopt()
+
     def _kinds(self) -> Tensors:
         kinds = {SHARED: self._shared, VELOCITY: self._velocity}
         return kinds | ({START: self._start} if self._model.narrow else {})
@@ -142,12 +179,8 @@ class OuterUpdate(LocalUpdate):
 
     def _level(self) -> None:
         self._catch_up()
-        # Who has left early, or was left out, knows less than others.
-        for kind, kept in self._kinds().items():
-            if kind != VELOCITY or self._momentum:
-                self._trained.copy_(kept)
-                self._wait(self._averager.level)
-                kept.copy_(self._trained)
+        # With the flat model goes what lies behind it: who has left early, or was left out, knows
+        # less than others.
         super()._level()
         if self._model.narrow:
             mean = self._trained.clone()

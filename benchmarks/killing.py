@@ -1,0 +1,285 @@
+"""Workers of a lab that are killed one after the other, and started again, while the rest train.
+
+Each host has a keeper, which runs its worker, kills it (SIGKILL) when it is asked to and starts the
+next life. The store of the rendezvous is rank 0's keeper's, as it would be torchrun's, so that
+rank 0's worker may be killed too. All share a folder: a worker keeps ``at-RANK`` there, see `say`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from wingbeat import lab
+from wingbeat.errors import LabError
+
+PATIENCE_S = 300.0
+"""For a worker to come back, and for the others to go on."""
+TOGETHER = 20
+"""Steps that all train together between two kills, at least."""
+LEARNT = 0.1
+"""Of the loss that training began with."""
+LOOK_S = 0.02
+
+
+def trained(
+    spec: str, script: str, home: Path, row: str, env: dict[str, str], killer: Killer
+) -> list[str]:
+    """Run a job in a lab while the killer kills; return its lines.
+
+    Raises:
+        LabError: a lab cannot be made, or somebody failed, or did not go on.
+    """
+    lines: list[str] = []
+    thread = threading.Thread(target=killer.run, name="killer")
+    thread.start()
+    try:
+        ended = lab.run(
+            spec,
+            [sys.executable, script, "--keep", str(home), row],
+            env={"WINGBEAT_TOP": "off", **env},
+            on_line=lambda rank, line: lines.append(f"[{rank}] {line}"),
+        )
+    finally:
+        killer.over.set()
+        thread.join()
+    if ended.exit_code or killer.failure:
+        print("\n".join(lines[-40:]))
+        raise LabError(f"{spec}: {killer.failure or ended.first_failure or ended.exit_code}")
+    return lines
+
+
+class Killer:
+    """Has one worker after the other killed, from outside of the lab.
+
+    Args:
+        home: the folder that all share.
+        workers: how many there are.
+        times: how often.
+        seed: of whom and when.
+        spared: ranks that live on.
+        last: a rank that is killed for good when all others have been; None for nobody.
+
+    Attributes:
+        kills: what has happened, see `_kill`.
+        failure: why it went no further; empty if it did.
+        over: set when the lab has ended.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        workers: int,
+        times: int,
+        seed: int,
+        *,
+        spared: Sequence[int] = (),
+        last: int | None = None,
+    ) -> None:
+        self._home, self._workers, self._times, self._last = home, workers, times, last
+        self._drawn, self._lives = random.Random(seed), [0] * workers
+        self._victims = [rank for rank in range(workers) if rank not in spared]
+        self.kills: list[dict[str, Any]] = []
+        self.failure, self.over = "", threading.Event()
+
+    def run(self) -> None:
+        """Kill, and have all stop some steps after the last one is back."""
+        everyone = range(self._workers)
+        try:
+            for _ in range(self._times):
+                self._together(everyone)
+                time.sleep(self._drawn.uniform(0.0, 0.5))
+                self.kills.append(self._kill(self._drawn.choice(self._victims), back=True))
+            steps = self._together(everyone)
+            if self._last is not None:
+                self.kills.append(self._kill(self._last, back=False))
+                steps = self._together([rank for rank in everyone if rank != self._last])
+            put(self._home / "stop", steps + 10 * TOGETHER)
+        except TimeoutError as error:
+            self.failure = "" if self.over.is_set() else str(error)
+            put(self._home / "stop", 0)
+
+    def _kill(self, rank: int, *, back: bool) -> dict[str, Any]:
+        """Kill a worker; return what it and the others were like, and how long nothing went on.
+
+        ``rank``; ``steps`` of the slowest of the others; ``still_s``, the longest time that any of
+        these made no step in; ``back_s``, until the killed one trains again, and ``steps_without``,
+        steps that the slowest has made by then; ``before``, what the killed one had said last;
+        what the others had said then (``others``) and in the end (``after``).
+        """
+        others = [each for each in range(self._workers) if each != rank]
+        said, before = self.said(rank) or {}, [self.said(each) or {} for each in others]
+        begun, began = self._steps(others), time.monotonic()
+        put(self._home / f"kill-{rank}", back)
+        self._lives[rank] += 1
+        still, back_s, without = Standstill(others, began), None, 0
+        while (back and back_s is None) or self._steps(others) < begun + TOGETHER:
+            now = time.monotonic()
+            still.look(now, {each: self._steps([each]) for each in others})
+            if back and back_s is None and self.said(rank) is not None:
+                back_s, without = now - began, self._steps(others) - begun
+            self._wait(now - began, f"rank {rank} was killed at step {begun}")
+        if back:
+            self._together(range(self._workers))
+        return {
+            "rank": rank, "steps": begun, "still_s": still.longest_s, "steps_without": without,
+            "back_s": back_s, "before": said, "others": before,
+            "after": [self.said(each) or {} for each in others],
+        }  # fmt: skip
+
+    def _together(self, ranks: Sequence[int]) -> int:
+        """Wait until all have made some steps more; return how many all have."""
+        began, first = time.monotonic(), None
+        while True:
+            if all(self.said(rank) is not None for rank in ranks):
+                steps = self._steps(ranks)
+                first = steps if first is None else first
+                if steps >= first + TOGETHER:
+                    return steps
+            self._wait(time.monotonic() - began, "not all train")
+
+    def _wait(self, waited: float, what: str) -> None:
+        if waited > PATIENCE_S or self.over.wait(LOOK_S):
+            raise TimeoutError(f"{what}, and after {waited:.0f} s they do not go on")
+
+    def _steps(self, ranks: Iterable[int]) -> int:
+        return min(((self.said(rank) or {"steps": 0})["steps"] for rank in ranks), default=0)
+
+    def said(self, rank: int) -> dict[str, Any] | None:
+        """What a worker has said last in its present life; None if it does not train yet."""
+        with contextlib.suppress(FileNotFoundError):
+            found = json.loads((self._home / f"at-{rank}").read_text())
+            return dict(found) if found["life"] == self._lives[rank] else None
+        return None
+
+
+class Standstill:
+    """The longest time in which any of some workers has made no step.
+
+    Args:
+        ranks: of the workers.
+        now: seconds; as if all had just made one.
+
+    Attributes:
+        longest_s: so far.
+    """
+
+    def __init__(self, ranks: Iterable[int], now: float) -> None:
+        self._moved = dict.fromkeys(ranks, now)
+        self._steps: dict[int, int] = {}
+        self.longest_s = 0.0
+
+    def look(self, now: float, steps: dict[int, int]) -> None:
+        """Note how many each has made by now."""
+        for rank, made in steps.items():
+            self.longest_s = max(self.longest_s, now - self._moved[rank])
+            if made > self._steps.setdefault(rank, made):
+                self._steps[rank], self._moved[rank] = made, now
+
+
+def put(path: Path, value: Any) -> None:
+    """Write a file that is there as a whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(value))
+    part.rename(path)
+
+
+# -- on a host of the lab --------------------------------------------------------------------
+
+
+def keep(script: str, home: Path, row: str) -> int:
+    """Run the host's worker, kill it when that is asked for, and start it again.
+
+    It is ``SCRIPT --work HOME ROW LIFE``.
+
+    Returns:
+        Its exit code, when it has ended by itself; 0 if it was killed for good.
+    """
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as torchrun's workers: none serves it
+    store = dist.TCPStore("0.0.0.0", port, size, True, wait_for_workers=False) if not rank else None
+    asked = home / f"kill-{rank}"
+    life, code, back = 0, None, True
+    while code is None and back:
+        words = [sys.executable, script, "--work", str(home), row, str(life)]
+        worker = subprocess.Popen(words)
+        while (code := worker.poll()) is None and not asked.exists():
+            time.sleep(LOOK_S / 2)
+        if code is None:
+            worker.kill()
+            worker.wait()
+            back = json.loads(asked.read_text())
+            asked.unlink()
+            life += 1
+    (home / f"left-{rank}").touch()
+    while store is not None and not all((home / f"left-{r}").exists() for r in range(size)):
+        time.sleep(LOOK_S)
+    return code or 0
+
+
+class Telling:
+    """What a worker tells the killer.
+
+    Args:
+        home: the folder that all share.
+        rank: the worker's.
+        life: which of its lives this is.
+    """
+
+    def __init__(self, home: Path, rank: int, life: int) -> None:
+        self._home, self._rank, self._life = home, rank, life
+
+    def say(self, steps: int, **more: Any) -> bool:
+        """Say how many steps are made; whether to go on.
+
+        Args:
+            steps: of all lives, on the whole.
+            more: for the report.
+        """
+        put(self._home / f"at-{self._rank}", {"life": self._life, "steps": steps, **more})
+        stop = self._home / "stop"
+        return not stop.exists() or steps < json.loads(stop.read_text())
+
+    def end(self, first: float, model: Any, loss: Callable[[Any], float]) -> None:
+        """Say what has come of it: the first loss, the last one, and the sums of parameters."""
+        sums = [float(p.detach().double().abs().sum()) for p in model.parameters()]
+        put(self._home / f"loss-{self._rank}", (first, loss(model), sums))
+
+
+def losses(home: Path) -> dict[str, Any]:
+    """Return what workers have said in the end."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(home.glob("loss-*"))}
+
+
+def missed_losses(found: dict[str, Any]) -> list[str]:
+    """Return what does not hold: all learn, and have the same weights."""
+    missed = []
+    for name, (first, last, sums) in found.items():
+        if not last <= LEARNT * first:
+            missed.append(f"{name}: {last:.3f}, it began with {first:.3f}; limit {LEARNT} of it")
+        if sums != next(iter(found.values()))[2]:
+            missed.append(f"{name}: other weights than the others'")
+    return missed
+
+
+def loss_of(held_out: Any) -> Callable[[Any], float]:
+    """Return the loss of a model on images and their digits."""
+    import torch
+
+    def loss(model: Any) -> float:
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
+
+    return loss

@@ -1,0 +1,232 @@
+"""Workers that average models in groups of the moment, killed one after the other.
+
+    python benchmarks/ripples_kills.py --json out/ripples_kills.json
+
+Real processes in a lab train a network on the digits with `Ripples`. Again and again any one of
+them but rank 0 is killed (SIGKILL) at a moment that the seed says, and started again after a while;
+the others go on. In the end rank 0 is killed for good, and with it the group generator: the others
+go on by the static schedule.
+
+Judged: each time the others go on, and none of them makes no step for longer than the deadline that
+the generator gives the one that was killed, plus a second in which all look. That is 8 times its
+usual step, and 2 s at least; or the 5 s after which one that says nothing is lost, as it may have
+died in a group that it had not come to. Who comes back is in groups with others again; the training
+loss falls from each quarter of the kills to the next; all models are the same bits in the end, and
+their loss has fallen to under a tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from common import run_and_judge, write
+from killing import PATIENCE_S, Killer, Telling, keep, loss_of, losses, missed_losses, trained
+
+from wingbeat import lab
+from wingbeat.exchanges.average import GRACE_S
+from wingbeat.groups.config import SILENCE_S
+from wingbeat.groups.patience import FACTOR, LEAST_S
+
+LOOKS_S = 1.0
+"""In which the generator looks who is late, and tells the others, who look too."""
+FALLING_S = SILENCE_S + GRACE_S
+"""Until workers know that the generator is dead, and those in a group that others do not come."""
+RECENT = 20
+"""Steps whose mean loss a worker tells."""
+RETURNS = 5
+"""Of the killed, so many have to come back at least; or all, if fewer were killed."""
+
+
+def main() -> int:
+    """Run once, and print what was found."""
+    args = arguments()
+
+    def measure(report: dict[str, Any]) -> list[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            report |= run(args, Path(folder))
+        write(args.json, report)
+        show(report)
+        return judged(args.kills, report)
+
+    return run_and_judge(args.json, measure)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lab", default="star:4@100mbit", help="(star:4@100mbit)")
+    parser.add_argument("--row", default="ripples", help="(ripples)")
+    parser.add_argument("--kills", type=int, default=20, help="(20)")
+    parser.add_argument("--seed", type=int, default=0, help="of whom and when (0)")
+    parser.add_argument("--json", type=Path, default=Path("out/ripples_kills.json"), metavar="FILE")
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """Train in a lab, and kill.
+
+    Raises:
+        LabError: a lab cannot be made, or somebody failed.
+    """
+    workers = lab.LabSpec.parse(args.lab).hosts
+    killer = Killer(home, workers, args.kills, args.seed, spared=[0], last=0)
+    lines = trained(args.lab, __file__, home, args.row, {}, killer)
+    kills = [kill | figures(kill) for kill in killer.kills]
+    return {"kills": kills, "losses": losses(home), "lines": lines}
+
+
+def figures(kill: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a kill is judged: the limit, the loss before it, and groups afterwards."""
+    usual_s = kill["before"].get("usual_s", 0.0)
+    rank, others = kill["rank"], kill["others"]
+    known = [each["loss"] for each in others if "loss" in each]
+    met = sum(each["met"][rank] for each in kill["after"] if each)
+    return {
+        "usual_s": usual_s,
+        "deadline_s": max(LEAST_S, FACTOR * usual_s),
+        "limit_s": max(LEAST_S, FACTOR * usual_s, SILENCE_S) + LOOKS_S if rank else FALLING_S,
+        "loss": statistics.fmean(known) if known else None,
+        "met": met - sum(each["met"][rank] for each in others if each),
+    }
+
+
+def judged(kills: int, report: dict[str, Any]) -> list[str]:
+    """Return what does not hold."""
+    found, missed = report["kills"], []
+    if len(found) != kills + 1:
+        missed.append(f"{len(found)} kills; expected {kills}, and rank 0")
+    for number, kill in enumerate(found):
+        if kill["still_s"] > kill["limit_s"]:
+            missed.append(
+                f"kill {number}, of rank {kill['rank']}: the others stood still for "
+                f"{kill['still_s']:.2f} s; limit {kill['limit_s']:.2f} s"
+            )
+    back = [kill for kill in found if kill["back_s"] is not None and kill["met"] > 0]
+    if len(back) < min(RETURNS, kills):
+        missed.append(f"{len(back)} came back and were in groups; limit {min(RETURNS, kills)}")
+    missed += fallen([kill["loss"] for kill in found if kill["loss"] is not None])
+    return missed + missed_losses(report["losses"])
+
+
+def fallen(values: list[float]) -> list[str]:
+    """Return where losses of some length do not fall from each quarter to the next."""
+    parts = min(4, len(values))
+    cuts = [len(values) * part // parts for part in range(parts + 1)] if parts else []
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(cuts)]
+    return [
+        f"the training loss was {late:.4f} in part {number} of {parts}, {early:.4f} before"
+        for number, (early, late) in enumerate(itertools.pairwise(means), start=2)
+        if not late < early
+    ]
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one line for each kill, and what all come to."""
+    print(
+        f"{'killed':>6} {'at step':>8} {'stood still, s':>14} {'limit, s':>8} "
+        f"{'steps without':>13} {'back, s':>8} {'groups then':>11} {'loss':>7}"
+    )
+    for kill in report["kills"]:
+        back = "-" if kill["back_s"] is None else f"{kill['back_s']:.2f}"
+        print(
+            f"{kill['rank']:6} {kill['steps']:8} {kill['still_s']:14.2f} {kill['limit_s']:8.2f} "
+            f"{kill['steps_without']:13} {back:>8} {kill['met']:11} {kill['loss']:7.4f}"
+        )
+    still = [kill["still_s"] for kill in report["kills"] if kill["rank"]]
+    if still:
+        print(
+            f"the others stood still for {statistics.median(still):.2f} s (median), "
+            f"{max(still):.2f} s at most"
+        )
+    for name, (first, last, _) in sorted(report["losses"].items()):
+        print(f"{name}: {first:.3f}, in the end {last:.4f}")
+
+
+# -- on a host of the lab --------------------------------------------------------------------
+
+
+def work(home: Path, row: str, life: int) -> None:
+    """Train until the killer has said up to which step."""
+    import time
+
+    import torch
+
+    import wingbeat
+    from wingbeat import strategies
+    from wingbeat.bench import digits
+
+    torch.set_num_threads(1)
+    world = wingbeat.init(timeout=PATIENCE_S)
+    images, answers, *held_out = digits.data()
+    network = digits.network(1 if world.returned else 0)  # who comes back copies parameters
+    loss = loss_of(held_out)
+    first = loss(digits.network(0))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    model, optimizer = wingbeat.distribute(network, optimizer, strategies.parse(row))
+    met, telling = Met(model, world.size), Telling(home, world.rank, life)
+    recent: deque[float] = deque(maxlen=RECENT)
+    usual_s = 0.0
+    seed = 1000 * life + world.rank
+    for x, y in digits.batches(images, answers, rank=world.rank, workers=world.size, seed=seed):
+        begin = time.monotonic()
+        optimizer.zero_grad()
+        found = torch.nn.functional.cross_entropy(model(x), y)
+        found.backward()
+        usual_s = max(time.monotonic() - begin, 0.9 * usual_s)  # as the generator counts it
+        recent.append(float(found.detach()))
+        optimizer.step()
+        mean = statistics.fmean(recent)
+        if not telling.say(met.steps, met=met.by_rank, usual_s=usual_s, loss=mean):
+            break
+    wingbeat.consensus(model)
+    telling.end(first, model, loss)
+    wingbeat.shutdown()
+
+
+class Met:
+    """How often a worker was in a group with each of the others.
+
+    Args:
+        model: a distributed one.
+        workers: how many there are.
+    """
+
+    def __init__(self, model: Any, workers: int) -> None:
+        from wingbeat.sync.upgrade import engine_of
+
+        engine: Any = engine_of(model)
+        self._update = engine.update
+        self.by_rank = [0] * workers
+        averages = self._update._averager.grouping.averages
+        average = averages.average
+
+        def counted(run: Any, *args: Any) -> int | None:
+            lost: int | None = average(run, *args)
+            for rank in run.members if lost is None else ():
+                self.by_rank[rank] += 1
+            return lost
+
+        averages.average = counted
+
+    @property
+    def steps(self) -> int:
+        """How many steps the worker has made, those of whose model it has taken over with them."""
+        return int(self._update.steps)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--keep"]:
+        sys.exit(keep(__file__, Path(sys.argv[2]), sys.argv[3]))
+    if sys.argv[1:2] == ["--work"]:
+        work(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+        sys.exit()
+    sys.exit(main())
