@@ -17,7 +17,7 @@ PRIVATE = (
 )
 """Methods of a Trainer that are overridden."""
 
-USED = ("accelerator", "evaluation_loop", "model_wrapped", "train")
+USED = ("accelerator", "evaluation_loop", "floating_point_ops", "model_wrapped", "train")
 """Public ones; a release that renames one is told as well."""
 
 

@@ -45,6 +45,7 @@ class WingbeatTrainerMixin:
         super().__init__(*args, **kwargs)
         names.check(self)
         _refuse_setup(self)
+        self._counts: dict[Any, int] = {}
         self.strategy: HasChoices = DeAR() if strategy is None else strategy
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,9 +61,15 @@ class WingbeatTrainerMixin:
             _release(self)  # which converts the model, and that ends its training
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """As the Trainer's, which counts parameters after each backward; that gathers gradients."""
+        with _counted_once(self.model, self._counts):  # type: ignore[attr-defined]
+            return super().floating_point_ops(inputs)  # type: ignore[misc]
+
     # -- private ones, listed in `names` --------------------------------------------------
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._counts = {}
         with _preparing(self.accelerator, self.strategy):  # type: ignore[attr-defined]
             made = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         if _distributed(self) is None:
@@ -130,6 +137,27 @@ def _preparing(accelerator: Any, strategy: HasChoices) -> Iterator[None]:
         yield
     finally:
         del accelerator.prepare
+
+
+@contextlib.contextmanager
+def _counted_once(model: Any, counts: dict[Any, int]) -> Iterator[None]:
+    """Have ``model.num_parameters`` remember what it has counted, for a while."""
+    if engine_of(model) is None or not hasattr(model, "num_parameters"):
+        yield
+        return
+    count = model.num_parameters
+
+    def remembered(*args: Any, **kwargs: Any) -> int:
+        key = args, *kwargs.items()
+        if key not in counts:
+            counts[key] = count(*args, **kwargs)
+        return counts[key]
+
+    model.num_parameters = remembered
+    try:
+        yield
+    finally:
+        del model.num_parameters
 
 
 def _refuse_setup(trainer: Any) -> None:
