@@ -645,6 +645,42 @@ def test_a_damaged_state_changes_nothing(state, why) -> None:
     on(2, body)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_state_of_all_workers_loads_into_any_number(size: int) -> None:
+    """As a trainer saves it that keeps one state for all."""
+
+    def save(world: Any) -> Any:
+        model, optimizer = distributed_pull(
+            world, strategy("allreduce", Sketch(bits=2, auto_disable=False))
+        )
+        pull(model, optimizer, range(3), world.rank)
+        return optimizer.state_dict()
+
+    states = on(2, save)
+    parts = [state["wingbeat"] for state in states]
+    whole = {**states[0], "wingbeat": {"parts": parts}}
+
+    def load(world: Any) -> Any:
+        model, optimizer = distributed_pull(
+            world, strategy("allreduce", Sketch(bits=2, auto_disable=False))
+        )
+        for broken in (5, [], parts[:1], [*parts, parts[0]], [parts[0], {}]):
+            before = residuals_of(model) if world.size > 1 else None
+            if world.size > 1:
+                with pytest.raises(UsageError, match=r"^load_state_dict"):
+                    optimizer.load_state_dict({**whole, "wingbeat": {"parts": broken}})
+                assert_same(residuals_of(model), before)
+        optimizer.load_state_dict(whole)
+        return optimizer.residual_state_dict()["residuals"] if world.size > 1 else None
+
+    loaded = on(size, load)
+    if size > 1:
+        for name in parts[0]["residuals"]:
+            total = sum(part["residuals"][name] for part in parts)
+            torch.testing.assert_close(sum(each[name] for each in loaded), total)
+            assert total.any()
+
+
 class _Watched:
     """A handle that notes when it has been waited for."""
 

@@ -239,11 +239,11 @@ class Compression:
             return
         if not isinstance(parts, (list, tuple)) or not parts:
             raise UsageError(
-                f"{where}: {type(parts).__name__}; pass a list of what residual_state_dict() "
+                f"{where}({type(parts).__name__}): pass a list of what residual_state_dict() "
                 "returned on every worker"
             )
         for position, part in enumerate(parts):
-            self.residuals.check(part, f"{where}[{position}]")
+            self.residuals.check(part, f"{where}(parts): parts[{position}]")
             _step_of(part)
         check_complete(parts)
 
@@ -258,7 +258,7 @@ class Compression:
                 "load_residuals(parts): this strategy keeps no residuals; its wire must be "
                 "sketch, topk or lowrank with feedback"
             )
-        self.check_parts(parts, "load_residuals(parts): parts")
+        self.check_parts(parts, "load_residuals")
         step = max(map(_step_of, parts))
         self.settle()
         self.residuals.load_state_dicts(parts)

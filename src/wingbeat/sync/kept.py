@@ -44,7 +44,7 @@ def check(engine: Engine, state: Any) -> None:
     if parts is None:
         engine.compression.check(residuals_of(state))
     else:
-        engine.compression.check_parts(parts, f"load_state_dict(): {PARTS}")
+        engine.compression.check_parts(parts, "load_state_dict")
     averages, update = _averages(state), engine.update
     if averages is None or not isinstance(update, LocalUpdate):
         return
