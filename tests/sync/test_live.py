@@ -70,6 +70,35 @@ def test_who_takes_over_a_state_makes_the_outer_step_that_is_under_way(
     assert (steps, other[2]) == (5, 5)
 
 
+def test_who_takes_over_a_state_between_two_turns_shares_what_it_was_given() -> None:
+    """Its model has moved from the shared one since, and is not taken for it."""
+    models: dict[int, Any] = {}
+    both = threading.Barrier(2)
+
+    def body(world: Any) -> list[torch.Tensor]:
+        model = net(world.rank)
+        strategy = wingbeat.DiLoCo(every=4, encrypted=False)
+        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        models[world.rank] = model
+        update = engine(model).update
+        train(model, optimizer, range(6))  # a turn, and two steps of each worker's own
+        both.wait(PATIENCE)
+        if world.rank == 1:
+            for kept in update._kinds().values():
+                kept.fill_(9.0)
+            update._moved = update._known = update._given = False  # as in a process that begins
+            lives_of(model).put(lives_of(models[0]).written())
+        both.wait(PATIENCE)
+        train(model, optimizer, range(6, 9))
+        found = [flat(model, "shared"), flat(model, "velocity")]
+        wingbeat.consensus(model)
+        return found
+
+    (shared, velocity), other = on(2, body, timeout=PATIENCE)
+    torch.testing.assert_close(other[0], shared, rtol=0, atol=0)
+    torch.testing.assert_close(other[1], velocity, rtol=0, atol=0)
+
+
 def test_a_state_of_another_training_is_refused() -> None:
     def body(world: Any) -> None:
         model = net()
