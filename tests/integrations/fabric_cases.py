@@ -13,7 +13,15 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
 import wingbeat
-from integrations.lightning_cases import EXACT, close, line, loader, same_everywhere, torchrun
+from integrations.lightning_cases import (
+    EXACT,
+    alike,
+    close,
+    line,
+    loader,
+    same_everywhere,
+    torchrun,
+)
 from wingbeat.integrations.fabric import WingbeatStrategy
 
 OPTIONS: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
@@ -46,6 +54,8 @@ def train(fabric: Any, model: Any, optimizer: Any, clip: Any = None, every: int 
         last = (number + 1) % every == 0
         with fabric.no_backward_sync(model, enabled=not last):
             fabric.backward(nn.functional.mse_loss(model(x), y) / every)
+        if every > 1:
+            assert alike(model) == last
         if last:
             if clip:
                 fabric.clip_gradients(model, optimizer, **clip)

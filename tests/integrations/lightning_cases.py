@@ -26,6 +26,7 @@ import wingbeat
 from integrations.lightning_modules import (
     Adamed,
     Bfgs,
+    Direct,
     Frozen,
     Gan,
     Gathering,
@@ -69,6 +70,7 @@ def mixed(**_kwargs: Any) -> MixedPrecision:
 
 CASES: dict[str, Any] = {
     "plain": (Net, lambda: {}),
+    "direct": (Direct, lambda: {}),
     "adamw": (Adamed, lambda: {}),
     "accumulation": (Net, lambda: {"accumulate_grad_batches": 4}),
     "accumulation by epoch": (
@@ -140,6 +142,19 @@ def close(a: dict[str, Any], b: dict[str, Any], tolerance: float = 1e-5) -> None
         torch.testing.assert_close(
             value, b[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def alike(model: nn.Module) -> bool:
+    """Whether all workers have the same gradients."""
+    found = []
+    for param in model.parameters():
+        mine = torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+        first = mine.clone()
+        torch.distributed.broadcast(first, 0)
+        found.append(torch.equal(first, mine))
+    apart = torch.tensor(float(not all(found)))
+    torch.distributed.all_reduce(apart)
+    return not bool(apart)
 
 
 def line(call: Callable[[], Any]) -> str:

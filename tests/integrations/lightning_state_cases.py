@@ -17,7 +17,9 @@ from integrations.lightning_cases import (
     EXACT,
     Adamed,
     Gan,
+    Gathering,
     Net,
+    alike,
     close,
     fitted,
     line,
@@ -131,6 +133,20 @@ def after_fit(kind: str) -> None:
         assert type(module) is Net
         close(dict(module.named_parameters()), dict(expected.named_parameters()))
         torch.testing.assert_close(found, there, rtol=1e-4, atol=1e-5)
+
+
+def local_until_the_last(kind: str, manual: bool) -> None:
+    """While gradients are accumulated, nothing travels: each worker has its own."""
+    seen: list[bool] = []
+
+    class Looking(Gathering if manual else Net):  # type: ignore[misc]
+        def on_after_backward(self) -> None:
+            seen.append(alike(self))
+
+    with torchrun():
+        options = {} if manual else {"accumulate_grad_batches": 3}
+        fitted(Looking(), WingbeatStrategy(EXACT[kind]), max_epochs=1, **options)
+    assert seen == [False, False, True] * 2
 
 
 class Watched(Plain):

@@ -34,6 +34,14 @@ def test_models_are_one_where_they_are_looked_at(
     pool_of(2).run(cases.averaged, kind, str(tmp_path))
 
 
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("kind", ["allreduce", "dear"])
+def test_accumulated_gradients_stay_where_they_are(
+    kind: str, manual: bool, pool_of: PoolOf
+) -> None:
+    pool_of(2).run(cases.local_until_the_last, kind, manual)
+
+
 def test_what_cannot_be_served_is_refused_in_a_line(pool_of: PoolOf) -> None:
     pool_of(2).run(cases.refused)
 
