@@ -14,4 +14,4 @@ It is imported in workers only where it has to import its library, so that the t
 without: imports of libraries belong inside of ``train``. Its name is added to ``NAMES``.
 """
 
-NAMES = ("lightning", "fabric")
+NAMES = ("lightning", "fabric", "accelerate", "transformers")
