@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,11 @@ import wingbeat
 from helpers.training import assert_same, batch, engine, net, sgd, train, weights
 from wingbeat import parts, sync
 from wingbeat.errors import UsageError
+from wingbeat.pairs.split import is_active
 from wingbeat.transport import loopback
 
 SIZE, STEPS = 4, 9
+PATIENCE = 20.0
 
 GROUPS = {
     policy: wingbeat.Ripples(policy=policy, size=2, encrypted=False)
@@ -368,3 +371,43 @@ def test_a_join_that_tells_who_has_run_out_is_refused() -> None:
             model.join(throw_on_early_termination=True).__enter__()
 
     on(2, body)
+
+
+def test_closures_may_wait_for_all_workers() -> None:
+    """As a metric that is summed over all does. The passive worker is amid its next step, in a
+    closure, before the active one asks for the average that it then waits for."""
+    together, amid = threading.Barrier(2), threading.Event()
+
+    class Late(torch.optim.SGD):
+        """Ends its second step when the passive worker is in its third closure."""
+
+        count = 0
+
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            self.count += 1
+            assert self.count != 2 or amid.wait(PATIENCE)
+            return loss
+
+    def body(world: Any) -> int:
+        kind = Late if is_active(world.rank) else torch.optim.SGD
+        model = net()
+        optimizer: Any = kind(model.parameters(), lr=0.1)
+        strategy = wingbeat.ADPSGD(encrypted=False)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        for step in range(4):
+
+            def closure(step: int = step) -> Tensor:
+                if step == 2 and not is_active(world.rank):
+                    amid.set()
+                together.wait(PATIENCE)
+                optimizer.zero_grad()
+                loss: Tensor = model(batch(step, world.rank)).square().mean()
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+        wingbeat.consensus(model)
+        return int(engine(model).update.steps)
+
+    assert on(2, body, timeout=PATIENCE) == [4, 4]

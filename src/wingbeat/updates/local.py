@@ -11,6 +11,7 @@ import torch
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
 from wingbeat.schedules.local import Local
 from wingbeat.updates.averager import Averager
+from wingbeat.updates.deferred import evaluated
 from wingbeat.updates.flat import FlatModel
 from wingbeat.updates.update import Closure, Host, Training
 from wingbeat.updates.whole import WholeUpdate
@@ -51,7 +52,18 @@ class LocalUpdate(WholeUpdate):
         """Run the optimizer's own step, and what the schedule adds."""
         self._moved = True
         self._wait_again()
-        return super().step(host, closure)
+        return super().step(host, self._evaluated_early(closure))
+
+    def _evaluated_early(self, closure: Closure) -> Closure:
+        """Evaluate the loss before an average is waited for, as a loop with ``backward()`` does.
+
+        In its closure a worker may wait for all, with a metric that is summed, while another one
+        waits for an average with it. LBFGS compares losses, between which nothing may change.
+        """
+        if closure is None or isinstance(self._training.optimizer, torch.optim.LBFGS):
+            return closure
+        first = [evaluated(closure)]
+        return lambda: first.pop() if first else closure()
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
         """Do as the schedule says; return what a whole step has returned."""
