@@ -154,6 +154,11 @@ class Watched(Plain):
 
     looks = 0
 
+    def training_step(self, batch: Any) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
     def on_validation_epoch_start(self) -> None:
         same_everywhere(self)
         self.looks += 1
@@ -196,6 +201,8 @@ def refused() -> None:
         assert "has returned no optimizer of the model's parameters" in said
         said = line(lambda: fitted(Gan(), WingbeatStrategy(EXACT["sharded"])))
         assert said.startswith("backward() for another optimizer: with shard_optimizer")
+        said = line(lambda: fitted(Net(), WingbeatStrategy(wingbeat.ADPSGD())))
+        assert said.startswith("self.log(sync_dist=True), all_gather or a barrier in training_step")
         clipped = {"gradient_clip_val": 0.1}
         said = line(lambda: fitted(Net(), WingbeatStrategy(wingbeat.Canary()), **clipped))
         assert "Canary" in said, said

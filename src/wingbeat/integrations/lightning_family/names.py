@@ -16,7 +16,10 @@ LEAST = "2.5"
 """The first release that this was written for."""
 
 TRAINER = (
+    "all_gather",
+    "barrier",
     "block_backward_sync",
+    "broadcast",
     "configure_ddp",
     "lightning_module",
     "lightning_module_state_dict",
@@ -29,6 +32,7 @@ TRAINER = (
     "optimizer_step",
     "optimizers",
     "precision_plugin",
+    "reduce",
     "root_device",
     "setup",
     "setup_environment",

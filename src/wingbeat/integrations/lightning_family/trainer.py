@@ -46,6 +46,7 @@ class TrainerStrategy:
         self._wingbeat_timeout = options.seconds(ddp_kwargs)
         self._wingbeat_optimizer: torch.optim.Optimizer | None = None
         self._wingbeat_failed = False
+        self._wingbeat_stepping = self._wingbeat_moved = False
         super().__init__(**options.passed_on(ddp_kwargs))
         names.check_object(self, names.TRAINER_OBJECT)
 
@@ -97,6 +98,13 @@ class TrainerStrategy:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's through its own ``forward``, as DDP's wrapper would."""
+        self._wingbeat_stepping = self._wingbeat_moved = True
+        try:
+            return self._training_step(*args, **kwargs)
+        finally:
+            self._wingbeat_stepping = False
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         with self.precision_plugin.train_step_context():
             if self._wingbeat_optimizer is None:
@@ -161,6 +169,47 @@ class TrainerStrategy:
     def _level(self) -> None:
         if self._wingbeat_optimizer is not None and not self._wingbeat_failed:
             sync.consensus(self.lightning_module)
+            self._wingbeat_moved = False
+
+    # -- all workers at a time ------------------------------------------------------------
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduce over all workers, as DDPStrategy does."""
+        self._gather_all()
+        return super().reduce(*args, **kwargs)  # type: ignore[misc]
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather from all workers, as DDPStrategy does."""
+        self._gather_all()
+        return super().all_gather(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """Broadcast to all workers, as DDPStrategy does."""
+        self._gather_all()
+        return super().broadcast(*args, **kwargs)  # type: ignore[misc]
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all workers, as DDPStrategy does."""
+        self._gather_all()
+        super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def _gather_all(self) -> None:
+        """Before all wait for all: let nobody still wait for some, who would never come.
+
+        Raises:
+            UsageError: in a training step, where models are averaged among some workers.
+        """
+        averaging = self.wingbeat_strategy.choices().averaging
+        if averaging is None or averaging.partners == "all" or self._wingbeat_optimizer is None:
+            return
+        if self._wingbeat_stepping and not self._wingbeat_failed:
+            raise UsageError(
+                "self.log(sync_dist=True), all_gather or a barrier in training_step waits for all "
+                "workers, while others wait for some (Ripples, ADPSGD): log with on_step=False, "
+                "or leave sync_dist out"
+            )
+        if self._wingbeat_moved:
+            self._level()
 
 
 def _first_of(module: torch.nn.Module, optimizers: Sequence[Any]) -> torch.optim.Optimizer:
