@@ -18,4 +18,4 @@ with updates that come later."""
 @pytest.mark.parametrize("name", cases.CASES)
 def test_weights_are_those_of_ddp(name: str, pool_of: PoolOf) -> None:
     kinds = [kind for kind in cases.EXACT if kind not in NOT_WITH.get(name, ())]
-    pool_of(2).run(cases.as_ddp, name, kinds)
+    pool_of(2).run(cases.as_ddp, name, kinds, deadline=150.0)

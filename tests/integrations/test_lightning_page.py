@@ -36,7 +36,7 @@ def test_a_program_runs_as_it_stands_there(number: int, said: str, tmp_path: Pat
 
 
 def test_the_hook_of_the_page_sends_less(pool_of: Callable[[int], Pool]) -> None:
-    pool_of(2).run(cases.hooked, EXAMPLES[2])
+    pool_of(2).run(cases.hooked, EXAMPLES[2], deadline=150.0)
 
 
 @pytest.mark.parametrize("module", [lightning, fabric, pytorch_lightning, lightning_fabric])
@@ -48,4 +48,4 @@ def test_the_table_has_each_module_with_its_package(module: object) -> None:
 
 
 def test_the_older_packages_train_alike(pool_of: Callable[[int], Pool]) -> None:
-    pool_of(2).run(cases.older_packages)
+    pool_of(2).run(cases.older_packages, deadline=150.0)
