@@ -178,7 +178,42 @@ class HookState:
             dist.destroy_process_group(handle)
 
 
-class SketchState(HookState):
+class CodedState(HookState):
+    """A hook's state whose gradients travel as a wire says.
+
+    Attributes:
+        wire: of which kind, checked.
+    """
+
+    def __init__(self, model: nn.Module, wire: Coded, *, process_group: Any, timeout: Any) -> None:
+        _check_groups(type(self).__name__, wire, model)
+        self.wire = wire
+        self._momentum = float(getattr(wire, "momentum", 0.0))
+        velocity = self._momentum > 0
+        super().__init__(model, velocity=velocity, process_group=process_group, timeout=timeout)
+
+    @property
+    def coding(self) -> bool:
+        """Whether the coming iteration is encoded: its share of the training is not over."""
+        ends = self.wire.ends_after
+        return ends is None or self._steps < ends
+
+    def _exchange(self, bucket: HookBucket) -> HookExchange:
+        found = [Region(Span(0, bucket.buffer.numel()), Dense())]
+        if self.coding:
+            lying = list(zip(bucket.names, bucket.shapes, strict=True))
+            found = list(regions(self.wire, lying, self._steps))
+        return HookExchange(
+            bucket,
+            self._group,
+            self._residuals,
+            found,
+            gathered=self.wire.gathers,
+            momentum=self._momentum > 0,
+        )
+
+
+class SketchState(CodedState):
     """For `sketch_hook`: every value travels as a code of ``bits`` bits, twice.
 
     Every rank makes one, at the same point of its program; it makes a process group of its own.
@@ -211,22 +246,9 @@ class SketchState(HookState):
     ) -> None:
         if type(bits) is not int or not 1 <= bits <= 8:
             raise UsageError(f"SketchState(bits={bits!r}): allowed are whole numbers from 1 to 8")
-        self.wire = _sketched(wire, bits)
-        self.bits = self.wire.bits
-        check_groups("SketchState", self.wire, model)
-        super().__init__(model, velocity=False, process_group=process_group, timeout=timeout)
-
-    @property
-    def coding(self) -> bool:
-        """Whether the coming iteration is sketched: its share of the training is not over."""
-        ends = self.wire.ends_after
-        return ends is None or self._steps < ends
-
-    def _exchange(self, bucket: HookBucket) -> HookExchange:
-        found = [Region(Span(0, bucket.buffer.numel()), Dense())]
-        if self.coding:
-            found = list(regions(self.wire, list(zip(bucket.names, bucket.shapes, strict=True))))
-        return HookExchange(bucket, self._group, self._residuals, found, gathered=False)
+        sketched = _sketched(wire, bits)
+        self.bits = sketched.bits
+        super().__init__(model, sketched, process_group=process_group, timeout=timeout)
 
 
 class TopKState(HookState):
@@ -296,7 +318,7 @@ class TopKState(HookState):
         )
 
 
-def check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
+def _check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
     """Raise a `UsageError` if a group of the wire has no trained parameter of the model."""
     names = _trained(model, kind).values()
     for pattern in unmatched(wire, names):

@@ -7,17 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.regions import regions
 from wingbeat.errors import UsageError
-from wingbeat.integrations.ddp.exchange import HookBucket, HookExchange
-from wingbeat.integrations.ddp.state import HookState, check_groups
-from wingbeat.types import Span
-from wingbeat.wires import Coded, Wire, of
+from wingbeat.integrations.ddp.state import CodedState
+from wingbeat.wires import Wire, of
 
 
-class WireState(HookState):
+class WireState(CodedState):
     """For `wire_hook`: gradients travel by any codec that strategies have.
 
     Every rank makes one, at the same point of its program; it makes a process group of its own.
@@ -54,28 +49,5 @@ class WireState(HookState):
                 "bf16_compress_hook"
             )
         # What is to be tried first warms up later; here nothing is tried.
-        self.wire: Coded = replace(found, auto_disable=False)
-        check_groups("WireState", self.wire, model)
-        self._momentum = float(getattr(self.wire, "momentum", 0.0))
-        velocity = self._momentum > 0
-        super().__init__(model, velocity=velocity, process_group=process_group, timeout=timeout)
-
-    @property
-    def coding(self) -> bool:
-        """Whether the coming iteration is encoded: its share of the training is not over."""
-        ends = self.wire.ends_after
-        return ends is None or self._steps < ends
-
-    def _exchange(self, bucket: HookBucket) -> HookExchange:
-        found = [Region(Span(0, bucket.buffer.numel()), Dense())]
-        if self.coding:
-            lying = list(zip(bucket.names, bucket.shapes, strict=True))
-            found = list(regions(self.wire, lying, self._steps))
-        return HookExchange(
-            bucket,
-            self._group,
-            self._residuals,
-            found,
-            gathered=self.wire.gathers,
-            momentum=self._momentum > 0,
-        )
+        coded = replace(found, auto_disable=False)
+        super().__init__(model, coded, process_group=process_group, timeout=timeout)
