@@ -101,8 +101,10 @@ def load(
         template[_OPTIMIZER] = whole.get_optimizer_state_dict(model, optimizer)
     template[_PART] = _empty_parts(saved, str(checkpoint_id or type(storage_reader).__name__))
     dcp.load(template, storage_reader=storage_reader)
-    whole.set_model_state_dict(model, template[_MODEL])
     parts = [_unpacked(template[_PART][key]) for key in sorted(template[_PART], key=int)]
+    beside = _beside(engine, [part["beside"] or None for part in parts])
+    kept.check(engine, beside)
+    whole.set_model_state_dict(model, template[_MODEL])
     if _OPTIMIZER in template:
         whole.set_optimizer_state_dict(model, optimizer, template[_OPTIMIZER])
     elif "own" in parts[0]:
@@ -110,7 +112,7 @@ def load(
         whole.set_optimizer_state_dict(model, optimizer, own)
     else:
         optimizer.load_shards([part["shard"] for part in parts])  # type: ignore[attr-defined]
-    _go_on(engine, optimizer, [part["beside"] or None for part in parts])
+    kept.load(engine, beside)
 
 
 def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> Engine:
@@ -122,16 +124,10 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> En
     return engine
 
 
-def _go_on(engine: Engine, optimizer: Any, beside: list[Any]) -> None:
-    """Take over what stands beside model and optimizer."""
+def _beside(engine: Engine, saved: list[Any]) -> Any:
+    """Return what this worker goes on with beside model and optimizer."""
     world = engine.world
-    alike = len(beside) == world.size
-    own = beside[world.rank] if alike else beside[0]
-    kept.check(engine, own)
-    kept.load(engine, own)
-    residuals = [each for each in map(kept.residuals_of, beside) if each is not None]
-    if not alike and residuals and engine.compression.state_dict() is not None:
-        optimizer.load_residuals(residuals)
+    return saved[world.rank] if len(saved) == world.size else kept.together(saved)
 
 
 def _empty_parts(saved: Metadata, where: str) -> dict[str, torch.Tensor]:

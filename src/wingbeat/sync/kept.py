@@ -7,7 +7,7 @@ come, and the outer optimizer's tensors by parameter name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def check(engine: Engine, state: Any) -> None:
     """Raise a `UsageError` unless ``state`` is of a run of this model, or None."""
     parts = _parts(state)
     if parts is None:
-        engine.compression.check(residuals_of(state))
+        engine.compression.check(_residuals(state))
     else:
         engine.compression.check_parts(parts, "load_state_dict")
     averages, update = _averages(state), engine.update
@@ -64,7 +64,7 @@ def load(engine: Engine, state: Any) -> None:
     """Go on with ``state``, which was checked; without anything if None."""
     parts = _parts(state)
     if parts is None or engine.compression.residuals is None:
-        engine.compression.load_state_dict(residuals_of(state) if parts is None else None)
+        engine.compression.load_state_dict(_residuals(state) if parts is None else None)
     else:
         engine.compression.load_parts(parts)
     update = engine.update
@@ -74,7 +74,15 @@ def load(engine: Engine, state: Any) -> None:
         update.resume(averages.get("steps", 0), tensors)
 
 
-def residuals_of(state: Any) -> Any:
+def together(states: Sequence[Any]) -> dict[str, Any] | None:
+    """Return one state of what `export` has returned on all workers, for any number of them."""
+    parts = [part for part in map(_residuals, states) if part]
+    averages = _averages(states[0])
+    found = {PARTS: parts} if parts else {}
+    return found | ({AVERAGES: averages} if averages is not None else {}) or None
+
+
+def _residuals(state: Any) -> Any:
     """Return what is kept of residuals; None if there is nothing else than averages."""
     if not isinstance(state, dict) or AVERAGES not in state:
         return state
