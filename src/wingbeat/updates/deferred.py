@@ -19,7 +19,7 @@ from wingbeat.schedules.events import Defer, Phase, Step, StepCalled, Update, Up
 from wingbeat.updates.due import Due
 from wingbeat.updates.separable import steps_apart
 from wingbeat.updates.stepper import step_outside
-from wingbeat.updates.update import Closure, Host, Training
+from wingbeat.updates.update import Closure, Host, Training, evaluated
 from wingbeat.updates.whole import WholeUpdate
 
 PROVING_STEPS = 2
@@ -145,11 +145,3 @@ def refuse_evaluating(optimizer: torch.optim.Optimizer) -> None:
             "possible: each of its steps evaluates the loss several times and needs whole "
             "gradients each time; use wingbeat.AllReduce()"
         )
-
-
-def evaluated(closure: Closure) -> Any:
-    """Call the closure, if there is one, as optimizers do."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -16,12 +16,11 @@ from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.convert import refuse_overlapping
 from wingbeat.gradients.views import Views, replaced
 from wingbeat.schedules.events import GradientsNeeded, OthersStep, Phase, Schedule, StepCalled
-from wingbeat.updates.deferred import evaluated
 from wingbeat.updates.due import Due
 from wingbeat.updates.shards import DividedState
 from wingbeat.updates.sharing import SCALER
 from wingbeat.updates.stepper import GroupSnapshot, State, step_outside
-from wingbeat.updates.update import Closure, Host, Training
+from wingbeat.updates.update import Closure, Host, Training, evaluated
 
 
 class DividedUpdate:

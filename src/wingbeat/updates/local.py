@@ -11,9 +11,8 @@ import torch
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
 from wingbeat.schedules.local import Local
 from wingbeat.updates.averager import Averager
-from wingbeat.updates.deferred import evaluated
 from wingbeat.updates.flat import FlatModel
-from wingbeat.updates.update import Closure, Host, Training
+from wingbeat.updates.update import Closure, Host, Training, evaluated
 from wingbeat.updates.whole import WholeUpdate
 
 Tensors = dict[str, torch.Tensor]

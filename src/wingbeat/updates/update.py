@@ -127,3 +127,11 @@ class Update(Protocol):
 
     def detach(self) -> None:
         """Leave the optimizer as a plain one."""
+
+
+def evaluated(closure: Closure) -> Any:
+    """Call the closure, if there is one, as optimizers do."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
