@@ -20,7 +20,7 @@ _package = names.fabric_of("lightning")
 
 
 class WingbeatStrategy(FabricStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """For ``lightning.fabric.Fabric``: gradients travel as one of wingbeat\'s strategies says.
+    """For ``lightning.fabric.Fabric``: gradients travel as one of wingbeat's strategies says.
 
     Args:
         strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as

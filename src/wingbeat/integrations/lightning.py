@@ -20,7 +20,7 @@ _package = names.trainer_of("lightning")
 
 
 class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """For ``lightning.pytorch.Trainer``: gradients travel as one of wingbeat\'s strategies says.
+    """For ``lightning.pytorch.Trainer``: gradients travel as one of wingbeat's strategies says.
 
     Args:
         strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as

@@ -20,18 +20,9 @@ _package = names.fabric_of("lightning_fabric")
 
 
 class WingbeatStrategy(FabricStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """For ``lightning_fabric.Fabric``: gradients travel as one of wingbeat\'s strategies says.
+    """For ``lightning_fabric.Fabric``.
 
-    Args:
-        strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as
-            on the command line, such as ``"allreduce:mb=10"``.
-        interfaces: names of the network interfaces to use, as for `wingbeat.init`.
-        ddp_kwargs: what ``DDPStrategy`` takes: ``timeout`` (of all waits, default: half an hour),
-            ``process_group_backend``, ``start_method``, ``checkpoint_io`` and so on. Options of DDP
-            itself that are not needed, such as ``find_unused_parameters``, are accepted.
-
-    Raises:
-        UsageError: no strategy, or an option of DDP's that cannot be followed.
+    As `wingbeat.integrations.fabric.WingbeatStrategy`.
     """
 
 

@@ -20,18 +20,9 @@ _package = names.trainer_of("pytorch_lightning")
 
 
 class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """For ``pytorch_lightning.Trainer``: gradients travel as one of wingbeat\'s strategies says.
+    """For ``pytorch_lightning.Trainer``.
 
-    Args:
-        strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as
-            on the command line, such as ``"allreduce:mb=10"``.
-        interfaces: names of the network interfaces to use, as for `wingbeat.init`.
-        ddp_kwargs: what ``DDPStrategy`` takes: ``timeout`` (of all waits, default: half an hour),
-            ``process_group_backend``, ``start_method``, ``checkpoint_io`` and so on. Options of DDP
-            itself that are not needed, such as ``find_unused_parameters``, are accepted.
-
-    Raises:
-        UsageError: no strategy, or an option of DDP's that cannot be followed.
+    As `wingbeat.integrations.lightning.WingbeatStrategy`.
     """
 
 
