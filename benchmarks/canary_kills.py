@@ -15,38 +15,32 @@ bits in the end; the loss has fallen to under a tenth.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import refuse_unwritable, write
-from killing import PATIENCE_S, Killer, Telling, keep, loss_of, losses, missed_losses, trained
+from killing import (
+    PATIENCE_S,
+    Killer,
+    Telling,
+    keep,
+    loss_of,
+    losses,
+    missed_losses,
+    run_once,
+    show_losses,
+    show_standstills,
+    trained,
+)  # fmt: skip
 
 from wingbeat import lab
-from wingbeat.bench import machine
-from wingbeat.errors import LabError, UsageError
 from wingbeat.stale.audit import Audit, audit
 from wingbeat.stale.lateness import delays
 
 
 def main() -> int:
     """Run once, audit it and print what was found."""
-    args = arguments()
-    try:
-        refuse_unwritable(args.json)
-        with tempfile.TemporaryDirectory() as folder:
-            report = run(args, Path(folder))
-    except (UsageError, LabError) as error:
-        print(f"canary_kills.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    report |= {"machine": machine.describe(), "command": sys.argv}
-    write(args.json, report)
-    show(report)
-    for line in report["missed"]:
-        print(f"MISSED: {line}")
-    return int(bool(report["missed"]))
+    return run_once(arguments(), run, show, judged)
 
 
 def arguments() -> argparse.Namespace:
@@ -77,7 +71,7 @@ def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     journals = [path.read_text().splitlines(keepends=True) for path in home.glob("training*")]
     found = audit(journals)
     back = [line for line in lines if line.endswith(" is back")]
-    report = {
+    return {
         "kills": killer.kills,
         "audit": {name: getattr(found, name) for name in Audit.__slots__},
         "delays": delays(journals),
@@ -85,7 +79,6 @@ def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         "lines": lines,
         "lines_back": len(back),
     }
-    return {**report, "missed": judged(args.kills, report)}
 
 
 def judged(kills: int, report: dict[str, Any]) -> list[str]:
@@ -110,16 +103,14 @@ def show(report: dict[str, Any]) -> None:
             f"{kill['rank']:6} {kill['steps']:8} {kill['still_s']:14.2f} "
             f"{kill['steps_without']:14} {kill['back_s']:8.2f}"
         )
-    still = [kill["still_s"] for kill in report["kills"]]
+    show_standstills(report["kills"])
     found = report["audit"]
     print(
-        f"the others stood still for {statistics.median(still):.2f} s (median), {max(still):.2f} s "
-        f"at most\naudit: {found['lives']} lives, {found['rounds']} rounds, {found['counted']} "
+        f"audit: {found['lives']} lives, {found['rounds']} rounds, {found['counted']} "
         f"contributions, {found['dropped']} iterations dropped, {found['lost']} colayers lost, "
         f"{found['pulls']} pulls, {len(found['findings'])} findings"
     )
-    for name, (first, last, _) in sorted(report["losses"].items()):
-        print(f"{name}: {first:.3f}, in the end {last:.4f}")
+    show_losses(report)
 
 
 # -- on a host of the lab --------------------------------------------------------------------

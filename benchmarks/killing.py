@@ -11,15 +11,19 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from wingbeat import lab
+from common import run_and_judge, write
+
+from wingbeat import lab, strategies
 from wingbeat.errors import LabError
 
 PATIENCE_S = 300.0
@@ -184,6 +188,51 @@ class Standstill:
             self.longest_s = max(self.longest_s, now - self._moved[rank])
             if made > self._steps.setdefault(rank, made):
                 self._steps[rank], self._moved[rank] = made, now
+
+
+# -- what a benchmark does with it -----------------------------------------------------------
+
+
+def run_once(
+    args: Any,
+    run: Callable[[Any, Path], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    judged: Callable[[int, dict[str, Any]], list[str]],
+) -> int:
+    """Run in a folder of its own, keep the report and judge it; return the exit code.
+
+    Args:
+        args: the command line, with ``json``, ``kills`` and ``row``.
+        run: returns what was found.
+        show: prints it.
+        judged: returns what of so many kills does not hold.
+    """
+
+    def measure(report: dict[str, Any]) -> list[str]:
+        strategies.parse(args.row)  # before a lab is made, and each worker says so
+        with tempfile.TemporaryDirectory() as folder:
+            report |= run(args, Path(folder))
+        write(args.json, report)
+        show(report)
+        return judged(args.kills, report)
+
+    return run_and_judge(args.json, measure)
+
+
+def show_standstills(kills: Sequence[dict[str, Any]]) -> None:
+    """Print how long the others stood still."""
+    still = [kill["still_s"] for kill in kills]
+    if still:
+        print(
+            f"the others stood still for {statistics.median(still):.2f} s (median), "
+            f"{max(still):.2f} s at most"
+        )
+
+
+def show_losses(report: dict[str, Any]) -> None:
+    """Print each worker's held-out loss, before and after."""
+    for name, (first, last, _) in sorted(report["losses"].items()):
+        print(f"{name}: {first:.3f}, in the end {last:.4f}")
 
 
 def put(path: Path, value: Any) -> None:

@@ -21,13 +21,23 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any
 
-from common import run_and_judge, write
-from killing import PATIENCE_S, Killer, Telling, keep, loss_of, losses, missed_losses, trained
+from killing import (
+    PATIENCE_S,
+    Killer,
+    Telling,
+    keep,
+    loss_of,
+    losses,
+    missed_losses,
+    run_once,
+    show_losses,
+    show_standstills,
+    trained,
+)  # fmt: skip
 
 from wingbeat import lab
 from wingbeat.exchanges.average import GRACE_S
@@ -46,16 +56,7 @@ RETURNS = 5
 
 def main() -> int:
     """Run once, and print what was found."""
-    args = arguments()
-
-    def measure(report: dict[str, Any]) -> list[str]:
-        with tempfile.TemporaryDirectory() as folder:
-            report |= run(args, Path(folder))
-        write(args.json, report)
-        show(report)
-        return judged(args.kills, report)
-
-    return run_and_judge(args.json, measure)
+    return run_once(arguments(), run, show, judged)
 
 
 def arguments() -> argparse.Namespace:
@@ -141,14 +142,8 @@ def show(report: dict[str, Any]) -> None:
             f"{kill['rank']:6} {kill['steps']:8} {kill['still_s']:14.2f} {kill['limit_s']:8.2f} "
             f"{kill['steps_without']:13} {back:>8} {kill['met']:11} {kill['loss']:7.4f}"
         )
-    still = [kill["still_s"] for kill in report["kills"] if kill["rank"]]
-    if still:
-        print(
-            f"the others stood still for {statistics.median(still):.2f} s (median), "
-            f"{max(still):.2f} s at most"
-        )
-    for name, (first, last, _) in sorted(report["losses"].items()):
-        print(f"{name}: {first:.3f}, in the end {last:.4f}")
+    show_standstills([kill for kill in report["kills"] if kill["rank"]])
+    show_losses(report)
 
 
 # -- on a host of the lab --------------------------------------------------------------------
