@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import wingbeat
-from wingbeat.errors import UsageError
+from helpers.refusals import said_by
 from wingbeat.integrations.accelerate import prepare, register_comm_hook
 from wingbeat.schedules.events import Phase
 from wingbeat.sync.upgrade import engine_of
@@ -569,18 +569,14 @@ def refusals() -> list[str]:
             made, DistributedDataParallel(model), optimizer(model.parameters()), strategy=EXACT[0]
         ),
     ]
-    said = []
+
+    def anew() -> None:
+        nonlocal made
+        AcceleratorState._reset_state()
+        made = accelerator()
+
     with clean():
-        for case in cases:
-            try:
-                case()
-            except UsageError as error:
-                said.append(str(error))
-            else:
-                said.append("nothing")
-            AcceleratorState._reset_state()
-            made = accelerator()
-    return said
+        return said_by(cases, anew)
 
 
 def page(blocks: list[str], folder: str) -> None:

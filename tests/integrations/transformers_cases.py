@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import wingbeat
-from wingbeat.errors import UsageError
+from helpers.refusals import said_by
 from wingbeat.integrations.transformers import WingbeatTrainer, WingbeatTrainerMixin
 from wingbeat.schedules.events import Phase
 from wingbeat.sync.upgrade import engine_of
@@ -428,13 +428,5 @@ def refusals(folder: str) -> list[str]:
         elsewhere,
         lambda: made(EXACT[0], llama(), arguments(folder, ddp_broadcast_buffers=False)).train(),
     ]
-    said = []
     with clean():
-        for case in cases:
-            try:
-                case()
-            except UsageError as error:
-                said.append(str(error))
-            else:
-                said.append("nothing")
-    return said
+        return said_by(cases)
