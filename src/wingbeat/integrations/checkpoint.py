@@ -95,7 +95,10 @@ def load(
     try:
         saved = storage_reader.read_metadata()
     except OSError as err:
-        raise UsageError(f"checkpoint.load({checkpoint_id!r}): {err}") from None
+        raise UsageError(
+            f"checkpoint.load({checkpoint_id!r}): {err}; pass what "
+            "torch.distributed.checkpoint.save() was given"
+        ) from None
     template: dict[str, Any] = {_MODEL: whole.get_model_state_dict(model)}
     if any(key.startswith(f"{_OPTIMIZER}.") for key in saved.state_dict_metadata):
         template[_OPTIMIZER] = whole.get_optimizer_state_dict(model, optimizer)
