@@ -38,7 +38,7 @@ def config(**changes: Any) -> BenchConfig:
         ({"optimizer": "sdg"}, ["'sdg'", "'sgd'"]),
         ({"iterations": 0}, ["iterations = 0", "1 or more"]),
         ({"rounds": 4, "iterations": 3}, ["4 rounds", "3 iterations"]),
-        ({"stretch": 0.5}, ["stretch", "1 to 100"]),
+        ({"stretch": 0.0}, ["stretch", "0.01 to 100"]),
         ({"model": "digits", "stretch": 2.0}, ["stretch", "digits"]),
         ({"per_host": 17}, ["64"]),
         ({"lab": "star:4@1mbit", "model": "paced:resnet50@0.5"}, ["scale by at least 1"]),
@@ -119,6 +119,7 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "single": ("single", 0),
         "ddp": ("whole", 40_400),
         "ddp+fp16": ("whole", 20_200),
+        "ddp+bf16": ("whole", 20_200),
         "ddp+powersgd:rank=3": ("whole", 2_400 + 400),
         "fsdp": ("fsdp", 40_400),
         "allreduce": ("whole", 40_400),
@@ -160,7 +161,7 @@ def test_rows_whose_exchange_has_halves_are_recorded_by_them_too() -> None:
 def test_rows_say_whether_they_decide_and_whether_they_are_ddp() -> None:
     deciding = ("dear", "omgs", "mgwfbp", "allreduce:wire=sketch", "dear:plan=merged")
     fixed = ("dear:plan=fixed", "allreduce", "psgd", "lags", "mgs", "single", "fsdp")
-    forms = ("ddp", "ddp+fp16:mb=3", "ddp+powersgd")
+    forms = ("ddp", "ddp+fp16:mb=3", "ddp+bf16", "ddp+powersgd")
     assert all(contenders.parse(text).decides for text in deciding)
     assert not any(contenders.parse(text).decides for text in (*fixed, *forms))
     assert all(contenders.parse(text).ddp for text in forms)

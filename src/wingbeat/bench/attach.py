@@ -93,6 +93,8 @@ def _register_hook(contender: Contender, model: DistributedDataParallel, *, reco
     hook: CommHook | None = None
     if contender.name == "ddp+fp16":
         hook = default_hooks.fp16_compress_hook
+    elif contender.name == "ddp+bf16":
+        hook = default_hooks.bf16_compress_hook
     elif contender.name == "ddp+powersgd":
         hook = powerSGD_hook.powerSGD_hook
         state = powerSGD_hook.PowerSGDState(

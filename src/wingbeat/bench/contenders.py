@@ -52,6 +52,9 @@ BASELINES: dict[str, Baseline] = {
     "ddp+fp16": Baseline(
         _INEXACT, "DDP with PyTorch's fp16_compress_hook.", {"mb": 25.0}, ddp=True
     ),
+    "ddp+bf16": Baseline(
+        _INEXACT, "DDP with PyTorch's bf16_compress_hook.", {"mb": 25.0}, ddp=True
+    ),
     "ddp+powersgd": Baseline(
         _INEXACT, "DDP with PyTorch's PowerSGD hook, in one bucket.", {"rank": 1}, ddp=True
     ),
@@ -61,6 +64,9 @@ BASELINES: dict[str, Baseline] = {
 
 COMPOSED = "strategy:plan=merged,wire=sketch,schedule=dear"
 """How a row is written that is no preset."""
+
+_HALVED = ("ddp+fp16", "ddp+bf16")
+"""Rows whose gradients travel with 16 bits."""
 
 _HALF_BYTES = 2
 """Bytes of an element in fp16 and bf16."""
@@ -121,7 +127,7 @@ class Contender:
             return sum(low_rank_bytes(shape, self.options["rank"], itemsize) for shape in shapes)
         if self.alone:
             return 0
-        width = min(itemsize, _HALF_BYTES) if self.name == "ddp+fp16" else itemsize
+        width = min(itemsize, _HALF_BYTES) if self.name in _HALVED else itemsize
         own = [wires.own(self.wire, name) for name in names] or [self.wire] * len(shapes)
         return sum(map(wires.least_bytes, own, shapes, [width] * len(shapes)))
 

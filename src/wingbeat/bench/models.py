@@ -72,8 +72,8 @@ def parse(text: str, *, stretch: float = 1.0) -> BenchModel:
     Raises:
         UsageError: no such model, a scale or a stretch that cannot work.
     """
-    if not (math.isfinite(stretch) and 1.0 <= stretch <= 100.0):
-        raise UsageError(f"stretch = {stretch:g}; allowed: 1 to 100")
+    if not (math.isfinite(stretch) and 0.01 <= stretch <= 100.0):
+        raise UsageError(f"stretch = {stretch:g}; allowed: 0.01 to 100")
     if text.startswith(paced.profile.PREFIX):
         return BenchModel(text, paced.parse(text), stretch)
     if text != "digits":

@@ -89,7 +89,10 @@ def bench(
     per_host: Annotated[int, typer.Option(help="Workers on each host.")] = 1,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
     stretch: Annotated[
-        float, typer.Option(help="Slow a paced model and the links down by this factor.")
+        float,
+        typer.Option(
+            help="Slow a paced model and the links down by this factor; below 1: speed them up."
+        ),
     ] = 1.0,
     slow: Annotated[
         list[str] | None,

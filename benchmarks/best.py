@@ -1,0 +1,223 @@
+"""Every strategy against the best form of DDP: time per iteration by model and rate of the links.
+
+    python benchmarks/best.py --json out/best.json
+    python benchmarks/best.py --models resnet50 --rates 1gbit 10gbit --rows ddp ddp+bf16 dear:plan=fixed
+
+Each cell, a model on links of one rate, is two benches of paced models (an RTX 2080 Ti's times; links
+and bytes are real): strategies that exchange something in each step, and those that average models
+every so many steps, whose time is a mean over as many iterations as an average takes. Codecs stay on
+whether they pay or not, so that the table shows where they do. A cell that the JSON has already is
+kept with ``--add``, so that an interrupted run can go on.
+
+Models are at 0.05 of their size with links to match. Two cores carry four workers, so cells with fast
+links are in slow motion, up to four times; those in which an iteration of DDP takes long, up to a
+minute, are in fast motion, down to a tenth, and what processors do counts for more there. Printed
+are milliseconds at the model's real pace. *Cores* marks rows that the processors limit.
+
+Rule: in each cell the fastest strategy of wingbeat's with an exchange in each step is faster than
+the fastest form of DDP, and the fastest of its exact ones than DDP (exit code 1 otherwise).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import run_and_judge, write
+
+from wingbeat.bench import contenders, estimate, runner
+from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.results import Run
+from wingbeat.errors import UsageError
+
+MODELS = ("resnet50", "vgg16", "bert_base", "densenet201")
+RATES = ("100mbit", "1gbit", "4gbit", "10gbit")
+DDP_S, FASTEST, SLOWEST = 1.6, 0.1, 4.0
+"""Seconds that an iteration of DDP is to take, and the least and most that motion is slowed for it."""
+ROWS = (
+    "ddp",
+    "ddp+fp16",
+    "ddp+bf16",
+    "ddp+powersgd:rank=4",
+    "allreduce",
+    "dear:plan=fixed",
+    "dear:plan=fixed,wire=bf16",
+    "allreduce:wire=sketch:auto_disable=false",
+    "dear:plan=fixed,wire=sketch:auto_disable=false",
+    "dear:plan=fixed,wire=sketch@4:auto_disable=false",
+    "allreduce:wire=lowrank@4:auto_disable=false",
+    "dear:plan=fixed,wire=lowrank@4:auto_disable=false",
+    "omgs",
+    "geryon",
+    "ripples:policy=smart",
+)
+SELDOM = (
+    "localsgd:every=10",
+    "localsgd:every=30,wire=sketch@4",
+    "diloco:every=30,wire=sketch@4",
+)
+SELDOM_STEPS = 30
+"""Iterations that rows of `SELDOM` are timed for: a whole number of averages."""
+SCALE = 0.05
+
+
+def configs(args: argparse.Namespace) -> dict[tuple[str, str], list[BenchConfig]]:
+    """The benches of each cell, checked, so that nothing is found wrong after minutes."""
+    out = {}
+    for model in args.models:
+        for rate in args.rates:
+            bench = functools.partial(
+                BenchConfig,
+                lab=f"star:{args.workers}@{rate}",
+                model=f"paced:{model}@{args.scale:g}",
+                measure=False,
+            )
+            bench = functools.partial(bench, stretch=args.stretch or stretch_of(bench))
+            step = bench(
+                strategies=tuple(args.rows),
+                iterations=args.iterations,
+                rounds=min(args.rounds, args.iterations),
+                warmup=3,  # PowerSGD compresses from its third iteration on
+            )
+            some = [step] if args.rows else []
+            if args.seldom:
+                seldom = tuple(args.seldom)
+                some.append(bench(strategies=seldom, iterations=SELDOM_STEPS, rounds=1, warmup=3))
+            for each in some:
+                each.check()
+            out[model, rate] = some
+    return out
+
+
+def stretch_of(bench: Callable[..., BenchConfig]) -> float:
+    """By how much a cell is slowed down, so that an iteration of DDP takes some `DDP_S`."""
+    ddp = estimate.of(bench(strategies=("ddp",)).check()).rows[0].iteration_s
+    return round(min(SLOWEST, max(FASTEST, DDP_S / ddp)), 2)
+
+
+def figures(run: Run, config: BenchConfig) -> dict[str, Any]:
+    """One row of a cell; seconds and bytes at the model's real pace and size."""
+    row = contenders.parse(run.strategy)
+    seldom = config.iterations == SELDOM_STEPS and run.strategy in SELDOM
+    took = statistics.fmean(run.samples_s) if seldom else run.iteration_s.median
+    return {
+        "iteration_s": took / config.stretch,
+        "samples_s": [each / config.stretch for each in run.samples_s],
+        "mb_sent": run.bytes_per_iteration / 1e6,
+        "ddp": row.ddp,
+        "exact": row.traits.exact,
+        "each_step": not row.averages,
+        "cores_share": run.cores_share,
+        "limited_by_cores": run.limited_by_cores,
+        "fraction_of_bound": run.fraction_of_bound,
+        "merge": run.merge,
+        "codec": run.codec,
+    }
+
+
+def best(rows: dict[str, Any], *, ddp: bool, exact: bool) -> tuple[str, float] | None:
+    """The fastest row with an exchange in each step, of DDP's forms or of wingbeat's."""
+    fit = {
+        text: own["iteration_s"]
+        for text, own in rows.items()
+        if own["ddp"] == ddp and own["each_step"] and (own["exact"] or not exact)
+    }
+    return min(fit.items(), key=lambda item: item[1]) if fit else None
+
+
+def missed(cells: list[dict[str, Any]]) -> list[str]:
+    """A line for each cell in which DDP is ahead."""
+    out = []
+    for cell in cells:
+        for exact in (True, False):
+            theirs, ours = (best(cell["rows"], ddp=ddp, exact=exact) for ddp in (True, False))
+            if theirs and ours and ours[1] >= theirs[1]:
+                out.append(
+                    f"{cell['model']}, {cell['rate']}: {ours[0]} takes {ours[1] / theirs[1]:.3f} "
+                    f"of the time of {theirs[0]}"
+                )
+    return out
+
+
+def show(cells: list[dict[str, Any]]) -> None:
+    """Print a table for each model: milliseconds by strategy and rate."""
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        own = [cell for cell in cells if cell["model"] == model]
+        print(f"\n| {model} | " + " | ".join(cell["rate"] for cell in own) + " |")
+        print("|---" * (len(own) + 1) + "|")
+        for text in dict.fromkeys(text for cell in own for text in cell["rows"]):
+            print(f"| {text} | " + " | ".join(_cell(cell["rows"], text) for cell in own) + " |")
+        for exact, name in ((True, "best exact"), (False, "best")):
+            print(f"| {name}: DDP's time / ours | " + " | ".join(_gain(c, exact) for c in own) + " |")
+
+
+def _cell(rows: dict[str, Any], text: str) -> str:
+    if text not in rows:
+        return ""
+    marks = " (cores)" if rows[text]["limited_by_cores"] else ""
+    said = f"{rows[text]['iteration_s'] * 1e3:.0f}{marks}"
+    first = [best(rows, ddp=ddp, exact=exact) for ddp in (True, False) for exact in (True, False)]
+    return f"**{said}**" if text in {each[0] for each in first if each} else said
+
+
+def _gain(cell: dict[str, Any], exact: bool) -> str:
+    theirs, ours = (best(cell["rows"], ddp=ddp, exact=exact) for ddp in (True, False))
+    return f"{theirs[1] / ours[1]:.2f} ({ours[0]})" if theirs and ours else ""
+
+
+def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report, cell by cell; return what is missed."""
+    benches = configs(args)
+    kept = json.loads(args.json.read_text())["cells"] if args.add else []
+    cells = report["cells"] = kept
+    todo = {at: some for at, some in benches.items() if at not in {_at(cell) for cell in kept}}
+    long = estimate.of_all(each for some in todo.values() for each in some)
+    print(f"{len(todo)} cells, about {estimate.about(long)}", file=sys.stderr, flush=True)
+    for (model, rate), some in todo.items():
+        rows: dict[str, Any] = {}
+        for config in some:
+            runs = runner.run(config, command=sys.argv).report.runs
+            rows |= {run.strategy: figures(run, config) for run in runs}
+        cells.append({"model": model, "rate": rate, "stretch": some[0].stretch, "rows": rows})
+        write(args.json, report)
+        show(cells[-1:])
+    show(cells)
+    return missed(cells)
+
+
+def _at(cell: dict[str, Any]) -> tuple[str, str]:
+    return cell["model"], cell["rate"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--rates", nargs="+", default=list(RATES), metavar="RATE")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), help="with an exchange each step")
+    parser.add_argument("--seldom", nargs="*", default=list(SELDOM), help="that average models")
+    parser.add_argument("--workers", type=int, default=4, help="hosts of the lab (4)")
+    parser.add_argument("--scale", type=float, default=SCALE, help="of the models (0.05)")
+    parser.add_argument("--stretch", type=float, help="slow motion (by cell)")
+    parser.add_argument("--iterations", type=int, default=3, help="timed ones of each row (3)")
+    parser.add_argument("--rounds", type=int, default=1, help="how often rows take turns (1)")
+    parser.add_argument("--add", action="store_true", help="keep the cells that the JSON has")
+    parser.add_argument("--json", type=Path, default=Path("out/best.json"))
+    args = parser.parse_args()
+    if args.add and not args.json.exists():
+        parser.error(f"--add: there is no {args.json}")
+    return run_and_judge(args.json, functools.partial(measure, args))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
