@@ -4,8 +4,8 @@
     python benchmarks/best.py --models resnet50 --rates 1gbit 10gbit --rows ddp ddp+bf16 dear:plan=fixed
 
 Each cell, a model on links of one rate, is two benches of paced models (an RTX 2080 Ti's times; links
-and bytes are real): strategies that exchange something in each step, and those that average models
-every so many steps, whose time is a mean over as many iterations as an average takes. Codecs stay on
+and bytes are real): strategies that exchange gradients in each step, and those that average models
+now and then, whose time is a mean over thirty iterations. Codecs stay on
 whether they pay or not, so that the table shows where they do. A cell that the JSON has already is
 kept with ``--add``, so that an interrupted run can go on.
 
@@ -55,9 +55,9 @@ ROWS = (
     "dear:plan=fixed,wire=lowrank@4:auto_disable=false",
     "omgs",
     "geryon",
-    "ripples:policy=smart",
 )
 SELDOM = (
+    "ripples:policy=smart",
     "localsgd:every=10",
     "localsgd:every=30,wire=sketch@4",
     "diloco:every=30,wire=sketch@4",

@@ -257,7 +257,7 @@ def test_a_group_is_wired_as_its_members_are() -> None:
 
 def test_a_worker_alone_has_nothing_to_send() -> None:
     [world] = loopback.worlds(1)
-    world.links = world.weights = ()  # as init makes it
+    world.links = world.speeds = ()  # as init makes it
     for topology in ("bcube", "bcube@3x2", AggregatingBCube()):
         buffer = torch.ones(5)
         Collectives(world, topology).all_reduce(buffer).wait()

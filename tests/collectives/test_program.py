@@ -7,13 +7,16 @@ from wingbeat import topologies
 from wingbeat.collectives import machine
 from wingbeat.collectives.program import (
     MAX_CHUNK_BYTES,
+    MAX_LEAST_BYTES,
     MAX_SPANNING_BYTES,
+    MESSAGE_S,
     MIN_CHUNK_BYTES,
     SPANNING_CHUNKS,
     Program,
     chunk_elements,
     compile_collective,
     compile_rounds,
+    least_message,
 )
 from wingbeat.types import blocks_of
 
@@ -80,10 +83,26 @@ def test_no_program_can_deadlock(place, length, chunk) -> None:
     assert position == [len(p.receives) for p in compiled]
 
 
-@given(elements=st.integers(0, 10**9), itemsize=st.sampled_from([1, 2, 4, 8]))
-def test_chunks_stay_within_bounds(elements: int, itemsize: int) -> None:
+@given(
+    elements=st.integers(0, 10**9),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    speed=st.floats(0.0, 1e12),
+)
+def test_chunks_stay_within_bounds(elements: int, itemsize: int, speed: float) -> None:
     size = chunk_elements(elements, itemsize) * itemsize
     assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES
+    least = least_message([speed, 2 * speed])
+    assert MIN_CHUNK_BYTES <= least <= max(MIN_CHUNK_BYTES, speed * MESSAGE_S)
+    assert least <= chunk_elements(elements, itemsize, least) * itemsize <= MAX_LEAST_BYTES
+
+
+def test_links_that_are_faster_carry_larger_messages() -> None:
+    """On 10 Gbit/s a message of 128 KB costs processors as much time as it is on the wire."""
+    slow, fast = (
+        compile_collective("all_reduce", topologies.get("ring"), 0, 2, 2**22, 4, (speed,), least_message([speed]))
+        for speed in (1.25e8, 1.25e9)
+    )
+    assert [len(p[0].receives) for p in (slow, fast)] == [32, 16]
 
 
 @given(

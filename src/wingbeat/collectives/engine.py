@@ -20,7 +20,7 @@ from wingbeat.collectives.handle import Handle, wait_for_all
 from wingbeat.collectives.job import Job
 from wingbeat.collectives.native_encoded import start_encoded
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
-from wingbeat.collectives.program import Program, compile_collective
+from wingbeat.collectives.program import MIN_CHUNK_BYTES, Program, compile_collective, least_message
 from wingbeat.collectives.threads import Threads
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.events import stream
@@ -183,7 +183,9 @@ class Collectives:
             world.size,
             buffer.numel(),
             itemsize,
-            world.weights,
+            world.speeds,
+            # Chunks are encoded one by one: what they are must not depend on what was measured.
+            MIN_CHUNK_BYTES if encoded else least_message(world.speeds),
         )
         call = ""
         if world.group is not None:

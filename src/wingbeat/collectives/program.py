@@ -18,6 +18,12 @@ MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 512 << 10
 CHUNKS_PER_BLOCK = 4
 
+MESSAGE_S = 1e-3
+"""Seconds on the wire for which a message is worth what it costs processors, some 0.1 ms."""
+
+MAX_LEAST_BYTES = 4 << 20
+"""From 4 MB on messages leave the caches, and a faster link gains nothing by them."""
+
 SPANNING_CHUNKS = 128
 """In about so many chunks all is received that one program receives over several links: no more
 than a machine announces ahead. They are taken in one order, and a link whose next chunk is not
@@ -57,17 +63,33 @@ class Program:
         return itertools.chain(self.first, self.receives, *self.unlocks)
 
 
-def chunk_elements(block_elements: int, itemsize: float) -> int:
+def least_message(speeds: Sequence[float]) -> int:
+    """Return the bytes that a message has at least, on links of so many bytes a second.
+
+    A power of two, so that runs on the same links are mostly alike.
+
+    >>> [least_message([gbit * 1.25e8]) >> 10 for gbit in (0.1, 1, 2, 4, 10, 100)]
+    [128, 128, 128, 256, 1024, 4096]
+    """
+    wanted = min(speeds, default=0.0) * MESSAGE_S
+    least = MIN_CHUNK_BYTES
+    while 2 * least <= min(wanted, MAX_LEAST_BYTES):
+        least *= 2
+    return least
+
+
+def chunk_elements(block_elements: int, itemsize: float, least: int = MIN_CHUNK_BYTES) -> int:
     """Choose how many elements travel in one message, given a block's size.
 
     Small enough that several chunks of a block are in flight, large enough that the cost of a
     message (some 100 microseconds of CPU on both sides) stays small against its time on the wire.
-    ``itemsize`` is the bytes that an element takes there; 0 leaves blocks whole.
+    ``itemsize`` is the bytes that an element takes there; 0 leaves blocks whole. ``least`` is what
+    `least_message` says of the links.
     """
     if itemsize <= 0:
         return max(1, block_elements)
     wanted = int(block_elements * itemsize) // CHUNKS_PER_BLOCK
-    size = min(max(wanted, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+    size = min(max(wanted, least), max(least, MAX_CHUNK_BYTES))
     return max(1, int(size / itemsize))
 
 
@@ -141,7 +163,8 @@ def compile_collective(
     size: int,
     numel: int,
     itemsize: float,
-    weights: tuple[float, ...],
+    speeds: tuple[float, ...],
+    least: int = MIN_CHUNK_BYTES,
 ) -> tuple[Program, ...]:
     """Return one worker's program for each lane of a collective.
 
@@ -154,18 +177,19 @@ def compile_collective(
         size: number of workers.
         numel: elements of the buffer.
         itemsize: bytes that an element takes on the links, 0 to leave blocks whole.
-        weights: share of each block that each link carries.
+        speeds: of the links: each carries its share of each block.
+        least: bytes of a message, if there are so many.
     """
     blocks = blocks_of(numel, size)
-    stripes = [split(block, weights) for block in blocks]
-    chunk = chunk_elements(max(map(len, blocks)), itemsize)
+    stripes = [split(block, speeds) for block in blocks]
+    chunk = chunk_elements(max(map(len, blocks)), itemsize, least)
     if topology.spans_links:
         chunk = max(chunk, _spanning_chunk(numel, itemsize))
         whole = compile_rounds(_rounds(what, topology, rank, blocks, 0), chunk)
-        return (whole, *[compile_rounds((), chunk)] * (len(weights) - 1))[: len(weights)]
+        return (whole, *[compile_rounds((), chunk)] * (len(speeds) - 1))[: len(speeds)]
     return tuple(
         compile_rounds(_rounds(what, topology, rank, [s[link] for s in stripes], link), chunk)
-        for link in range(len(weights))
+        for link in range(len(speeds))
     )
 
 

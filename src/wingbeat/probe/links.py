@@ -104,7 +104,7 @@ def _alone(whole: World, link: Link) -> Iterator[World]:
         rank=whole.rank,
         size=whole.size,
         links=(borrowed,),
-        weights=(1.0,),
+        speeds=(whole.speeds[whole.links.index(link)],),
         timeout=whole.timeout,
         store=whole.store,
         native_on=frozenset(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from wingbeat.collectives.program import compile_collective
+from wingbeat.collectives.program import compile_collective, least_message
 from wingbeat.gradients.bucket import TURNS
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
@@ -66,7 +66,7 @@ class Collectives:
         self._rank, self._workers, self._buckets = rank, workers, buckets
         self._topology = topology
         self._partitions = workers if partitions == 0 else partitions
-        self._weights = (1.0,) * links.count
+        self._speeds = (links.bytes_per_s,) * links.count
         self._lanes = [
             Lane(rank, lane, agenda, network, work, workers if alike else 0)
             for lane in range(links.count)
@@ -87,7 +87,8 @@ class Collectives:
             self._workers,
             numel,
             ITEMSIZE,
-            self._weights,
+            self._speeds,
+            least_message(self._speeds),
         )
         before = self._last.get(bucket) if chained else None
         self._last[bucket] = [

@@ -189,7 +189,7 @@ def worlds_on(
             rank=rank,
             size=size,
             links=tuple(LoopbackLink(board, rank, name) for name in names),
-            weights=(1.0,) * interfaces,
+            speeds=(1.0,) * interfaces,
             timeout=timeout,
             store=board,
             make_links=functools.partial(_group_links, board, rank, names),

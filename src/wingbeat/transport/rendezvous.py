@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.gloo_groups import GlooGroups
 from wingbeat.transport.native import nccl_group
-from wingbeat.transport.speed import measure_weights
+from wingbeat.transport.speed import measure_speeds
 from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import TorchStore
@@ -42,8 +43,7 @@ could meet the old one, which rank 0 serves, shortly before it ends."""
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
     """Join the other workers, as torchrun, srun, mpirun or ``wingbeat lab run`` started them.
 
-    Connects one process group per network interface, measures the interfaces' speed when there
-    are several, and starts ``torch.distributed``'s default group if the script has not.
+    Connects one process group per network interface, measures the interfaces' speed, and starts ``torch.distributed``'s default group if the script has not.
     srun and mpirun do not set what ``torch.distributed`` reads: this does, in ``os.environ``.
     Started by nobody this is a world of one worker. A worker that is started again
     alone, while the others go on and the store still lives, connects to nobody: `World.returned`;
@@ -79,7 +79,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         chosen = _chosen(world, world.repeated("interfaces"), interfaces)
         world.networks = _checked(world, world.repeated("networks"))
         world.interfaces = tuple(interface.name for interface in chosen)
-        world.weights = _weights(world, len(chosen))
+        world.speeds = _speeds(world, len(chosen))
         _join_groups(world, store, chosen)
         with contextlib.suppress(RuntimeError):  # a store that keeps everything
             store.delete_key(f"left/{rank}")  # it is there again
@@ -157,8 +157,8 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
     # Gloo calls itself connected when its own pairs are: a worker that leaves at once would close
     # them on one that still connects to others, whose `init` would fail.
     world.exchange("connected", True)
-    world.weights = measure_weights(world)
-    world.publish("weights", world.weights)
+    world.speeds = measure_speeds(world)
+    world.publish("speeds", world.speeds)
     world.make_native = functools.partial(nccl_group, rank, size)
     _join_groups(world, store, chosen)
 
@@ -170,20 +170,20 @@ def _join_groups(world: World, store: dist.Store, chosen: Sequence[nic.Interface
     world.on_close(groups.close)
 
 
-def _weights(world: World, links: int) -> tuple[float, ...]:
+def _speeds(world: World, links: int) -> tuple[float, ...]:
     """Return what was measured when all workers met.
 
     Raises:
         RendezvousError: a peer sent something else.
     """
-    answer = world.read("weights", 0)
+    answer = world.read("speeds", 0)
     if (
         not isinstance(answer, list)
         or len(answer) != links
-        or not all(type(weight) is float and 0 <= weight <= 1 for weight in answer)
+        or not all(type(speed) is float and 0 < speed < math.inf for speed in answer)
     ):
         raise RendezvousError(
-            f"rank {world.rank}: rank 0 sent malformed weights of its links: {str(answer)[:80]}"
+            f"rank {world.rank}: rank 0 sent malformed speeds of its links: {str(answer)[:80]}"
         )
     return tuple(answer)
 

@@ -1,4 +1,4 @@
-"""How fast each link is, so that tensors are striped over them in proportion."""
+"""How fast each link is, so that tensors are striped over them and cut into messages by that."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from wingbeat.errors import PeerError
 from wingbeat.transport.link import Link
 from wingbeat.transport.world import World
 
-_FIRST_BYTES = 128 << 10
+_FIRST_BYTES = 16 << 10
 _LONG_ENOUGH_S = 0.04
 _LAST_BYTES = 16 << 20
 
 
-def measure_weights(world: World) -> tuple[float, ...]:
-    """Measure all links at once and return each one's share, equal on every rank.
+def measure_speeds(world: World) -> tuple[float, ...]:
+    """Measure all links and return the bytes a second of each, equal on every rank.
 
     Each rank sends to the next while it receives from the one before, on one link after the
     other, with messages that grow until one takes 40 ms. A link is as fast as its slowest rank.
@@ -24,8 +24,6 @@ def measure_weights(world: World) -> tuple[float, ...]:
     Raises:
         PeerError: a transfer failed or took longer than the world's timeout.
     """
-    if len(world.links) <= 1 or world.size == 1:
-        return (1.0,) * len(world.links)
     speeds = []
     for link in world.links:
         nbytes = _FIRST_BYTES
@@ -35,7 +33,7 @@ def measure_weights(world: World) -> tuple[float, ...]:
                 break
             nbytes *= 2
         speeds.append(nbytes / seconds)
-    return tuple(speed / sum(speeds) for speed in speeds)
+    return tuple(speeds)
 
 
 def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:

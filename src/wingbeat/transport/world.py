@@ -30,7 +30,7 @@ class World:
         rank: this worker's number, 0 to ``size - 1``.
         size: number of workers.
         links: one per network interface in use.
-        weights: share of each tensor that each link carries, in proportion to measured speed.
+        speeds: bytes a second that each link carries, as measured, alike on all workers.
         timeout: seconds after which any wait gives up and names the peer it waited for.
         store: where the workers exchange small texts.
         make_native: makes the group that runs whole collectives itself, given the TOS byte of its
@@ -57,7 +57,7 @@ class World:
     rank: int
     size: int
     links: tuple[Link, ...]
-    weights: tuple[float, ...]
+    speeds: tuple[float, ...]
     timeout: float
     store: Store
     make_native: Callable[[int | None], NativeGroup] | None = None
@@ -86,6 +86,11 @@ class World:
     def ranks(self) -> tuple[int, ...]:
         """The number of each of these workers among all: what messages call them."""
         return tuple(range(self.size)) if self.group is None else self.group.ranks
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Return the share of each tensor that each link carries, in proportion to its speed."""
+        return tuple(speed / sum(self.speeds) for speed in self.speeds)
 
     @property
     def path(self) -> str:
@@ -130,7 +135,7 @@ class World:
             group.ranks.index(self.rank),
             len(group.ranks),
             links,
-            self.weights[: len(links)] if interface is None else (1.0,) * len(links),
+            self.speeds[used][: len(links)],
             self.timeout,
             self.store if self.group_store is None else self.group_store(),
             group=group,
@@ -173,7 +178,7 @@ class World:
             self.rank,
             self.size,
             tuple(ChannelLink(link, number) for link in self.links),
-            self.weights,
+            self.speeds,
             self.timeout,
             self.store,
             self.make_native,
