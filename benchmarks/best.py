@@ -1,18 +1,18 @@
 """Every strategy against the best form of DDP: time per iteration by model and rate of the links.
 
     python benchmarks/best.py --json out/best.json
-    python benchmarks/best.py --models resnet50 --rates 1gbit 10gbit --rows ddp ddp+bf16 dear:plan=fixed
+    python benchmarks/best.py --models resnet50 --rates 10gbit --rows ddp ddp+bf16 dear:plan=fixed
 
-Each cell, a model on links of one rate, is two benches of paced models (an RTX 2080 Ti's times; links
-and bytes are real): strategies that exchange gradients in each step, and those that average models
-now and then, whose time is a mean over thirty iterations. Codecs stay on
-whether they pay or not, so that the table shows where they do. A cell that the JSON has already is
-kept with ``--add``, so that an interrupted run can go on.
+Each cell, a model on links of one rate, is two benches of paced models (an RTX 2080 Ti's times;
+links and bytes are real): strategies that exchange gradients in each step, and those that average
+models now and then, whose time is a mean over thirty iterations. Codecs stay on whether they pay
+or not, so that the table shows where they do. A cell that the JSON has already is kept with
+``--add``, so that an interrupted run can go on.
 
-Models are at 0.05 of their size with links to match. Two cores carry four workers, so cells with fast
-links are in slow motion, up to four times; those in which an iteration of DDP takes long, up to a
-minute, are in fast motion, down to a tenth, and what processors do counts for more there. Printed
-are milliseconds at the model's real pace. *Cores* marks rows that the processors limit.
+Models are at 0.05 of their size with links to match. Two cores carry four workers, so cells with
+fast links are in slow motion, up to four times; those in which an iteration of DDP takes long, up
+to a minute, are in fast motion, down to a tenth, and what processors do counts for more there.
+Printed are milliseconds at the model's real pace. *Cores* marks rows that the processors limit.
 
 Rule: in each cell the fastest strategy of wingbeat's with an exchange in each step is faster than
 the fastest form of DDP, and the fastest of its exact ones than DDP (exit code 1 otherwise).
@@ -34,12 +34,12 @@ from common import run_and_judge, write
 from wingbeat.bench import contenders, estimate, runner
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Run
-from wingbeat.errors import UsageError
 
 MODELS = ("resnet50", "vgg16", "bert_base", "densenet201")
 RATES = ("100mbit", "1gbit", "4gbit", "10gbit")
 DDP_S, FASTEST, SLOWEST = 1.6, 0.1, 4.0
-"""Seconds that an iteration of DDP is to take, and the least and most that motion is slowed for it."""
+"""Seconds that an iteration of DDP is to take; by how much motion is slowed for it, at least and
+most."""
 ROWS = (
     "ddp",
     "ddp+fp16",
@@ -154,7 +154,8 @@ def show(cells: list[dict[str, Any]]) -> None:
         for text in dict.fromkeys(text for cell in own for text in cell["rows"]):
             print(f"| {text} | " + " | ".join(_cell(cell["rows"], text) for cell in own) + " |")
         for exact, name in ((True, "best exact"), (False, "best")):
-            print(f"| {name}: DDP's time / ours | " + " | ".join(_gain(c, exact) for c in own) + " |")
+            gains = " | ".join(_gain(cell, exact) for cell in own)
+            print(f"| {name}: DDP's time / ours | {gains} |")
 
 
 def _cell(rows: dict[str, Any], text: str) -> str:

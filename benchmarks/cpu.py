@@ -49,7 +49,7 @@ DENSE, SKETCH = 1.0, 2.0
 
 
 def as_named(lab: str, model: str) -> str:
-    """What to ask a bench for, which shrinks links with the model, to get links of ``lab``'s rates."""
+    """What to ask a bench for, which shrinks links with its model, to get those of ``lab``."""
     scale = float(model.partition("@")[2] or 1)
     return str(links.scaled(LabSpec.parse(lab), 1 / scale))
 
@@ -57,7 +57,9 @@ def as_named(lab: str, model: str) -> str:
 def configs(args: argparse.Namespace) -> dict[str, BenchConfig]:
     """One bench for each lab, checked."""
     if "single" not in args.rows or "ddp" not in args.rows:
-        raise UsageError(f"--rows {' '.join(args.rows)}: single and ddp are what others are held to")
+        raise UsageError(
+            f"--rows {' '.join(args.rows)}: single and ddp are what others are held to"
+        )
     out = {}
     for lab in args.labs:
         out[lab] = BenchConfig(

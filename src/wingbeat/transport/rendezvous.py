@@ -43,11 +43,11 @@ could meet the old one, which rank 0 serves, shortly before it ends."""
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
     """Join the other workers, as torchrun, srun, mpirun or ``wingbeat lab run`` started them.
 
-    Connects one process group per network interface, measures the interfaces' speed, and starts ``torch.distributed``'s default group if the script has not.
-    srun and mpirun do not set what ``torch.distributed`` reads: this does, in ``os.environ``.
-    Started by nobody this is a world of one worker. A worker that is started again
-    alone, while the others go on and the store still lives, connects to nobody: `World.returned`;
-    it may open groups.
+    Connects one process group per network interface, measures the interfaces' speed, and starts
+    ``torch.distributed``'s default group if the script has not. srun and mpirun do not set what
+    ``torch.distributed`` reads: this does, in ``os.environ``. Started by nobody this is a world of
+    one worker. A worker that is started again alone, while the others go on and the store still
+    lives, connects to nobody: `World.returned`; it may open groups.
 
     Args:
         timeout: seconds any single wait may take, here and in training.
