@@ -15,7 +15,7 @@ from wingbeat.topologies import Topology
 from wingbeat.types import Hop, Recv, Round, Send, Span, blocks_of, split
 
 MIN_CHUNK_BYTES = 128 << 10
-MAX_CHUNK_BYTES = 512 << 10
+MAX_CHUNK_BYTES = 1024 << 10
 CHUNKS_PER_BLOCK = 4
 
 MESSAGE_S = 1e-3
