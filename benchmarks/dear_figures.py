@@ -83,8 +83,8 @@ BARS = {
         dear.MODELS,
         ("slow", "fast"),
         {
-            "slow": "DeAR 1.06 to 1.19 of WFBP in all cases; ByteScheduler mostly below 0.9",
-            "fast": "DeAR 1.06 to 1.19 of WFBP in all cases; ByteScheduler mostly below 0.9",
+            "slow": "DeAR 1.06 to 1.19 over WFBP in all cases; ByteScheduler mostly below 0.9",
+            "fast": "DeAR 1.06 to 1.19 over WFBP in all cases; ByteScheduler mostly below 0.9",
         },
     ),
     "7": Figure(
@@ -94,8 +94,8 @@ BARS = {
         dear.MODELS,
         ("slow", "fast"),
         {
-            "slow": "DeAR 1.06 to 1.83 of the others, 1.36 on average",
-            "fast": "DeAR up to 1.15 of the others, 1.08 on average",
+            "slow": "DeAR 1.06 to 1.83 over the others, 1.36 on average",
+            "fast": "DeAR up to 1.15 over the others, 1.08 on average",
         },
     ),
     "9": Figure(
@@ -113,9 +113,10 @@ BARS = {
         ("resnet50", "densenet201", "bert_base"),
         ("slow", "fast"),
         {
-            "slow": "DeAR-BO 1.22 to 1.56 of Horovod-FB, 1.35 to 4.54 of DeAR w/o TF; Horovod-BO "
-            "slightly above 1, on BERT-Base 1; NL below FB on CNNs, above both on BERT-Base",
-            "fast": "DeAR-BO 1.07 to 1.14 of Horovod-FB, 1.29 to 1.78 of DeAR w/o TF",
+            "slow": "DeAR-BO 1.22 to 1.56 over Horovod-FB, 1.35 to 4.54 over DeAR w/o TF; "
+            "Horovod-BO slightly above 1, on BERT-Base 1; NL below FB on CNNs, above both on "
+            "BERT-Base",
+            "fast": "DeAR-BO 1.07 to 1.14 over Horovod-FB, 1.29 to 1.78 over DeAR w/o TF",
         },
     ),
     "11": Figure(
