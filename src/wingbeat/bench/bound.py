@@ -87,7 +87,8 @@ def three_cases(forward_s: float, gather_s: float) -> tuple[int, float]:
 
     ``simple`` of "whole" (Eq. 8) less that of "halves" (Eq. 7), as the paper assumes: t_rs = t_ag
     and t_bp = 2 t_ff. The paper's words and its formula contradict each other: "can always
-    outperform" is not so in the first case, where both hide everything. The formula is right.
+    outperform" is not so in the first case, where both hide everything. The formula is right. With
+    other ratios of backward to forward DeAR may save less than nothing, which ``simple`` knows.
 
     Args:
         forward_s: t_ff in seconds.
