@@ -14,6 +14,7 @@ from wingbeat.bench.bound import (
     low_rank_bytes,
     seconds_per_byte,
     simple,
+    three_cases,
 )
 from wingbeat.bench.links import reduce_seconds_per_byte, scaled
 from wingbeat.costs import LayerCosts
@@ -82,6 +83,38 @@ def test_simple_dear_is_the_denominator_of_equation_6() -> None:
 def test_simple_allreduce_hides_what_fits_under_backward() -> None:
     assert simple("whole", TWO, 0.125) == pytest.approx(4.0 + 10.0)
     assert simple("whole", TWO, 0.01) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("case", [1, 2, 3])
+@given(forward=st.floats(1e-6, 1e3), share=st.floats(0.0, 1.0))
+def test_equation_9_is_equation_8_less_equation_7(case: int, forward: float, share: float) -> None:
+    # t_ag is at most t_ff, then at most twice that, then any amount above.
+    gather = forward * {1: share, 2: 1.001 + 0.999 * share, 3: 2.001 + 100 * share}[case]
+    alone = [LayerCosts(forward, 2 * forward, 1.0)]
+    whole, halves = simple("whole", alone, gather), simple("halves", alone, gather)
+    assert whole is not None
+    assert halves is not None
+    which, saved = three_cases(forward, gather)
+    assert which == case
+    assert saved == pytest.approx(whole - halves, abs=1e-9 * whole)
+
+
+@pytest.mark.parametrize(
+    ("gather", "expected"),
+    [(0.0, (1, 0.0)), (2.0, (1, 0.0)), (4.0, (2, 2.0)), (4.1, (3, 2.0)), (1e9, (3, 2.0))],
+)
+def test_the_cases_of_equation_9_meet_at_one_and_two_forwards(
+    gather: float, expected: tuple[int, float]
+) -> None:
+    assert three_cases(2.0, gather) == expected
+
+
+@pytest.mark.parametrize(
+    "times", [(-1.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("nan"))]
+)
+def test_equation_9_refuses_what_is_no_time(times: tuple[float, float]) -> None:
+    with pytest.raises(UsageError, match="allowed are numbers of seconds from 0 on"):
+        three_cases(*times)
 
 
 def test_no_floor_is_claimed_for_an_unknown_schedule() -> None:

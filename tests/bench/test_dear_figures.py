@@ -14,6 +14,9 @@ import pytest
 
 from helpers.scripts import benchmark
 from wingbeat import paced
+from wingbeat.bench.speedup import Measured
+
+REST = {"ddp": ("0.750", "0.900", "1.000")}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def test_links_stay_slow_enough_for_two_cores(
     dear: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = arguments(dear, monkeypatch)
-    for rate in ("slow", "fast"):
+    for rate in ("slow", "fast", "fitted"):
         benches = dear.configs(rate, args, {"": 10.0, "bert_base": 5.0})
         assert tuple(benches) == dear.MODELS
         for name, config in benches.items():
@@ -111,6 +114,55 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert named in capsys.readouterr().err
 
 
+def measured(forward: float, half: float) -> Measured:
+    halves = max(forward, half) + max(2 * forward, half)
+    whole = 4 * 3 * forward / halves
+    return Measured(4, 1, 1, forward, 2 * forward, half, half, halves, whole, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("half", "case", "gain"),
+    # Eq. 8 over Eq. 7 with t_ff = 1: 3 / 3, 4 / 3.5, and 11 / 10.
+    [(0.5, 1, 1.0), (1.5, 2, 4 / 3.5), (2.0, 2, 5 / 4), (5.0, 3, 11 / 10)],
+)
+def test_equation_9_says_what_can_be_gained(
+    dear: ModuleType, half: float, case: int, gain: float
+) -> None:
+    found = dear.eq9(measured(1.0, half))
+    assert found["case"] == case
+    assert found["gain"] == found["general"] == pytest.approx(gain)
+
+
+def test_equation_9_says_nothing_where_backward_is_not_twice_forward(dear: ModuleType) -> None:
+    # As on bert_large_dear: a gather outlasts forward, and backward hides a whole all-reduce.
+    alone = Measured(64, 1, 1, 0.0116, 0.3889, 0.1059, 0.1059, 0.4948, 51.8, {}, {})
+    found = dear.eq9(alone)
+    assert found["case"] is found["gain"] is None
+    assert found["general"] == pytest.approx(0.4005 / 0.4948)
+
+
+def test_the_papers_table_stands_beside_ours(
+    dear: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {
+        "ddp": {"fraction": 0.9, "ratio": 1.0, "speedup": 3.0},
+        "dear": {"fraction": 0.97, "ratio": 0.93, "speedup": 3.2},
+    }
+    own = {"s_max": 3.3, "measured": {"workers": 4}, "rows": rows, "judged": "dear"}
+    own |= {"ceiling": 0.99, "eq9": {"case": 2, "gain": 1.1, "general": 1.2}}
+    other = own | {"eq9": {"case": None, "gain": None, "general": 0.8}}
+    models = {"bert_large_dear": own, "vgg16": other}
+    results = {"models": models, "average": 0.97, "worst": {"model": "vgg16", "fraction": 0.97}}
+    dear.show("fast", results)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # S_max / P and S / S_max: ours, and 51.8 / 64 and 72.3% of table II.
+    first = ["bert_large_dear", "0.825", "0.809", "(2)", "1.100", "1.200", "ddp"]
+    assert lines[3] == [*first, *REST["ddp"]]
+    assert lines[4] == ["dear", "0.800", "0.970", "0.723", "0.990", "0.930"]
+    assert lines[5] == ["vgg16", "0.825", "-", "0.800", "ddp", *REST["ddp"]]
+    assert lines[6] == ["dear", "0.800", "0.970", "0.990", "0.930"]
+
+
 def test_what_was_measured_is_kept(dear: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "new" / "dear.json"
     dear.write(path, {"rates": {"slow": dear.summary("slow", models(a=0.99))}})
@@ -120,8 +172,6 @@ def test_what_was_measured_is_kept(dear: ModuleType, tmp_path: Path) -> None:
 def test_no_schedule_beats_the_ceiling_that_knows_layers(
     dear: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wingbeat.bench.speedup import Measured
-
     args = arguments(dear, monkeypatch)
     checked = dear.configs("slow", args, {})["bert_base"].check()
     nbytes = checked.model.profile.nbytes

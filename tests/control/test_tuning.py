@@ -42,13 +42,15 @@ def _train(
     iterations: int = ENDS_WITHIN,
     accumulate: int = 1,
     width: int = 12,
+    preset: Any = wingbeat.DeAR,
     **options: Any,
 ) -> tuple[list[torch.Tensor], Sizes, bool]:
     """Weights, the bucket sizes of each iteration, and whether tuning has ended."""
     model = _network(width)
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
-    settings = {"plan": "bo", "mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB, "edge_mb": 0}
-    strategy = wingbeat.DeAR(**{**settings, "trials": TRIALS, "steps": STEPS, **options})
+    settings = {"plan": "bo", "mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB}
+    settings |= {"edge_mb": 0} if preset is wingbeat.DeAR else {"first_mb": 0.5 * KB}
+    strategy = preset(**{**settings, "trials": TRIALS, "steps": STEPS, **options})
     model, adam = sync.distribute(model, adam, strategy, world=world)
     engine = engine_of(model)
     assert engine is not None
@@ -91,6 +93,75 @@ def test_workers_change_buckets_together_and_weights_stay(plan: str, accumulate:
     for weights, _, _ in results:
         for got, want in zip(weights, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("plan", "accumulate", "options"),
+    [("bo", 1, {}), ("grid", 2, {}), ("random", 1, {"topology": "mesh"})],
+)
+def test_whole_all_reduces_are_tuned_as_well(
+    plan: str, accumulate: int, options: dict[str, Any]
+) -> None:
+    def trained(world: Any, plan: str) -> tuple[list[torch.Tensor], Sizes, bool]:
+        return _train(
+            world, ENDS_WITHIN, accumulate, preset=wingbeat.AllReduce, plan=plan, **options
+        )
+
+    results = loopback.run(loopback.worlds(3), lambda world: trained(world, plan))
+    assert all(ended for _, _, ended in results)
+    assert all(sizes == results[0][1] for _, sizes, _ in results)
+    assert len({tuple(sizes) for sizes in results[0][1]}) > 1
+    expected = loopback.run(loopback.worlds(3), lambda world: trained(world, "fixed"))[0][0]
+    for weights, _, _ in results:
+        for got, want in zip(weights, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_size_that_suits_one_schedule_is_not_taken_for_another(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    for preset in (wingbeat.DeAR, wingbeat.AllReduce, wingbeat.DeAR):
+        loopback.run(
+            loopback.worlds(2), lambda world, p=preset: _train(world, preset=p, plan_file=file)
+        )
+        schedule = "dear" if preset is wingbeat.DeAR else "wfbp"
+        assert json.loads(Path(file).read_text())["key"]["schedule"] == schedule
+    kept = Path(file).read_text()
+    again = loopback.run(loopback.worlds(2), lambda world: _train(world, plan_file=file))
+    assert all(len({tuple(sizes) for sizes in own[1][1:]}) == 1 for own in again)
+    assert Path(file).read_text() == kept
+
+
+def test_an_optimizer_that_evaluates_the_loss_several_times_can_have_tuned_buckets() -> None:
+    def body(world: Any, plan: str) -> list[torch.Tensor]:
+        model = _network()
+        lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+        sizes = {"mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB, "first_mb": 0.5 * KB}
+        strategy = wingbeat.AllReduce(plan=plan, trials=TRIALS, steps=STEPS, **sizes)
+        model, lbfgs = sync.distribute(model, lbfgs, strategy, world=world)
+        rng = torch.Generator().manual_seed(world.rank)
+        x = torch.randn(8, 12, generator=rng).double()
+
+        def closure() -> torch.Tensor:
+            lbfgs.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(ENDS_WITHIN):
+            lbfgs.step(closure)
+        engine = engine_of(model)
+        assert engine is not None
+        tuning = engine.control.tuning
+        assert tuning is None or tuning.done
+        return [p.detach().clone() for p in model.parameters()]
+
+    tuned, fixed = (
+        loopback.run(loopback.worlds(2), lambda world, p=plan: body(world, p))
+        for plan in ("bo", "fixed")
+    )
+    for mine, other, want in zip(tuned[0], tuned[1], fixed[0], strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-9)
 
 
 class _Late:

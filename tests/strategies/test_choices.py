@@ -27,6 +27,45 @@ CASES: list[tuple[Any, Choices]] = [
         ),
     ),
     (
+        wingbeat.AllReduce(
+            plan="grid",
+            mb=8,
+            first_mb=3,
+            min_mb=2,
+            max_mb=9,
+            trials=4,
+            steps=3,
+            plan_file="f",
+            topology="mesh",
+        ),
+        Choices(
+            schedule="wfbp",
+            topology="mesh",
+            fusion=Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB),
+            tuning=TUNED,
+        ),
+    ),
+    (
+        wingbeat.AllReduce(plan="layers", layers=7),
+        Choices(schedule="wfbp", topology="ring", fusion=Fusion(kind="layers", layers=7)),
+    ),
+    (
+        wingbeat.AllReduce(plan="none"),
+        Choices(schedule="wfbp", topology="ring", fusion=Fusion(kind="none")),
+    ),
+    (
+        wingbeat.AllReduce(plan="merged@wfbp"),
+        wingbeat.MGWFBP().choices(),
+    ),
+    (
+        wingbeat.AllReduce(plan=parts.TunedBuckets(last_mb=0)),
+        wingbeat.AllReduce(plan="bo").choices(),
+    ),
+    (
+        wingbeat.BML(plan="random", trials=4),
+        wingbeat.AllReduce(plan="random", trials=4, topology="bcube").choices(),
+    ),
+    (
         wingbeat.DeAR(
             plan="grid",
             mb=8,

@@ -47,6 +47,40 @@ def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"plan": "tuned"}, "'tuned'"),
+        ({"plan": "bo", "mb": 0}, "AllReduce(mb=0)"),
+        ({"plan": "bo", "first_mb": 0}, "AllReduce(first_mb=0)"),
+        ({"plan": "bo", "min_mb": 5, "max_mb": 5}, "AllReduce(min_mb=5, max_mb=5)"),
+        ({"plan": "grid", "trials": 0}, "AllReduce(trials=0)"),
+        ({"plan_file": "plan.json"}, "AllReduce(plan='fixed', plan_file='plan.json')"),
+        ({"plan": "none", "plan_file": "plan.json"}, "only a measured plan has a file"),
+        ({"plan": "layers@4", "layers": 5}, "layers is an option for a plan by its name alone"),
+        ({"plan": "fixed@4", "first_mb": 2}, "first_mb is an option for a plan by its name alone"),
+        ({"edge_mb": 1}, "unknown option 'edge_mb' in AllReduce(edge_mb=1)"),
+    ],
+)
+@pytest.mark.parametrize("preset", [wingbeat.AllReduce, wingbeat.BML])
+def test_plans_of_whole_all_reduces_are_refused_in_one_line(
+    preset: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        preset(**options)
+    assert words.replace("AllReduce", preset.__name__) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tuned_all_reduce_is_spelled_as_dear_is() -> None:
+    made = parse("allreduce:plan=bo,mb=64,max_mb=200,trials=5")
+    assert made == wingbeat.AllReduce(plan="bo", mb=64, max_mb=200, trials=5)
+    assert repr(made) == "AllReduce(plan='bo', mb=64.0, max_mb=200.0, trials=5)"
+    assert parse("bml:plan=grid") == wingbeat.BML(plan="grid")
+    composed = parse("strategy:plan=bo,schedule=wfbp").choices()
+    assert composed.tuning == wingbeat.AllReduce(plan="bo").choices().tuning
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({"s": -1}, "Canary(s=-1): allowed are whole numbers, 0 to"),
         ({"s": 1.5}, "Canary(s=1.5)"),
         ({"p": 0}, "Canary(p=0): allowed are whole numbers, 1 to"),

@@ -82,6 +82,39 @@ def simple(kind: str, layers: Sequence[LayerCosts], per_byte: float) -> float | 
     return BOUNDS[kind].simple(layers, per_byte) if kind in BOUNDS else None
 
 
+def three_cases(forward_s: float, gather_s: float) -> tuple[int, float]:
+    """What DeAR saves of an iteration over whole all-reduces: Eq. 9 (section VI-I).
+
+    ``simple`` of "whole" (Eq. 8) less that of "halves" (Eq. 7), as the paper assumes: t_rs = t_ag
+    and t_bp = 2 t_ff. The paper's words and its formula contradict each other: "can always
+    outperform" is not so in the first case, where both hide everything. The formula is right. With
+    other ratios of backward to forward DeAR may save less than nothing, which ``simple`` knows.
+
+    Args:
+        forward_s: t_ff in seconds.
+        gather_s: t_ag in seconds.
+
+    Returns:
+        Which case holds, from 1 (t_ag <= t_ff) to 3 (t_ag > 2 t_ff), and the seconds saved: none,
+        t_ag - t_ff, or t_ff, which is the most there is to save.
+
+    Raises:
+        UsageError: a time is negative or no number.
+
+    >>> three_cases(2.0, 1.0), three_cases(2.0, 3.0), three_cases(2.0, 5.0)
+    ((1, 0.0), (2, 1.0), (3, 2.0))
+    """
+    if not (forward_s >= 0 and gather_s >= 0):
+        raise UsageError(
+            f"t_ff = {forward_s} s, t_ag = {gather_s} s: allowed are numbers of seconds from 0 on"
+        )
+    if gather_s <= forward_s:
+        return 1, 0.0
+    if gather_s <= 2 * forward_s:
+        return 2, gather_s - forward_s
+    return 3, forward_s
+
+
 def _compute(layers: Sequence[LayerCosts], _per_byte: float) -> float:
     return sum(layer.forward_s + layer.backward_s for layer in layers)
 

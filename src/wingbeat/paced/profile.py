@@ -140,13 +140,28 @@ class Profile:
         return replace(self, layers=layers, scale=self.scale * scale)
 
     def paced_as(
-        self, name: str, device: str, batch_size: int, samples_per_second: float, source: str
+        self,
+        name: str,
+        device: str,
+        batch_size: int,
+        samples_per_second: float,
+        source: str,
+        forward_share: float | None = None,
     ) -> Profile:
-        """Give the network another device's throughput; each layer keeps its share of the time."""
-        factor = 1e3 * batch_size / samples_per_second / (self.forward_ms + self.backward_ms)
+        """Give the network another device's throughput; each layer keeps its share of a pass.
+
+        ``forward_share`` is forward's share of an iteration, this profile's own if left out.
+        """
+        whole_ms = 1e3 * batch_size / samples_per_second
+        if forward_share is None:
+            forward_share = self.forward_ms / (self.forward_ms + self.backward_ms)
+        forward = whole_ms * forward_share / self.forward_ms
+        backward = whole_ms * (1 - forward_share) / self.backward_ms
         layers = tuple(
             replace(
-                layer, forward_ms=layer.forward_ms * factor, backward_ms=layer.backward_ms * factor
+                layer,
+                forward_ms=layer.forward_ms * forward,
+                backward_ms=layer.backward_ms * backward,
             )
             for layer in self.layers
         )
@@ -222,7 +237,8 @@ def parse(text: str) -> Profile:
 def decode(text: str, *, where: str) -> Profile:
     """Read a profile from JSON text; ``where`` names it in messages.
 
-    A field ``like`` names a profile that comes with wingbeat, whose layers it then has.
+    A field ``like`` names a profile that comes with wingbeat, whose layers it then has;
+    ``forward_share`` beside it says how much of an iteration is forward, if that is not as there.
 
     Raises:
         UsageError: the text is not JSON, lacks a field, or its totals contradict its layers.
@@ -267,8 +283,15 @@ def _like(data: Mapping[str, Any], where: str) -> Profile:
     rate = _time(data, "samples_per_second", where)
     if batch_size < 1 or rate <= 0:
         raise UsageError(f"profile {where}: batch_size and samples_per_second must be > 0")
+    share = _time(data, "forward_share", where) if "forward_share" in data else None
+    if share is not None and not 0 < share < 1:
+        raise UsageError(
+            f"profile {where}: forward_share is {share:g}; allowed are numbers between 0 and 1"
+        )
     texts = {key: _field(data, key, str, where) for key in ("name", "device", "source")}
-    return profile.paced_as(batch_size=batch_size, samples_per_second=rate, **texts)
+    return profile.paced_as(
+        batch_size=batch_size, samples_per_second=rate, forward_share=share, **texts
+    )
 
 
 def encode(profile: Profile) -> str:

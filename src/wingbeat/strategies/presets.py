@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import ClassVar
 
 from wingbeat import parts, topologies, wires
 from wingbeat.errors import UsageError
 from wingbeat.parts import plan as plans
 from wingbeat.parts.plan import PlanPart
-from wingbeat.settings import named
 from wingbeat.strategies.ako import Ako
+from wingbeat.strategies.bucketed import Bucketed
 from wingbeat.strategies.canary import Canary
 from wingbeat.strategies.local import ADPSGD, DiLoCo, LocalSGD, Ripples
 from wingbeat.strategies.preset import Preset
@@ -33,23 +33,31 @@ def check_topology(preset: AllReduce | DeAR | OMGS) -> None:
         preset.check_name("topology", TOPOLOGIES)
 
 
-_OF_PLANS = ("mb", "edge_mb", "min_mb", "max_mb", "layers", "trials", "steps", "plan_file")
-"""Those options of DeAR that a plan by name may have."""
-
-_WITH_FILE = (*plans.SEARCHES, "merged")
 _UNMEASURED = ("size", "none", "one")
 _TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name not in ("auto_disable", "bits")}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class AllReduce(Preset):
+class AllReduce(Bucketed):
     """Wait-free backpropagation: buckets are all-reduced while backward goes on, as DDP does.
 
     Gradients are whole when ``backward()`` returns. Exact: the weights equal DDP's.
 
     Args:
-        mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
+        plan: how buckets are chosen: ``"fixed"``, up to a size, as DDP's are; ``"bo"``,
+            ``"random"``, ``"grid"``: their size is tuned while training goes on, as in `DeAR`;
+            ``"layers"`` puts ``layers`` nearby layers together; ``"none"`` sends every tensor
+            alone; ``"merged"`` merges layers by what is measured, as `MGWFBP` does. Or a plan of
+            `wingbeat.parts`.
+        mb: bucket size in MB (1 MB = 2**20 bytes), or where tuning starts; a parameter that is
+            larger travels alone.
         first_mb: size of the bucket that is ready first, small so that the links start early.
+        min_mb: smallest size that tuning tries.
+        max_mb: largest size that tuning tries.
+        layers: nearby layers in a bucket, with ``plan="layers"``.
+        trials: sizes that tuning tries before it decides.
+        steps: iterations in a trial, or in which backward is measured.
+        plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
             such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
@@ -61,21 +69,26 @@ class AllReduce(Preset):
         UsageError: a value out of range.
     """
 
-    mb: float = 25.0
+    edges: ClassVar[tuple[str, ...]] = ("first_mb",)
+
     first_mb: float = 1.0
     wire: Wire = "fp32"
     topology: str = "ring"
 
     def __post_init__(self) -> None:
-        self.check_size("mb")
         self.check_size("first_mb")
+        self.check_buckets()
         check_topology(self)
         self.compose()
+
+    def edge_sizes(self) -> Mapping[str, float]:
+        """Return the size of the bucket that is ready first; the last one is as any."""
+        return {"first_mb": self.first_mb, "last_mb": 0.0}
 
     def compose(self) -> Strategy:
         """Return the parts that it stands for."""
         return Strategy(
-            plan=parts.FixedBuckets(mb=self.mb, first_mb=self.first_mb),
+            plan=self.plan_part(),
             wire=self.wire,
             exchange=self.topology,
             schedule=parts.WaitFree(),
@@ -90,8 +103,15 @@ class BML(AllReduce):
     DDP's.
 
     Args:
+        plan: as for `AllReduce`, and so are its options.
         mb: as for `AllReduce`.
         first_mb: as for `AllReduce`.
+        min_mb: as for `AllReduce`.
+        max_mb: as for `AllReduce`.
+        layers: as for `AllReduce`.
+        trials: as for `AllReduce`.
+        steps: as for `AllReduce`.
+        plan_file: as for `AllReduce`.
         wire: ``"fp32"`` (the gradients' own dtype), ``"bf16"``, or top-k.
         topology: ``"bcube"``, found from the workers and their network interfaces, or with its
             size, as in ``"bcube@3x2"``: switches of 3 ports, 2 levels, 9 workers.
@@ -112,7 +132,7 @@ class BML(AllReduce):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DeAR(Preset):
+class DeAR(Bucketed):
     """All-reduce split in two: reduce-scatter under backward, all-gather under the next forward.
 
     DeAR (Zhang et al., 2023), section III: BackPipe starts a bucket's reduce-scatter as soon as
@@ -148,84 +168,34 @@ class DeAR(Preset):
         UsageError: a value out of range.
     """
 
+    edges: ClassVar[tuple[str, ...]] = ("edge_mb",)
+
     plan: str | PlanPart = "bo"
-    mb: float = 25.0
     edge_mb: float = 1.0
-    min_mb: float = 1.0
-    max_mb: float = 100.0
-    layers: int = 4
-    trials: int = 10
-    steps: int = 10
-    plan_file: str = ""
     wire: Wire = "fp32"
     shard_optimizer: bool = False
     topology: str = "ring"
 
     def __post_init__(self) -> None:
-        for key in ("mb", "min_mb", "max_mb"):
-            self.check_size(key)
         self.check_size("edge_mb", zero=True)
-        for key in ("layers", "trials", "steps"):
-            self.check_count(key, 1, 10_000)
-        self.check_file("plan_file")
+        self.check_buckets()
         self.check_flag("shard_optimizer")
         check_topology(self)
-        if self.plan in plans.SEARCHES:
-            plans.check_range(self)
         self.compose()
+
+    def edge_sizes(self) -> Mapping[str, float]:
+        """Return the size of the buckets that are ready first and last."""
+        return {"first_mb": self.edge_mb, "last_mb": self.edge_mb}
 
     def compose(self) -> Strategy:
         """Return the parts that it stands for."""
         return Strategy(
-            plan=self._plan(),
+            plan=self.plan_part(),
             wire=self.wire,
             exchange=self.topology,
             schedule=parts.Decoupled(),
             update=parts.Sharded() if self.shard_optimizer else "",
         )
-
-    def _plan(self) -> PlanPart:
-        plan = self.plan
-        self._check_unused()
-        if isinstance(plan, PlanPart):
-            return plan
-        if plan == "layers":
-            return parts.Layers(count=self.layers)
-        if plan == "merged":
-            return parts.Merged(steps=self.steps, file=self.plan_file)
-        edges: dict[str, Any] = {"first_mb": self.edge_mb, "last_mb": self.edge_mb}
-        if plan == "fixed":
-            return parts.FixedBuckets(mb=self.mb, **edges)
-        if plan in plans.SEARCHES:
-            return parts.TunedBuckets(
-                search=plan,
-                mb=self.mb,
-                **edges,
-                min_mb=self.min_mb,
-                max_mb=self.max_mb,
-                trials=self.trials,
-                steps=self.steps,
-                file=self.plan_file,
-            )
-        return named("plan", str(plan), plans.BY_NAME)
-
-    def _check_unused(self) -> None:
-        """Raise a `UsageError` where an option stands beside a plan that has options of its own.
-
-        Those that a plan by name has no use for are let be: one may change the name alone.
-        """
-        by_name = not isinstance(self.plan, PlanPart) and "@" not in str(self.plan)
-        if by_name and self.plan_file and self.plan not in _WITH_FILE:
-            raise UsageError(
-                f"DeAR(plan={self.plan!r}, plan_file={self.plan_file!r}): only a measured plan has "
-                f"a file; allowed are {', '.join(_WITH_FILE)}"
-            )
-        for key in () if by_name else _OF_PLANS:
-            if getattr(self, key) != getattr(type(self), key):
-                raise UsageError(
-                    f"DeAR(plan={self.plan!r}, {key}={getattr(self, key)!r}): {key} is an option "
-                    "for a plan by its name alone; leave it out, or write it into the plan"
-                )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -1,0 +1,102 @@
+"""What the presets have in common whose options say how buckets are chosen."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from wingbeat import parts
+from wingbeat.errors import UsageError
+from wingbeat.parts import plan as plans
+from wingbeat.parts.plan import PlanPart
+from wingbeat.settings import named
+from wingbeat.strategies.preset import Preset
+
+_OF_PLANS = ("mb", "min_mb", "max_mb", "layers", "trials", "steps", "plan_file")
+"""Those options that a plan by its name alone may have; and those of the edges."""
+
+_WITH_FILE = (*plans.SEARCHES, "merged")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Bucketed(Preset):
+    """A preset that takes any plan, and options for those by name.
+
+    Attributes:
+        edges: the preset's own options for the sizes of the buckets at the edges.
+    """
+
+    edges: ClassVar[tuple[str, ...]]
+
+    plan: str | PlanPart = "fixed"
+    mb: float = 25.0
+    min_mb: float = 1.0
+    max_mb: float = 100.0
+    layers: int = 4
+    trials: int = 10
+    steps: int = 10
+    plan_file: str = ""
+
+    @abstractmethod
+    def edge_sizes(self) -> Mapping[str, float]:
+        """Return ``first_mb`` and ``last_mb`` of the plans that have them."""
+
+    def check_buckets(self) -> None:
+        """Raise a `UsageError` for an option of plans that is out of range."""
+        for key in ("mb", "min_mb", "max_mb"):
+            self.check_size(key)
+        for key in ("layers", "trials", "steps"):
+            self.check_count(key, 1, 10_000)
+        self.check_file("plan_file")
+        if self.plan in plans.SEARCHES:
+            plans.check_range(self)
+
+    def plan_part(self) -> PlanPart:
+        """Return the plan that the options stand for.
+
+        Raises:
+            UsageError: there is none of that name, or an option that it does not have.
+        """
+        plan = self.plan
+        self._check_unused()
+        if isinstance(plan, PlanPart):
+            return plan
+        if plan == "layers":
+            return parts.Layers(count=self.layers)
+        if plan == "merged":
+            return parts.Merged(steps=self.steps, file=self.plan_file)
+        if plan == "fixed":
+            return parts.FixedBuckets(mb=self.mb, **self.edge_sizes())
+        if plan in plans.SEARCHES:
+            return parts.TunedBuckets(
+                search=plan,
+                mb=self.mb,
+                **self.edge_sizes(),
+                min_mb=self.min_mb,
+                max_mb=self.max_mb,
+                trials=self.trials,
+                steps=self.steps,
+                file=self.plan_file,
+            )
+        return named("plan", str(plan), plans.BY_NAME)
+
+    def _check_unused(self) -> None:
+        """Raise a `UsageError` where an option stands beside a plan that has options of its own.
+
+        Those that a plan by name has no use for are let be: one may change the name alone.
+        """
+        name = type(self).__name__
+        by_name = not isinstance(self.plan, PlanPart) and "@" not in str(self.plan)
+        if by_name and self.plan_file and self.plan not in _WITH_FILE:
+            raise UsageError(
+                f"{name}(plan={self.plan!r}, plan_file={self.plan_file!r}): only a measured plan "
+                f"has a file; allowed are {', '.join(_WITH_FILE)}"
+            )
+        for key in () if by_name else (*_OF_PLANS, *self.edges):
+            if getattr(self, key) != getattr(type(self), key):
+                raise UsageError(
+                    f"{name}(plan={self.plan!r}, {key}={getattr(self, key)!r}): {key} is an option "
+                    "for a plan by its name alone; leave it out, or write it into the plan"
+                )
