@@ -62,6 +62,19 @@ def test_what_is_far_behind_is_tried_once() -> None:
     assert len(used) == 3 * (BLOCK + LAG)
 
 
+def test_what_noise_makes_slower_stays_in() -> None:
+    """The second is a tenth faster, and its first block is disturbed."""
+    count = iter(range(100_000))
+
+    def seconds(_rank: int, plan: int) -> float:
+        disturbed = plan == 1 and next(count) < BLOCK and (next(count) % 3)
+        return (1.0, 0.9)[plan] * (1.5 if disturbed else 1.0)
+
+    trials, used = decide(seconds, 2, size=1)
+    assert trials[0].plan == 1
+    assert len(used) > 2 * (BLOCK + LAG)
+
+
 def test_plans_take_turns_to_and_fro() -> None:
     _, used = decide(lambda *_: 1.0, 3)
     turns = [plan for i, plan in enumerate(used) if i == 0 or plan != used[i - 1]]

@@ -16,6 +16,8 @@ from wingbeat.probe.backward import BackwardTimes, combine
 FIGURES = 2
 """What a worker tells beside a time for each gradient."""
 
+_LONGEST_S = 1e9
+
 
 class Passes:
     """Times backward passes: gradient by gradient, up to the last launch, and up to the last sum.
@@ -122,17 +124,16 @@ def slowest(told: Sequence[Any], count: int, rank: int) -> tuple[tuple[float, ..
         PeerError: a row is malformed; names the rank that sent it.
     """
     width = count + FIGURES
-    rows = [[0.0] * width if row is None else row for row in told]
-    parted = [
-        (row[:count], row[count:]) if isinstance(row, list) and len(row) == width else (row, [None])
-        for row in rows
-    ]
-    ready = combine([first for first, _ in parted], count, rank)
-    figures = []
-    for peer, (_, rest) in enumerate(parted):
-        for value in rest:
-            if type(value) not in (int, float) or not 0 <= value < 1e9:
+    rows: list[Any] = [[0.0] * width if row is None else row for row in told]
+    whole = [isinstance(row, list) and len(row) == width for row in rows]
+    times = [row[:count] if right else row for row, right in zip(rows, whole, strict=True)]
+    ready = combine(times, count, rank)  # names who has sent what is no such row
+    figures = [row[count:] if right else row for row, right in zip(rows, whole, strict=True)]
+    for peer, values in enumerate(figures):
+        for value in values:
+            if type(value) not in (int, float) or not 0 <= value < _LONGEST_S:
                 raise PeerError(f"rank {rank}: rank {peer} sent {value!r} where a time was due")
-        figures.append(rest)
+        if len(values) != FIGURES:
+            raise PeerError(f"rank {rank}: rank {peer} sent {len(values)} times in place of 2")
     rest_s, span_s = (float(max(column)) for column in zip(*figures, strict=True))
     return tuple(ready), rest_s, span_s

@@ -25,7 +25,8 @@ SETTLING = 2
 
 BEHIND = (0.10, 0.05, 0.02, 0.01)
 """After each round, by how much of the least median a plan may be behind to stay in; so many rounds
-there are at most."""
+there are at most. A plan stays as well while a quarter of its laps are as short as that median: then
+it is noise that parts the two."""
 
 _LONGEST_S = 1e9
 
@@ -95,7 +96,9 @@ class PlanTrial:
         medians = self.medians
         least = min(medians[plan] for plan in self._left)
         most = (1.0 + BEHIND[self._round]) * least
-        self._left = [plan for plan in self._left if medians[plan] <= most]
+        self._left = [
+            plan for plan in self._left if medians[plan] <= most or self._quarter(plan) <= least
+        ]
         self._round += 1
         self.done = len(self._left) == 1 or self._round == len(BEHIND)
         if self.done:
@@ -103,6 +106,11 @@ class PlanTrial:
         else:
             back = self._round % 2 == 1
             self._turns = self._left[::-1] if back else list(self._left)
+
+    def _quarter(self, plan: int) -> float:
+        """Return the seconds that a quarter of a plan's laps do not exceed."""
+        laps = sorted(self.laps[plan])
+        return laps[max(0, len(laps) // 4 - 1)]
 
     def _check(self, rows: Sequence[Sequence[float]]) -> None:
         for rank, row in enumerate(rows):

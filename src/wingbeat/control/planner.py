@@ -19,6 +19,7 @@ from wingbeat.observe.log import log
 from wingbeat.plans.merge.runs import plan_of, stops_of
 from wingbeat.probe.exchange import measure_wire
 from wingbeat.probe.links import measure_links
+from wingbeat.probe.matrices import measure_matrices
 from wingbeat.probe.model import (
     Probe,
     fitted,
@@ -108,6 +109,14 @@ class Planner:
             dtype=_prevalent_dtype(self._bucketing.slots),
         )
         encode, exchange = fitted(samples, self.wire)
+        matrices = measure_matrices(
+            self._collectives,
+            self.wire,
+            self.way,
+            specs,
+            device=self._bucketing.device,
+            dtype=_prevalent_dtype(self._bucketing.slots),
+        )
         links = measure_links(self._collectives, topology=self._choices.topology)
         return Probe(
             workers=world.size,
@@ -122,6 +131,7 @@ class Planner:
             interfaces=fitted_links(links),
             rest_s=rest_s,
             cpu=fitted_cpu(samples),
+            matrices=matrices,
         )
 
     def candidates(self, rule: str, found: Probe) -> list[Candidate]:

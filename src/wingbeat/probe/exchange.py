@@ -275,13 +275,13 @@ def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _R
         itemsize = buffer.element_size()
         if narrow is not None:
             itemsize = min(itemsize, narrow.itemsize)
-        return Action(_reducing(collectives, way, buffer, narrow), numel * itemsize, prepare)
+        return Action(reducing(collectives, way, buffer, narrow), numel * itemsize, prepare)
     codec = make(wire, _SETTLED)
     coding = Coding([Region(Span(0, numel), codec)])
     encoded = Encoded(coding, room.float32("residual") if codec.feedback else None)
     nbytes = coding.room(Span(0, numel))
     if way != "gather":
-        return Action(_reducing(collectives, way, buffer, encoded), nbytes, prepare)
+        return Action(reducing(collectives, way, buffer, encoded), nbytes, prepare)
     velocity = None
     if isinstance(wire, TopK) and wire.momentum:
         velocity = room.float32("velocity")
@@ -292,9 +292,10 @@ def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _R
     return Action(gather, nbytes, prepare)
 
 
-def _reducing(
+def reducing(
     collectives: Collectives, way: str, buffer: torch.Tensor, wire: WireFormat | None
 ) -> Callable[[], Handle]:
+    """Return what starts an all-reduce of a buffer, or its first half, by the name of the way."""
     start = collectives.all_reduce if way == "reduce" else collectives.reduce_scatter
     return lambda: start(buffer, wire=wire)
 

@@ -13,8 +13,9 @@ from wingbeat.errors import UsageError
 from wingbeat.plans.planfile import digest
 from wingbeat.probe.exchange import Samples
 from wingbeat.probe.links import LinkSamples
+from wingbeat.probe.matrices import Matrix, payload_of, weight
 from wingbeat.types import TensorSpec
-from wingbeat.wires import DTYPES, Coded, TopK, least_bytes, own
+from wingbeat.wires import DTYPES, Coded, LowRank, TopK, least_bytes, own
 
 _SHOWN = 5
 _FLAG_BYTES = 4
@@ -72,6 +73,7 @@ class Probe:
         cpu: seconds of processors that an exchange takes in all threads, by bytes of a payload;
             None where that was not measured.
         contention: seconds by which backward is held up for each of those, beside it.
+        matrices: what shapes cost that travel as factors.
         tried: plans that a trial has compared, the chosen one first; none where there was no trial.
     """
 
@@ -88,6 +90,7 @@ class Probe:
     rest_s: float
     cpu: Fit | None = None
     contention: float = 0.0
+    matrices: tuple[Matrix, ...] = ()
     tried: tuple[Tried, ...] = ()
 
     @property
@@ -120,7 +123,10 @@ class Probe:
             tensors=self.tensors,
             ready_s=self.ready_s,
             numels=tuple(specs[t].numel for t in self.tensors),
-            nbytes=tuple(float(nbytes[t]) for t in self.tensors),
+            nbytes=tuple(
+                weight(specs[t].shape, float(nbytes[t]), self.matrices, self.exchange.curve)
+                for t in self.tensors
+            ),
             kinds=tuple(specs[t].kind for t in self.tensors),
         )
 
@@ -136,6 +142,11 @@ class Probe:
             f"encoding, by elements: {self.encode.explain()}",
             f"exchange, by bytes: {self.exchange.explain()}",
         ]
+        for each in self.matrices:
+            lines.append(
+                f"a matrix of {each.rows} x {each.cols} as factors: {each.nbytes:g} bytes, "
+                f"{1e3 * each.exchange_s:.4g} ms"
+            )
         if self.cpu is not None:
             lines.append(
                 f"processors that an exchange takes, by bytes: {self.cpu.explain()}; each second "
@@ -206,7 +217,10 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
     for spec in specs:
         mine = own(wire, spec.name)
         flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
-        each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))
+        if isinstance(mine, LowRank):  # some matrices are not worth factors
+            each.append(payload_of(spec, mine) + flag)
+        else:
+            each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))
     return each
 
 

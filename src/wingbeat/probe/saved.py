@@ -12,6 +12,7 @@ from wingbeat.costs.fit import Fit, fit_of
 from wingbeat.errors import UsageError
 from wingbeat.plans.planfile import MEASURED, number, part, rows, whole
 from wingbeat.probe.exchange import WAYS
+from wingbeat.probe.matrices import Matrix
 from wingbeat.probe.model import LinkFit, Probe, Tried
 
 _LONGEST_S = 1e6
@@ -74,6 +75,10 @@ def to_json(probe: Probe) -> dict[str, Any]:
         ],
         **({} if probe.cpu is None else {"cpu_s_by_bytes": probe.cpu.to_json()}),
         "contention": probe.contention,
+        "matrices": [
+            {"rows": m.rows, "cols": m.cols, "payload_bytes": m.nbytes, "exchange_s": m.exchange_s}
+            for m in probe.matrices
+        ],
         "tried": [
             {"rules": list(each.rules), "stops": list(each.stops), "iteration_s": each.seconds}
             for each in probe.tried
@@ -124,7 +129,20 @@ def from_json(data: Any) -> Probe:
         # What follows is missing in files of earlier versions, which knew nothing of it.
         cpu=_fit(data, "cpu_s_by_bytes") if "cpu_s_by_bytes" in data else None,
         contention=number(data.get("contention", 0.0), "contention", 0, _LONGEST_S),
+        matrices=_matrices(data) if "matrices" in data else (),
         tried=_tried(data, len(tensors)) if "tried" in data else (),
+    )
+
+
+def _matrices(data: dict[str, Any]) -> tuple[Matrix, ...]:
+    return tuple(
+        Matrix(
+            whole(row.get("rows"), "matrices.rows", 1),
+            whole(row.get("cols"), "matrices.cols", 1),
+            number(row.get("payload_bytes"), "matrices.payload_bytes", 0, 2.0**53),
+            number(row.get("exchange_s"), "matrices.exchange_s", 0, _LONGEST_S),
+        )
+        for row in rows(data, "matrices")
     )
 
 
