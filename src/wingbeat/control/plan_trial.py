@@ -24,9 +24,9 @@ SETTLING = 2
 """Iterations at the begin of a block that do not count, for buffers and sockets to get warm."""
 
 BEHIND = (0.10, 0.05, 0.02, 0.01)
-"""After each round, by how much of the least median a plan may be behind to stay in; so many rounds
-there are at most. A plan stays as well while a quarter of its laps are as short as that median: then
-it is noise that parts the two."""
+"""After each round, by how much of the least median a plan may be behind to stay in; so many
+rounds there are at most. A plan stays as well while a quarter of its laps are as short as that
+median: then it is noise that parts the two."""
 
 _LONGEST_S = 1e9
 
