@@ -64,10 +64,11 @@ def test_what_is_far_behind_is_tried_once() -> None:
 
 def test_what_noise_makes_slower_stays_in() -> None:
     """The second is a tenth faster, and its first block is disturbed."""
-    count = iter(range(100_000))
+    seen = [0, 0]
 
     def seconds(_rank: int, plan: int) -> float:
-        disturbed = plan == 1 and next(count) < BLOCK and (next(count) % 3)
+        seen[plan] += 1
+        disturbed = plan == 1 and seen[1] <= BLOCK + LAG and seen[1] % 3
         return (1.0, 0.9)[plan] * (1.5 if disturbed else 1.0)
 
     trials, used = decide(seconds, 2, size=1)
@@ -132,7 +133,7 @@ def test_any_histories_lead_all_to_the_same(data: st.DataObject) -> None:
     size, count = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 4))
     trials = [PlanTrial(count, rank, size) for rank in range(size)]
     dice = random.Random(data.draw(st.integers(0, 2**32)))
-    known = data.draw(st.floats(0.3, 1.0))
+    known = data.draw(st.floats(0.7, 1.0))
     for _ in range(5_000):
         laps = [dice.uniform(0.5, 5.0) if dice.random() < known else 0.0 for _ in trials]
         rows = [t.report(lap) for t, lap in zip(trials, laps, strict=True)]
