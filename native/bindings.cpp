@@ -75,10 +75,11 @@ void narrow_half(std::uintptr_t total, std::size_t n, bool bfloat16, std::uintpt
 
 std::tuple<std::vector<std::int64_t>, double, bool> best_merge(
     std::size_t count, std::uintptr_t ready, std::uintptr_t first, std::uintptr_t encode,
-    std::uintptr_t exchange, double tie, std::size_t width, std::size_t room, std::size_t growth,
-    std::uint64_t work) {
+    std::uintptr_t exchange, std::uintptr_t delay, double tie, std::size_t width, std::size_t room,
+    std::size_t growth, std::uint64_t work) {
   const wingbeat::MergeCosts costs{count, at<const double>(ready), at<const std::int64_t>(first),
-                                   at<const double>(encode), at<const double>(exchange)};
+                                   at<const double>(encode), at<const double>(exchange),
+                                   at<const double>(delay)};
   wingbeat::Merged found;
   {
     const nb::gil_scoped_release unlocked;

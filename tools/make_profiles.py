@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from profile_devices import LAMBDA, files
-from profile_networks import InceptionV4, LstmPtb, VggCifar, Yolo
+from profile_networks import InceptionV4, LstmPtb, VggCifar, VggCifarNorm, Yolo
 from torch import Tensor, nn
 
 from wingbeat.paced.profile import Parameter, Profile, ProfiledLayer, decode, encode
@@ -216,6 +216,12 @@ NETWORKS: dict[str, Network] = {
         "Simonyan & Zisserman 2014, arXiv:1409.1556, column D at 25/64 of the width, hidden layers "
         "of 161, input 3x32x32",
     ),
+    "vgg16_cifar_bn": Network(
+        VggCifarNorm,
+        images(32),
+        "Simonyan & Zisserman 2014, arXiv:1409.1556, column D with batch normalisation and one "
+        "linear layer, input 3x32x32",
+    ),
     "bert_base": bert("base", "BertForPreTraining", 64),
     "bert_large": bert("large", "BertForPreTraining", 64),
     "lstm_ptb": Network(
@@ -301,6 +307,13 @@ def from_flops() -> Iterator[tuple[str, int, float, str]]:
         vgg / flops_per_sample(NETWORKS["vgg16_cifar"]),
         "derived: the FLOP rate of the vgg16 profile, an upper limit, as small images fill a card "
         "less; batch size 128 and 9.23 MB are Ripples' (section 7.1.2)",
+    )
+    yield (
+        "vgg16_cifar_bn",
+        128,
+        vgg / flops_per_sample(NETWORKS["vgg16_cifar_bn"]),
+        "derived: the FLOP rate of the vgg16 profile, an upper limit, as small images fill a card "
+        "less; batch size 128 is OMGS-SGD's (table IV)",
     )
     yield (
         "lstm_ptb",

@@ -82,6 +82,37 @@ class VggCifar(nn.Module):
         return out
 
 
+class VggCifarNorm(nn.Module):
+    """VGG-16 for 32 x 32 images with batch normalisation and a single linear layer.
+
+    The usual one for CIFAR-10. OMGS-SGD (table V) counts its 54 tensors: two of each convolution,
+    of each normalisation and of the linear layer.
+    """
+
+    WIDTHS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        body: OrderedDict[str, nn.Module] = OrderedDict()
+        channels, block, conv = 3, 1, 0
+        for width in self.WIDTHS:
+            if not width:
+                body[f"pool{block}"] = nn.MaxPool2d(2, 2)
+                block, conv = block + 1, 0
+                continue
+            conv += 1
+            body[f"conv{block}_{conv}"] = nn.Conv2d(channels, width, 3, 1, 1)
+            body[f"norm{block}_{conv}"] = nn.BatchNorm2d(width)
+            channels = width
+        self.body = nn.Sequential(body)
+        self.fc = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """32 x 32 images to the classes' scores."""
+        out: Tensor = self.fc(self.body(x).flatten(1))
+        return out
+
+
 class LstmPtb(nn.Module):
     """The "large" LSTM of Zaremba et al. 2014: 2 layers of 1500 units, 10000 words, untied.
 

@@ -16,6 +16,7 @@ struct MergeCosts {
   const std::int64_t* first;  // count + 1: below stop, not falling, first[1] is 0
   const double* encode;
   const double* exchange;
+  const double* delay;  // of all that is ready later; of runs that end at `count` it must be 0
 };
 
 struct MergeSearch {

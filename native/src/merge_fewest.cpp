@@ -71,7 +71,7 @@ void Layers::find(std::size_t stop) {
         found_.push_back({here, 0.0, run.start, static_cast<std::uint32_t>(i), before.count + 1});
       }
       // Where the links are idle, those that follow have both greater.
-      if (runs_.ready(run) + here.x >= before.y) break;
+      if (runs_.idle(before, run)) break;
     }
   }
   keep_front(found_, [](const Label&, const Label&) { return false; });

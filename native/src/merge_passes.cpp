@@ -54,7 +54,7 @@ Bins rests_from(std::size_t start, const OpenRuns& runs, const Fronts<Rest>& res
     ++work.done;
     for (const Rest& after : rests.at(run.stop)) {
       const double rest = run.exchange + after.x;
-      const double late = run.encode + after.y;
+      const double late = run.encode + run.delay + after.y;
       const double sent = begin + rest;
       ++work.done;
       if (rest > last_x) break;
@@ -100,7 +100,7 @@ void labels_to(std::size_t stop, const OpenRuns& runs, const Fronts<Label>& labe
         found.push_back({here, 0.0, run.start, index, before.count + 1});
       }
       // Where the links are idle, those that follow have both greater.
-      if (runs.ready(run) + here.x >= before.y) break;
+      if (runs.idle(before, run)) break;
       ++index;
     }
     if (found.size() < reduce_at) continue;

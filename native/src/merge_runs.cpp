@@ -16,7 +16,8 @@ double finish_of(const MergeCosts& costs, const std::vector<std::int64_t>& stops
       base += stop - static_cast<std::size_t>(costs.first[stop]);
     }
     const std::size_t i = base + start - static_cast<std::size_t>(costs.first[stop]);
-    here = with(here, costs.ready[stop - 1], costs.encode[i], costs.exchange[i]);
+    here = with(here, costs.ready[stop - 1], costs.encode[i], costs.exchange[i],
+                costs.delay[i]);
     start = stop;
   }
   return here.y;
@@ -31,8 +32,8 @@ OpenRuns::OpenRuns(const MergeCosts& costs)
   for (std::size_t stop = 1; stop <= count_; ++stop) {
     for (auto start = static_cast<std::size_t>(costs.first[stop]); start < stop; ++start) {
       const std::size_t i = runs_.size();
-      runs_.push_back({costs.encode[i], costs.exchange[i], static_cast<std::uint32_t>(start),
-                       static_cast<std::uint32_t>(stop)});
+      runs_.push_back({costs.encode[i], costs.exchange[i], costs.delay[i],
+                       static_cast<std::uint32_t>(start), static_cast<std::uint32_t>(stop)});
     }
   }
   find_least();
@@ -52,7 +53,7 @@ void OpenRuns::find_least() {
     const Rest& after = after_[run->stop];
     Rest& least = after_[run->start];
     const double rest = run->exchange + after.x;
-    const double late = run->encode + std::max(ready(*run) + rest, after.y);
+    const double late = run->encode + std::max(ready(*run) + rest, run->delay + after.y);
     least = {std::min(least.x, rest), std::min(least.y, late)};
   }
 }
@@ -61,13 +62,15 @@ void OpenRuns::find_gaps() {
   gap_before_.assign(count_ + 1, infinity);
   gap_before_[0] = 0.0;
   for (const Run& run : runs_) {
-    const double gap = std::max(ready(run), gap_before_[run.start] - run.encode) + run.exchange;
+    const double begin = std::max(ready(run), gap_before_[run.start] - run.encode);
+    const double gap = begin + run.exchange - run.delay;
     gap_before_[run.stop] = std::min(gap_before_[run.stop], gap);
   }
   gap_after_.assign(count_ + 1, infinity);
   gap_after_[count_] = 0.0;
   for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
-    const double gap = std::max(ready(*run), gap_after_[run->stop] - run->exchange) + run->encode;
+    const double after = run->delay + gap_after_[run->stop] - run->exchange;
+    const double gap = std::max(ready(*run), after) + run->encode;
     gap_after_[run->start] = std::min(gap_after_[run->start], gap);
   }
 }

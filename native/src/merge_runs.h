@@ -16,27 +16,29 @@ inline constexpr double slack = 1e-11;
 struct Run {
   double encode;
   double exchange;
+  double delay;
   std::uint32_t start;
   std::uint32_t stop;
 };
 
 // A beginning of a plan: all that matters for what follows.
 struct Beginning {
-  double x;  // encoded: seconds spent on encoding so far
+  double x;  // delayed: seconds by which encoding and exchanges so far hold up backward
   double y;  // free: when the links will be free
 };
 
-// The rest of a plan. With a beginning it finishes at max(encoded + late, free + rest).
+// The rest of a plan. With a beginning it finishes at max(delayed + late, free + rest).
 struct Rest {
   double x;  // rest: the seconds its exchanges take
-  double y;  // late: when its last exchange would end behind links always free, nothing encoded
+  double y;  // late: when its last exchange would end behind links always free, nothing delayed
 };
 
 // What a beginning becomes with one more bucket. Every plan is priced by these very additions.
-inline Beginning with(const Beginning& before, double ready, double encode, double exchange) {
+inline Beginning with(const Beginning& before, double ready, double encode, double exchange,
+                      double delay) {
   const double encoded = before.x + encode;
   const double end = ready + encoded;
-  return {encoded, (end < before.y ? before.y : end) + exchange};
+  return {encoded + delay, (end < before.y ? before.y : end) + exchange};
 }
 
 struct Known {
@@ -53,7 +55,11 @@ class OpenRuns {
   std::size_t count() const { return count_; }
   double ready(const Run& run) const { return ready_[run.stop - 1]; }
   Beginning with(const Beginning& before, const Run& run) const {
-    return wingbeat::with(before, ready(run), run.encode, run.exchange);
+    return wingbeat::with(before, ready(run), run.encode, run.exchange, run.delay);
+  }
+  // Whether the run finds the links idle behind this beginning.
+  bool idle(const Beginning& before, const Run& run) const {
+    return ready(run) + (before.x + run.encode) >= before.y;
   }
 
   // The runs with this stop; and those with this start, as they were at the last `index`.
@@ -72,7 +78,7 @@ class OpenRuns {
   void least_before(std::size_t place, const Beginning& least) { before_[place] = least; }
   void least_after(std::size_t place, const Rest& least) { after_[place] = least; }
 
-  // The least y - x of both. Links that are free before encoded + gap_after wait anyway.
+  // The least y - x of both. Links that are free before delayed + gap_after wait anyway.
   double gap_before(std::size_t place) const { return gap_before_[place]; }
   double gap_after(std::size_t place) const { return gap_after_[place]; }
   void find_gaps();

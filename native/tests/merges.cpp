@@ -22,10 +22,11 @@ constexpr std::size_t most_tensors = 10;
 struct Instance {
   std::vector<double> ready;
   std::vector<std::int64_t> first{0};
-  std::vector<double> encode, exchange;
+  std::vector<double> encode, exchange, delay;
 
   MergeCosts costs() const {
-    return {ready.size(), ready.data(), first.data(), encode.data(), exchange.data()};
+    return {ready.size(),  ready.data(),    first.data(),
+            encode.data(), exchange.data(), delay.data()};
   }
 };
 
@@ -41,6 +42,7 @@ Instance make_instance(unsigned number) {
   std::mt19937 random(number);
   Instance made;
   const unsigned gaps = random() % 3, encodes = random() % 3, exchanges = random() % 3;
+  const unsigned delays = random() % 6;  // of half of the instances nothing
   const std::size_t count = 1 + random() % most_tensors;
   for (std::size_t stop = 1; stop <= count; ++stop) {
     made.ready.push_back((stop > 1 ? made.ready.back() : 0.0) + seconds(random, gaps));
@@ -49,6 +51,8 @@ Instance make_instance(unsigned number) {
     for (auto start = made.first.back(); start < static_cast<std::int64_t>(stop); ++start) {
       made.encode.push_back(seconds(random, encodes));
       made.exchange.push_back(seconds(random, exchanges));
+      const bool delaying = delays < 3 && stop < count;
+      made.delay.push_back(delaying ? seconds(random, delays) : 0.0);
     }
   }
   return made;
@@ -63,7 +67,7 @@ struct Priced {
 Priced price(const Instance& instance, std::uint32_t stops) {
   const auto count = static_cast<std::int64_t>(instance.ready.size());
   Priced plan{0.0, 0};
-  double encoded = 0.0;
+  double encoded = 0.0;  // and delayed by exchanges
   std::int64_t start = 0;
   std::size_t run = 0;
   for (std::int64_t stop = 1; stop <= count; ++stop) {
@@ -74,6 +78,7 @@ Priced price(const Instance& instance, std::uint32_t stops) {
       encoded += instance.encode[at];
       plan.finish = std::max(instance.ready[static_cast<std::size_t>(stop - 1)] + encoded,
                              plan.finish) + instance.exchange[at];
+      encoded += instance.delay[at];
       ++plan.buckets;
       start = stop;
     }

@@ -38,6 +38,7 @@ def best_merge(
     first: int,
     encode: int,
     exchange: int,
+    delay: int,
     tie: float,
     width: int,
     room: int,

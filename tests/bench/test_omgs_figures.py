@@ -67,7 +67,7 @@ def test_the_papers_speedups_follow_from_its_times(omgs: ModuleType) -> None:
         name: (own["topksgd"] / own["omgs"], own["mgs"] / own["omgs"])
         for name, own in omgs.PAPER_S.items()
     }
-    assert speedups["vgg16"] == pytest.approx((1.015, 1.578), abs=4e-3)
+    assert speedups["vgg16_cifar_bn"] == pytest.approx((1.015, 1.578), abs=4e-3)
     assert speedups["resnet50"] == pytest.approx((1.313, 2.4), abs=4e-3)
     assert speedups["inception_v4"] == pytest.approx((1.284, 2.717), abs=4e-3)
     assert speedups["lstm_ptb"] == pytest.approx((1.113, 1.042), abs=4e-3)
@@ -208,6 +208,34 @@ def test_the_prediction_is_judged_in_both_directions(omgs: ModuleType) -> None:
     assert line == "resnet50: omgs has predicted nothing"
 
 
+def test_the_limits_are_those_that_are_asked_for(
+    omgs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(omgs, monkeypatch, "--within", "0.01", "--off", "0.5")
+    runs = [run(0.39), run(0.4, merge(0.5))]
+    raw = {"lab": "", "workers": 8, "config": {}, "machine": {"load_before": []}, "runs": runs}
+    out = omgs.figures("resnet50 1gbit", ["topksgd", "omgs"], raw, (args.within, args.off))
+    assert out["missed"] == ["resnet50 1gbit: omgs takes 1.026x the time of topksgd; limit 1.01"]
+    assert out["rows"]["omgs"]["paper_layers"] == 2
+    assert out["limits"] == {"within": 0.01, "off": 0.5}
+
+
+def test_each_rate_is_a_bench_of_its_own(
+    omgs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--models", "resnet50", "densenet201", "--rate", "100mbit", "1gbit", "--workers", "8")
+    benches = omgs.configs(arguments(omgs, monkeypatch, *words, "--scale", "0.3"), tmp_path)
+    names = ["resnet50 100mbit", "resnet50 1gbit", "densenet201 100mbit", "densenet201 1gbit"]
+    assert list(benches) == names
+    assert len({config.strategies[-1] for config in benches.values()}) == 4
+    assert benches["resnet50 1gbit"].lab == "star:8@1gbit"
+
+
+def test_what_holds_backward_up_counts_as_backward(omgs: ModuleType) -> None:
+    parts = omgs.predicted_parts({**merge(0.5), "delay_s": 0.01})
+    assert parts["backward"] == pytest.approx(0.07)
+
+
 def test_without_a_row_of_omgs_nothing_is_judged(omgs: ModuleType) -> None:
     out = made(omgs, ddp=run(0.5), mgs=run(0.4))
     assert (out["judged"], out["of_best"], out["missed"]) == (None, None, [])
@@ -238,6 +266,6 @@ def test_a_prediction_stands_under_its_row(omgs: ModuleType) -> None:
 
 def test_it_draws_a_png(omgs: ModuleType, tmp_path: Path) -> None:
     rows = {"topksgd": run(0.5), "omgs": run(0.4, merge(0.41))}
-    models = {name: made(omgs, name, **rows) for name in ("vgg16", "lstm_ptb")}
+    models = {name: made(omgs, name, **rows) for name in ("vgg16_cifar_bn", "lstm_ptb")}
     omgs.draw(models, tmp_path / "omgs.png")
     assert (tmp_path / "omgs.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -11,7 +11,7 @@ import pytest
 import wingbeat
 from helpers.training import backward, engine, net, sgd
 from wingbeat import sync
-from wingbeat.control import merging
+from wingbeat.control import planner
 from wingbeat.control.decisions import Decisions
 from wingbeat.probe.exchange import Samples
 from wingbeat.transport import loopback
@@ -90,15 +90,15 @@ def test_a_codecs_verdict_is_kept_and_the_size_is_looked_for_by_itself(coded: bo
 
 
 def test_merged_layers_are_kept_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = functools.partial(merging.measure_links, largest_bytes=4096, repeats=1)
-    monkeypatch.setattr(merging, "measure_links", few)
+    few = functools.partial(planner.measure_links, largest_bytes=4096, repeats=1)
+    monkeypatch.setattr(planner, "measure_links", few)
     measured: list[int] = []
 
     def measure(*_args: Any, **_options: Any) -> Samples:
         measured.append(1)
         return FREE
 
-    monkeypatch.setattr(merging, "measure_wire", measure)
+    monkeypatch.setattr(planner, "measure_wire", measure)
     strategy = wingbeat.MGWFBP(steps=1)
     first = on(strategy)
     assert len(measured) == 2

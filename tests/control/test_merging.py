@@ -15,8 +15,9 @@ import torch
 import wingbeat
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
-from wingbeat.control import control, drift, merging, rules
+from wingbeat.control import control, drift, planner, rules
 from wingbeat.control.merging import LayerMerging
+from wingbeat.control.passes import Passes
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.exchange import Samples
 from wingbeat.probe.model import payload_bytes
@@ -47,14 +48,14 @@ FREE = Samples(
 @pytest.fixture(autouse=True)
 def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain collectives are measured to be shown; a few will do."""
-    few = functools.partial(merging.measure_links, largest_bytes=4096, repeats=1)
-    monkeypatch.setattr(merging, "measure_links", few)
+    few = functools.partial(planner.measure_links, largest_bytes=4096, repeats=1)
+    monkeypatch.setattr(planner, "measure_links", few)
 
 
 @pytest.fixture
 def _measured(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Have the links cost what the test says; everything else is measured."""
-    monkeypatch.setattr(merging, "measure_wire", lambda *_a, **_k: request.param)
+    monkeypatch.setattr(planner, "measure_wire", lambda *_a, **_k: request.param)
 
 
 def _train(
@@ -130,8 +131,8 @@ def test_what_is_measured_is_what_competes_with_backward(strategy: Any, way: str
     def body(world: Any) -> tuple[str, str]:
         model = net()
         model, _ = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
-        planner = engine(model).control.merging
-        return planner._way(), planner._key()["way"]
+        plans = engine(model).control.merging._planner
+        return plans.way, plans.key()["way"]
 
     assert loopback.run(loopback.worlds(2), body) == [(way, way)] * 2
 
@@ -150,14 +151,14 @@ def test_under_dear_exchanges_are_over_when_the_last_reduce_scatter_is() -> None
         def body(world: Any) -> list[int]:
             model = net()
             model, _ = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
-            planner, late, found = engine(model).control.merging, Late(), []
-            planner.begin()
-            planner.launched(late)
-            planner.waited()
-            found.append(len(planner._ends))
+            passes, late, found = engine(model).passes, Late(), []
+            passes.begin()
+            passes.launched(late)
+            passes.waited()
+            found.append(len(passes.ends))
             for callback in late.callbacks:
                 callback(late)
-            return [*found, len(planner._ends)]
+            return [*found, len(passes.ends)]
 
         first, second = loopback.run(loopback.worlds(2), body)
         assert first == second
@@ -182,7 +183,7 @@ def test_the_dtype_of_most_elements_is_measured(monkeypatch: pytest.MonkeyPatch)
         assert next(model.parameters()).dtype == torch.float64
         return model
 
-    monkeypatch.setattr(merging, "measure_wire", measured)
+    monkeypatch.setattr(planner, "measure_wire", measured)
     monkeypatch.setitem(globals(), "net", mixed)
     _on(2, wingbeat.OMGS(wire="fp32", steps=STEPS), FIRST)
     assert asked == [torch.float32] * 2
@@ -291,16 +292,15 @@ def test_what_was_measured_before_a_plan_does_not_count_under_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: list[tuple[int, int]] = []
-    own_times = LayerMerging._own_times
+    own = Passes.own
 
-    def seen(self: LayerMerging, order: Any) -> Any:
-        if self._collectives.world.rank == 0:
-            counted.append((len(self._times.totals()), len(self._ends)))
-        return own_times(self, order)
+    def seen(self: Passes, order: Any, iteration_s: float) -> Any:
+        counted.append((len(self.times.totals()), len(self.ends)))
+        return own(self, order, iteration_s)
 
-    monkeypatch.setattr(LayerMerging, "_own_times", seen)
+    monkeypatch.setattr(Passes, "own", seen)
     _on(2, wingbeat.OMGS(density=0.1, warmup=0, steps=STEPS))
-    assert counted == [(FIRST - 1, FIRST - 1), (FIRST, FIRST)]
+    assert counted == 2 * [(FIRST - 1, FIRST - 1)] + 2 * [(FIRST, FIRST)]
 
 
 def test_drifting_times_are_measured_anew(
@@ -311,7 +311,7 @@ def test_drifting_times_are_measured_anew(
     plan = LayerMerging._plan
 
     def counted(self: LayerMerging) -> None:
-        made.append(self._collectives.world.rank)
+        made.append(self._world.rank)
         plan(self)
 
     monkeypatch.setattr(LayerMerging, "_plan", counted)
@@ -370,13 +370,15 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
 )
 def test_a_malformed_plan_names_rank_0(answer: Any) -> None:
     with pytest.raises(PeerError, match="rank 1: rank 0 sent a malformed plan"):
-        merging._checked(answer, [0, 1, 2], 1)
+        planner.checked(answer and [[["exact"], answer]], [0, 1, 2], 1)
 
 
 def test_a_plan_is_taken_as_it_came() -> None:
-    assert merging._checked([[2, 0], [1]], [2, 0, 1], 1) == Plan(
-        (PlannedBucket((2, 0)), PlannedBucket((1,)))
-    )
+    sent = [[["exact"], [[2, 0], [1]]], [["paper", "one"], [[2, 0, 1]]]]
+    assert planner.checked(sent, [2, 0, 1], 1) == [
+        rules.Candidate(("exact",), Plan((PlannedBucket((2, 0)), PlannedBucket((1,))))),
+        rules.Candidate(("paper", "one"), Plan((PlannedBucket((2, 0, 1)),))),
+    ]
 
 
 def test_densities_by_group_travel_in_one_bucket() -> None:
@@ -416,7 +418,7 @@ def test_a_planner_that_fails_says_so_on_every_rank(monkeypatch: pytest.MonkeyPa
     def fails(*_: Any) -> Plan:
         raise MemoryError("no room")
 
-    monkeypatch.setitem(merging.RULES, "exact", fails)
+    monkeypatch.setitem(rules.RULES, "exact", fails)
 
     def body(world: Any) -> str:
         with pytest.raises(PeerError, match="rank 0 could not merge layers: MemoryError: no room"):

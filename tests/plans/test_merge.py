@@ -47,7 +47,8 @@ def instances(draw: st.DrawFn, most: int = 8) -> tuple[Workload, Costs]:
     scale = draw(st.sampled_from([0.006, 1.0, 4.0]))
     workload = work(ready, numels, [scale * n for n in numels], "".join(kinds))
     sizes = st.sampled_from([1.0, 10.0, 500.0, 1000.0, 2000.0, 8000.0, 20000.0])
-    return workload, Costs(draw(curves(sizes)), draw(curves(sizes)))
+    delay = draw(st.one_of(st.just(NOTHING), curves(sizes)))
+    return workload, Costs(draw(curves(sizes)), draw(curves(sizes)), delay)
 
 
 def simulate(plan: Plan, workload: Workload, costs: Costs) -> list[dict[str, float]]:
@@ -63,9 +64,12 @@ def simulate(plan: Plan, workload: Workload, costs: Costs) -> list[dict[str, flo
             now += gap[tensor]
         begin = now
         now += costs.encode(float(sum(size[t][0] for t in bucket.tensors)))
+        encoded = now
         sent = now if now > link_free else link_free
         link_free = sent + costs.exchange(math.fsum(size[t][1] for t in bucket.tensors))
-        rows.append({"encode_begin_s": begin, "encode_end_s": now, "exchange_begin_s": sent,
+        if bucket is not plan.buckets[-1]:  # backward goes on, and shares its processors
+            now += costs.delay(math.fsum(size[t][1] for t in bucket.tensors))
+        rows.append({"encode_begin_s": begin, "encode_end_s": encoded, "exchange_begin_s": sent,
                      "exchange_end_s": link_free})  # fmt: skip
     return rows
 
@@ -94,6 +98,30 @@ def test_an_exchange_waits_for_the_one_before() -> None:
     assert timeline.finish_s == 12.0
 
 
+def test_an_exchange_holds_up_what_is_ready_later() -> None:
+    workload = work([1.0, 2.0, 4.0], [1, 1, 1], [2.0, 3.0, 5.0])
+    costs = Costs(Line(0.5, 0.0), Line(0.0, 1.0), delay=Line(0.1, 0.2))
+    timeline = merge.predict(merge.by_size(workload, 1), workload, costs)
+    # The first takes 0.1 + 0.2 * 2 from backward, the second 0.1 + 0.2 * 3, the last nothing.
+    assert [row.encode_begin_s for row in timeline.rows] == pytest.approx([1.0, 3.0, 6.2])
+    assert [row.exchange_begin_s for row in timeline.rows] == pytest.approx([1.5, 3.5, 6.7])
+    assert timeline.delay_s == pytest.approx(1.2)
+    assert timeline.finish_s == pytest.approx(11.7)
+    one = merge.predict(merge.one(workload), workload, costs)
+    assert one.delay_s == 0.0
+    assert one.finish_s == pytest.approx(14.5)
+
+
+def test_the_more_exchanges_hold_backward_up_the_fewer_there_are() -> None:
+    workload = profile("resnet50")
+    counts = [
+        len(merge.exact(workload, Costs(NOTHING, Line(1e-3, 4e-8), Line(delay, 0.0))).buckets)
+        for delay in (0.0, 1e-4, 1e-3, 1e-2, 1.0)
+    ]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[2] > counts[-1] == 1
+
+
 @given(instances(), st.data())
 @settings(deadline=None, max_examples=150)
 def test_predict_is_what_happens(instance: Any, data: st.DataObject) -> None:
@@ -108,7 +136,7 @@ def test_predict_is_what_happens(instance: Any, data: st.DataObject) -> None:
             assert getattr(row, name) == pytest.approx(value, rel=1e-9, abs=1e-12)
     assert timeline.finish_s == timeline.rows[-1].exchange_end_s
     assert timeline.finish_s == pytest.approx(
-        timeline.backward_s + timeline.encode_s + timeline.exposed_s
+        timeline.backward_s + timeline.encode_s + timeline.delay_s + timeline.exposed_s
     )
 
 

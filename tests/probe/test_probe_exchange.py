@@ -88,6 +88,24 @@ def test_waiting_for_a_slow_encoder_is_no_part_of_the_exchange() -> None:
     assert found[0].exchange == ((0.1, 2.0),)
 
 
+def test_processors_count_from_the_call_to_the_end_on_the_busiest_worker() -> None:
+    def body(world: World):
+        clock, used = Clock(), Clock()
+
+        def start() -> Handle:
+            used.now += 100.0  # encoding is not what competes with backward: it holds it up anyway
+            return Pretended(used, 2.0 + world.rank)
+
+        return measure_exchange(
+            Collectives(world), lambda n: Action(start, n), [1, 2], 3, now=clock, used=used
+        )
+
+    with late.open_worlds(2) as (members, _):
+        found = loopback.run(members, body)
+    assert found[0] == found[1]
+    assert found[0].cpu == ((1.0, 3.0), (2.0, 3.0))
+
+
 def test_a_slow_exchange_of_one_worker_counts() -> None:
     with late.open_worlds(3) as (members, _):
         found = run(members, lambda rank, n: (1.0, 2.0 + 3.0 * (rank == 2)), [1])
@@ -159,9 +177,10 @@ def test_every_repetition_begins_with_a_barrier() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [[[1.0]], [[1.0, 2.0, 3.0]], [[2.0, 1.0]], [[-1.0, 1.0]], [[0.0, float("nan")]],
-     [[0.0, float("inf")]], [[0, "1"]], [[True, True]], None, "ab", {"a": 1}, [[0.0, 1e300]],
-     [], [[0.0, 1.0], [0.0, 1.0]], [None], ["ab"], [0.0]],
+    [[[1.0]], [[1.0, 2.0]], [[1.0, 2.0, 3.0, 4.0]], [[2.0, 1.0, 0.0]], [[-1.0, 1.0, 0.0]],
+     [[0.0, float("nan"), 0.0]], [[0.0, float("inf"), 0.0]], [[0, "1", 0]], [[True, True, True]],
+     [[0.0, 1.0, -1.0]], [[0.0, 1.0, float("nan")]], None, "ab", {"a": 1}, [[0.0, 1e300, 0.0]],
+     [], [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]], [None], ["abc"], [0.0]],
 )  # fmt: skip
 def test_what_is_no_measurement_names_who_sent_it(value, monkeypatch) -> None:
     def body(world: World):

@@ -37,7 +37,7 @@ def test_a_composition_answers_the_engine() -> None:
         schedule="dear",
         topology="ring",
         fusion=Fusion(kind="one"),
-        merging=Merging(rule="exact"),
+        merging=Merging(rule="tried"),
         wire=Sketch(bits=4),
     )
     sharded = Strategy(exchange="mesh", schedule="dear", update="sharded", wire="bf16").choices()
@@ -245,7 +245,7 @@ def test_dear_takes_any_plan() -> None:
     assert wingbeat.DeAR(plan="merged", wire="sketch@4").compose() == OWN
     assert wingbeat.DeAR(plan=parts.Merged(), wire=Sketch(bits=4)).compose() == OWN
     with_file = wingbeat.DeAR(plan="merged", plan_file="plan.json", steps=5).choices().merging
-    assert with_file == Merging(rule="exact", steps=5, file="plan.json")
+    assert with_file == Merging(rule="tried", steps=5, file="plan.json")
     assert wingbeat.DeAR(plan="merged@paper").choices().merging == Merging(rule="paper")
 
 

@@ -20,6 +20,7 @@ from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
 from wingbeat.plans.thresholds.search import usual_trials
 from wingbeat.plans.thresholds.tuner import LAG, SETTLING
+from wingbeat.wires import TopK
 
 OF_LINE_RATE = 0.93
 """Share of the line rate that collectives reach, headers and the starts of messages included."""
@@ -44,6 +45,9 @@ TURN_S = 0.3
 
 TRIAL = 25
 """Iterations until it is known whether a codec stays on, give or take ten; once for a row."""
+
+PLANS = 80
+"""The same until it is known which plan of merged layers stays, give or take fifty."""
 
 PASSES, HALVES = 3, 4
 """Of the measurement of computation and links alone: passes of the model, and how often each half
@@ -172,6 +176,9 @@ def _deciding(contender: Contender, nbytes: int) -> int:
         count += LAG + usual_trials(choices.servers.classes) * trial
     if choices.merging is not None:
         count += 2 * (choices.merging.steps + 2)
+        if choices.merging.rule == "tried":
+            # Plans are compared at the density that stays.
+            count += PLANS + (choices.wire.warmup if isinstance(choices.wire, TopK) else 0)
     return count
 
 

@@ -111,7 +111,8 @@ def decided(decision: dict[str, Any]) -> str:
     if "bucket_bytes" in decision:
         said.append(f"buckets of {as_mb(decision['bucket_bytes'])} MB")
     if "buckets" in decision:
-        said.append(f"layers merged into {decision['buckets']} buckets")
+        of = f" ({' = '.join(decision['rules'])})" if decision.get("rules") else ""
+        said.append(f"layers merged into {decision['buckets']} buckets{of}")
     if "thresholds" in decision:
         said.append(f"thresholds {written(tuple(decision['thresholds']))}")
     return ", ".join(said)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from wingbeat.collectives.handle import Handle
+from wingbeat.collectives.in_turn import InTurn
 from wingbeat.collectives.packing import CodecPacking, Encoded, malformed
 from wingbeat.errors import PeerError
 from wingbeat.transport.text import first_line
@@ -215,19 +216,32 @@ class Addable(Protocol):
 
 
 class Gathered(Handle):
-    """The rows of a gathered sum under way; waiting adds them into the buffer, once."""
+    """The rows of a gathered sum under way; waiting adds them into the buffer, once.
+
+    Args:
+        handle: of what brings the rows.
+        gathered: what is to be done with them.
+        beside: adds them beside training as soon as they are here, before anybody waits; None: they
+            are added by whoever waits first.
+    """
 
     __slots__ = ("_added", "_adding", "_error", "_sum")
 
-    def __init__(self, handle: Handle, gathered: Addable) -> None:
+    def __init__(self, handle: Handle, gathered: Addable, beside: InTurn | None = None) -> None:
         super().__init__(handle.jobs)
         self._sum = gathered
         self._adding = threading.Lock()
         self._added = False
         self._error = ""
+        if beside is not None:
+            handle.add_done_callback(lambda _: beside.start(self._add_beside))
+
+    def _add_beside(self) -> None:
+        with contextlib.suppress(PeerError):  # whoever waits is told
+            self.wait()
 
     def done(self) -> bool:
-        """Whether all rows are here. The buffer holds the sum after `wait`, which adds them."""
+        """Whether all rows are here. The buffer holds the sum after `wait`."""
         return super().done()
 
     def wait(self) -> None:
@@ -242,12 +256,12 @@ class Gathered(Handle):
                 raise PeerError(self._error)
             if self._added:
                 return
-            self._added = True
             try:
                 self._sum.add()
             except PeerError as err:
                 self._error = str(err)
                 raise
+            self._added = True  # not before: what has failed otherwise fails for all who wait
 
     def wait_received(self) -> None:
         """As `wait`."""

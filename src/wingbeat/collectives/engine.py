@@ -17,6 +17,7 @@ from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.failure import Failure
 from wingbeat.collectives.handle import Handle, wait_for_all
+from wingbeat.collectives.in_turn import InTurn
 from wingbeat.collectives.job import Job
 from wingbeat.collectives.native_encoded import start_encoded
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
@@ -116,10 +117,13 @@ class Collectives:
         wire: Encoded,
         bucket: int = -1,
         velocity: torch.Tensor | None = None,
+        beside: bool = False,
     ) -> Handle:
         """Sum what all workers have encoded on every worker: everyone gets everyone's payload.
 
-        The buffer is encoded before this returns, and decoded when the result is waited for.
+        The buffer is encoded before this returns, and decoded when the result is waited for; or
+        ``beside`` training, as soon as all payloads are here, if nobody is going to use the buffer
+        without having waited. On a GPU it is decoded by whoever waits, on its stream.
         ``velocity``, as long as the buffer, is where momentum correction gathers momentum.
         """
         world = self.world
@@ -136,7 +140,8 @@ class Collectives:
         # What counts is the number of hops while payloads are small, and how full links are later.
         short = Doubling() if gathered.rows.nbytes < SHORT_BYTES else self._topology
         handle = self._submit("all_gather", gathered.rows.view(-1), bucket, topology=short)
-        return Gathered(handle, gathered)
+        on_cpu = buffer.device.type == "cpu" and "cpu" not in world.native_on
+        return Gathered(handle, gathered, _decoding if beside and on_cpu else None)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
         """Overwrite every worker's buffer with that of rank ``root``, as numbered in this world.
@@ -256,6 +261,7 @@ def _native_of(handle: Handle | None) -> native.NativeJob | None:
 
 
 _threads = Threads("wingbeat-group")
+_decoding = InTurn(Threads("wingbeat-decode"))
 _making = threading.RLock()
 """Two threads may make `Collectives` of one world at once; the collector may run in one of them."""
 
@@ -265,6 +271,7 @@ def _after_fork() -> None:
     global _making
     _making = threading.RLock()
     _threads.forget()
+    _decoding.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -96,12 +96,13 @@ class Control:
     def decisions(self) -> Decisions:
         """Return what has been found out, once it is no longer `deciding`."""
         trial, tuning, merging = self.trial, self.tuning, self.merging
-        timeline = None if merging is None else merging.timeline
+        planned = None if merging is None else merging.planned
         return Decisions(
             coded=None if trial is None else trial.coded,
             bucket_bytes=None if tuning is None else tuning.bucket_bytes,
             merged=None if merging is None else merging.probe,
-            buckets=None if timeline is None else len(timeline.rows),
+            buckets=None if planned is None else len(planned.timeline.rows),
+            rules=None if merging is None else merging.chosen,
             thresholds=None if self.thresholds is None else self.thresholds.thresholds,
         )
 

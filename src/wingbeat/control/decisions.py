@@ -18,12 +18,14 @@ class Decisions:
         merged: what merged layers were planned from; None where nothing was planned.
         thresholds: between the classes of flows, that were found; None where none were looked for.
         buckets: into how many buckets layers were merged; None where nothing was planned.
+        rules: names of the rules that make the plan which a trial has chosen; None without one.
     """
 
     coded: bool | None = None
     bucket_bytes: int | None = None
     merged: Probe | None = None
     buckets: int | None = None
+    rules: tuple[str, ...] | None = None
     thresholds: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -32,6 +34,7 @@ class Decisions:
             "codec": None if self.coded is None else "on" if self.coded else "off",
             "bucket_bytes": self.bucket_bytes,
             "buckets": self.buckets,
+            "rules": None if self.rules is None else list(self.rules),
             "thresholds": None if self.thresholds is None else list(self.thresholds),
         }
         return {key: value for key, value in found.items() if value is not None}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from wingbeat.costs import Costs, Workload
+from wingbeat.costs import NOTHING, Costs, Workload
 from wingbeat.observe.log import log
 from wingbeat.plans import merge
 from wingbeat.types import Plan
 
 _WORK = 200_000_000
 """Of the search for the best plan: a second or two, which the other workers wait."""
+
+TRIED = "tried"
+"""The rule that is none: what several make is tried, and the fastest kept."""
 
 
 def _exact(workload: Workload, costs: Costs) -> Plan:
@@ -26,8 +30,38 @@ def _exact(workload: Workload, costs: Costs) -> Plan:
     return found.plan
 
 
+def _undelayed(workload: Workload, costs: Costs) -> Plan:
+    return _exact(workload, replace(costs, delay=NOTHING))
+
+
 RULES: dict[str, Callable[[Workload, Costs], Plan]] = {
     "exact": _exact,
     "paper": merge.greedy,
     "wfbp": merge.wfbp,
 }
+
+CANDIDATES: dict[str, Callable[[Workload, Costs], Plan]] = {
+    "exact": lambda workload, costs: RULES["exact"](workload, costs),
+    "paper": lambda workload, costs: RULES["paper"](workload, costs),
+    "one": lambda workload, _: merge.one(workload),
+    "undelayed": _undelayed,
+}
+"""What is tried, the most promising first. ``undelayed`` is the exact plan of the paper's own
+costs, in which exchanges do not hold backward up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan, and the names of all the rules that make it."""
+
+    rules: tuple[str, ...]
+    plan: Plan
+
+
+def candidates(rule: str, workload: Workload, costs: Costs) -> list[Candidate]:
+    """Return the plan of a rule, or all different ones that are to be tried."""
+    rules = CANDIDATES if rule == TRIED else {rule: RULES[rule]}
+    made: dict[Plan, list[str]] = {}
+    for name, make in rules.items():
+        made.setdefault(make(workload, costs), []).append(name)
+    return [Candidate(tuple(names), plan) for plan, names in made.items()]

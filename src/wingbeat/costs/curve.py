@@ -28,6 +28,14 @@ class Curve(Protocol):
     @overload
     def __call__(self, amount: Floats) -> Floats: ...
 
+    def times(self, factor: float) -> Curve:
+        """Return the curve of ``factor`` times the seconds.
+
+        Raises:
+            UsageError: the factor is negative or not finite.
+        """
+        ...
+
     def to_json(self) -> dict[str, Any]:
         """Write it as a dict that `curve_of` reads."""
         ...
@@ -88,6 +96,10 @@ class Line(_Shape):
         seconds: Floats = self.alpha + self.beta * amount
         return seconds
 
+    def times(self, factor: float) -> Line:
+        """Return the curve of ``factor`` times the seconds."""
+        return Line(factor * self.alpha, factor * self.beta)
+
     def to_json(self) -> dict[str, Any]:
         """Write it as a dict that `curve_of` reads."""
         return {"kind": "line", "alpha_s": self.alpha, "beta_s_per_unit": self.beta}
@@ -121,6 +133,10 @@ class Sorting(_Shape):
         logs = np.log(np.maximum(amount, 1.0))
         seconds: Floats = self.fixed + self.gamma * self.density * (amount * logs)
         return seconds
+
+    def times(self, factor: float) -> Sorting:
+        """Return the curve of ``factor`` times the seconds."""
+        return Sorting(factor * self.gamma, self.density, factor * self.fixed)
 
     def to_json(self) -> dict[str, Any]:
         """Write it as a dict that `curve_of` reads."""
@@ -172,6 +188,10 @@ class Pieces(_Shape):
         highest = np.append(ys[1:-1], np.inf)[place]
         seconds: Floats = np.clip(lines, 0.0, highest)
         return seconds
+
+    def times(self, factor: float) -> Pieces:
+        """Return the curve of ``factor`` times the seconds."""
+        return Pieces(self.amounts, tuple(factor * each for each in self.seconds))
 
     def to_json(self) -> dict[str, Any]:
         """Write it as a dict that `curve_of` reads."""

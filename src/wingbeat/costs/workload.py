@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from wingbeat.costs.curve import Curve
+from wingbeat.costs.curve import NOTHING, Curve
 from wingbeat.errors import UsageError
 
 
@@ -71,7 +71,11 @@ class Costs:
     Attributes:
         encode: seconds to sparsify so many elements, ``t_s`` (OMGS-SGD, Eq. 10).
         exchange: seconds to exchange so many bytes, ``t_c`` (OMGS-SGD, Eq. 11).
+        delay: seconds by which backward is held up while so many bytes are exchanged beside it, as
+            both need the same processors; the paper has no such term. Nothing where there are
+            processors for both.
     """
 
     encode: Curve
     exchange: Curve
+    delay: Curve = NOTHING

@@ -61,7 +61,7 @@ class CollectiveExchange:
         elif isinstance(wire, Encoded) and isinstance(self._compression.coded, TopK):
             velocity = self._compression.velocity(bucket)
             bucket.handle = begin.all_gather_sum(
-                bucket.flat, wire=wire, bucket=number, velocity=velocity
+                bucket.flat, wire=wire, bucket=number, velocity=velocity, beside=True
             )
         else:
             bucket.handle = begin.all_reduce(bucket.flat, bucket=number, wire=wire)

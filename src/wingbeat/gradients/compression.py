@@ -65,6 +65,12 @@ class Compression:
         return self.on and (ends is None or max(0, self._step) < ends)
 
     @property
+    def settled(self) -> bool:
+        """Whether gradients already travel as they will to the end: no warm-up is going on."""
+        wire = self.coded if self.on else None
+        return not isinstance(wire, TopK) or self._step > wire.warmup
+
+    @property
     def momentum(self) -> float:
         """The factor of momentum correction; 0 for none."""
         return self.coded.momentum if isinstance(self.coded, TopK) else 0.0

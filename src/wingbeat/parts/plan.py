@@ -16,7 +16,7 @@ from wingbeat.traits import Part
 from wingbeat.types import Fusion, Merging, Tuning
 
 SEARCHES = ("bo", "random", "grid")
-RULES = ("exact", "paper", "wfbp")
+RULES = ("tried", "exact", "paper", "wfbp")
 
 
 class PlanPart(Part, Settings, ABC):
@@ -206,8 +206,9 @@ class Merged(PlanPart):
     """Layers merged by what backward, codec and links are measured to cost (OMGS-SGD, section IV).
 
     Args:
-        rule: ``"exact"``, the shortest iteration of all plans; ``"paper"``, Algorithm 1; or
-            ``"wfbp"``, MG-WFBP, which knows no codec.
+        rule: ``"exact"``, the plan with the shortest iteration of all, as predicted; ``"paper"``,
+            Algorithm 1; ``"wfbp"``, MG-WFBP, which knows no codec; or ``"tried"``, of ``"exact"``,
+            ``"paper"`` and all in one bucket the one with which whole iterations are shortest.
         steps: iterations in which backward is measured.
         drift: measure and merge anew when iterations take this many times as long, or as short,
             as right after planning.
@@ -217,7 +218,7 @@ class Merged(PlanPart):
         UsageError: a value out of range.
     """
 
-    rule: str = "exact"
+    rule: str = "tried"
     steps: int = 10
     drift: float = 1.5
     file: str = ""

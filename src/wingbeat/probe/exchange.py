@@ -66,10 +66,13 @@ class Samples:
     Attributes:
         encode: elements, and seconds until the call that starts the exchange returns.
         exchange: bytes of one worker's payload, and seconds from then until all is decoded.
+        cpu: the same bytes, and seconds of processors that the process uses meanwhile, in all of
+            its threads.
     """
 
     encode: Points
     exchange: Points
+    cpu: Points = ()
 
 
 def growing(first: int, last: int, factor: float = 2.0) -> list[int]:
@@ -94,6 +97,7 @@ def measure_exchange(
     device: torch.device | None = None,
     whole: World | None = None,
     now: Callable[[], float] = time.perf_counter,
+    used: Callable[[], float] = time.process_time,
 ) -> Samples:
     """Measure exchanges of growing amounts; all workers call it alike, and at the same time.
 
@@ -114,59 +118,70 @@ def measure_exchange(
         device: where the tensors are; on a GPU the current stream is waited for.
         whole: where figures are exchanged; default: the collectives' world.
         now: a clock, in seconds.
+        used: seconds that this process has used of processors.
 
     Raises:
         PeerError: a peer failed, or sent something that is no measurement; names it.
     """
     world = whole if whole is not None else collectives.world
-    meter = _Meter(collectives.world, _settler(device), now)
+    meter = _Meter(collectives.world, _settler(device), now, used)
     actions: list[Action] = []
     counts: list[int] = []
     for amount in amounts:
         actions.append(make_action(amount))
         mine = min(meter.repeat(actions[-1])[1] for _ in range(2))
-        [(_, slowest)] = _slowest(world.exchange("probe", [[0.0, mine]]), 1, world.rank)
+        told = world.exchange("probe", [[0.0, mine, 0.0]])
+        [(_, slowest, _)] = _slowest(told, 1, world.rank)
         # What is short is disturbed most, and costs least to repeat.
         enough = int(_SHARE * budget_s / slowest) if slowest > 0 else _MORE * repeats
         counts.append(max(repeats, min(_MORE * repeats, enough)))
         if slowest > budget_s and len(counts) >= _LEAST:
             break
-    taken: list[list[tuple[float, float]]] = [[] for _ in actions]
+    taken: list[list[tuple[float, float, float]]] = [[] for _ in actions]
     for turn in range(max(counts, default=0)):
         for action, count, times in zip(actions, counts, taken, strict=True):
             if turn < count:
                 times.append(meter.repeat(action))
     medians = [[statistics.median(column) for column in zip(*row, strict=True)] for row in taken]
     slowest_of_all = _slowest(world.exchange("probe", medians), len(actions), world.rank)
-    encode, exchange = [], []
-    for amount, action, (call, slowest) in zip(amounts, actions, slowest_of_all, strict=False):
+    encode, exchange, cpu = [], [], []
+    for amount, action, figures in zip(amounts, actions, slowest_of_all, strict=False):
+        call, slowest, busy = figures
         encode.append((float(amount), call))
         exchange.append((float(action.nbytes), slowest - call))
-    return Samples(tuple(encode), tuple(exchange))
+        cpu.append((float(action.nbytes), busy))
+    return Samples(tuple(encode), tuple(exchange), tuple(cpu))
 
 
 class _Meter:
     """Times one repetition of an action after the other."""
 
     def __init__(
-        self, world: World, settle: Callable[[], object], now: Callable[[], float]
+        self,
+        world: World,
+        settle: Callable[[], object],
+        now: Callable[[], float],
+        used: Callable[[], float],
     ) -> None:
         self._barrier = Collectives(world, "doubling")
         self._tiny = torch.zeros(world.size)
-        self._settle, self._now = settle, now
+        self._settle, self._now, self._used = settle, now, used
 
-    def repeat(self, action: Action) -> tuple[float, float]:
-        """Return seconds of the call that starts it, and of all until it is done."""
+    def repeat(self, action: Action) -> tuple[float, float, float]:
+        """Return seconds of the call that starts it, of all until it is done, and of processors.
+
+        The last are those between the two.
+        """
         action.prepare()
         self._settle()
         self._barrier.all_gather(self._tiny).wait()
         begin = self._now()
         handle = action.start()
         self._settle()
-        called = self._now()
+        called, busy = self._now(), self._used()
         handle.wait()
         self._settle()
-        return called - begin, self._now() - begin
+        return called - begin, self._now() - begin, self._used() - busy
 
 
 def measure_wire(
@@ -260,26 +275,27 @@ def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _R
         itemsize = buffer.element_size()
         if narrow is not None:
             itemsize = min(itemsize, narrow.itemsize)
-        return Action(_reducing(collectives, way, buffer, narrow), numel * itemsize, prepare)
+        return Action(reducing(collectives, way, buffer, narrow), numel * itemsize, prepare)
     codec = make(wire, _SETTLED)
     coding = Coding([Region(Span(0, numel), codec)])
     encoded = Encoded(coding, room.float32("residual") if codec.feedback else None)
     nbytes = coding.room(Span(0, numel))
     if way != "gather":
-        return Action(_reducing(collectives, way, buffer, encoded), nbytes, prepare)
+        return Action(reducing(collectives, way, buffer, encoded), nbytes, prepare)
     velocity = None
     if isinstance(wire, TopK) and wire.momentum:
         velocity = room.float32("velocity")
 
     def gather() -> Handle:
-        return collectives.all_gather_sum(buffer, wire=encoded, velocity=velocity)
+        return collectives.all_gather_sum(buffer, wire=encoded, velocity=velocity, beside=True)
 
     return Action(gather, nbytes, prepare)
 
 
-def _reducing(
+def reducing(
     collectives: Collectives, way: str, buffer: torch.Tensor, wire: WireFormat | None
 ) -> Callable[[], Handle]:
+    """Return what starts an all-reduce of a buffer, or its first half, by the name of the way."""
     start = collectives.all_reduce if way == "reduce" else collectives.reduce_scatter
     return lambda: start(buffer, wire=wire)
 
@@ -291,11 +307,11 @@ def _settler(device: torch.device | None) -> Callable[[], object]:
     return lambda: torch.cuda.current_stream(device).synchronize()
 
 
-def _slowest(rows: Sequence[Any], count: int, rank: int) -> list[tuple[float, float]]:
+def _slowest(rows: Sequence[Any], count: int, rank: int) -> list[tuple[float, float, float]]:
     """Return the largest of each figure.
 
     Raises:
-        PeerError: a row is not ``count`` pairs of times of which the second contains the first.
+        PeerError: a row is not ``count`` times three times, the second of which contains the first.
     """
     for peer, row in enumerate(rows):
         right = isinstance(row, list) and len(row) == count and all(map(_right, row))
@@ -304,13 +320,12 @@ def _slowest(rows: Sequence[Any], count: int, rank: int) -> list[tuple[float, fl
                 f"rank {rank}: rank {peer} sent a malformed measurement of an exchange: "
                 f"{str(row)[:60]}; all workers have to run the same wingbeat"
             )
-    return [
-        (float(max(call for call, _ in pairs)), float(max(whole for _, whole in pairs)))
-        for pairs in zip(*rows, strict=True)
-    ]
+    columns = (zip(*each, strict=True) for each in zip(*rows, strict=True))
+    return [(float(max(a)), float(max(b)), float(max(c))) for a, b, c in columns]
 
 
-def _right(pair: Any) -> bool:
-    if not isinstance(pair, list) or [type(v) in (int, float) for v in pair] != [True, True]:
+def _right(figures: Any) -> bool:
+    if not isinstance(figures, list) or [type(v) in (int, float) for v in figures] != [True] * 3:
         return False
-    return bool(0 <= pair[0] <= pair[1] <= _LONGEST_S)
+    call, whole, busy = figures
+    return bool(0 <= call <= whole <= _LONGEST_S and 0 <= busy <= _LONGEST_S)

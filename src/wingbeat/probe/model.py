@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from wingbeat.costs import Costs, Workload
+from wingbeat.costs import NOTHING, Costs, Workload
 from wingbeat.costs.fit import Fit, best_fit, fit_line
 from wingbeat.errors import UsageError
 from wingbeat.plans.planfile import digest
 from wingbeat.probe.exchange import Samples
 from wingbeat.probe.links import LinkSamples
+from wingbeat.probe.matrices import Matrix, payload_of, weight
 from wingbeat.types import TensorSpec
-from wingbeat.wires import DTYPES, Coded, TopK, least_bytes, own
+from wingbeat.wires import DTYPES, Coded, LowRank, TopK, least_bytes, own
 
 _SHOWN = 5
 _FLAG_BYTES = 4
@@ -36,6 +37,21 @@ class LinkFit:
     all_reduce: Fit
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A plan of merged layers with which whole iterations were timed.
+
+    Attributes:
+        rules: names of the rules that make it.
+        stops: before which gradients its buckets end, first ready first; rising.
+        seconds: median of its iterations, each the mean of all workers.
+    """
+
+    rules: tuple[str, ...]
+    stops: tuple[int, ...]
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """The backward pass, what encoding and exchanging take, and the rest of an iteration.
@@ -54,6 +70,11 @@ class Probe:
         exchange: seconds by bytes of one worker's payload, decoding included (Eq. 11).
         interfaces: each network interface by itself, then all together if there are several.
         rest_s: seconds of an iteration outside of backward and exchange.
+        cpu: seconds of processors that an exchange takes in all threads, by bytes of a payload;
+            None where that was not measured.
+        contention: seconds by which backward is held up for each of those, beside it.
+        matrices: what shapes cost that travel as factors.
+        tried: plans that a trial has compared, the chosen one first; none where there was no trial.
     """
 
     workers: int
@@ -67,6 +88,10 @@ class Probe:
     exchange: Fit
     interfaces: tuple[LinkFit, ...]
     rest_s: float
+    cpu: Fit | None = None
+    contention: float = 0.0
+    matrices: tuple[Matrix, ...] = ()
+    tried: tuple[Tried, ...] = ()
 
     @property
     def backward_s(self) -> float:
@@ -75,7 +100,8 @@ class Probe:
 
     def costs(self) -> Costs:
         """Return what a bucket of so many elements, or bytes, costs."""
-        return Costs(encode=self.encode.curve, exchange=self.exchange.curve)
+        delay = NOTHING if self.cpu is None else self.cpu.curve.times(self.contention)
+        return Costs(encode=self.encode.curve, exchange=self.exchange.curve, delay=delay)
 
     def workload(self, specs: Sequence[TensorSpec], nbytes: Sequence[float]) -> Workload:
         """Return the backward pass as `wingbeat.plans.merge` wants it.
@@ -97,7 +123,10 @@ class Probe:
             tensors=self.tensors,
             ready_s=self.ready_s,
             numels=tuple(specs[t].numel for t in self.tensors),
-            nbytes=tuple(float(nbytes[t]) for t in self.tensors),
+            nbytes=tuple(
+                weight(specs[t].shape, float(nbytes[t]), self.matrices, self.exchange.curve)
+                for t in self.tensors
+            ),
             kinds=tuple(specs[t].kind for t in self.tensors),
         )
 
@@ -113,16 +142,46 @@ class Probe:
             f"encoding, by elements: {self.encode.explain()}",
             f"exchange, by bytes: {self.exchange.explain()}",
         ]
+        for each in self.matrices:
+            lines.append(
+                f"a matrix of {each.rows} x {each.cols} as factors: {each.nbytes:g} bytes, "
+                f"{1e3 * each.exchange_s:.4g} ms"
+            )
+        if self.cpu is not None:
+            lines.append(
+                f"processors that an exchange takes, by bytes: {self.cpu.explain()}; each second "
+                f"of them holds backward up by {self.contention:.3g} s"
+            )
         for link in self.interfaces:
             lines.append(f"all-gather on {link.name}, by bytes: {link.all_gather.explain()}")
             lines.append(f"all-reduce on {link.name}, by bytes: {link.all_reduce.explain()}")
-        return [*lines, f"slowest gradients: {shown}"] if shown else lines
+        if shown:
+            lines.append(f"slowest gradients: {shown}")
+        return lines + ([f"plans tried: {told(self.tried)}"] if self.tried else [])
+
+
+def told(tried: Sequence[Tried]) -> str:
+    """Say in one line which plans were compared, and how fast they are.
+
+    >>> told([Tried(("paper",), (1, 3), 0.48), Tried(("exact", "one"), (3,), 0.5)])
+    'paper (2 buckets) 480 ms, exact = one (1 bucket) 500 ms'
+    """
+    return ", ".join(
+        f"{' = '.join(each.rules)} ({len(each.stops)} bucket{'s' * (len(each.stops) > 1)}) "
+        f"{1e3 * each.seconds:.4g} ms"
+        for each in tried
+    )
 
 
 def fitted(samples: Samples, wire: str | Coded) -> tuple[Fit, Fit]:
     """Return the fits of encoding and exchange; encoding top-k may follow Eq. 10."""
     density = wire.density if isinstance(wire, TopK) else None
     return best_fit(samples.encode, density=density), best_fit(samples.exchange)
+
+
+def fitted_cpu(samples: Samples) -> Fit | None:
+    """Return the fit of what exchanges take of processors; None where it was not measured."""
+    return best_fit(samples.cpu) if samples.cpu else None
 
 
 def fitted_links(links: Sequence[LinkSamples]) -> tuple[LinkFit, ...]:
@@ -158,7 +217,10 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
     for spec in specs:
         mine = own(wire, spec.name)
         flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
-        each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))
+        if isinstance(mine, LowRank):  # some matrices are not worth factors
+            each.append(payload_of(spec, mine) + flag)
+        else:
+            each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))
     return each
 
 

@@ -12,7 +12,8 @@ from wingbeat.costs.fit import Fit, fit_of
 from wingbeat.errors import UsageError
 from wingbeat.plans.planfile import MEASURED, number, part, rows, whole
 from wingbeat.probe.exchange import WAYS
-from wingbeat.probe.model import LinkFit, Probe
+from wingbeat.probe.matrices import Matrix
+from wingbeat.probe.model import LinkFit, Probe, Tried
 
 _LONGEST_S = 1e6
 _WIDTH = 100
@@ -72,6 +73,16 @@ def to_json(probe: Probe) -> dict[str, Any]:
             }
             for link in probe.interfaces
         ],
+        **({} if probe.cpu is None else {"cpu_s_by_bytes": probe.cpu.to_json()}),
+        "contention": probe.contention,
+        "matrices": [
+            {"rows": m.rows, "cols": m.cols, "payload_bytes": m.nbytes, "exchange_s": m.exchange_s}
+            for m in probe.matrices
+        ],
+        "tried": [
+            {"rules": list(each.rules), "stops": list(each.stops), "iteration_s": each.seconds}
+            for each in probe.tried
+        ],
         "backward": [
             {"ready_s": ready, "tensor": tensor, "name": name}
             for ready, tensor, name in zip(probe.ready_s, probe.tensors, probe.names, strict=True)
@@ -115,7 +126,36 @@ def from_json(data: Any) -> Probe:
             for link in rows(data, "interfaces")
         ),
         rest_s=number(data.get("rest_s"), "rest_s", 0, _LONGEST_S),
+        # What follows is missing in files of earlier versions, which knew nothing of it.
+        cpu=_fit(data, "cpu_s_by_bytes") if "cpu_s_by_bytes" in data else None,
+        contention=number(data.get("contention", 0.0), "contention", 0, _LONGEST_S),
+        matrices=_matrices(data) if "matrices" in data else (),
+        tried=_tried(data, len(tensors)) if "tried" in data else (),
     )
+
+
+def _matrices(data: dict[str, Any]) -> tuple[Matrix, ...]:
+    return tuple(
+        Matrix(
+            whole(row.get("rows"), "matrices.rows", 1),
+            whole(row.get("cols"), "matrices.cols", 1),
+            number(row.get("payload_bytes"), "matrices.payload_bytes", 0, 2.0**53),
+            number(row.get("exchange_s"), "matrices.exchange_s", 0, _LONGEST_S),
+        )
+        for row in rows(data, "matrices")
+    )
+
+
+def _tried(data: dict[str, Any], tensors: int) -> tuple[Tried, ...]:
+    found = []
+    for row in rows(data, "tried"):
+        stops = [whole(stop, "tried.stops", 1) for stop in part(row, "stops", list)]
+        if stops != sorted(set(stops)) or stops[-1:] != [tensors]:
+            raise UsageError(f"tried.stops are {stops!r}; allowed are rising ones up to {tensors}")
+        names = tuple(_text(name, "tried.rules") for name in part(row, "rules", list))
+        seconds = number(row.get("iteration_s"), "tried.iteration_s", 0, _LONGEST_S)
+        found.append(Tried(names, tuple(stops), seconds))
+    return tuple(found)
 
 
 def _fit(data: dict[str, Any], key: str) -> Fit:

@@ -205,13 +205,16 @@ class OMGS(Preset):
     OMGS-SGD (Shi et al., INFOCOM 2020): each merged layer is sparsified as its last gradient
     arrives, and its largest values are gathered while backward goes on. Few merged layers have few
     startup times; many hide more of the exchange. The first iterations measure backward, the codec
-    and the links; then layers are merged so that the iteration is shortest. Not exact: what does
-    not travel waits in a residual, by parameter, and comes later.
+    and the links; then layers are merged so that the iteration is shortest, and whole iterations
+    with each plan decide which stays. Not exact: what does not travel waits in a residual, by
+    parameter, and comes later.
 
     Args:
-        merge: which layers are merged: ``"exact"``, the shortest iteration of all plans;
-            ``"paper"``, Algorithm 1; ``"wfbp"``, MG-WFBP, which knows no codec; ``"size"``, until
-            there are ``elements`` elements; ``"none"``; or ``"one"``, all into one.
+        merge: which layers are merged: ``"tried"``, the fastest of what ``"exact"``, ``"paper"``
+            and ``"one"`` make, by a trial of whole iterations. Without a trial: ``"exact"``, the
+            plan with the shortest iteration of all, as predicted; ``"paper"``, Algorithm 1;
+            ``"wfbp"``, MG-WFBP, which knows no codec; ``"size"``, until there are ``elements``
+            elements; ``"none"``; or ``"one"``, all into one.
         wire: what gradients travel as; any codec can be merged.
         density: share of the gradients that travel, with ``wire="topk"``; the paper's is 0.001.
         warmup: steps in which the density falls from 0.25 to ``density``; the paper has none.
@@ -229,7 +232,7 @@ class OMGS(Preset):
         UsageError: a value out of range, or options of top-k with another wire.
     """
 
-    merge: str = "exact"
+    merge: str = "tried"
     wire: Wire = "topk"
     density: float = TopK.density
     warmup: int = TopK.warmup

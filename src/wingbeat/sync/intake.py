@@ -22,6 +22,7 @@ from wingbeat.sync.attach import in_backward, on_backward_end
 if TYPE_CHECKING:
     from wingbeat.control.control import Control
     from wingbeat.control.merging import LayerMerging
+    from wingbeat.control.passes import Passes
     from wingbeat.gradients.bucketing import Bucketing
     from wingbeat.gradients.compression import Compression
     from wingbeat.gradients.steps import Steps
@@ -83,6 +84,11 @@ class Intake:
         """What plans which layers are merged; None where nothing is planned."""
         return None if self.control is None else self.control.merging
 
+    @property
+    def passes(self) -> Passes | None:
+        """What times backward, to plan by it; None where nothing is planned."""
+        return None if self.merging is None else self.merging.passes
+
     # -- what becomes of it --------------------------------------------------------------
 
     def before_backward(self) -> None:
@@ -119,12 +125,13 @@ class Intake:
                     f"parameter {self.slots[index].name!r} got a gradient, but an exception has "
                     "cut the backward before this one short; call optimizer.zero_grad() after it"
                 )
-            if self.merging is None:
+            passes = self.passes
+            if passes is None:
                 self._take_in(index)
                 return
-            self.merging.enter(index)
+            passes.enter(index)
             self._take_in(index)
-            self.merging.leave()
+            passes.leave()
 
     def _take_in(self, index: int) -> None:
         slot = self.slots[index]
@@ -176,8 +183,8 @@ class Intake:
         self._open_backward()
         self._in_backward = True
         self._backward = on_backward_end(self)
-        if self.merging is not None:
-            self.merging.begin()
+        if self.passes is not None:
+            self.passes.begin()
 
     def rebucket(self) -> None:
         """Change to the next plan; every worker does so before the same backward."""
@@ -219,8 +226,8 @@ class Intake:
         if not self._in_backward:
             self.meter.enter("other")
             return
-        if self.merging is not None:
-            self.merging.end()
+        if self.passes is not None:
+            self.passes.end()
         self._launch_all()
         # Another model of this backward may have launched nothing yet that others wait for.
         if in_backward():
@@ -231,12 +238,13 @@ class Intake:
     def close_backward(self) -> None:
         """Bring the gradients where they are to be; all that is launched has been launched."""
         with self.lock:
-            if self.merging is None:
+            passes = self.passes
+            if passes is None:
                 self.finish_backward()
                 return
-            self.merging.launched(self.buckets[-1].handle)
+            passes.launched(self.buckets[-1].handle)
             self.finish_backward()
-            self.merging.waited()
+            passes.waited()
 
     def _launch_all(self) -> None:
         """Launch whatever every worker launches once in a backward, however it ended."""
@@ -256,8 +264,8 @@ class Intake:
         nothing.
         """
         if self.cut_short:
-            if self.merging is not None:
-                self.merging.abandon()
+            if self.passes is not None:
+                self.passes.abandon()
             try:
                 self._launch_all()
                 self.finish_backward()  # the others do not know: for them it ends like any other

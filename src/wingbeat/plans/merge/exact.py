@@ -45,26 +45,27 @@ def exact(workload: Workload, costs: Costs) -> Plan:
     **Why two numbers.** By Eqs. 5 to 9 and 13 to 15 a bucket that ends with the tensor ready at r
     turns what was before it into
 
-        encoded' = encoded + e,    free' = max(r + encoded', free) + c
+        free' = max(r + delayed + e, free) + c,    delayed' = delayed + e + w
 
-    where e and c depend on the bucket alone. So a beginning matters for the rest only by the pair
-    (encoded, free), Eq. 17 is the last ``free``, and both right-hand sides never fall when
-    ``encoded`` or ``free`` grow, rounding included. A beginning whose pair is no less than
-    another's, in both numbers, at the same position, can be dropped: whatever follows, the other
-    is no worse. What remains at each position is a Pareto front, and searching all of it is exact.
+    where e, c and w, by which its exchange delays backward, depend on the bucket alone. So a
+    beginning matters for the rest only by the pair (delayed, free), Eq. 17 is the last ``free``,
+    and both right-hand sides never fall when ``delayed`` or ``free`` grow, rounding included. A
+    beginning whose pair is no less than another's, in both numbers, at the same position, can be
+    dropped: whatever follows, the other is no worse. What remains at each position is a Pareto
+    front, and searching all of it is exact.
 
-    **Why not one.** Only if encoding costs are proportional to elements is ``encoded`` the same
+    **Why not one.** Only if delays are proportional to elements and bytes is ``delayed`` the same
     for all beginnings, and ``free`` alone enough: O(L^2). With ``a + b * d`` it still differs by
     how many buckets there are, and with Eq. 10 by where they are cut: a beginning that frees the
     links sooner may have delayed backward for longer. Theorem 1 of the paper overlooks this.
 
     **From both ends.** The rest of a plan matters by two numbers as well: ``rest``, the seconds its
     exchanges take, and ``late``, when its last exchange would end behind links always free and with
-    nothing encoded before. With a beginning it makes
+    nothing delayed before. With a beginning it makes
 
-        finish_s = max(encoded + late, free + rest)
+        finish_s = max(delayed + late, free + rest)
 
-    and a bucket in front of it makes of it ``c + rest`` and ``max(r + e + c + rest, e + late)``.
+    and a bucket in front makes of it ``c + rest`` and ``max(r + e + c + rest, e + w + late)``.
 
     **Why it ends soon.** Fronts may be long (no polynomial bound is known for curves of any
     shape). So a front is thinned: neighbours are replaced by the corner below them, which still
@@ -98,12 +99,14 @@ def bounded(workload: Workload, costs: Costs, work: int) -> Bounded:
     runs = Runs(workload, costs)
     starts, stops = _all(runs)
     encode, exchange = runs.encode(starts, stops), runs.exchange(starts, stops)
+    delay = runs.delay(starts, stops)
     best, least_s, proven = _native.best_merge(
         len(runs),
         _address(runs.ready),
         _address(runs.first),
         _address(encode),
         _address(exchange),
+        _address(delay),
         TIE,
         WIDTH,
         ROOM,

@@ -41,18 +41,19 @@ def exhaustive(workload: Workload, costs: Costs) -> Plan:
 def _all(runs: Runs) -> tuple[Floats, np.ndarray, np.ndarray]:
     """Return finish, number of buckets and stops of every plan; stops as a set of bits."""
     # Plans that end in the same run share what comes before it: one row for each beginning.
-    encoded, finish = [np.zeros(1)], [np.zeros(1)]
+    delayed, finish = [np.zeros(1)], [np.zeros(1)]
     buckets, stops = [np.zeros(1, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
     for stop in range(1, len(runs) + 1):
         starts = range(int(runs.first[stop]), stop)
-        counts = [len(encoded[start]) for start in starts]
+        counts = [len(delayed[start]) for start in starts]
         places = np.arange(starts.start, stop)
         stops_here = np.full(len(places), stop)
         encode = np.repeat(runs.encode(places, stops_here), counts)
         exchange = np.repeat(runs.exchange(places, stops_here), counts)
-        encode += np.concatenate([encoded[start] for start in starts])
+        delay = np.repeat(runs.delay(places, stops_here), counts)
+        encode += np.concatenate([delayed[start] for start in starts])
         free = np.concatenate([finish[start] for start in starts])
-        encoded.append(encode)
+        delayed.append(encode + delay)
         finish.append(np.maximum(runs.ready[stop - 1] + encode, free) + exchange)
         buckets.append(np.concatenate([buckets[start] for start in starts]) + 1)
         stops.append(np.concatenate([stops[start] for start in starts]) | 1 << stop)

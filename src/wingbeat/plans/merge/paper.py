@@ -46,6 +46,8 @@ def greedy(workload: Workload, costs: Costs) -> Plan:
     - a merged layer has no elements left, and nothing costs nothing (Eq. 13), although Algorithm 1
       written out would charge it alpha in line 22 and take the logarithm of 0 in line 16.
 
+    ``costs.delay`` does not count: the paper has no such term.
+
     A layer whose next one is of another kind never waits. Alpha is as in `startup_s`.
     """
     runs = Runs(workload, costs)

@@ -51,6 +51,15 @@ class Runs:
         size: Floats = self._nbytes[stops] - self._nbytes[starts]
         return self.costs.exchange(size)
 
+    def delay(self, starts: Positions, stops: Positions) -> Floats:
+        """Seconds by which the exchange of each run holds up backward; of the last ones nothing.
+
+        When they are exchanged backward is over.
+        """
+        size: Floats = self._nbytes[stops] - self._nbytes[starts]
+        seconds: Floats = np.where(stops == len(self), 0.0, self.costs.delay(size))
+        return seconds
+
     def encode_one(self, start: int, stop: int) -> float:
         """Seconds to encode one run."""
         return self.costs.encode(float(self._numels[stop] - self._numels[start]))
