@@ -154,9 +154,7 @@ def show(cells: list[dict[str, Any]]) -> None:
         for text in dict.fromkeys(text for cell in own for text in cell["rows"]):
             print(f"| {text} | " + " | ".join(_cell(cell["rows"], text) for cell in own) + " |")
         for exact, name in ((True, "best exact"), (False, "best")):
-            print(
-                f"| {name}: DDP's time / ours | " + " | ".join(_gain(c, exact) for c in own) + " |"
-            )
+            print(f"| {name}: DDP's time / ours | " + " | ".join(_gain(c, exact) for c in own) + " |")
 
 
 def _cell(rows: dict[str, Any], text: str) -> str:

@@ -99,9 +99,7 @@ def test_chunks_stay_within_bounds(elements: int, itemsize: int, speed: float) -
 def test_links_that_are_faster_carry_larger_messages() -> None:
     """On 10 Gbit/s a message of 128 KB costs processors as much time as it is on the wire."""
     slow, fast = (
-        compile_collective(
-            "all_reduce", topologies.get("ring"), 0, 2, 2**22, 4, (speed,), least_message([speed])
-        )
+        compile_collective("all_reduce", topologies.get("ring"), 0, 2, 2**22, 4, (speed,), least_message([speed]))
         for speed in (1.25e8, 1.25e9)
     )
     assert [len(p[0].receives) for p in (slow, fast)] == [32, 16]
