@@ -352,7 +352,8 @@ def draw(figure: str, found: dict[str, Any], path: Path) -> None:
             draw_bars(axes, found[panel])
             axes.set_title(f"DeAR's Fig. {figure}, {panel}: {BARS[figure].title}", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 4}
+        axes.legend(frameon=False, fontsize=8, **place)
     picture.tight_layout()
     with writing(path):
         picture.savefig(path, format="png")

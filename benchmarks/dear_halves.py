@@ -84,7 +84,7 @@ def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         axes.plot(x, y, marker="o", markersize=4, color=colour, label=name, **dashes)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel("KB")
+    axes.set_xticks([row["kb"] for row in rows], [f"{row['kb']:g} KB" for row in rows])
     axes.set_ylabel("ms")
 
 
