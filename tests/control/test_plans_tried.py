@@ -137,6 +137,14 @@ def test_the_fastest_plan_stays_on_all_workers(
     assert found[0].deciding[PLANNED]
 
 
+def test_iterations_with_the_plan_before_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_trial, "SETTLING", 0)
+    monkeypatch.setattr(plan_trial, "LAPS", 1)
+    laps(monkeypatch, many_are_best)
+    for each in on(2, omgs())[0].report["tried"]:
+        assert each["iteration_s"] == many_are_best(each["buckets"])
+
+
 @pytest.mark.parametrize("merge", ["exact", "paper", "wfbp"])
 def test_a_rule_by_name_is_not_tried(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     laps(monkeypatch, one_is_best)
