@@ -286,6 +286,52 @@ def test_a_step_after_shutdown_is_refused() -> None:
     on(2, body)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.second.double(), "'second.weight' was float32 .* and is float64"),
+        (lambda m: m.head.to(torch.bfloat16), "'head.weight' was float32 .* and is bfloat16"),
+        (
+            lambda m: setattr(m.scale, "data", m.scale.data.half()),
+            r"'scale' was float32 \(\) on cpu at distribute\(\) and is float16",
+        ),
+        (
+            lambda m: setattr(m.head.bias, "data", torch.zeros(5)),
+            r"'head.bias' was float32 \(3,\) .* is float32 \(5,\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("outer", [False, True])
+def test_parameters_of_another_kind_are_refused_before_the_next_step(
+    outer: bool, change: Callable[[Any], Any], said: str
+) -> None:
+    """What stands in the model would be rounded to what it was, average by average."""
+
+    def body(world: Any) -> None:
+        strategy = wingbeat.LocalSGD(every=2, encrypted=False)
+        if outer:
+            strategy = wingbeat.DiLoCo(every=2, encrypted=False)
+        model, optimizer = made(world, strategy, plain)
+        train(model, optimizer, [0])
+        before = copy.deepcopy(weights(model))
+        kept = {name: p.data for name, p in model.named_parameters()}
+        change(model)
+        with pytest.raises(UsageError, match=said):
+            optimizer.step()
+        with pytest.raises(UsageError, match=said):
+            wingbeat.consensus(model)
+        with pytest.raises(UsageError, match="cannot become float64"):
+            model.double()
+        for name, param in model.named_parameters():
+            param.data = kept[name]
+            param.grad = None
+        assert_same(weights(model), before)  # nothing was made
+        train(model, optimizer, [1])
+        wingbeat.consensus(model)
+
+    on(2, body)
+
+
 def test_one_worker_alone_just_trains() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world, wingbeat.DiLoCo())

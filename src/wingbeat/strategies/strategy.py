@@ -17,7 +17,7 @@ from wingbeat.parts.exchange import Bounded, Partial, Servers
 from wingbeat.parts.partners import Groups, Pairs, PartnersPart
 from wingbeat.parts.plan import PlanPart
 from wingbeat.parts.schedule import Local, SchedulePart
-from wingbeat.parts.update import Outer, UpdatePart
+from wingbeat.parts.update import Averaged, Outer, UpdatePart
 from wingbeat.settings import Named, Settings, named
 from wingbeat.topologies import BCube, Topology
 from wingbeat.traits import HALVES, KEPT, ONCE, Part, Traits
@@ -156,6 +156,7 @@ class Strategy(Settings):
             every=local.every,
             delay=local.delay,
             outer=(update.lr, update.momentum) if isinstance(update, Outer) else None,
+            state=isinstance(update, Averaged) and update.state,
             **self.exchange.averaging(),
         )
 
@@ -317,6 +318,12 @@ def _check_averaged(strategy: Strategy) -> None:
         raise UsageError(
             f"{where}, wire={wire!r}, update={update!r}): what rounding takes from models is as "
             'much as they have moved; allowed: "fp32", or Groups(policy="all")'
+        )
+    if wire == "bf16" and isinstance(exchange, Groups) and update == Averaged(state=True):
+        raise UsageError(
+            f"{where}, wire={wire!r}, update={update!r}): what rounding takes from the optimizer's "
+            "state is as much as a step adds to it (a mean of squares would stand still); allowed: "
+            '"fp32", or Pairs(), which rounds differences'
         )
     if isinstance(wire, CodecPart):
         _check_differences(where, wire)

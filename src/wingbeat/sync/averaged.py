@@ -13,7 +13,7 @@ from wingbeat import plans, schedules
 from wingbeat.codecs import Coding
 from wingbeat.codecs.regions import regions
 from wingbeat.collectives import wire_dtype
-from wingbeat.errors import UsageError
+from wingbeat.errors import MismatchError, UsageError
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.exchanges.groups import GroupAverager
 from wingbeat.exchanges.lossy import Lossy
@@ -33,6 +33,7 @@ from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel, is_narrow, room_dtype
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import OuterUpdate, copies_of
+from wingbeat.updates.per_element import ElementState
 from wingbeat.updates.update import Training
 from wingbeat.wires import Coded, TopK
 
@@ -55,14 +56,17 @@ def runtime_of(
         buffers: returns the model's, as they are today.
 
     Raises:
-        UsageError: a model that cannot be averaged so, or the generator cannot be started.
+        UsageError: a model, or an optimizer's state, that cannot be averaged so, or the generator
+            cannot be started.
+        MismatchError: workers' optimizers remember other things, where that is averaged.
         RendezvousError: a worker did not come.
     """
     bucketing, world = training.bucketing, training.collectives.world
     _check(training, world, averaging)
     fragments = _fragments(training, bucketing.fusion)
-    model = _flat(fragments, averaging, lambda: _floating(buffers()))
     slots = [slot for part in fragments for slot in part]
+    state = _state_of(training, slots) if averaging.state else None
+    model = _flat(fragments, averaging, lambda: _floating(buffers()), state)
     averager = _averager_of(averaging, _lossy(wire, slots, compression), world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
     update = _update_of(averaging, training, model, averager, schedule, slots)
@@ -164,10 +168,36 @@ def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
     ]
 
 
+def _state_of(training: Training, slots: Sequence[Slot]) -> ElementState:
+    """Return what of the optimizer's state is averaged: on all workers the same."""
+    state = ElementState(training.optimizer, {slot.param: slot.name for slot in slots})
+    world, mine = training.collectives.world, state.described()
+    if not world.returned:
+        world.publish("averaged state", mine)
+    for rank in range(world.size):
+        theirs = world.read("averaged state", rank)
+        if theirs != mine:
+            raise MismatchError(
+                f"rank {world.rank}'s optimizer remembers {_shown(mine, theirs)}, rank {rank}'s "
+                f"{_shown(theirs, mine)}: with average_state=True all ranks must build the same"
+            )
+    return state
+
+
+def _shown(mine: Any, theirs: Any) -> str:
+    """Say where the one is first another than the other, as `ElementState.described` has it."""
+    try:
+        name, kept = next(each for each in mine if each not in theirs)
+        return f"{kept[:80] or 'nothing'} of {name!r:.80}"
+    except (TypeError, ValueError, StopIteration):
+        return f"{mine!r:.80}"
+
+
 def _flat(
     fragments: Sequence[Sequence[Slot]],
     averaging: Averaging,
     buffers: Callable[[], list[torch.Tensor]],
+    state: ElementState | None,
 ) -> FlatModel:
     params = [[slot.param for slot in part] for part in fragments]
     copies = 0
@@ -175,7 +205,7 @@ def _flat(
         each = [param for part in params for param in part]
         narrow = is_narrow(each, room_dtype([*each, *buffers()]))
         copies = copies_of(averaging.outer[1], narrow=narrow)
-    return FlatModel(params, buffers, copies)
+    return FlatModel(params, buffers, copies, state)
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
