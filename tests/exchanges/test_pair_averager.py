@@ -270,6 +270,49 @@ def test_who_is_served_amid_a_level_that_ends_in_ctrl_c_is_waited_for() -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("how", ["fails", "leaves"])
+@pytest.mark.parametrize("gone", [1, 2])
+def test_all_that_are_left_are_levelled(gone: int, how: str) -> None:
+    """Active and passive workers without one that has failed, or has ended early; twice."""
+
+    def body(world: World) -> torch.Tensor | None:
+        buffer = filled(world)
+        averager = PairAverager(world, buffer, silence=60.0)
+        averager.level()
+        if world.rank == gone:
+            averager._pairing.close(quick=True) if how == "fails" else averager.close()
+            return None
+        buffer += world.rank
+        averager.level()
+        buffer += world.rank
+        averager.level()
+        return buffer
+
+    found = [each for each in play(4, body) if each is not None]
+    ranks = [rank for rank in range(4) if rank != gone]
+    begun = torch.stack([filled(world) for world in loopback.worlds(4)]).mean(0)
+    for each in found:
+        assert torch.equal(each, found[0])
+    torch.testing.assert_close(found[0], begun + 2 * sum(ranks) / 3, rtol=1e-5, atol=1e-5)
+
+
+def test_who_lives_and_does_not_level_is_named_and_is_told() -> None:
+    def body(world: World) -> None:
+        averager = made(world)
+        if world.rank == 0:
+            averager._follower._timeout = 0.3
+            said = r"rank 0: no word that it waits for the mean of all came from rank 1 within"
+            with pytest.raises(PeerError, match=said):
+                averager.level()
+            world.publish("said", True)
+        else:
+            world.read("said", 0)
+            with pytest.raises(PeerError, match=r"rank 1: the others have made .* without this"):
+                averager.level()
+
+    play(2, body)
+
+
 def test_wrong_bytes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(world: World) -> None:
         if world.rank == 1:
