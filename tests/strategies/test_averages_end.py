@@ -15,6 +15,7 @@ from helpers.returning import lines, made, start
 
 SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
+    from wingbeat.errors import PeerError
     from wingbeat.strategies import parse
     from wingbeat.sync.upgrade import engine_of
     torch.set_num_threads(1)
@@ -42,7 +43,7 @@ SCRIPT = """if True:
         begun = time.monotonic()
         try:
             wingbeat.consensus(model)
-        except wingbeat.PeerError as error:
+        except PeerError as error:
             return print("refused", f"{time.monotonic() - begun:.1f} {error}", flush=True)
         total = sum(float(value.detach().double().sum()) for value in model.parameters())
         print(what, f"{time.monotonic() - begun:.1f} {total!r}", flush=True)
@@ -117,7 +118,7 @@ def test_who_is_ended_by_ctrl_c_in_consensus_holds_nobody_up(
     next(word for word, *_ in said[2] if word == "waits")
     now = [made(said[rank], 0) for rank in (0, 1)]
     workers[2].send_signal(signal.SIGINT)
-    assert workers[2].wait(30) == -signal.SIGINT
+    assert workers[2].wait(120) == -signal.SIGINT
     for rank, steps in zip((0, 1), now, strict=True):
         made(said[rank], steps + 40)
     second.touch()
@@ -127,5 +128,5 @@ def test_who_is_ended_by_ctrl_c_in_consensus_holds_nobody_up(
     ]
     assert {word for word, _ in found} == {"without"}
     assert len({text.split()[1] for _, text in found}) == 1
-    assert all(float(text.split()[0]) < 30 for _, text in found)
+    assert all(float(text.split()[0]) < 50 for _, text in found)
     assert [workers[rank].wait(30) for rank in (0, 1)] == [0, 0]
