@@ -74,12 +74,13 @@ class GroupAverager:
     def level(self) -> None:
         """Make the whole buffer the mean over all workers that take part, who all call this.
 
-        It travels as it is, whatever averages travel as.
+        It travels as it is, whatever averages travel as; what these have rounded off it has back.
 
         Raises:
             PeerError: a worker did not; names it.
             UsageError: it was closed.
         """
+        self.grouping.averages.wire.settle(self.buffer)
         self._start(self._whole, self.grouping.level)
         self.end()
 

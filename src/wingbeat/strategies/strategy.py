@@ -319,12 +319,6 @@ def _check_averaged(strategy: Strategy) -> None:
             f"{where}, wire={wire!r}, update={update!r}): what rounding takes from models is as "
             'much as they have moved; allowed: "fp32", or Groups(policy="all")'
         )
-    if wire == "bf16" and isinstance(exchange, Groups) and update == Averaged(state=True):
-        raise UsageError(
-            f"{where}, wire={wire!r}, update={update!r}): what rounding takes from the optimizer's "
-            "state is as much as a step adds to it (a mean of squares would stand still); allowed: "
-            '"fp32", or Pairs(), which rounds differences'
-        )
     if isinstance(wire, CodecPart):
         _check_differences(where, wire)
 

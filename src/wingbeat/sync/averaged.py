@@ -11,6 +11,8 @@ import torch
 
 from wingbeat import plans, schedules
 from wingbeat.codecs import Coding
+from wingbeat.codecs.bf16 import Bf16Codec
+from wingbeat.codecs.coding import Region
 from wingbeat.codecs.regions import regions
 from wingbeat.collectives import wire_dtype
 from wingbeat.errors import MismatchError, UsageError
@@ -27,7 +29,7 @@ from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.live import LiveState
 from wingbeat.sync.runtime import Runtime
 from wingbeat.transport.world import World
-from wingbeat.types import Averaging, Fusion
+from wingbeat.types import Averaging, Fusion, Span
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel, is_narrow, room_dtype
@@ -67,7 +69,8 @@ def runtime_of(
     slots = [slot for part in fragments for slot in part]
     state = _state_of(training, slots) if averaging.state else None
     model = _flat(fragments, averaging, lambda: _floating(buffers()), state)
-    averager = _averager_of(averaging, _lossy(wire, slots, compression), world, model)
+    wires = _lossy(wire, slots, compression, averaging, len(model.trained))
+    averager = _averager_of(averaging, wires, world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
     update = _update_of(averaging, training, model, averager, schedule, slots)
     if averaging.in_groups:
@@ -213,10 +216,24 @@ def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-def _lossy(wire: str | Coded, slots: Sequence[Slot], compression: Compression) -> Lossy:
-    """Return what parts of a flat model with the parameters of ``slots`` travel as."""
+def _lossy(
+    wire: str | Coded,
+    slots: Sequence[Slot],
+    compression: Compression,
+    averaging: Averaging,
+    trained: int,
+) -> Lossy:
+    """Return what parts of a flat model with the parameters of ``slots`` travel as.
+
+    Models that are rounded keep what that takes, as most steps are less than it; pairs and an outer
+    optimizer round differences.
+    """
     if isinstance(wire, str):
-        return Lossy(wire_dtype(wire))
+        dtype = wire_dtype(wire)
+        if dtype is torch.bfloat16 and averaging.partners != "pairs" and averaging.outer is None:
+            coding = Coding([Region(Span(0, trained), Bf16Codec())])
+            return Lossy(coding, torch.zeros(trained, device="cpu"), models=True)
+        return Lossy(dtype)
     coding = Coding(list(regions(wire, [(slot.name, slot.param.shape) for slot in slots])))
     owed = None
     if compression.residuals is not None:
