@@ -102,8 +102,9 @@ def parts_of(path: Path) -> list[tuple[str, str, Any]]:
 
 def predicted_s(config: dict[str, Any], text: str, args: argparse.Namespace) -> float | None:
     """Return seconds of the row's mean iteration in virtual time; None if it has none."""
-    fields = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
-    checked = BenchConfig(**fields | {"strategies": (text,)}).check()
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+    fields["strategies"] = (text,)
+    checked = BenchConfig(**fields).check()
     [row] = checked.rows
     if row.strategy is None or checked.model.profile is None:
         return None

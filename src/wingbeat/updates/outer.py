@@ -184,7 +184,7 @@ class OuterUpdate(LocalUpdate):
             and self._alike
             and not self._world.said(_SHARED_FIRST, self._world.rank)
         ):
-            self._begun_with = zlib.crc32(self._shared.numpy())
+            self._begun_with = zlib.crc32(self._shared.numpy().data)
             self._world.publish(_SHARED_FIRST, self._begun_with)
         self._known = True
 
