@@ -57,7 +57,9 @@ def as_named(lab: str, model: str) -> str:
 def configs(args: argparse.Namespace) -> dict[str, BenchConfig]:
     """One bench for each lab, checked."""
     if "single" not in args.rows or "ddp" not in args.rows:
-        raise UsageError(f"--rows {' '.join(args.rows)}: single and ddp are what others are held to")
+        raise UsageError(
+            f"--rows {' '.join(args.rows)}: single and ddp are what others are held to"
+        )
     out = {}
     for lab in args.labs:
         out[lab] = BenchConfig(

@@ -321,6 +321,7 @@ class Averaging:
         delay: steps after which an average is taken over; 0: before the step returns.
         outer: learning rate and momentum of the outer optimizer; None where parameters become the
             average itself.
+        state: whether what the optimizer remembers of each element is averaged with parameters.
         seed: of random choices.
         encrypted: whether messages are; parameters of groups never are.
     """
@@ -331,6 +332,7 @@ class Averaging:
     every: int = 1
     delay: int = 0
     outer: tuple[float, float] | None = None
+    state: bool = False
     seed: int = 0
     encrypted: bool = True
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from wingbeat.codecs import Coding
+from wingbeat.codecs.bf16 import Bf16Codec
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.collectives import Encoded
@@ -57,6 +58,23 @@ def test_an_average_that_failed_owes_what_was_owed_before() -> None:
         assert torch.equal(used(lossy, part), torch.ones(NUMEL))
     lossy.taken()  # of an average of this worker alone, for which nothing was encoded
     assert torch.equal(owed, torch.ones(NUMEL))
+
+
+def test_models_owe_at_once_and_get_it_back_before_all_meet() -> None:
+    """Averages with several groups may follow each other before one is taken over."""
+    owed, model = torch.ones(NUMEL), torch.zeros(NUMEL + 3)
+    lossy = Lossy(Coding([Region(Span(0, NUMEL), Bf16Codec())]), owed, models=True)
+    for before in (1.0, 5.0):
+        assert (used(lossy, Span(0, NUMEL)) == before).all()
+        lossy.made(Span(0, NUMEL))
+    lossy.taken()
+    assert (owed == 5.0).all()
+    lossy.settle(model)
+    assert not owed.any()
+    assert model.tolist() == [5.0] * NUMEL + [0.0] * 3
+    other = topk(torch.ones(NUMEL))
+    other.settle(model)  # differences' is none of a model
+    assert model[0] == 5.0
 
 
 def test_members_that_go_on_without_one_send_the_same_again() -> None:

@@ -210,6 +210,109 @@ def test_a_worker_that_does_not_level_is_named() -> None:
     play(2, body)
 
 
+def test_who_was_missed_at_a_level_is_named_again_and_can_still_come() -> None:
+    """The passive worker serves meanwhile, and may also step on before it levels."""
+
+    def body(world: World) -> torch.Tensor:
+        buffer = filled(world)
+        averager = PairAverager(world, buffer, silence=60.0)
+        if world.rank == 1:
+            pairing = averager._pairing
+            pairing._timeout = 0.2
+            for _ in range(2):
+                with pytest.raises(PeerError, match=r"came from rank 0 within 0\.2 s"):
+                    averager.level()
+            averager.end()  # of what was amid then
+            averager.begin(ALL)  # a step in between
+            averager.end()
+            pairing._timeout = 60.0
+            world.publish("said", True)
+        else:
+            world.read("said", 1)
+        for _ in range(2):
+            averager.level()
+            buffer += world.rank
+        return buffer
+
+    one, other = play(2, body)
+    mean = (filled(loopback.worlds(2)[0]) + filled(loopback.worlds(2)[1])) / 2
+    assert torch.allclose(one, mean + 0.5, atol=1e-5)
+    assert torch.allclose(other, mean + 1.5, atol=1e-5)
+
+
+def test_who_is_served_amid_a_level_that_ends_in_ctrl_c_is_waited_for() -> None:
+    def body(world: World) -> torch.Tensor:
+        buffer = filled(world)
+        averager = PairAverager(world, buffer, silence=60.0)
+        if world.rank == 1:
+            pairing, until = averager._pairing, averager._pairing._until
+
+            def cut(over: Callable[[], bool], what: str) -> None:
+                """Wait until the other one's model is in the midst of an average; then Ctrl-C."""
+                pairing._until = until
+                until(lambda: pairing.machine.served is not None or pairing.machine.averages, what)
+                raise KeyboardInterrupt
+
+            pairing._until = cut
+            with pytest.raises(KeyboardInterrupt):
+                averager.level()
+            averager.end()
+            assert not pairing.machine.pending
+            averager.begin(ALL)
+            averager.end()
+        else:
+            averager.begin(ALL)
+            averager.end()
+        averager.level()
+        return buffer
+
+    one, other = play(2, body)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("how", ["fails", "leaves"])
+@pytest.mark.parametrize("gone", [1, 2])
+def test_all_that_are_left_are_levelled(gone: int, how: str) -> None:
+    """Active and passive workers without one that has failed, or has ended early; twice."""
+
+    def body(world: World) -> torch.Tensor | None:
+        buffer = filled(world)
+        averager = PairAverager(world, buffer, silence=60.0)
+        averager.level()
+        if world.rank == gone:
+            averager._pairing.close(quick=True) if how == "fails" else averager.close()
+            return None
+        buffer += world.rank
+        averager.level()
+        buffer += world.rank
+        averager.level()
+        return buffer
+
+    found = [each for each in play(4, body) if each is not None]
+    ranks = [rank for rank in range(4) if rank != gone]
+    begun = torch.stack([filled(world) for world in loopback.worlds(4)]).mean(0)
+    for each in found:
+        assert torch.equal(each, found[0])
+    torch.testing.assert_close(found[0], begun + 2 * sum(ranks) / 3, rtol=1e-5, atol=1e-5)
+
+
+def test_who_lives_and_does_not_level_is_named_and_is_told() -> None:
+    def body(world: World) -> None:
+        averager = made(world)
+        if world.rank == 0:
+            averager._follower._timeout = 0.3
+            said = r"rank 0: no word that it waits for the mean of all came from rank 1 within"
+            with pytest.raises(PeerError, match=said):
+                averager.level()
+            world.publish("said", True)
+        else:
+            world.read("said", 0)
+            with pytest.raises(PeerError, match=r"rank 1: the others have made .* without this"):
+                averager.level()
+
+    play(2, body)
+
+
 def test_wrong_bytes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(world: World) -> None:
         if world.rank == 1:

@@ -42,6 +42,11 @@ DEAR = [
 ]
 
 
+def test_a_wait_for_an_average_of_models_is_one_for_a_whole_all_reduce() -> None:
+    [parts] = per_iteration([event("average", 0, 9), event("wait", 4, 9), event("step", 3, 10)])
+    assert milliseconds(parts)["all_reduce"] == 5
+
+
 def test_a_wait_belongs_to_the_reduce_scatter_under_way_or_else_to_the_all_gather() -> None:
     [parts] = per_iteration(reversed(DEAR))  # in any order
     # The iteration begins with its first event, at -5.

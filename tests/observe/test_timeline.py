@@ -104,6 +104,22 @@ def test_a_worker_that_is_late_is_summed_over_its_own_iterations(sketch: Sketch)
     assert sketch.texts().count("100.0 ms / iteration\n30% exposed") == 2
 
 
+def test_averages_of_models_have_a_row_with_their_groups(sketch: Sketch) -> None:
+    begin = 5_000 * MS
+    beside = [
+        Event(0, -1, "request", begin, begin, 0, "averages"),
+        Event(0, -1, "group_wait", begin, begin + 30 * MS, 0, "averages", (2, 0)),
+        Event(0, -1, "average", begin + 30 * MS, begin + 70 * MS, 8, "averages", (2, 0)),
+        Event(0, -1, "left", begin + 5 * MS, begin + 5 * MS, 0, "averages", (1,)),
+        Event(0, -1, "take_over", begin + 90 * MS, begin + 95 * MS, 0, "compute", (2, 0)),
+    ]
+    timeline.draw_png([*iteration(0, begin), *beside], "unused")
+    assert sketch.rows() == ["worker 0", "averages", "eth0"]
+    assert sketch.texts().count("2 0") == 2
+    named = [text.get_text() for text in sketch.figure.legends[0].get_texts()]
+    assert {"take-over", "group-wait", "average"} < set(named)
+
+
 def test_the_legend_names_what_is_there_and_nothing_else(sketch: Sketch) -> None:
     timeline.draw_png(run_of(1, 1), "unused")
     named = [text.get_text() for text in sketch.figure.legends[0].get_texts()]

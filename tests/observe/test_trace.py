@@ -13,8 +13,15 @@ from wingbeat.observe import trace
 from wingbeat.observe.events import WHATS, Event
 
 
-def event(what: str, begin: int, end: int, worker: int = 0, lane: str = "compute") -> Event:
-    return Event(worker, 4, what, begin, end, 8, lane)
+def event(
+    what: str,
+    begin: int,
+    end: int,
+    worker: int = 0,
+    lane: str = "compute",
+    group: tuple[int, ...] = (),
+) -> Event:
+    return Event(worker, -1 if group else 4, what, begin, end, 8, lane, group)
 
 
 @pytest.fixture
@@ -26,7 +33,9 @@ def part(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def test_a_part_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    events = [event(what, i, 2 * i, worker=i) for i, what in enumerate(WHATS)]
+    events = [
+        event(what, i, 2 * i, worker=i, group=tuple(range(i % 4))) for i, what in enumerate(WHATS)
+    ]
     trace.save(events, tmp_path / "new" / "part.json")
     assert trace.load(tmp_path / "new" / "part.json") == events
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["part.json"]
@@ -34,18 +43,21 @@ def test_a_part_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 SPOILED_EVENTS = [
     ("not a list", {"worker": 0}),
-    ("too short", [0, 4, "forward", 1, 2, 8]),
-    ("a bool for a number", [True, 4, "forward", 1, 2, 8, "compute"]),
-    ("a float time", [0, 4, "forward", 1.5, 2, 8, "compute"]),
-    ("a number beyond 64 bits", [0, 4, "forward", 1, 1 << 70, 8, "compute"]),
-    ("a number for a lane", [0, 4, "forward", 1, 2, 8, 0]),
-    ("an unknown event", [0, 4, "foward", 1, 2, 8, "compute"]),
-    ("an end before the begin", [0, 4, "forward", 3, 2, 8, "compute"]),
-    ("a negative worker", [-1, 4, "forward", 1, 2, 8, "compute"]),
-    ("a negative size", [0, 4, "forward", 1, 2, -8, "compute"]),
-    ("an empty lane", [0, 4, "forward", 1, 2, 8, ""]),
-    ("a lane with control characters", [0, 4, "forward", 1, 2, 8, "a\x1b[31m"]),
-    ("a lane without end", [0, 4, "forward", 1, 2, 8, "x" * 1000]),
+    ("too short", [0, 4, "forward", 1, 2, 8, "compute"]),
+    ("a bool for a number", [True, 4, "forward", 1, 2, 8, "compute", []]),
+    ("a float time", [0, 4, "forward", 1.5, 2, 8, "compute", []]),
+    ("a number beyond 64 bits", [0, 4, "forward", 1, 1 << 70, 8, "compute", []]),
+    ("a number for a lane", [0, 4, "forward", 1, 2, 8, 0, []]),
+    ("an unknown event", [0, 4, "foward", 1, 2, 8, "compute", []]),
+    ("an end before the begin", [0, 4, "forward", 3, 2, 8, "compute", []]),
+    ("a negative worker", [-1, 4, "forward", 1, 2, 8, "compute", []]),
+    ("a negative size", [0, 4, "forward", 1, 2, -8, "compute", []]),
+    ("an empty lane", [0, 4, "forward", 1, 2, 8, "", []]),
+    ("a lane with control characters", [0, 4, "forward", 1, 2, 8, "a\x1b[31m", []]),
+    ("a lane without end", [0, 4, "forward", 1, 2, 8, "x" * 1000, []]),
+    ("a text for a group", [0, 4, "average", 1, 2, 8, "averages", "0 1"]),
+    ("a group of floats", [0, 4, "average", 1, 2, 8, "averages", [0.5]]),
+    ("a negative rank", [0, 4, "average", 1, 2, 8, "averages", [0, -1]]),
 ]
 
 
@@ -79,8 +91,8 @@ def test_the_nearest_event_name_is_offered(part: tuple[Path, dict[str, Any]]) ->
         ("[" * 100_000, "nested too deeply"),
         ("[]", "is not an event file"),
         ('{"format": "other"}', "is not an event file"),
-        ('{"format": "wingbeat-events", "version": 9}', "has version 9; allowed: 1"),
-        ('{"format": "wingbeat-events", "version": 1}', "has other keys"),
+        ('{"format": "wingbeat-events", "version": 9}', "has version 9; allowed: 2"),
+        ('{"format": "wingbeat-events", "version": 2}', "has other keys"),
     ],
 )
 def test_what_is_not_a_part_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -169,6 +181,19 @@ def test_perfetto_gets_workers_lanes_and_microseconds(tmp_path: Path) -> None:
     assert (gather["pid"], gather["ts"], gather["dur"]) == (1, 1000.0, 500.0)
     assert gather["args"] == {"bucket": 4, "bytes": 8, "lane": "eth0"}
     assert gather["name"] == "all_gather 4"
+
+
+def test_groups_are_named_by_their_first_members(tmp_path: Path) -> None:
+    _, slices = _perfetto(
+        [
+            event("average", 1, 2, lane="averages", group=(2, 0)),
+            event("left", 2, 2, lane="averages", group=(3,)),
+            event("average", 3, 4, lane="averages", group=tuple(range(9))),
+        ],
+        tmp_path,
+    )
+    assert [s["name"] for s in slices] == ["average 2 0", "left 3", "average 0 1 2 3 4 5 ..."]
+    assert slices[2]["args"]["group"] == list(range(9))
 
 
 def test_an_empty_trace_can_be_written(tmp_path: Path) -> None:

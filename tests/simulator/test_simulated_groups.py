@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from wingbeat import AllReduce
@@ -15,8 +17,9 @@ from wingbeat.simulator.hosts import Among, Hosts
 from wingbeat.types import TensorSpec
 
 FREE = Work(
-    chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0, message_s=0.0
-)
+    chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0, message_s=0.0,
+    meeting_s=0.0, copy_s_per_byte=0.0,
+)  # fmt: skip
 LINKS = Links(bytes_per_s=1e6, latency_s=0.0)
 NEAR = Links(bytes_per_s=1e12, latency_s=0.0)
 MODEL = Model((TimedLayer(0.2, 0.8, (0,)),), (TensorSpec("w", (30_000,), "float32", 4),))
@@ -60,12 +63,50 @@ def test_workers_of_a_host_share_its_card_and_need_none_among_themselves() -> No
 
 
 def test_messages_to_and_from_the_generator_take_their_time() -> None:
-    slow_messages = Work(
-        chunk_s=0, add_s_per_byte=0, fill_s_per_byte=0, update_s_per_byte=0, message_s=0.01
-    )
+    slow_messages = replace(FREE, message_s=0.01)
     made = run(ABLATION["+ division"], Layout.even(2, 1), work=slow_messages)
     # A trip there, two requests heard one after the other, two answers, a trip back.
     assert made.iteration_s == pytest.approx(1.12 + 0.01 * (1 + 2 + 2 + 1), abs=0.011)
+
+
+def test_the_first_meeting_of_a_group_takes_its_time_and_later_ones_none() -> None:
+    meetings = replace(FREE, meeting_s=0.5)
+    together = ABLATION["+ division"]
+    at_first = run(together, Layout.even(2, 1), work=meetings, iterations=4, warmup=0)
+    assert at_first.iteration_s == pytest.approx(1.12 + 0.5 / 4)
+    later = run(together, Layout.even(2, 1), work=meetings, iterations=4, warmup=2)
+    assert later.iteration_s == pytest.approx(1.12)
+    # Each of eight workers keeps connections for 16 of the 35 groups of four that it can be in.
+    rules = Rules.random(4)
+    free, anew = (
+        run(rules, Layout.even(8, 1), work=replace(FREE, meeting_s=s), iterations=30)
+        for s in (0.0, 0.5)
+    )
+    assert anew.iteration_s > free.iteration_s + 0.25
+
+
+def test_static_groups_of_an_odd_number_of_hosts_meet_anew() -> None:
+    for hosts, anew in ((2, 0.0), (3, 0.5 / 4)):
+        made, free = (
+            run(None, Layout.even(hosts, 1), work=replace(FREE, meeting_s=s), warmup=8)
+            for s in (0.5, 0.0)
+        )
+        assert made.iteration_s - free.iteration_s == pytest.approx(anew, abs=0.13 * bool(anew))
+        assert (made.iteration_s > free.iteration_s) == bool(anew)
+
+
+def test_parameters_are_copied_before_and_after_an_average() -> None:
+    copies = replace(FREE, copy_s_per_byte=1e-6)
+    made = run(ABLATION["+ division"], Layout.even(2, 1), work=copies)
+    assert made.iteration_s == pytest.approx(1.12 + 4 * 0.12)
+
+
+def test_averages_of_every_other_step_take_half_as_long() -> None:
+    for overlap in (False, True):
+        made = run(Rules.everyone(), Layout.even(2, 1), every=2, overlap=overlap)
+        assert made.iteration_s == pytest.approx(1.0 if overlap else 1.0 + 0.12 / 2)
+    with pytest.raises(UsageError, match="every=0"):
+        run(Rules.everyone(), Layout.even(2, 1), every=0)
 
 
 def test_overlapped_averages_hide_behind_the_next_step() -> None:

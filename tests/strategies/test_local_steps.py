@@ -20,6 +20,7 @@ from helpers.training import assert_same, batch, engine, net, sgd, train, weight
 from wingbeat import parts, sync
 from wingbeat.errors import UsageError
 from wingbeat.pairs.split import is_active
+from wingbeat.strategies import parse
 from wingbeat.transport import loopback
 
 SIZE, STEPS = 4, 9
@@ -34,6 +35,8 @@ OTHERS: dict[str, Any] = {
     "pairs": wingbeat.ADPSGD(encrypted=False),
     "pairs at rest": wingbeat.ADPSGD(overlap=False, encrypted=False),
     "every": wingbeat.Ripples(every=3, overlap=True, encrypted=False),
+    "bf16": wingbeat.Ripples(wire="bf16", encrypted=False),
+    "bf16 of all": wingbeat.LocalSGD(every=2, overlap=True, wire="bf16", encrypted=False),
     "local": wingbeat.LocalSGD(every=4, encrypted=False),
     "local overlap": wingbeat.LocalSGD(every=2, overlap=True, encrypted=False),
     "outer": wingbeat.DiLoCo(every=4, outer_lr=1, outer_momentum=0, encrypted=False),
@@ -112,6 +115,25 @@ def test_every_gradient_is_in_the_mean_of_all_models_once(name: str) -> None:
     ):
         moved = sum(gradients(s, r)[number] for s in range(STEPS) for r in range(SIZE))
         torch.testing.assert_close(mine, start - 0.125 * moved / SIZE)
+
+
+@pytest.mark.parametrize("strategy", ["localsgd:every=1", "ripples:policy=random", "adpsgd"])
+def test_steps_below_the_last_bit_of_bf16_add_up(strategy: str) -> None:
+    """A thousandth of a weight is less than what rounding takes: it would stand still."""
+
+    def body(world: Any) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        text = f"{strategy}{',' if ':' in strategy else ':'}wire=bf16,encrypted=false"
+        model, optimizer = made(world, parse(text), plain, model)
+        for _ in range(40):
+            model.weight.grad = torch.full((1, 1), 1 / 125)
+            optimizer.step()
+        wingbeat.consensus(model)
+        return float(model.weight.detach())
+
+    for found in on(3, body):
+        assert found == pytest.approx(1 - 40 / 1000, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -282,6 +304,52 @@ def test_a_step_after_shutdown_is_refused() -> None:
         engine(model).update._averager.close()
         with pytest.raises(UsageError, match=r"rank \d: wingbeat was shut down"):
             train(model, optimizer, [1])
+
+    on(2, body)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.second.double(), "'second.weight' was float32 .* and is float64"),
+        (lambda m: m.head.to(torch.bfloat16), "'head.weight' was float32 .* and is bfloat16"),
+        (
+            lambda m: setattr(m.scale, "data", m.scale.data.half()),
+            r"'scale' was float32 \(\) on cpu at distribute\(\) and is float16",
+        ),
+        (
+            lambda m: setattr(m.head.bias, "data", torch.zeros(5)),
+            r"'head.bias' was float32 \(3,\) .* is float32 \(5,\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("outer", [False, True])
+def test_parameters_of_another_kind_are_refused_before_the_next_step(
+    outer: bool, change: Callable[[Any], Any], said: str
+) -> None:
+    """What stands in the model would be rounded to what it was, average by average."""
+
+    def body(world: Any) -> None:
+        strategy = wingbeat.LocalSGD(every=2, encrypted=False)
+        if outer:
+            strategy = wingbeat.DiLoCo(every=2, encrypted=False)
+        model, optimizer = made(world, strategy, plain)
+        train(model, optimizer, [0])
+        before = copy.deepcopy(weights(model))
+        kept = {name: p.data for name, p in model.named_parameters()}
+        change(model)
+        with pytest.raises(UsageError, match=said):
+            optimizer.step()
+        with pytest.raises(UsageError, match=said):
+            wingbeat.consensus(model)
+        with pytest.raises(UsageError, match="cannot become float64"):
+            model.double()
+        for name, param in model.named_parameters():
+            param.data = kept[name]
+            param.grad = None
+        assert_same(weights(model), before)  # nothing was made
+        train(model, optimizer, [1])
+        wingbeat.consensus(model)
 
     on(2, body)
 

@@ -407,3 +407,39 @@ def test_a_state_that_is_damaged_is_refused_and_changes_nothing(
         assert engine(model).runtime.update.steps == 2
 
     on(2, body)
+
+
+@pytest.mark.parametrize("consensus", [False, True])
+def test_weights_that_only_some_have_changed_before_the_first_step_are_told(
+    consensus: bool,
+) -> None:
+    """Their shared models would differ for ever; after consensus they are one."""
+
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, diloco(every=2, fragments=2))
+        if world.rank == 0:
+            model.load_state_dict(net(7).state_dict())
+        if consensus:
+            wingbeat.consensus(model)
+            train(model, optimizer, range(5))
+            return engine(model).runtime.update.tensors()["shared"]
+        said = rf"rank {world.rank} and rank {1 - world.rank} began with different weights"
+        with pytest.raises(UsageError, match=said):
+            train(model, optimizer, range(2))
+        return None
+
+    first, second = on(2, body, timeout=60)
+    if consensus:
+        assert_same(first, second)
+
+
+def test_weights_that_all_have_loaded_before_the_first_step_are_shared() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, diloco(every=2), lambda p: torch.optim.SGD(p, lr=0.0))
+        model.load_state_dict(net(7).state_dict())
+        train(model, optimizer, range(4))
+        wingbeat.consensus(model)
+        return weights(model)
+
+    for found in on(2, body, timeout=60):
+        assert_same(found, weights(net(7)), tolerance=1e-6)

@@ -11,6 +11,7 @@ from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.lossy import Lossy
 from wingbeat.groups.averages import GIVEN_UP, Coming
+from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.blame import Blame
 from wingbeat.transport.meeting import room_of
 from wingbeat.types import Group, Span
@@ -47,6 +48,7 @@ class GroupAverage:
         plain: whether it travels as it is now, whatever the wire.
         wire: what parts travel as otherwise, and what that loses.
         members: of the group that is being averaged with now, or was last.
+        made: how many averages were.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class GroupAverage:
         self._first = first
         self.part = Span(0, buffer.numel())
         self.members: tuple[int, ...] = ()
+        self.made = 0
         # A collective that fails leaves nothing of its buffer.
         self._sum = buffer.clone()
         self._longest_s = 0.0
@@ -91,6 +94,7 @@ class GroupAverage:
         group, inner, collectives = self._kept[meeting]
         self.members = run.members
         inside = slice(self.part.start, self.part.stop)
+        begin = time.monotonic_ns() if stream.on else 0
         total = self._sum[inside].copy_(self._buffer[inside])
         try:
             handle = self._start(collectives, total)
@@ -107,6 +111,12 @@ class GroupAverage:
         self._buffer[inside].copy_(total.div_(len(run.members)))
         if not self.plain:
             self.wire.made(self.part)
+        self.made += 1
+        if begin:
+            stream.record(
+                "average", begin, time.monotonic_ns(), nbytes=total.nbytes, lane=AVERAGES,
+                group=run.members,
+            )  # fmt: skip
         return None
 
     def close(self, meetings: Iterable[int] | None = None) -> None:

@@ -66,7 +66,7 @@ class Grouping:
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:
-        serial = _made[world] = _made.get(world, 0) + 1
+        serial = next_serial(world)
         config = GeneratorConfig(
             room=f"groups{serial}",
             host_of=_layout(world, serial).host_of,
@@ -183,6 +183,15 @@ class Grouping:
 
 _made: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 """How many of a world: whoever is started again makes them in the same order."""
+
+
+def next_serial(world: World) -> int:
+    """Return the number of what meets in groups of a world, the same on all workers; from 1 on.
+
+    Its epochs are those from ``(number - 1) * SERIES`` on.
+    """
+    serial = _made[world] = _made.get(world, 0) + 1
+    return serial
 
 
 def _interfaces(world: World) -> tuple[str, ...]:

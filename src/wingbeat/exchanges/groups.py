@@ -37,9 +37,15 @@ class GroupAverager:
         self._over = threading.Event()
         self._over.set()
         self._failed: BaseException | None = None
-        self._averages = 0
+        self._averages = self._waits = self._before = 0
         self._thread = threading.Thread(target=self._serve, name="wingbeat-averages", daemon=True)
         self._thread.start()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Of the last group that `begin` has led to; this worker, if it was left to itself."""
+        averages = self.grouping.averages
+        return averages.members if averages.made > self._before else (self._rank,)
 
     def begin(self, part: Span) -> None:
         """Have the part averaged in the next groups; leave it alone until `end`.
@@ -55,6 +61,7 @@ class GroupAverager:
         Raises:
             PeerError: no group came in time, or the generator has sent what it never sends.
         """
+        self._waits += not self._over.is_set()
         self._over.wait()
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -67,23 +74,25 @@ class GroupAverager:
     def level(self) -> None:
         """Make the whole buffer the mean over all workers that take part, who all call this.
 
-        It travels as it is, whatever averages travel as.
+        It travels as it is, whatever averages travel as; what these have rounded off it has back.
 
         Raises:
             PeerError: a worker did not; names it.
             UsageError: it was closed.
         """
+        self.grouping.averages.wire.settle(self.buffer)
         self._start(self._whole, self.grouping.level)
         self.end()
 
     def sections(self) -> Sequence[Section]:
-        """Return how many averages there were, with whom the last, and who takes no part."""
+        """Return how often it has averaged and waited, with whom last, and who takes no part."""
         client = self.grouping.client
         return [
             Section(
                 "groups",
                 {
                     "averages": self._averages,
+                    "waits": self._waits,
                     "group": " ".join(map(str, sorted(self.grouping.averages.members))),
                     "absent": " ".join(map(str, sorted(client.absent))),
                     "generator": "gone" if client.fallen else "",
@@ -116,6 +125,7 @@ class GroupAverager:
             )
         averages = self.grouping.averages
         averages.part, averages.plain = part, step == self.grouping.level
+        self._before = averages.made
         self._over.clear()
         self._jobs.put(step)
 

@@ -48,6 +48,11 @@ class Halves:
         self._bytes = _bytes_of(self._fresh)
         self._own = _bytes_of(self._buffer) if self._wire is None else self._bytes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts, as they travel."""
+        return len(self._bytes)
+
     def fits(self, piece: int, nbytes: int) -> bool:
         """Whether a part of that number has so many bytes."""
         return piece < len(self.spans) and nbytes == len(self.spans[piece]) * self._itemsize

@@ -18,13 +18,15 @@ class Lossy:
 
     A part is encoded with a copy of its residual. That of an average that was made takes the place
     of the residual when the average is taken over, and not before: what is saved meanwhile is as
-    if the average had not begun.
+    if the average had not begun. Where models travel it does so at once, as averages with several
+    groups may follow each other.
 
     Args:
         wire: what all parts travel as; None: as they are. Or how they are encoded.
         residual: what codecs have lost so far, float32, as long as the model; None where nothing is
             kept.
         gathers: whether everybody gets everybody's payload, in place of their sum.
+        models: whether models travel, and not differences: what was lost is a part of this one.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class Lossy:
         residual: torch.Tensor | None = None,
         *,
         gathers: bool = False,
+        models: bool = False,
     ) -> None:
-        self.gathers = gathers
+        self.gathers, self._models = gathers, models
         self._wire, self._residual = wire, residual
         self._left = None if residual is None else torch.zeros_like(residual)
         self._made: slice | None = None
@@ -55,9 +58,17 @@ class Lossy:
         left = self._left[inside].copy_(self._residual[inside])
         return Encoded(coding, left)
 
+    def settle(self, model: torch.Tensor) -> None:
+        """Give a model back what it has lost so far, before all make theirs the mean."""
+        if self._models and self._residual is not None:
+            model[: self._residual.numel()].add_(self._residual)
+            self._residual.zero_()
+
     def made(self, part: Span) -> None:
         """The average of ``part`` was made."""
         self._made = slice(part.start, part.stop)
+        if self._models:  # there may be another group's before a model takes them over
+            self.taken()
 
     def taken(self) -> None:
         """The last average was taken over, if it was made at all."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.halves import Halves
+from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.log import log
 from wingbeat.pairs.protocol import Kind, Unexpected
 from wingbeat.pairs.worker import Adopt, Drop, Say, Worker
@@ -41,11 +42,14 @@ class Pairing:
         halves: the model.
         me: what messages call this worker.
         timeout: seconds that training may wait without anything being heard.
+        gone: called with each worker that is lost, in this thread.
         name: what messages call the worker of a rank.
         clock: seconds.
 
     Attributes:
         waits: how often training had to wait for an average.
+        members: this worker, and whom it has averaged with last.
+        watching: whether all partners are looked after, and not only who is waited for.
     """
 
     def __init__(
@@ -56,12 +60,17 @@ class Pairing:
         *,
         me: str,
         timeout: float,
+        gone: Callable[[int], None] = lambda _: None,
         name: Callable[[int], str] = "rank {}".format,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.machine, self._mailbox, self._halves = machine, mailbox, halves
         self._me, self._name, self._timeout, self._clock = me, name, timeout, clock
+        self._gone, self._missed = gone, set[int]()
         self.waits = 0
+        self.watching = False
+        self.members: tuple[int, ...] = ()
+        self._asked_ns = self._begun_ns = 0
         self._changed = threading.Condition()
         self._interrupt = mailbox.interrupter()
         self._error: PeerError | None = None
@@ -104,14 +113,20 @@ class Pairing:
         """Wait until no two models are averaged any more; see `Worker.level`.
 
         Raises:
-            PeerError: a worker did not call it; names it.
+            PeerError: a worker did not call it; names it. It may be called again, or `begin`; `end`
+                waits for what is in the midst then.
         """
         with self._changed:
             self._check()
             self.machine.level()
         self._interrupt()
         with self._changed:
-            self._until(lambda: self.machine.levelled, "no word that it waits for the mean of all")
+            try:
+                what = "no word that it waits for the mean of all"
+                self._until(lambda: self.machine.levelled, what)
+            except BaseException:  # Ctrl-C, too
+                self.machine.unlevel()
+                raise
             self.machine.shut()
 
     def close(self, *, quick: bool = False) -> None:
@@ -212,10 +227,15 @@ class Pairing:
                 if peer in lost:
                     self._lose(peer, lost[peer])
                 elif peer in left:
+                    stream.happened("left", (peer,))
                     self.machine.gone(peer, lost=False)
             self._carry()
             self._probe()
             self._changed.notify_all()
+            missed = self.machine.lost - self._missed
+        self._missed |= missed
+        for peer in missed:
+            self._gone(peer)
 
     def _take(self, message: Message) -> None:
         peer, kind, payload = message.peer, message.kind, message.payload
@@ -232,6 +252,10 @@ class Pairing:
         # A worker that serves others says so to those in its queue.
         if kind in _PROGRESS or (kind == Kind.ALIVE and self.machine.asks):
             self._heard = self._clock()
+        if counts and kind == Kind.GRANT:
+            self._begun_ns = now = time.monotonic_ns()
+            group = (self.machine.rank, peer)
+            stream.record("group_wait", self._asked_ns, now, lane=AVERAGES, group=group)
         if not counts or not carries:
             if kind == Kind.FAILED:
                 log.warning("%s: training has failed on %s", self._me, self._name(peer))
@@ -245,6 +269,7 @@ class Pairing:
     def _lose(self, peer: int, how: str) -> None:
         log.warning("%s: %s %s; the others go on without it", self._me, self._name(peer), how)
         self._mailbox.drop(peer)
+        stream.happened("left", (peer,))
         self.machine.gone(peer, lost=True)
 
     def _carry(self) -> None:
@@ -253,14 +278,32 @@ class Pairing:
         while orders:
             order = orders.popleft()
             if isinstance(order, Say):
+                self._record_begin(order.kind, order.peer)
                 self._say(order)
             elif isinstance(order, Adopt):
                 self._halves.adopt(asked=order.asked)
+                self._record_end(order.peer)
             else:
                 assert isinstance(order, Drop)
                 self._halves.drop()
                 self._over.clear()
                 self._load.clear()
+
+    def _record_begin(self, kind: Kind, peer: int) -> None:
+        """Note that an average is asked for, or begins; for the event stream."""
+        now = time.monotonic_ns()
+        if kind == Kind.ASK:
+            self._asked_ns = now
+            stream.happened("request", (peer,))
+        elif kind == Kind.GRANT:
+            self._begun_ns = now
+
+    def _record_end(self, peer: int) -> None:
+        self.members = (self.machine.rank, peer)
+        stream.record(
+            "average", self._begun_ns, time.monotonic_ns(), nbytes=self._halves.nbytes,
+            lane=AVERAGES, group=self.members,
+        )  # fmt: skip
 
     def _say(self, order: Say) -> None:
         payload: Any = b""
@@ -298,6 +341,7 @@ class Pairing:
         now = self._clock()
         if now - self._probed >= _LOOK_S:
             self._probed = now
-            serving = self.machine.served is not None
-            for peer in (*self.machine.behind(), *(self.machine.queue if serving else ())):
+            behind, queue = self.machine.behind(), self.machine.queue
+            waiting = queue if self.machine.served is not None else ()
+            for peer in self.machine.there if self.watching else (*behind, *waiting):
                 self._post(peer, Kind.ALIVE)

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from wingbeat.collectives import Collectives
-from wingbeat.errors import MismatchError, UsageError
+from wingbeat.errors import MismatchError, PeerError, UsageError
+from wingbeat.exchanges.average import GroupAverage
+from wingbeat.exchanges.grouping import next_serial
 from wingbeat.exchanges.halves import Halves
 from wingbeat.exchanges.pairing import Pairing
+from wingbeat.groups.board import Board
+from wingbeat.groups.follower import Follower
+from wingbeat.groups.layout import Layout
 from wingbeat.observe.meter import Section
 from wingbeat.pairs.split import is_active, partners
 from wingbeat.pairs.worker import Worker
 from wingbeat.transport import leaving
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
-from wingbeat.types import Span
+from wingbeat.types import SERIES, Span
 
 SILENCE_S = 10.0
 """Seconds without a sign, at most, after which a worker that is waited for is lost."""
@@ -76,15 +81,25 @@ class PairAverager:
         halves = Halves(buffer, wire)
         _compare(world, [buffer.numel(), str(buffer.dtype), str(wire)])
         self._machine = Worker(world.rank, world.size, len(halves.spans), seed)
-        self._collectives = Collectives(world)
-        self._begun = False
+        self._everyone = world.parent or world
+        self._first = (next_serial(self._everyone) - 1) * SERIES
+        board = Board(_store_of(world), f"pairs/{world.path}", world.size)
+        self._follower = Follower(
+            world.rank, Layout.even(1, world.size), world.timeout, board, everyone=True
+        )
+        self._begun = self._left = False
         self._pairing: Pairing | None = None
         if world.size > 1:
-            self._pairing = _joined(world, self._machine, halves, encrypted, silence)
+            self._pairing = _joined(world, self._machine, halves, encrypted, silence, board.lose)
             self._pairing.serve()
             # Dropped without `close`, it takes its thread along.
             weakref.finalize(self, self._pairing.forget).atexit = False
         world.on_close(_Closing(self))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """This worker, and whom it has averaged with last."""
+        return () if self._pairing is None else self._pairing.members
 
     def begin(self, part: Span) -> None:
         """The buffer is this worker's model now; leave it alone until `end`.
@@ -129,19 +144,43 @@ class PairAverager:
     def level(self) -> None:
         """Make the buffer, and what it is a part of, the mean over all workers; same bits.
 
-        Passive workers serve until no active one asks any more. What was begun is ended.
+        Passive workers serve until no active one asks any more. What was begun is ended. Whoever
+        is lost, or has left, is left out.
 
         Raises:
-            PeerError: a worker did not call it, or is gone; names it.
+            PeerError: a worker did not call it in time; names it. Or the others went on without
+                this one.
         """
         self.end()
-        if self._pairing is not None:
-            self._pairing.level()
-        # A collective that fails leaves nothing of its buffer.
-        mean = self._whole.detach().clone()
-        self._collectives.all_reduce(mean).wait()
-        with torch.no_grad():
-            self._whole.copy_(mean.div_(self._world.size))
+        if self._pairing is None:
+            return
+        self._begun = True  # until it has ended: whom this one serves uses the buffer
+        self._pairing.level()
+        self._begun = False
+        self._pairing.watching = True
+        averages = GroupAverage(self._everyone, self._whole, first=self._first)
+        try:
+            with torch.no_grad():
+                self._follower.level(averages)
+        finally:
+            self._pairing.watching = False
+            averages.close()
+        self._check_level()
+
+    def _check_level(self) -> None:
+        """Raise a `PeerError` unless all who live have the same now."""
+        me, silent = self._world.rank, self._follower.silent
+        if me in self._follower.absent:
+            raise PeerError(
+                f"rank {me}: the others have made their models the mean without this worker, which "
+                "gave no sign in time; start all workers again"
+            )
+        if silent:
+            names = ", ".join(f"rank {rank}" for rank in sorted(silent))
+            raise PeerError(
+                f"rank {me}: no word that it waits for the mean of all came from {names} within "
+                f"{self._world.timeout:g} s: the mean is of the others; start all workers again"
+            )
 
     def sections(self) -> Sequence[Section]:
         """Return whom this worker averages with, and how often it has; other threads ask."""
@@ -163,6 +202,9 @@ class PairAverager:
     def close(self) -> None:
         """Leave; nobody waits for this worker any more. May be called again."""
         if self._pairing is not None:
+            if not self._left:
+                self._left = True
+                self._follower.leave()
             self._pairing.close(quick=leaving.failing())
 
 
@@ -198,12 +240,22 @@ def _compare(world: World, own: list[object]) -> None:
             )
 
 
+def _store_of(world: World) -> Store:
+    """Return a way to the store whose waits hold up nobody else."""
+    return world.store if world.group_store is None else world.group_store()
+
+
 def _joined(
-    world: World, machine: Worker, halves: Halves, encrypted: bool, silence: float
+    world: World,
+    machine: Worker,
+    halves: Halves,
+    encrypted: bool,
+    silence: float,
+    gone: Callable[[int], None],
 ) -> Pairing:
     """Connect this worker to its partners."""
     mailbox = open_mailbox(
-        world.store if world.group_store is None else world.group_store(),
+        _store_of(world),
         world.rank,
         partners(world.rank, world.size),
         room=f"pairs/{world.path}",
@@ -213,4 +265,6 @@ def _joined(
         limits=Limits(silence=min(silence, world.timeout)),
         seconds=world.timeout,
     )
-    return Pairing(machine, mailbox, halves, me=f"rank {world.rank}", timeout=world.timeout)
+    return Pairing(
+        machine, mailbox, halves, me=f"rank {world.rank}", timeout=world.timeout, gone=gone
+    )

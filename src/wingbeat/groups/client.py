@@ -19,6 +19,7 @@ from wingbeat.groups.layout import Layout
 from wingbeat.groups.member import Member
 from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, told_of
 from wingbeat.groups.rules import Rules
+from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import Mailbox
 
@@ -67,7 +68,7 @@ class Client:
         self._board = board
         self._member = Member(worker, rules)
         self._levels = self._joins = False
-        self._asked = 0
+        self._asked = self._since = 0
         self._probed = 0.0
         self._heard: deque[Message] = deque()  # while an average was made
         self._absent: set[int] = set()
@@ -158,10 +159,18 @@ class Client:
         match message.kind:
             case Kind.OUT if message.ids[0] == self._worker:
                 self._check_joined()
-            case Kind.OUT:
-                self._absent.add(message.ids[0])
-            case Kind.IN:
-                self._absent.discard(message.ids[0])
+            case Kind.OUT | Kind.IN:
+                self._note_other(message.kind, message.ids[0])
+
+    def _note_other(self, kind: int, worker: int) -> None:
+        """Note that another worker takes part no more, or again."""
+        if (kind == Kind.OUT) == (worker in self._absent):
+            return
+        if kind == Kind.OUT:
+            self._absent.add(worker)
+        else:
+            self._absent.discard(worker)
+        stream.happened("left" if kind == Kind.OUT else "joined", (worker,))
 
     def _check_joined(self) -> None:
         """Raise a `PeerError` if others have gone on without the worker that copies their state."""
@@ -237,10 +246,8 @@ class Client:
                 if ids[1] == self._asked:
                     self._member = Member(self._worker, self._rules)
                     self._request()
-            case Kind.OUT:
-                self._absent.add(ids[0])
-            case Kind.IN:
-                self._absent.discard(ids[0])
+            case Kind.OUT | Kind.IN:
+                self._note_other(message.kind, ids[0])
             case Kind.STATE if ids[0] == self._worker and self.give is not None:
                 self.give(ids[1], ids[2])
             case Kind.REFUSED:
@@ -255,12 +262,18 @@ class Client:
     def _request(self) -> None:
         self._member.ask(self._levels)
         self._asked = (self._asked + 1) % WRAPS
+        self._since = time.monotonic_ns()
+        stream.happened("request")
         self._post(Kind.LEVEL if self._levels else Kind.ASK)
 
     def _run(self, told: Told, averages: Averages) -> None:
         run, lost = told.run, None
+        stream.record(
+            "group_wait", self._since, time.monotonic_ns(), lane=AVERAGES, group=run.members
+        )
         if len(run.members) > 1:
             lost = averages.average(run, told.meeting, functools.partial(self._coming, run))
+            self._since = time.monotonic_ns()
         if lost == GIVEN_UP and self._gone():
             raise _Dead("it died before it had told all members of a group")
         if lost == GIVEN_UP:

@@ -12,6 +12,7 @@ from wingbeat.groups.board import Board, Sign
 from wingbeat.groups.generator import Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.static import PHASES, group_of
+from wingbeat.observe.events import stream
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Follower:
     Attributes:
         fallen: None: there is no generator that could have died.
         absent: the workers that take no part, as far as this one has heard.
+        silent: those among them that gave no sign while all waited to be levelled.
         steps: how many it has made.
     """
 
@@ -64,6 +66,7 @@ class Follower:
         self._met: dict[tuple[int, ...], int] = {}  # of kept connections, the meeting
         self.fallen: str | None = None
         self.absent = set(absent)
+        self.silent: set[int] = set()
 
     @property
     def steps(self) -> int:
@@ -151,8 +154,13 @@ class Follower:
 
     def _lose(self, worker: int, why: str) -> None:
         _log.warning("rank %d: rank %d %s; groups go on without it", self._worker, worker, why)
-        self.absent.add(worker)
+        self._miss({worker})
         self._board.lose(worker)
+
+    def _miss(self, workers: Collection[int]) -> None:
+        for worker in sorted(set(workers) - self.absent):
+            self.absent.add(worker)
+            stream.happened("left", (worker,))
 
     def _away(self) -> set[int]:
         """Return who does not come to the group that this worker is about to be in, or is in."""
@@ -188,7 +196,7 @@ class Follower:
 
     def _look(self) -> None:
         self._signs = self._board.signs()
-        self.absent |= self._board.lost()
+        self._miss(self._board.lost())
 
     def _say(self) -> None:
         self._said, self._said_at = self._sign, time.monotonic()
@@ -211,6 +219,7 @@ class Follower:
                 if worker not in since or since[worker][0] != sign:
                     since[worker] = sign, now
                 elif now - since[worker][1] > self._timeout:
+                    self.silent.add(worker)
                     self._lose(worker, f"has given no sign for {self._timeout:g} s")
             if not missing:
                 return

@@ -24,7 +24,7 @@ class Parts:
         backward_s: backward, likewise, and without encoding.
         reduce_scatter_s: waiting while a reduce-scatter of this worker was under way.
         all_gather_s: the other waiting, where there are all-gathers.
-        all_reduce_s: the other waiting, where there are whole all-reduces.
+        all_reduce_s: the other waiting, where there are whole all-reduces, or averages of models.
         update_s: the optimizer.
         other_s: the rest, as ``zero_grad`` and Python between the parts.
         encode_s: a codec's work while backward waits for it (t_s; OMGS-SGD, section II-D).
@@ -123,9 +123,9 @@ def _parts(events: Sequence[Event], window: Interval) -> Parts:
     backward = without(_spans(events, "backward", window), [*busy, *forward])
     named = {event.what for event in events}
     rest = without(waits, _spans(events, "reduce_scatter", window))
-    if not named & {"all_reduce", "all_gather"}:
+    if not named & {"all_reduce", "all_gather", "average"}:
         rest = []  # what is left is how long the worker takes to wake up
-    whole = "all_reduce" in named
+    whole = bool(named & {"all_reduce", "average"})
     known = union([*busy, *forward, *backward])
     return Parts(
         forward_s=_seconds(forward),

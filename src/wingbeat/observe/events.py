@@ -37,17 +37,28 @@ WHATS = (
     "wait",
     "update",
     "step",
+    "request",
+    "group_wait",
+    "average",
+    "take_over",
+    "left",
+    "joined",
 )
 """What an event can be. ``wait`` is exposed communication: the main thread was blocked on it.
-``encode`` is a codec's work in the thread that runs backward, which it delays."""
+``encode`` is a codec's work in the thread that runs backward, which it delays. From ``request`` on
+they are of models that are averaged: a worker asks for a group, waits until it has one, averages
+with it, and takes the average over; another one has left, or joined."""
 
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "broadcast")
 """The events that moved bytes."""
 
+AVERAGES = "averages"
+"""The lane of what goes on beside training where models are averaged."""
+
 LIMIT = 1_000_000
 """Events kept by default: near 200 MB of memory, hours of a traced run."""
 
-_Row = tuple[str, int, int, int, int, str]
+_Row = tuple[str, int, int, int, int, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,9 @@ class Event:
     """One thing that one worker did.
 
     ``bucket`` is -1 where no bucket is meant; ``nbytes`` is the size of the buffer worked on (what
-    went over a link is the kernel's to count, see `wingbeat lab stats`); ``lane`` is ``compute``
-    or the network interface's name.
+    went over a link is the kernel's to count, see `wingbeat lab stats`); ``lane`` is ``compute``,
+    ``averages`` or the network interface's name; ``group`` is the ranks that models are averaged
+    with, or that have left or joined.
     """
 
     worker: int
@@ -66,6 +78,7 @@ class Event:
     end_ns: int
     nbytes: int
     lane: str
+    group: tuple[int, ...] = ()
 
 
 _UNTIMED = contextlib.nullcontext()
@@ -111,6 +124,7 @@ class Stream:
         bucket: int = -1,
         nbytes: int = 0,
         lane: str = "compute",
+        group: tuple[int, ...] = (),
     ) -> None:
         """Append one event; does nothing while the stream is off.
 
@@ -123,7 +137,13 @@ class Stream:
         if len(rows) >= self._limit:
             self._dropped += 1
             return
-        rows.append((what, begin_ns, end_ns, bucket, nbytes, lane))
+        rows.append((what, begin_ns, end_ns, bucket, nbytes, lane, group))
+
+    def happened(self, what: str, group: tuple[int, ...] = ()) -> None:
+        """Append an event of averages that takes no time; nothing while the stream is off."""
+        if self.on:
+            now = time.monotonic_ns()
+            self.record(what, now, now, lane=AVERAGES, group=group)
 
     def timed(
         self, what: str, *, bucket: int = -1, lane: str = "compute"
@@ -165,8 +185,8 @@ class Stream:
             self._told = self._dropped
         worker = self._worker
         return [
-            Event(worker, bucket, what, begin_ns, end_ns, nbytes, lane)
-            for what, begin_ns, end_ns, bucket, nbytes, lane in rows
+            Event(worker, bucket, what, begin_ns, end_ns, nbytes, lane, group)
+            for what, begin_ns, end_ns, bucket, nbytes, lane, group in rows
         ]
 
     def stop(self) -> list[Event]:

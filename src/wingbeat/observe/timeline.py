@@ -1,7 +1,8 @@
 """A picture of where the time of an iteration goes.
 
 For each worker: one row for computation, with the time in which it stood still for the network
-hatched in red, and one row for each network interface, with its collectives.
+hatched in red, and one row for each network interface, with its collectives; and one for averages
+where models are averaged.
 """
 
 from __future__ import annotations
@@ -38,8 +39,14 @@ COLOURS = {
     "all_gather": "#58a273",
     "all_reduce": "#a577b8",
     "broadcast": "#c9b458",
+    "take_over": "#9c6b4e",
+    "group_wait": "#d9c7b8",
+    "average": "#b5838d",
 }
 """Fill by event; ``wait`` is hatched instead, and ``step`` lies pale behind the rest."""
+
+_BESIDE = (*COLLECTIVES, "group_wait", "average")
+"""What has rows of its own, below computation's."""
 
 _STEP = "#d3d7dd"
 _WAIT_FILL, _WAIT_EDGE = "#fbdad6", "#c8281e"
@@ -88,7 +95,7 @@ def _window(events: Sequence[Event], last: int) -> Interval:
 
 
 def _lanes(events: Iterable[Event]) -> list[str]:
-    return sorted({event.lane for event in events if event.what in COLLECTIVES})
+    return sorted({event.lane for event in events if event.what in _BESIDE})
 
 
 def _canvas(by_worker: dict[int, list[Event]], title: str) -> tuple[Figure, Axes, float]:
@@ -125,7 +132,7 @@ def _draw_worker(
     _draw_compute(axes, events, window, top)
     for number, lane in enumerate(lanes, start=1):
         labels.append((top + (number + 0.5) * _ROW, lane))
-        own = [event for event in events if event.lane == lane and event.what in COLLECTIVES]
+        own = [event for event in events if event.lane == lane and event.what in _BESIDE]
         _draw_lane(axes, own, window, top + number * _ROW)
     axes.annotate(
         _summary(events, last),
@@ -153,7 +160,7 @@ def _draw_compute(axes: Axes, events: list[Event], window: Interval, top: float)
     """Step, forward, backward, encoding and update, and over them what was spent waiting."""
     steps = [(event.begin_ns, event.end_ns) for event in events if event.what == "step"]
     _bars(axes, clip(steps, window), window, top + 0.11, _BAR, facecolor=_STEP, zorder=2)
-    for what in ("forward", "backward", "encode", "update"):
+    for what in ("forward", "backward", "encode", "update", "take_over"):
         spans = [(event.begin_ns, event.end_ns) for event in events if event.what == what]
         _bars(axes, clip(spans, window), window, top + 0.11, _BAR, facecolor=COLOURS[what])
     waits = union((event.begin_ns, event.end_ns) for event in events if event.what == "wait")
@@ -175,10 +182,11 @@ def _draw_lane(axes: Axes, events: list[Event], window: Interval, top: float) ->
             facecolor=COLOURS[event.what], edgecolor="white", linewidth=0.5,
         )  # fmt: skip
         wide = (span[1] - span[0]) / (window[1] - window[0])
-        if event.bucket >= 0 and count <= 2 and wide > 0.009 * len(str(event.bucket)):
+        text = str(event.bucket) if event.bucket >= 0 else " ".join(map(str, event.group))
+        if text and count <= 2 and wide > 0.009 * len(text):
             middle = (span[0] + span[1]) / 2 - window[0]
             axes.text(
-                middle / 1e6, low + height / 2, str(event.bucket),
+                middle / 1e6, low + height / 2, text,
                 ha="center", va="center", fontsize=7.5 if count == 1 else 6, color="white",
                 zorder=5,
             )  # fmt: skip

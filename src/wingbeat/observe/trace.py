@@ -23,7 +23,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ from wingbeat.errors import UsageError, unknown
 from wingbeat.observe.events import WHATS, Event
 
 FORMAT = "wingbeat-events"
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 1 << 30
 """The largest part that ``load`` reads."""
 
-_FIELDS = ("worker", "bucket", "what", "begin_ns", "end_ns", "nbytes", "lane")
+_FIELDS = ("worker", "bucket", "what", "begin_ns", "end_ns", "nbytes", "lane", "group")
 _INT64 = 1 << 63
 _MAX_LANE = 64
+_NAMED = 6
+"""Ranks of a group that an event's name in Perfetto has; its arguments have all."""
 _KEYS = {"format", "version", "boot", "wall_offset_ns", "fields", "events"}
 
 AnyPath = str | os.PathLike[str]
@@ -98,19 +101,31 @@ def write_perfetto(events: Iterable[Event], path: AnyPath) -> None:
     tids = {row: tid for tid, row in enumerate(sorted(set(rows), key=_row_key))}
     out = _metadata(tids)
     for event, row in zip(listed, rows, strict=True):
+        args: dict[str, Any] = {
+            "bucket": event.bucket, "bytes": event.nbytes, "lane": event.lane
+        }  # fmt: skip
+        if event.group:
+            args["group"] = list(event.group)
         out.append(
             {
                 "ph": "X",
-                "name": event.what if event.bucket < 0 else f"{event.what} {event.bucket}",
+                "name": _name_of(event),
                 "cat": event.what,
                 "pid": event.worker,
                 "tid": tids[row],
                 "ts": (event.begin_ns - zero) / 1e3,
                 "dur": (event.end_ns - event.begin_ns) / 1e3,
-                "args": {"bucket": event.bucket, "bytes": event.nbytes, "lane": event.lane},
+                "args": args,
             }
         )
     _write({"displayTimeUnit": "ms", "traceEvents": out}, path)
+
+
+def _name_of(event: Event) -> str:
+    if event.bucket >= 0:
+        return f"{event.what} {event.bucket}"
+    ranks = [*map(str, event.group[:_NAMED]), *["..."] * (len(event.group) > _NAMED)]
+    return " ".join([event.what, *ranks])
 
 
 _Row = tuple[int, str, int]
@@ -167,8 +182,7 @@ def _metadata(tids: dict[_Row, int]) -> list[dict[str, Any]]:
 
 
 def _moved(event: Event, shift: int) -> Event:
-    begin, end = event.begin_ns + shift, event.end_ns + shift
-    return Event(event.worker, event.bucket, event.what, begin, end, event.nbytes, event.lane)
+    return replace(event, begin_ns=event.begin_ns + shift, end_ns=event.end_ns + shift)
 
 
 def _boot_id() -> str:
@@ -230,15 +244,15 @@ def _event(row: Any, where: str) -> Event:
     if not isinstance(row, list) or len(row) != len(_FIELDS):
         raise UsageError(f"{where} is not a list of {len(_FIELDS)} values: {_short(row)}")
     for name, value in zip(_FIELDS, row, strict=True):
-        if not (isinstance(value, str) if name in ("what", "lane") else _is_int(value)):
+        if not _KINDS.get(name, _is_int)(value):
             raise UsageError(f"{where}: {name} has a wrong type: {_short(value)}")
-    event = Event(*row)
+    event = Event(**dict(zip(_FIELDS, row, strict=True)) | {"group": tuple(row[-1])})
     if event.what not in WHATS:
         raise unknown("event", event.what[:40], WHATS, where=where)
     if not 0 < len(event.lane) <= _MAX_LANE or not event.lane.isprintable():
         raise UsageError(f"{where}: lane {_short(event.lane)} is empty, too long or unprintable")
-    if event.worker < 0 or event.bucket < -1 or event.nbytes < 0:
-        raise UsageError(f"{where}: worker, bucket or nbytes is negative: {_short(row)}")
+    if event.worker < 0 or event.bucket < -1 or min((event.nbytes, *event.group)) < 0:
+        raise UsageError(f"{where}: worker, bucket, nbytes or group is negative: {_short(row)}")
     if event.end_ns < event.begin_ns:
         raise UsageError(f"{where} ends before it begins: {_short(row)}")
     return event
@@ -246,6 +260,18 @@ def _event(row: Any, where: str) -> Event:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _INT64
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_int, value))
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {"what": _is_text, "lane": _is_text, "group": _is_ranks}
+"""What a field has to be that is no number."""
 
 
 def _short(value: Any) -> str:

@@ -86,6 +86,7 @@ class Worker:
         choose: returns one of several workers; at random if None.
 
     Attributes:
+        rank: as given.
         orders: what is to be done, oldest first; whoever drives the machine takes them out.
         asked: the average that this worker has asked for.
         served: the average that another has asked for, and whose turn it is.
@@ -104,6 +105,7 @@ class Worker:
         restricted: bool = True,
         choose: Callable[[Sequence[int]], int] | None = None,
     ) -> None:
+        self.rank = rank
         self.asks = is_active(rank) or not restricted
         self.serves = not is_active(rank) or not restricted
         others = tuple(other for other in range(workers) if other != rank)
@@ -183,6 +185,12 @@ class Worker:
         else:
             self._open = True
             self._serve()
+
+    def unlevel(self) -> None:
+        """Go on without all levelled, of whom some have not come: the next `level` is this one."""
+        self._open = False
+        if self.serves:  # who asks has told the others, and waits for nobody
+            self._level -= 1
 
     def leave(self) -> None:
         """Begin nothing more; what is under way goes on."""

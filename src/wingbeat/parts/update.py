@@ -87,9 +87,22 @@ class InRounds(UpdatePart):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Averaged(UpdatePart):
-    """Parameters become what was averaged (Ripples, section 3.2; local SGD)."""
+    """Parameters become what was averaged (Ripples, section 3.2; local SGD).
+
+    Args:
+        state: whether what the optimizer remembers of each element of a parameter (a momentum, the
+            two moments of Adam) is averaged with it; otherwise each worker keeps its own.
+
+    Raises:
+        UsageError: neither True nor False.
+    """
 
     in_parts: ClassVar[bool] = False
+
+    state: bool = False
+
+    def __post_init__(self) -> None:
+        self.check_flag("state")
 
     @property
     def needs(self) -> frozenset[str]:

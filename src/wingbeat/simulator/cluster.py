@@ -55,6 +55,10 @@ class Work:
             posts or takes.
         message_s_per_byte: of that thread, for each byte that it posts or takes.
         encrypt_s_per_byte: the same, on top, if messages are encrypted.
+        meeting_s: until the members of a group are connected, where they do not keep connections
+            of before.
+        copy_s_per_byte: of the thread that averages, for each byte of parameters that it copies, or
+            divides by the members of a group.
     """
 
     chunk_s: float = 60e-6
@@ -64,3 +68,5 @@ class Work:
     message_s: float = 30e-6
     message_s_per_byte: float = 0.25e-9
     encrypt_s_per_byte: float = 0.35e-9
+    meeting_s: float = 6e-3
+    copy_s_per_byte: float = 0.1e-9

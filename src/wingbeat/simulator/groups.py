@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from wingbeat.errors import UsageError
 from wingbeat.groups.generator import Generator, Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.member import Member
+from wingbeat.groups.rooms import Rooms
 from wingbeat.groups.rules import Rules
-from wingbeat.groups.static import group_of
+from wingbeat.groups.static import PHASES, group_of
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
@@ -20,6 +22,9 @@ from wingbeat.simulator.exchange import Collectives
 from wingbeat.simulator.hosts import LOCAL, Among, Hosts
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
 from wingbeat.topologies import Ring
+
+_COPIES = 2
+"""Of the parameters before an average, and after it: into its own buffer, and by its members."""
 
 Pause = float | Callable[[Callable[[], None]], None]
 """So many seconds, or something that calls back when it is over."""
@@ -58,6 +63,7 @@ def simulate_groups(
     slow: Mapping[int, float] | None = None,
     jitter: float = 0.02,
     overlap: bool = False,
+    every: int = 1,
     iterations: int = 40,
     warmup: int = 8,
     seed: int = 0,
@@ -77,6 +83,7 @@ def simulate_groups(
         slow: by rank, what a worker's times are multiplied by.
         jitter: standard deviation of an iteration's computation, as a share of it.
         overlap: whether a worker computes its next step while its parameters are averaged.
+        every: steps from one average to the next.
         iterations: how many are timed, of the workers' average.
         warmup: how many come before these.
         seed: of groups and jitter.
@@ -84,15 +91,15 @@ def simulate_groups(
     Raises:
         UsageError: no such number.
     """
-    if iterations < 1 or warmup < 0 or jitter < 0:
+    if iterations < 1 or every < 1 or warmup < 0 or jitter < 0:
         raise UsageError(
-            f"simulate_groups(iterations={iterations}, warmup={warmup}, jitter={jitter}): allowed "
-            "are 1 or more iterations, and 0 or more of the others"
+            f"simulate_groups(iterations={iterations}, every={every}, warmup={warmup}, jitter="
+            f"{jitter}): allowed are 1 or more of the first two, and 0 or more of the others"
         )
     scene = _Scene(model, rules, layout, links, local, work or Work(), seed)
     first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
     crew = [
-        _Worker(rank, scene, (slow or {}).get(rank, 1.0), jitter, overlap, last)
+        _Worker(rank, scene, (slow or {}).get(rank, 1.0), jitter, overlap, every, last)
         for rank in range(layout.workers)
     ]
     scene.crew = crew
@@ -139,6 +146,7 @@ class _Scene:
         self.groups: list[tuple[int, ...]] = []
         self.crew: list[_Worker] = []
         self._generator = Generator(layout, rules, seed) if rules else None
+        self._rooms = Rooms(layout.workers)
         self._free = 0.0
 
     def tell(self, say: Callable[[Generator], list[Run]]) -> None:
@@ -152,21 +160,44 @@ class _Scene:
         assert self._generator is not None
         self._free = max(self._free, self.agenda.now) + self.work.message_s
         for run in say(self._generator):
+            meeting = 0
             if len(run.members) > 1:
                 self.groups.append(run.members)
+                meeting = self._rooms.meeting(run.members)
             for member in run.members:
                 self._free += self.work.message_s
-                hear = self.crew[member].hear
-                self.agenda.at(self._free + self._trip_s, lambda hear=hear, run=run: hear(run))  # type: ignore[misc]
+                hear = partial(self.crew[member].hear, run, meeting)
+                self.agenda.at(self._free + self._trip_s, hear)
 
     @property
     def _trip_s(self) -> float:
         return self.links.latency_s + self.work.message_s
 
     def average(
+        self,
+        rank: int,
+        meeting: object,
+        members: tuple[int, ...],
+        over: Callable[[], None],
+        *,
+        connected: bool,
+    ) -> None:
+        """Take part in a P-Reduce, and call ``over`` when it is over here.
+
+        The parameters are copied before, and what has come is divided and copied back. Members
+        connect first, unless they have kept connections.
+        """
+        copies_s = _COPIES * self.numel * ITEMSIZE * self.work.copy_s_per_byte
+        begins = self.agenda.now + copies_s + (0.0 if connected else self.work.meeting_s)
+
+        def made() -> None:
+            self.agenda.at(self.agenda.now + copies_s, over)
+
+        self.agenda.at(begins, partial(self._exchange, rank, meeting, members, made))
+
+    def _exchange(
         self, rank: int, meeting: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
-        """Take part in a P-Reduce, and call ``over`` when it is over here."""
         buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,))
         place, size = members.index(rank), len(members)
         network = Among(self.network, meeting, members)
@@ -191,13 +222,22 @@ class _Worker:
     """A training thread, and the thread that averages beside it."""
 
     def __init__(
-        self, rank: int, scene: _Scene, slow: float, jitter: float, overlap: bool, last: int
+        self,
+        rank: int,
+        scene: _Scene,
+        slow: float,
+        jitter: float,
+        overlap: bool,
+        every: int,
+        last: int,
     ) -> None:
         self._rank, self._scene, self._overlap, self._last = rank, scene, overlap, last
+        self._every, self._turns = every, 0
         self._slow, self._jitter = slow, jitter
         self._chance = Random(f"{scene.seed} {rank}")
         self._member = Member(rank, scene.rules) if scene.rules else None
         self._met: Counter[tuple[int, ...]] = Counter()
+        self._connected: set[object] = set()
         self._busy = False
         self._resume: Callable[[], None] | None = None
         self._thread: Iterator[Pause] = iter(())
@@ -208,15 +248,23 @@ class _Worker:
         self._thread = self._train()
         self._scene.agenda.at(self._scene.agenda.now, self._go)
 
-    def hear(self, run: Run) -> None:
-        """Run what the generator says."""
+    def hear(self, run: Run, meeting: int) -> None:
+        """Run what the generator says, at the meeting of that number."""
         assert self._member is not None
         if not self._member.hear(run):
             return
         if len(run.members) == 1:
             self._averaged()
         else:
-            self._scene.average(self._rank, run[:2], run.members, self._averaged)
+            self._average(run[:2], run.members, self._averaged, meeting)
+
+    def _average(
+        self, number: object, members: tuple[int, ...], over: Callable[[], None], kept: object
+    ) -> None:
+        """Average; ``kept`` is equal for averages over the same connections."""
+        connected = kept in self._connected
+        self._connected.add(kept)
+        self._scene.average(self._rank, number, members, over, connected=connected)
 
     def _averaged(self) -> None:
         assert self._member is not None
@@ -248,7 +296,8 @@ class _Worker:
             yield seconds
             if self._overlap:
                 yield from self._wait()
-            self._ask()
+            if (self.steps + 1) % self._every == 0:
+                self._ask()
             if not self._overlap:
                 yield from self._wait()
             self.steps += 1
@@ -276,7 +325,8 @@ class _Worker:
             self._member.ask()
             self._scene.tell(lambda generator: generator.request(self._rank))
             return
-        members = group_of(self._scene.layout, self._rank, self.steps)
+        turn, self._turns = self._turns, self._turns + 1
+        members = group_of(self._scene.layout, self._rank, turn)
         if len(members) == 1:
             self._busy = False
             return
@@ -284,4 +334,6 @@ class _Worker:
         self._met[members] += 1
         if members[0] == self._rank:
             self._scene.groups.append(members)
-        self._scene.average(self._rank, self._met[members], members, self._rest)
+        # Of an odd number of hosts each cycle has other pairs, which keep no connections.
+        odd = turn % PHASES == 2 and len(self._scene.layout.hosts) % 2
+        self._average(self._met[members], members, self._rest, turn if odd else members)

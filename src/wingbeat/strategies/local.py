@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
+from wingbeat.errors import UsageError
 from wingbeat.groups.rules import GROUP_SIZE, THRESHOLD
 from wingbeat.parts.partners import check_groups, threshold_of
 from wingbeat.parts.schedule import check_local
@@ -34,6 +35,9 @@ class Ripples(Preset):
         overlap: whether an average is made under the next forward and backward, and taken over in
             the next step; otherwise each step waits for its own.
         wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        average_state: whether what the optimizer remembers of each element of a parameter (a
+            momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
+            own.
         encrypted: whether messages to the generator are.
 
     Raises:
@@ -46,12 +50,13 @@ class Ripples(Preset):
     every: int = 1
     overlap: bool = False
     wire: Wire = "fp32"
+    average_state: bool = False
     encrypted: bool = True
 
     def __post_init__(self) -> None:
         check_groups(self)
         self.check_count("every", 1, 1_000_000)
-        for key in ("overlap", "encrypted"):
+        for key in ("overlap", "average_state", "encrypted"):
             self.check_flag(key)
         self.compose()
 
@@ -67,6 +72,7 @@ class Ripples(Preset):
                 encrypted=self.encrypted,
             ),
             schedule=parts.Local(every=self.every, delay=int(self.overlap)),
+            update=parts.Averaged(state=self.average_state),
         )
 
 
@@ -82,6 +88,9 @@ class ADPSGD(Preset):
     Args:
         overlap: whether averages are made under the next forward and backward.
         wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        average_state: whether what the optimizer remembers of each element of a parameter (a
+            momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
+            own.
         encrypted: whether messages, parameters among them, are.
 
     Raises:
@@ -90,10 +99,11 @@ class ADPSGD(Preset):
 
     overlap: bool = True
     wire: Wire = "fp32"
+    average_state: bool = False
     encrypted: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("overlap", "encrypted"):
+        for key in ("overlap", "average_state", "encrypted"):
             self.check_flag(key)
         self.compose()
 
@@ -104,6 +114,7 @@ class ADPSGD(Preset):
             wire=self.wire,
             exchange=parts.Pairs(encrypted=self.encrypted),
             schedule=parts.Local(delay=int(self.overlap)),
+            update=parts.Averaged(state=self.average_state),
         )
 
 
@@ -120,6 +131,9 @@ class LocalSGD(Preset):
             the next step; otherwise its step waits for it.
         wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``; or a codec, through
             which goes how far each has come, and what that loses goes along the next time.
+        average_state: whether what the optimizer remembers of each element of a parameter (a
+            momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
+            own.
         encrypted: whether messages to the generator are, who knows which workers are there.
 
     Raises:
@@ -129,22 +143,32 @@ class LocalSGD(Preset):
     every: int = 8
     overlap: bool = False
     wire: Wire = "fp32"
+    average_state: bool = False
     encrypted: bool = True
 
     def __post_init__(self) -> None:
         self.check_count("every", 1, 1_000_000)
-        for key in ("overlap", "encrypted"):
+        for key in ("overlap", "average_state", "encrypted"):
             self.check_flag(key)
         self.compose()
 
     def compose(self) -> Strategy:
         """Return the parts that it stands for."""
+        update: parts.UpdatePart = parts.Averaged(state=self.average_state)
+        if self.wire not in DTYPES:
+            if self.average_state:
+                raise UsageError(
+                    f"LocalSGD(wire={self.wire!r}, average_state=True): differences of parameters "
+                    "go through a codec, and the optimizer's state does not; allowed: "
+                    'wire="fp32", or average_state=False'
+                )
+            update = parts.Outer(lr=1.0, momentum=0.0)
         return Strategy(
             plan=parts.OneBucket(),
             wire=self.wire,
             exchange=parts.Groups(policy="all", encrypted=self.encrypted),
             schedule=parts.Local(every=self.every, delay=int(self.overlap)),
-            update="" if self.wire in DTYPES else parts.Outer(lr=1.0, momentum=0.0),
+            update=update,
         )
 
 

@@ -17,7 +17,7 @@ from wingbeat.parts.exchange import Bounded, Partial, Servers
 from wingbeat.parts.partners import Groups, Pairs, PartnersPart
 from wingbeat.parts.plan import PlanPart
 from wingbeat.parts.schedule import Local, SchedulePart
-from wingbeat.parts.update import Outer, UpdatePart
+from wingbeat.parts.update import Averaged, Outer, UpdatePart
 from wingbeat.settings import Named, Settings, named
 from wingbeat.topologies import BCube, Topology
 from wingbeat.traits import HALVES, KEPT, ONCE, Part, Traits
@@ -156,6 +156,7 @@ class Strategy(Settings):
             every=local.every,
             delay=local.delay,
             outer=(update.lr, update.momentum) if isinstance(update, Outer) else None,
+            state=isinstance(update, Averaged) and update.state,
             **self.exchange.averaging(),
         )
 

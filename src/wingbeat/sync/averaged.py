@@ -11,9 +11,11 @@ import torch
 
 from wingbeat import plans, schedules
 from wingbeat.codecs import Coding
+from wingbeat.codecs.bf16 import Bf16Codec
+from wingbeat.codecs.coding import Region
 from wingbeat.codecs.regions import regions
 from wingbeat.collectives import wire_dtype
-from wingbeat.errors import UsageError
+from wingbeat.errors import MismatchError, UsageError
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.exchanges.groups import GroupAverager
 from wingbeat.exchanges.lossy import Lossy
@@ -27,12 +29,13 @@ from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.live import LiveState
 from wingbeat.sync.runtime import Runtime
 from wingbeat.transport.world import World
-from wingbeat.types import Averaging, Fusion
+from wingbeat.types import Averaging, Fusion, Span
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel, is_narrow, room_dtype
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import OuterUpdate, copies_of
+from wingbeat.updates.per_element import ElementState
 from wingbeat.updates.update import Training
 from wingbeat.wires import Coded, TopK
 
@@ -55,15 +58,19 @@ def runtime_of(
         buffers: returns the model's, as they are today.
 
     Raises:
-        UsageError: a model that cannot be averaged so, or the generator cannot be started.
+        UsageError: a model, or an optimizer's state, that cannot be averaged so, or the generator
+            cannot be started.
+        MismatchError: workers' optimizers remember other things, where that is averaged.
         RendezvousError: a worker did not come.
     """
     bucketing, world = training.bucketing, training.collectives.world
     _check(training, world, averaging)
     fragments = _fragments(training, bucketing.fusion)
-    model = _flat(fragments, averaging, lambda: _floating(buffers()))
     slots = [slot for part in fragments for slot in part]
-    averager = _averager_of(averaging, _lossy(wire, slots, compression), world, model)
+    state = _state_of(training, slots) if averaging.state else None
+    model = _flat(fragments, averaging, lambda: _floating(buffers()), state)
+    wires = _lossy(wire, slots, compression, averaging, len(model.trained))
+    averager = _averager_of(averaging, wires, world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
     update = _update_of(averaging, training, model, averager, schedule, slots)
     if averaging.in_groups:
@@ -164,10 +171,36 @@ def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
     ]
 
 
+def _state_of(training: Training, slots: Sequence[Slot]) -> ElementState:
+    """Return what of the optimizer's state is averaged: on all workers the same."""
+    state = ElementState(training.optimizer, {slot.param: slot.name for slot in slots})
+    world, mine = training.collectives.world, state.described()
+    if not world.returned:
+        world.publish("averaged state", mine)
+    for rank in range(world.size):
+        theirs = world.read("averaged state", rank)
+        if theirs != mine:
+            raise MismatchError(
+                f"rank {world.rank}'s optimizer remembers {_shown(mine, theirs)}, rank {rank}'s "
+                f"{_shown(theirs, mine)}: with average_state=True all ranks must build the same"
+            )
+    return state
+
+
+def _shown(mine: Any, theirs: Any) -> str:
+    """Say where the one is first another than the other, as `ElementState.described` has it."""
+    try:
+        name, kept = next(each for each in mine if each not in theirs)
+        return f"{kept[:80] or 'nothing'} of {name!r:.80}"
+    except (TypeError, ValueError, StopIteration):
+        return f"{mine!r:.80}"
+
+
 def _flat(
     fragments: Sequence[Sequence[Slot]],
     averaging: Averaging,
     buffers: Callable[[], list[torch.Tensor]],
+    state: ElementState | None,
 ) -> FlatModel:
     params = [[slot.param for slot in part] for part in fragments]
     copies = 0
@@ -175,7 +208,7 @@ def _flat(
         each = [param for part in params for param in part]
         narrow = is_narrow(each, room_dtype([*each, *buffers()]))
         copies = copies_of(averaging.outer[1], narrow=narrow)
-    return FlatModel(params, buffers, copies)
+    return FlatModel(params, buffers, copies, state)
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -183,10 +216,24 @@ def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-def _lossy(wire: str | Coded, slots: Sequence[Slot], compression: Compression) -> Lossy:
-    """Return what parts of a flat model with the parameters of ``slots`` travel as."""
+def _lossy(
+    wire: str | Coded,
+    slots: Sequence[Slot],
+    compression: Compression,
+    averaging: Averaging,
+    trained: int,
+) -> Lossy:
+    """Return what parts of a flat model with the parameters of ``slots`` travel as.
+
+    Models that are rounded keep what that takes, as most steps are less than it; pairs and an outer
+    optimizer round differences.
+    """
     if isinstance(wire, str):
-        return Lossy(wire_dtype(wire))
+        dtype = wire_dtype(wire)
+        if dtype is torch.bfloat16 and averaging.partners != "pairs" and averaging.outer is None:
+            coding = Coding([Region(Span(0, trained), Bf16Codec())])
+            return Lossy(coding, torch.zeros(trained, device="cpu"), models=True)
+        return Lossy(dtype)
     coding = Coding(list(regions(wire, [(slot.name, slot.param.shape) for slot in slots])))
     owed = None
     if compression.residuals is not None:

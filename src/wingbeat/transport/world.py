@@ -254,6 +254,10 @@ class World:
         """
         return self._fetch(what, f"{self._name}said/{what}", peer)
 
+    def said(self, what: str, peer: int) -> bool:
+        """Whether ``peer`` has published something under the name ``what``; waits for nobody."""
+        return self.store.has(f"{self._name}said/{what}/{peer}")
+
     def _fetch(self, what: str, prefix: str, peer: int) -> Any:
         try:
             return json.loads(self.store.get(f"{prefix}/{peer}", self.timeout))

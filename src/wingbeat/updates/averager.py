@@ -21,6 +21,10 @@ class Averager(Protocol):
 
     buffer: torch.Tensor
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that were averaged with last, this worker's too."""
+
     def begin(self, part: Span) -> None:
         """The buffer's ``part`` is this worker's model now; leave it alone until `end`."""
 

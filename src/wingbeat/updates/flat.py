@@ -8,6 +8,8 @@ import torch
 
 from wingbeat.errors import UsageError
 from wingbeat.types import Span
+from wingbeat.updates.per_element import ElementState
+from wingbeat.updates.state_room import StateRoom
 
 Tensors = list[torch.Tensor]
 
@@ -26,8 +28,9 @@ def is_narrow(params: Iterable[torch.Tensor], dtype: torch.dtype) -> bool:
 class FlatModel:
     """Room for all parameters, and for buffers behind them, in float32 (float64 if any is that).
 
-    Values are copied in and out: whatever a parameter's dtype, strides and ``data`` are by then.
-    Last comes a number that workers who average all of it agree on so.
+    Values are copied in and out: whatever a parameter's strides and ``data`` are by then.
+    Behind a fragment's parameters comes what the optimizer remembers of them, where that is
+    averaged as well. Last comes a number that workers who average all of it agree on so.
 
     Args:
         fragments: parameters that are averaged at the same time, in the order of their turns.
@@ -35,6 +38,7 @@ class FlatModel:
             the same shapes, of floating point.
         copies: how many tensors as long as all parameters are behind them, for whoever has values
             of each parameter that are averaged when all workers meet.
+        state: the optimizer's, where it is averaged; there are no copies then.
 
     Attributes:
         flat: the room, on the CPU; its values are whatever was put there last.
@@ -50,31 +54,52 @@ class FlatModel:
         fragments: Sequence[Sequence[torch.Tensor]],
         buffers: Callable[[], Tensors] = list,
         copies: int = 0,
+        state: ElementState | None = None,
     ) -> None:
         self._fragments, self._buffers = [list(part) for part in fragments], buffers
-        tensors = [*(param for part in self._fragments for param in part), *buffers()]
-        numel = sum(tensor.numel() for tensor in tensors)
-        dtype = room_dtype(tensors)
+        self._state = state
         params = [param for part in self._fragments for param in part]
-        trained = sum(param.numel() for param in params)
+        dtype = room_dtype([*params, *buffers()])
+        sizes = [0] * len(self._fragments)
+        if state is not None:
+            assert not copies, "an outer optimizer has no average of the inner one's state"
+            kinds = {kind for param in params for kind in state.names(param).values()}
+            dtype = torch.float64 if torch.float64 in kinds else dtype
+            sizes = [StateRoom.size(state, part) for part in self._fragments]
+        trained = sum(param.numel() for param in params) + sum(sizes)
+        numel = trained + sum(tensor.numel() for tensor in buffers())
         self.flat = torch.zeros(numel + copies * trained + 1, dtype=dtype, device="cpu")
         self.number = self.flat[-1:]
         begins = (numel + copy * trained for copy in range(copies))
         self.copies = [self.flat[begin : begin + trained] for begin in begins]
         self.narrow = is_narrow(params, dtype)
-        self.spans: list[Span] = []
         self._views: list[Tensors] = []
-        start = 0
-        for part in (*self._fragments, buffers()):
-            views, begin = [], start
-            for tensor in part:
-                stop = start + tensor.numel()
-                views.append(self.flat[start:stop].view(tensor.shape))
-                start = stop
-            self._views.append(views)
-            self.spans.append(Span(begin, start))
-        self.spans.pop()  # buffers are no fragment
+        self._rooms: list[StateRoom] = []
+        self.spans = self._lay_out(sizes)
         self.trained = self.part(0, len(self.spans))
+
+    def _lay_out(self, sizes: Sequence[int]) -> list[Span]:
+        """Give each fragment its views, and ``sizes`` of room behind them; then the buffers."""
+        spans, start = [], 0
+        for part, size in zip(self._fragments, sizes, strict=True):
+            begin, start = start, self._add_views(part, start)
+            if self._state is not None:
+                room = self.flat[start : start + size]
+                self._rooms.append(StateRoom(self._state, part, room))
+            start += size
+            spans.append(Span(begin, start))
+        self._add_views(self._buffers(), start)
+        return spans
+
+    def _add_views(self, tensors: Sequence[torch.Tensor], start: int) -> int:
+        """Add a view for each tensor, from ``start`` on; return where they end."""
+        views = []
+        for tensor in tensors:
+            stop = start + tensor.numel()
+            views.append(self.flat[start:stop].view(tensor.shape))
+            start = stop
+        self._views.append(views)
+        return start
 
     def part(self, first: int, last: int) -> Span:
         """Return where the fragments from ``first`` to before ``last`` are."""
@@ -85,6 +110,8 @@ class FlatModel:
         """Put the values of fragments into the room; of all, and of buffers, by default."""
         for views, tensors in self._pairs(first, last):
             torch._foreach_copy_(views, tensors)
+        for room in self._rooms[first:last]:
+            room.read()
 
     @torch.no_grad()
     def write(self, first: int = 0, last: int | None = None) -> None:
@@ -98,6 +125,27 @@ class FlatModel:
         for views, tensors in self._pairs(first, last):
             torch._foreach_add_(tensors, views)
 
+    @torch.no_grad()
+    def write_state(
+        self, first: int = 0, last: int | None = None, sent: torch.Tensor | None = None
+    ) -> None:
+        """Give the optimizer the state in the room, where it is averaged.
+
+        Args:
+            first: the first fragment whose.
+            last: the one behind the last; None for all.
+            sent: what was in their part when it was sent; what has changed since is kept.
+        """
+        begin = self.spans[first].start
+        for number, room in list(enumerate(self._rooms))[first:last]:
+            if sent is None:
+                room.write()
+                continue
+            assert self._state is not None, "there is room for it"
+            part, span = self._fragments[number], self.spans[number]
+            start = span.start + sum(param.numel() for param in part)
+            room.add(StateRoom(self._state, part, sent[start - begin : span.stop - begin]))
+
     def split(self, values: torch.Tensor) -> Tensors:
         """Return each parameter's part of a tensor as long as `trained`, in its shape."""
         params = [param for part in self._fragments for param in part]
@@ -107,13 +155,15 @@ class FlatModel:
     @torch.no_grad()
     def holds(self, values: torch.Tensor, first: int, last: int) -> bool:
         """Whether the fragments' values are these, which are as long as their part."""
-        start = 0
-        for param in (param for part in self._fragments[first:last] for param in part):
-            stop = start + param.numel()
-            other = values[start:stop].view(param.shape).to(param.dtype)
-            if not torch.equal(param.detach(), other):
-                return False
-            start = stop
+        begin = self.spans[first].start
+        for number in range(first, last):
+            start = self.spans[number].start - begin
+            for param in self._fragments[number]:
+                stop = start + param.numel()
+                other = values[start:stop].view(param.shape).to(param.dtype)
+                if not torch.equal(param.detach(), other):
+                    return False
+                start = stop
         return True
 
     def _pairs(self, first: int, last: int | None) -> Iterator[tuple[Tensors, Tensors]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from wingbeat.errors import PeerError
+from wingbeat.gradients.convert import check_kind
+from wingbeat.observe.events import stream
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
 from wingbeat.schedules.local import Local
 from wingbeat.updates.averager import Averager
@@ -46,9 +50,19 @@ class LocalUpdate(WholeUpdate):
         self._begun = 0  # how many steps were made when that was begun
         self._sent: torch.Tensor | None = None
         self._moved = self.left = self._cut = False
+        self._like = [
+            (slot.name, slot.param, slot.param.detach().new_empty(()).expand(slot.param.shape))
+            for slot in training.bucketing.slots
+        ]
 
     def step(self, host: Host, closure: Closure) -> Any:
-        """Run the optimizer's own step, and what the schedule adds."""
+        """Run the optimizer's own step, and what the schedule adds.
+
+        Raises:
+            UsageError: a parameter has another dtype, device or shape than at `distribute`.
+            PeerError: a worker was waited for in vain; names it.
+        """
+        self._check_kinds()
         self._moved = True
         self._wait_again()
         return super().step(host, self._evaluated_early(closure))
@@ -82,9 +96,11 @@ class LocalUpdate(WholeUpdate):
         as after the same number of steps: the mean, for workers may have made different numbers.
 
         Raises:
+            UsageError: a parameter has another dtype, device or shape than at `distribute`.
             PeerError: a worker did not do the same; names it.
         """
         if self._moved or always:
+            self._check_kinds()
             self._wait_again()
             self._adopt()
             self._level()
@@ -140,11 +156,24 @@ class LocalUpdate(WholeUpdate):
 
     # -- averages -----------------------------------------------------------------------------
 
+    def _check_kinds(self) -> None:
+        for name, param, like in self._like:
+            check_kind(name, param, like)
+
     def _level(self) -> None:
         self._model.number.fill_(self._schedule.made)
         self._model.read()
-        self._wait(self._averager.level)
+        try:
+            self._wait(self._averager.level)
+        except Exception:
+            # Meanwhile others may have averaged with this worker, which they have taken over.
+            with contextlib.suppress(PeerError):
+                self._averager.end()
+                self._model.write(0, len(self._model.spans))
+                self._model.write_state()
+            raise
         self._model.write()
+        self._model.write_state()
         self._schedule.resume(round(float(self._model.number)))
 
     def _begin(self, first: int, last: int) -> None:
@@ -166,7 +195,10 @@ class LocalUpdate(WholeUpdate):
             self._under_way = None
             raise
         under_way, self._under_way = self._under_way, None
+        begin = time.monotonic_ns()
         self._take(*under_way)
+        members = self._averager.members
+        stream.record("take_over", begin, time.monotonic_ns(), group=members)
         self._averager.taken()
 
     def _wait_again(self) -> None:
@@ -186,7 +218,9 @@ class LocalUpdate(WholeUpdate):
             self._cut = True
             raise
         finally:
-            self.waited(time.monotonic_ns() - begin)
+            end = time.monotonic_ns()
+            self.waited(end - begin)
+            stream.record("wait", begin, end)
 
     def _offer(self, first: int, last: int) -> None:
         """Put into the flat model what is to be averaged: the parameters."""
@@ -198,6 +232,7 @@ class LocalUpdate(WholeUpdate):
     def _take(self, first: int, last: int) -> None:
         """Take over the average of these fragments, which is in the flat model."""
         sent, self._sent = self._sent, None
+        self._model.write_state(first, last, sent)
         # Also another optimizer, or the user, may have changed what was sent.
         if sent is None or self._model.holds(sent, first, last):
             self._model.write(first, last)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from wingbeat.errors import UsageError
 from wingbeat.schedules.local import Local
+from wingbeat.transport.world import World
 from wingbeat.updates.averager import Averager
 from wingbeat.updates.flat import FlatModel
 from wingbeat.updates.local import LocalUpdate, Tensors
@@ -20,6 +23,9 @@ VELOCITY = "velocity"
 
 START = "start"
 """Where workers set out from the shared model, if parameters have fewer bits than that."""
+
+_SHARED_FIRST = "first shared model"
+"""Under which name workers publish a digest of that."""
 
 
 def copies_of(momentum: float, *, narrow: bool) -> int:
@@ -84,9 +90,11 @@ class OuterUpdate(LocalUpdate):
         # The same tensor unless it is different: most models have one dtype.
         self._start = next(copies) if model.narrow else self._shared
         self._known = self._given = False
+        self._begun_with: int | None = None  # a digest of the first shared model, until compared
 
     def step(self, host: Host, closure: Closure) -> object:
         """Run the optimizer's own step, and what the schedule adds."""
+        self._check_kinds()
         self._catch_up()
         self._given = False
         return super().step(host, closure)
@@ -171,7 +179,38 @@ class OuterUpdate(LocalUpdate):
         self._model.read(0, len(self._model.spans))
         for kept in {id(t): t for t in (self._shared, self._start)}.values():
             kept.copy_(flat)
+        if (
+            not self._known
+            and self._alike
+            and not self._world.said(_SHARED_FIRST, self._world.rank)
+        ):
+            self._begun_with = zlib.crc32(self._shared.numpy().data)
+            self._world.publish(_SHARED_FIRST, self._begun_with)
         self._known = True
+
+    @property
+    def _world(self) -> World:
+        return self._training.collectives.world
+
+    def _check_shared(self) -> None:
+        """Compare what was shared first with those of whom this worker has averaged with.
+
+        Raises:
+            UsageError: one has shared another model, so that no two would ever be the same.
+        """
+        mine, self._begun_with = self._begun_with, None
+        if mine is None:
+            return
+        for rank in self._averager.members:
+            world = self._world
+            if world.said(_SHARED_FIRST, rank) and world.read(_SHARED_FIRST, rank) != mine:
+                raise UsageError(
+                    f"rank {world.rank} and rank {rank} began with different weights, from which "
+                    "an outer optimizer (DiLoCo) never comes to the same: what is loaded after "
+                    "distribute(), or changed by another optimizer before the first step, has to "
+                    "be the same on all ranks; call wingbeat.consensus(model) on all ranks after "
+                    "it, or load before distribute()"
+                )
 
     @property
     def _trained(self) -> torch.Tensor:
@@ -182,6 +221,7 @@ class OuterUpdate(LocalUpdate):
         # With the flat model goes what lies behind it: who has left early, or was left out, knows
         # less than others.
         super()._level()
+        self._begun_with = None  # whatever it was, all share the mean now
         if self._model.narrow:
             mean = self._trained.clone()
             self._model.read(0, len(self._model.spans))
@@ -197,6 +237,7 @@ class OuterUpdate(LocalUpdate):
 
     def _take(self, first: int, last: int) -> None:
         """Make the outer step, and go on from the shared model."""
+        self._check_shared()
         inside = self._inside(first, last)
         flat, shared = self._model.flat[inside], self._shared[inside]
         velocity = self._velocity[inside]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wingbeat.codecs import Codec, Coding
+from wingbeat.codecs.bf16 import Bf16Codec
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.half import HalfCodec
@@ -22,6 +23,7 @@ from wingbeat.types import Span
 CODECS: dict[str, Callable[[], Codec]] = {
     "dense": Dense,
     "fp16": HalfCodec,
+    "bf16": Bf16Codec,
     "sketch": SketchCodec,
     "sketch of 3 bits": lambda: SketchCodec(3),
     "sketch of 1 bit": lambda: SketchCodec(1),
