@@ -52,7 +52,7 @@ EXACT = {
 }
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
-    "devices": 2,
+    "devices": int(os.environ.get("WORLD_SIZE", "2")),
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,

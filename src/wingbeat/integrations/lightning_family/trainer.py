@@ -15,7 +15,7 @@ import torch
 
 from wingbeat import sync
 from wingbeat.errors import UsageError
-from wingbeat.integrations.lightning_family import names, options, workers
+from wingbeat.integrations.lightning_family import changing, names, options, workers
 
 
 class TrainerStrategy:
@@ -45,6 +45,7 @@ class TrainerStrategy:
         self._wingbeat_interfaces = interfaces
         self._wingbeat_timeout = options.seconds(ddp_kwargs)
         self._wingbeat_optimizer: torch.optim.Optimizer | None = None
+        self._wingbeat_frozen: changing.Frozen | None = None
         self._wingbeat_failed = False
         self._wingbeat_stepping = self._wingbeat_moved = False
         super().__init__(**options.passed_on(ddp_kwargs))
@@ -76,9 +77,25 @@ class TrainerStrategy:
         optimizer = _first_of(self.lightning_module, self.optimizers)
         sync.distribute(self.lightning_module, optimizer, self.wingbeat_strategy)
         self._wingbeat_optimizer = optimizer
+        self._distributed()
+        _clip_through_optimizer(self.precision_plugin)
+
+    def _distributed(self) -> None:
+        module, optimizer = self.lightning_module, self._wingbeat_optimizer
+        assert optimizer is not None
+        self._wingbeat_frozen = changing.Frozen(module, optimizer, self._change)
         # Lightning's wrappers are of classes made from the optimizers', which one has now changed.
         self.optimizers = self.optimizers
-        _clip_through_optimizer(self.precision_plugin)
+
+    def _change(self, what: Callable[[], object]) -> None:
+        """Do ``what``, which gives the optimizer more to train, on all workers alike."""
+        assert self._wingbeat_frozen is not None
+        assert self._wingbeat_optimizer is not None
+        self._wingbeat_frozen.let_go()
+        changing.change(
+            self.lightning_module, self._wingbeat_optimizer, self.wingbeat_strategy, what
+        )
+        self._distributed()
 
     def on_exception(self, exception: BaseException) -> None:
         """Note that other workers need not come any more."""
@@ -89,6 +106,8 @@ class TrainerStrategy:
         """Give plain objects back, then leave as DDPStrategy does."""
         optimizer, self._wingbeat_optimizer = self._wingbeat_optimizer, None
         if optimizer is not None:
+            assert self._wingbeat_frozen is not None
+            self._wingbeat_frozen.let_go()
             let_go = sync.abandon if self._wingbeat_failed else sync.release
             let_go(self.lightning_module, optimizer)
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
@@ -98,6 +117,8 @@ class TrainerStrategy:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's through its own ``forward``, as DDP's wrapper would."""
+        if self._wingbeat_frozen is not None and self._wingbeat_frozen.thawed():
+            self._change(lambda: None)
         self._wingbeat_stepping = self._wingbeat_moved = True
         try:
             return self._training_step(*args, **kwargs)
@@ -197,16 +218,21 @@ class TrainerStrategy:
         """Before all wait for all: let nobody still wait for some, who would never come.
 
         Raises:
-            UsageError: in a training step, where models are averaged among some workers.
+            UsageError: in a training step, where workers may still wait for this one.
         """
         averaging = self.wingbeat_strategy.choices().averaging
         if averaging is None or averaging.partners == "all" or self._wingbeat_optimizer is None:
             return
         if self._wingbeat_stepping and not self._wingbeat_failed:
+            # In pairs, whoever is asked answers between its steps, whatever it waits for there;
+            # only in the midst of a step, where LBFGS evaluates the loss, does it not.
+            within = isinstance(self._wingbeat_optimizer, torch.optim.LBFGS)
+            if averaging.partners == "pairs" and not within:
+                return
             raise UsageError(
                 "self.log(sync_dist=True), all_gather or a barrier in training_step waits for all "
-                "workers, while others wait for some (Ripples, ADPSGD): log with on_step=False, "
-                "or leave sync_dist out"
+                "workers, while others wait for some (Ripples; ADPSGD with LBFGS): log with "
+                "on_step=False, or leave sync_dist out"
             )
         if self._wingbeat_moved:
             self._level()
