@@ -75,6 +75,24 @@ class Thawing(Still):
             self.net[0].requires_grad_(True)
 
 
+class Adding(Still):
+    """Adds what it has frozen to its optimizer, through Lightning's wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+            self.optimizers().add_param_group({"params": [*self.net[0].parameters()], "lr": 0.02})
+
+    def configure_optimizers(self) -> Any:
+        params = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
 USES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "fast_dev_run": (Net, {"fast_dev_run": True}),
     "overfit_batches": (Net, {"overfit_batches": 2, "max_epochs": 3}),
@@ -175,7 +193,7 @@ def fine_tuned() -> None:
         "diloco": wingbeat.DiLoCo(every=4),
     }
     with torchrun():
-        for kind in (Tuned, Thawing):
+        for kind in (Tuned, Thawing, Adding):
             wanted = alone(kind)
             start = dict(kind().named_parameters())
             for name, strategy in kinds.items():
@@ -208,6 +226,14 @@ class Halves(Net):
         )
 
 
+class Growing(Halves):
+    """Gives its first optimizer more to train amid a step."""
+
+    def training_step(self, batch: Any) -> None:
+        first, _ = self.optimizers()
+        first.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
 OPTIMIZED: dict[str, Any] = {
     "merged": wingbeat.MGWFBP(),
     "servers": wingbeat.Geryon(mb=0.001, encrypted=False),
@@ -237,11 +263,15 @@ def several_optimizers(names: list[str]) -> None:
 
 
 def refused_with_several() -> list[str]:
-    """What cannot serve two optimizers says so in a line, and what to do."""
+    """What cannot serve two optimizers, or one that grows amid a step, says so, and what to do."""
     with torchrun():
         return [
             line(lambda k=kind, s=strategy: fitted(k(), WingbeatStrategy(s)))
-            for kind, strategy in ((Halves, wingbeat.Canary()), (Gan, wingbeat.Canary()))
+            for kind, strategy in (
+                (Halves, wingbeat.Canary()),
+                (Gan, wingbeat.Canary()),
+                (Growing, wingbeat.AllReduce()),
+            )
         ]
 
 
@@ -256,8 +286,10 @@ def alone(kind: Any) -> dict[str, torch.Tensor]:
     for epoch in range(4):
         if kind is Tuned:
             callback.finetune_function(module, epoch, optimizer)
-        else:
-            module.net[0].requires_grad_(epoch >= 1)
+        elif epoch == 1:
+            module.net[0].requires_grad_(True)
+            if kind is Adding:
+                optimizer.add_param_group({"params": [*module.net[0].parameters()], "lr": 0.02})
         module.net[1].eval()
         for index in range(0, len(batches), size):
             optimizer.zero_grad()

@@ -38,8 +38,9 @@ def test_two_optimizers(names: list[str], pool_of: PoolOf) -> None:
 
 
 def test_two_optimizers_are_refused_where_they_cannot_be_served(pool_of: PoolOf) -> None:
-    for said in pool_of(2).run(cases.refused_with_several, deadline=150.0):
-        assert all("is not the optimizer's: under bounded staleness" in each for each in said)
+    for *several, growing in pool_of(2).run(cases.refused_with_several, deadline=150.0):
+        assert all("is not the optimizer's: under bounded staleness" in each for each in several)
+        assert growing.startswith("add_param_group() in training_step is not possible: add the")
 
 
 @pytest.mark.parametrize("name", ["clipped accumulation", "gan"])

@@ -60,11 +60,16 @@ class Frozen:
         changed: Callable[[Callable[[], object]], None],
     ) -> None:
         self._params = [param for param in module.parameters() if not param.requires_grad]
-        self._optimizer = optimizer
-        vars(optimizer)["add_param_group"] = lambda group: changed(
-            # Looked up when it is plain.
-            lambda: optimizer.add_param_group(group)
-        )
+        self._optimizer, self._changed = optimizer, changed
+        self.add_through(optimizer)
+
+    def add_through(self, wrapper: Any) -> None:
+        """Have the optimizer, or what Lightning has wrapped around it, take param groups."""
+        vars(wrapper)["add_param_group"] = self._add
+
+    def _add(self, group: dict[str, Any]) -> None:
+        # The method is looked up when the optimizer is plain.
+        self._changed(lambda: self._optimizer.add_param_group(group))
 
     def thawed(self) -> bool:
         """Whether one of them is trained by now."""

@@ -33,6 +33,7 @@ class TrainerStrategy:
     root_device: torch.device
     world_size: int
     _forward_redirection: Callable[..., Any]
+    _lightning_optimizers: list[Any]
 
     def __init__(
         self,
@@ -86,9 +87,21 @@ class TrainerStrategy:
         self._wingbeat_frozen = changing.Frozen(module, optimizer, self._change)
         # Lightning's wrappers are of classes made from the optimizers', which one has now changed.
         self.optimizers = self.optimizers
+        for wrapper in self._lightning_optimizers:
+            if wrapper.optimizer is optimizer:
+                self._wingbeat_frozen.add_through(wrapper)
 
     def _change(self, what: Callable[[], object]) -> None:
-        """Do ``what``, which gives the optimizer more to train, on all workers alike."""
+        """Do ``what``, which gives the optimizer more to train, on all workers alike.
+
+        Raises:
+            UsageError: in a training step, to which Lightning's wrappers of optimizers belong.
+        """
+        if self._wingbeat_stepping:
+            raise UsageError(
+                "add_param_group() in training_step is not possible: add the group in "
+                "on_train_batch_start() or on_train_epoch_start()"
+            )
         assert self._wingbeat_frozen is not None
         assert self._wingbeat_optimizer is not None
         self._wingbeat_frozen.let_go()
@@ -115,10 +128,14 @@ class TrainerStrategy:
 
     # -- training -------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's through its own ``forward``, as DDP's wrapper would."""
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Have parameters averaged that a callback has thawed."""
+        super().on_train_batch_start(*args, **kwargs)  # type: ignore[misc]
         if self._wingbeat_frozen is not None and self._wingbeat_frozen.thawed():
             self._change(lambda: None)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's through its own ``forward``, as DDP's wrapper would."""
         self._wingbeat_stepping = self._wingbeat_moved = True
         try:
             return self._training_step(*args, **kwargs)
