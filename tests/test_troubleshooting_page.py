@@ -68,7 +68,7 @@ def test_every_error_that_comes_while_it_runs_has_its_row() -> None:
         f"{each.where}: {each.text}"
         for each in templates()
         if each.error in ERRORS - {"UsageError"}
-        and fixed(each.text) > SHORTEST
+        and len(re.findall(r"[a-z]{3,}", each.text)) > 2  # else it passes on what was said before
         and not OF_DATA.search(each.text)
         and not is_shown(each)
     ]

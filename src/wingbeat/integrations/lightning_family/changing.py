@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wingbeat import sync
-from wingbeat.sync.upgrade import KEPT
+from wingbeat.sync.upgrade import KEPT, engine_of
 
 
 def change(
@@ -44,37 +44,15 @@ def _with(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     return {**now, **before, **inner}
 
 
-class Frozen:
-    """Which parameters are not trained yet, and what adds them to an optimizer.
+def let_grow(
+    optimizer: torch.optim.Optimizer, changed: Callable[[Callable[[], object]], None]
+) -> None:
+    """Have a distributed optimizer take param groups, also through what Lightning wraps around it.
 
     Args:
-        module: as it was distributed.
-        optimizer: of its parameters.
-        changed: has something done to both while they are plain.
+        optimizer: takes them when it is plain.
+        changed: has something done to model and optimizer while they are.
     """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        changed: Callable[[Callable[[], object]], None],
-    ) -> None:
-        self._params = [param for param in module.parameters() if not param.requires_grad]
-        self._optimizer, self._changed = optimizer, changed
-        self.add_through(optimizer)
-
-    def add_through(self, wrapper: Any) -> None:
-        """Have the optimizer, or what Lightning has wrapped around it, take param groups."""
-        vars(wrapper)["add_param_group"] = self._add
-
-    def _add(self, group: dict[str, Any]) -> None:
-        # The method is looked up when the optimizer is plain.
-        self._changed(lambda: self._optimizer.add_param_group(group))
-
-    def thawed(self) -> bool:
-        """Whether one of them is trained by now."""
-        return any(param.requires_grad for param in self._params)
-
-    def let_go(self) -> None:
-        """Leave the optimizer as it was."""
-        vars(self._optimizer).pop("add_param_group", None)
+    engine = engine_of(optimizer)
+    assert engine is not None
+    engine.add_group = lambda group: changed(lambda: optimizer.add_param_group(group))

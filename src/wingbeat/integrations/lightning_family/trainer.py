@@ -33,7 +33,6 @@ class TrainerStrategy:
     root_device: torch.device
     world_size: int
     _forward_redirection: Callable[..., Any]
-    _lightning_optimizers: list[Any]
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class TrainerStrategy:
         self._wingbeat_interfaces = interfaces
         self._wingbeat_timeout = options.seconds(ddp_kwargs)
         self._wingbeat_optimizer: torch.optim.Optimizer | None = None
-        self._wingbeat_frozen: changing.Frozen | None = None
+        self._wingbeat_frozen: list[torch.nn.Parameter] = []
         self._wingbeat_failed = False
         self._wingbeat_stepping = self._wingbeat_moved = False
         super().__init__(**options.passed_on(ddp_kwargs))
@@ -84,12 +83,10 @@ class TrainerStrategy:
     def _distributed(self) -> None:
         module, optimizer = self.lightning_module, self._wingbeat_optimizer
         assert optimizer is not None
-        self._wingbeat_frozen = changing.Frozen(module, optimizer, self._change)
+        self._wingbeat_frozen = [each for each in module.parameters() if not each.requires_grad]
+        changing.let_grow(optimizer, self._change)
         # Lightning's wrappers are of classes made from the optimizers', which one has now changed.
         self.optimizers = self.optimizers
-        for wrapper in self._lightning_optimizers:
-            if wrapper.optimizer is optimizer:
-                self._wingbeat_frozen.add_through(wrapper)
 
     def _change(self, what: Callable[[], object]) -> None:
         """Do ``what``, which gives the optimizer more to train, on all workers alike.
@@ -102,9 +99,7 @@ class TrainerStrategy:
                 "add_param_group() in training_step is not possible: add the group in "
                 "on_train_batch_start() or on_train_epoch_start()"
             )
-        assert self._wingbeat_frozen is not None
         assert self._wingbeat_optimizer is not None
-        self._wingbeat_frozen.let_go()
         changing.change(
             self.lightning_module, self._wingbeat_optimizer, self.wingbeat_strategy, what
         )
@@ -118,9 +113,8 @@ class TrainerStrategy:
     def teardown(self) -> None:
         """Give plain objects back, then leave as DDPStrategy does."""
         optimizer, self._wingbeat_optimizer = self._wingbeat_optimizer, None
+        self._wingbeat_frozen = []
         if optimizer is not None:
-            assert self._wingbeat_frozen is not None
-            self._wingbeat_frozen.let_go()
             let_go = sync.abandon if self._wingbeat_failed else sync.release
             let_go(self.lightning_module, optimizer)
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
@@ -131,7 +125,7 @@ class TrainerStrategy:
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Have parameters averaged that a callback has thawed."""
         super().on_train_batch_start(*args, **kwargs)  # type: ignore[misc]
-        if self._wingbeat_frozen is not None and self._wingbeat_frozen.thawed():
+        if any(param.requires_grad for param in self._wingbeat_frozen):
             self._change(lambda: None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
