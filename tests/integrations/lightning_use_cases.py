@@ -127,7 +127,7 @@ def used(names: list[str]) -> None:
                 module = kind()
                 fitted(module, WingbeatStrategy(EXACT[each]), **options)
                 same_everywhere(module)
-                assert [type(m) for m in module.modules()] == [type(m) for m in expected.modules()]
+                assert not any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
                 close(dict(module.named_parameters()), dict(expected.named_parameters()))
 
 

@@ -361,18 +361,19 @@ def stopped(folder: str) -> None:
             save_strategy="steps",
             save_steps=1,
             max_steps=9,
-            learning_rate=1.0,
             load_best_model_at_end=True,
             metric_for_best_model="eval_loss",
         )
-        trainer = made(strategy, llama(), args, callbacks=[EarlyStoppingCallback(2)])
+        # No loss is that much better than the first.
+        stopping = EarlyStoppingCallback(2, early_stopping_threshold=10.0)
+        trainer = made(strategy, llama(), args, callbacks=[stopping])
         trainer.train()
         losses = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
         return flat(trainer.model), trainer.state.global_step, losses
 
     with clean():
         wanted = train(None)
-        assert 2 <= wanted[1] < 9
+        assert wanted[1] < 9
         for strategy in EXACT[:2]:
             found = train(strategy)
             same(found[0], wanted[0], strategy)
