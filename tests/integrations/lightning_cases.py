@@ -70,7 +70,8 @@ def mixed(**_kwargs: Any) -> MixedPrecision:
 
 CASES: dict[str, Any] = {
     "plain": (Net, lambda: {}),
-    "direct": (Direct, lambda: {}),
+    # Without validation, after which DDP leaves buffers as they are for one forward.
+    "direct": (Direct, lambda: {"limit_val_batches": 0}),
     "adamw": (Adamed, lambda: {}),
     "accumulation": (Net, lambda: {"accumulate_grad_batches": 4}),
     "accumulation by epoch": (
