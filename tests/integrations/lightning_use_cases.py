@@ -283,6 +283,45 @@ def refused_with_several() -> list[str]:
         ]
 
 
+class Comparing(pl.Callback):
+    """Adds what is frozen to the optimizer, and notes what is kept before and after."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        if trainer.current_epoch == 2:
+            [optimizer] = trainer.optimizers
+            self.before = optimizer.state_dict()["wingbeat"]
+            module.net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": [*module.net[0].parameters()]})
+            self.after = optimizer.state_dict()["wingbeat"]
+
+
+class Keeping(Adding):
+    """Leaves adding to the callback."""
+
+    on_train_epoch_start = Still.on_train_epoch_start
+
+
+def carried() -> None:
+    """Residuals, velocity and how many steps were made are not lost when parameters are added."""
+    with torchrun():
+        for strategy in (OPTIMIZED["sketch"], OPTIMIZED["diloco"]):
+            seen = Comparing()
+            fitted(Keeping(), WingbeatStrategy(strategy), callbacks=[seen], max_epochs=3)
+            before, after = seen.before, seen.after
+            if "averages" in before:
+                before, after = before["averages"], after["averages"]
+                assert after["steps"] == before["steps"] == 12
+            else:
+                assert after["step"] == before["step"] > 0
+            kinds = [key for key, value in before.items() if isinstance(value, dict)]
+            assert kinds
+            for kind in kinds:
+                added = after[kind].keys() - before[kind].keys()
+                assert added == {"net.0.weight", "net.0.bias"}
+                close(before[kind], {name: after[kind][name] for name in before[kind]})
+                assert any(bool(value.any()) for value in before[kind].values())
+
+
 def alone(kind: Any) -> dict[str, torch.Tensor]:
     """The weights that one worker trains with the batches of all workers."""
     module, size = kind(), dist.get_world_size()
