@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import wingbeat
-from wingbeat import errors, parts, testing
-from wingbeat.integrations import accelerate, checkpoint, ddp
+from wingbeat import errors, integrations, parts
 from wingbeat.sync.upgrade import DistributedModel, DistributedOptimizer
 
-PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)\n((?: +:.*\n)*)", re.MULTILINE)
 SHOWN = {name: (kind, options) for kind, name, options in DIRECTIVE.findall(PAGE)}
 
@@ -30,7 +33,8 @@ def test_every_public_name_stands_there_once() -> None:
     names = [name for _, name, _ in DIRECTIVE.findall(PAGE)]
     assert len(names) == len(set(names))
     of_wingbeat = {name.removeprefix("wingbeat.") for name in names if name.count(".") == 1}
-    assert of_wingbeat - {"errors", "parts", "testing"} == set(wingbeat.__all__)
+    packages = {"errors", "lab", "paced", "parts", "simulator", "testing", "topologies"}
+    assert of_wingbeat - packages == set(wingbeat.__all__)
 
 
 @pytest.mark.parametrize("name", wingbeat.__all__)
@@ -55,20 +59,84 @@ def test_every_part_stands_there() -> None:
     assert members("wingbeat.parts") <= set(parts.__all__)
 
 
-def test_every_error_hook_and_fake_stands_there() -> None:
+WHOLE = (
+    "wingbeat.integrations.accelerate",
+    "wingbeat.integrations.checkpoint",
+    "wingbeat.integrations.ddp",
+    "wingbeat.lab",
+    "wingbeat.paced",
+    "wingbeat.simulator",
+    "wingbeat.testing",
+    "wingbeat.topologies",
+)
+"""Packages whose names are all for users, and stand on the page together."""
+
+
+@pytest.mark.parametrize("package", WHOLE)
+def test_every_name_of_a_package_stands_there(package: str) -> None:
+    module = importlib.import_module(package)
+    public = {name for name in module.__all__ if not inspect.ismodule(getattr(module, name))}
+    apart = {name for name in public if f"{package}.{name}" in SHOWN}
+    # What strategies are composed of stands there once.
+    apart |= {n for n in members("wingbeat.parts") if getattr(module, n, 0) is getattr(parts, n)}
+    assert members(package) == public - apart
+
+
+@pytest.mark.parametrize("package", ["transport", "transport.messages", "observe"])
+def test_every_name_of_a_package_stands_there_by_itself(package: str) -> None:
+    module = importlib.import_module(f"wingbeat.{package}")
+    short = {name for name in module.__all__ if f"wingbeat.{name}" in SHOWN}
+    assert {f"wingbeat.{package}.{name}" for name in set(module.__all__) - short} <= set(SHOWN)
+
+
+def test_every_error_stands_there() -> None:
     raised = {
         name
         for name, value in vars(errors).items()
         if inspect.isclass(value) and issubclass(value, errors.WingbeatError)
     }
     assert members("wingbeat.errors") == raised
-    assert members("wingbeat.integrations.ddp") == set(ddp.__all__)
-    assert members("wingbeat.integrations.checkpoint") == set(checkpoint.__all__)
-    lightnings = {name for name in SHOWN if name.endswith(".WingbeatStrategy")}
-    assert lightnings == {
-        f"wingbeat.integrations.{x}.WingbeatStrategy" for x in ("fabric", "lightning")
-    }
-    assert members("wingbeat.integrations.accelerate") == set(accelerate.__all__)
-    trainers = {"WingbeatTrainer", "WingbeatTrainerMixin"}  # loading them takes many seconds
-    assert members("wingbeat.integrations.transformers") == trainers
-    assert members("wingbeat.testing") == set(testing.__all__)
+
+
+def test_every_integration_stands_there() -> None:
+    """Without loading the libraries, which takes many seconds."""
+    for name in integrations.__all__:
+        module = f"wingbeat.integrations.{name}"
+        path = ROOT / "src/wingbeat/integrations" / name
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        public = assigned(path, "__all__")
+        if module in SHOWN:
+            assert members(module) == public
+        else:
+            assert {f"{module}.{each}" for each in public} <= set(SHOWN)
+
+
+def assigned(path: Path, name: str) -> set[str]:
+    """The texts of the list that a module gives a name to."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+            return set(ast.literal_eval(node.value))
+    raise AssertionError(f"{path} has no {name}")
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """What the programs of the pages, and the examples, import from wingbeat, and where."""
+    texts = [(path.name, path.read_text(encoding="utf-8")) for path in ROOT.glob("examples/*.py")]
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        blocks = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+        texts += [(path.name, block) for block in blocks]
+    for where, text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wingbeat"):
+                yield from ((where, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_what_the_pages_import_stands_there() -> None:
+    shown = set(SHOWN) | {
+        f"{name}.{each}" for name, (_, options) in SHOWN.items() if ":members: " in options
+        for each in members(name)
+    }  # fmt: skip
+    modules = {name.rpartition(".")[0] for name in shown}
+    found = list(imported())
+    assert len(found) > 40
+    assert [each for each in found if each[1] not in shown | modules] == []

@@ -163,7 +163,7 @@ def test_who_is_waited_for_too_long_is_named() -> None:
     crew = Crew(0, 2, Pace(0, 1, 1), iterations=2)
     courier = crew.couriers[0]
     courier._timeout = 0.0
-    with pytest.raises(PeerError, match="no worker may begin within 0 s: waits for rank 1"):
+    with pytest.raises(PeerError, match="the next iteration after 0 s: waits for rank 1"):
         courier.begin()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD as AccelerateLocalSGD
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -303,6 +303,33 @@ def uneven() -> None:
                 model(torch.ones(2, 6)).sum().backward()
 
 
+def loaders() -> None:
+    """Batches that are split, uneven, dispatched; two backwards before a step."""
+
+    def train(strategy: Any, **options: Any) -> torch.Tensor:
+        each = accelerator(dataloader_config=DataLoaderConfiguration(**options))
+        bare = net()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9)
+        made = DataLoader(samples(44), batch_size=8)
+        model, optimizer, loader = ready(each, strategy, bare, optimizer, made)
+        for x, y in loader:
+            each.backward((model(x) - y).square().mean())
+            each.backward(model(-x).abs().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return flat(bare)
+
+    with clean():
+        for options in (
+            {"split_batches": True},
+            {"dispatch_batches": True},
+            {"even_batches": True, "use_seedable_sampler": True},
+        ):
+            wanted = train(None, **options)
+            for strategy in EXACT:
+                same(train(strategy, **options), wanted, (options, strategy))
+
+
 def resumed(folder: str) -> None:
     """A run that is saved and goes on in new objects is the run that was not."""
     strategies = (
@@ -503,6 +530,15 @@ def prepared_before() -> Any:
     return prepare(each, bare, each.prepare(torch.optim.SGD(bare.parameters(), lr=0.1)))
 
 
+def wrapped_before() -> Any:
+    each = accelerator()
+    each.scaler = torch.amp.GradScaler("cpu")
+    bare = net()
+    return wingbeat.distribute(
+        bare, each.prepare(torch.optim.SGD(bare.parameters(), lr=0.1)), EXACT[0]
+    )
+
+
 def twice() -> Any:
     bare = net()
     pair = bare, torch.optim.SGD(bare.parameters(), lr=0.1)
@@ -558,6 +594,7 @@ def refusals() -> list[str]:
         lambda: prepare(accelerator(kwargs_handlers=[fixed]), model),
         fp8,
         prepared_before,
+        wrapped_before,
         twice,
         triggered,
         lambda: joined(net()),

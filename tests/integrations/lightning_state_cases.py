@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import wingbeat
 from integrations.lightning_cases import (
     EXACT,
     Adamed,
+    Bfgs,
     Gan,
     Gathering,
     Net,
@@ -37,6 +39,7 @@ class Plain(Net):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+QUICK = timedelta(seconds=40)
 KEPT: dict[str, Any] = {
     **EXACT,
     "sketch": wingbeat.AllReduce(wire="sketch@2:auto_disable=false"),
@@ -189,6 +192,37 @@ def averaged(kind: str, folder: str) -> None:
         trainer.test(module, loader(2, 16), verbose=False)
 
 
+class Talking(Plain):
+    """Waits for all in each step, in its closure and after it."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any) -> Any:
+        loss = self.loss(batch)
+        self.log("before", loss, sync_dist=True, on_step=True, on_epoch=True)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log("after", loss, sync_dist=True)
+        gathered = self.all_gather(loss.detach())
+        assert gathered.shape == (dist.get_world_size(),)
+        return loss
+
+
+def waits_for_all() -> None:
+    """In pairs, a training step may wait for all workers: those who are asked answer meanwhile."""
+    with torchrun():
+        for manual in (False, True):
+            module = Talking(manual)
+            trainer = fitted(module, WingbeatStrategy(wingbeat.ADPSGD(), timeout=QUICK))
+            assert trainer.global_step == 2 * (48 // 4 // dist.get_world_size())
+            same_everywhere(module)
+
+
 def refused() -> None:
     """What cannot be served is refused in one line, and the trainer can be used again."""
 
@@ -201,8 +235,11 @@ def refused() -> None:
         assert "has returned no optimizer of the model's parameters" in said
         said = line(lambda: fitted(Gan(), WingbeatStrategy(EXACT["sharded"])))
         assert said.startswith("backward() for another optimizer: with shard_optimizer")
-        said = line(lambda: fitted(Net(), WingbeatStrategy(wingbeat.ADPSGD())))
-        assert said.startswith("self.log(sync_dist=True), all_gather or a barrier in training_step")
+        for kind, averaging in (
+            (Net, wingbeat.Ripples(encrypted=False)), (Bfgs, wingbeat.ADPSGD()),
+        ):  # fmt: skip
+            said = line(lambda k=kind, a=averaging: fitted(k(), WingbeatStrategy(a)))
+            assert said.startswith("self.log(sync_dist=True), all_gather or a barrier in train")
         clipped = {"gradient_clip_val": 0.1}
         said = line(lambda: fitted(Net(), WingbeatStrategy(wingbeat.Canary()), **clipped))
         assert "Canary" in said, said

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,12 +17,15 @@ import pytest
 from helpers.pool import Pool
 from helpers.refusals import assert_said
 from integrations import accelerate_cases as cases
+from wingbeat import testing
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
+from wingbeat.integrations.accelerate.refusing import warn_of_one
 from wingbeat.integrations.libraries import library
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
+PAGE = Path(__file__).parents[2] / "docs/how-to/accelerate.md"
 WIRES = [
     "sketch@2",
     "topk@0.2:warmup=0",
@@ -51,7 +56,15 @@ def run(pool: Pool) -> Callable[..., list[Any]]:
 
 @pytest.mark.parametrize(
     "case",
-    [cases.exact, cases.clips_parts, cases.scaled, cases.several, cases.uneven, cases.local_sgd],
+    [
+        cases.exact,
+        cases.clips_parts,
+        cases.scaled,
+        cases.several,
+        cases.uneven,
+        cases.local_sgd,
+        cases.loaders,
+    ],
 )
 def test_as_with_its_own_ddp(case: Any, run: Any) -> None:
     run(case)
@@ -87,6 +100,7 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any) -> None:
         "Sequential has '1.running_mean'",
         "mixed_precision='fp8'",
         "pass the bare optimizer",
+        "its gradient scaler would go on with the step that SGD has now",
         "is distributed already, with another model or as AllReduce(mb=",
         "trigger_sync_in_backward()",
         "2 models, of which a worker",
@@ -101,8 +115,7 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any) -> None:
 
 
 def test_the_page_runs(run: Any, tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs/how-to/accelerate.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 3
     run(cases.page, blocks, str(tmp_path))
     assert (tmp_path / "checkpoint/model.safetensors").exists()
@@ -110,6 +123,51 @@ def test_the_page_runs(run: Any, tmp_path: Path) -> None:
 
 def test_one_worker_alone(fresh_pool: Callable[..., Pool]) -> None:
     fresh_pool(1).run(cases.single, deadline=150.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "warned"),
+    [
+        ({}, True),
+        ({"ACCELERATE_USE_CPU": "False"}, False),
+        ({"WORLD_SIZE": "1"}, False),  # torchrun has started one, as it was told
+        ({"MASTER_ADDR": None}, False),  # --num_processes 1
+    ],
+)
+def test_one_process_in_place_of_several_is_said(
+    changed: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    env = {name: value for name, value in {**usual, **changed}.items() if value is not None}
+    [world] = testing.worlds(1)
+    with caplog.at_level("WARNING", logger="wingbeat"):
+        warn_of_one(world, env)
+    assert ("accelerate launch --cpu starts one process" in caplog.text) is warned
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["-m", "torch.distributed.run", "--nproc-per-node=2"], "2 workers"),
+        (["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"], "starts one process"),
+        (["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"], "2 workers"),
+    ],
+)
+def test_the_commands_of_the_page(command: list[str], said: str, tmp_path: Path) -> None:
+    """The page's program, started by each launcher, on CPUs."""
+    block, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(f"{block}\nprint(accelerator.num_processes, 'workers')\n")
+    usual = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER"))}
+    done = subprocess.run(
+        [sys.executable, *command, str(script)],
+        cwd=tmp_path, env={**usual, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])

@@ -1,4 +1,4 @@
-"""``docs/how-to/ray.md``: its function, in Ray's own workers, trains what Ray's DDP trains."""
+"""``docs/how-to/ray.md``: its functions, in Ray's own workers, train what Ray's DDP trains."""
 
 from __future__ import annotations
 
@@ -37,20 +37,41 @@ def both(config: dict[str, Any]) -> None:
     Path(config["done"], str(ray.train.get_context().get_world_rank())).touch()
 
 
+def both_in_lightning(config: dict[str, Any]) -> None:
+    """Train as the page does in Lightning, then by Ray's strategy; raises where weights differ."""
+    import ray.train
+    import torch
+
+    torch.set_num_threads(1)
+    page: dict[str, Any] = {}
+    exec(config["code"], page)
+    weights = page["train_func"](config)
+    page["OnRay"] = lambda _strategy: page["RayDDPStrategy"]()
+    expected = page["train_func"](config)
+    begin = page["Module"]().state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)
+        assert not torch.equal(value, begin[name])
+    Path(config["done"], str(ray.train.get_context().get_world_rank())).touch()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_pages_function_trains_what_rays_ddp_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("block", "train"), [(0, both), (2, both_in_lightning)])
+def test_the_pages_functions_train_what_rays_ddp_trains(
+    block: int, train: Any, tmp_path: Path
+) -> None:
     import ray
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    code, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[block]
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # which workers have not
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         TorchTrainer(
-            both,
-            train_loop_config={"steps": 5, "code": code, "done": str(tmp_path)},
+            train,
+            train_loop_config={"steps": 5, "epochs": 2, "code": code, "done": str(tmp_path)},
             scaling_config=ray.train.ScalingConfig(num_workers=2),
             run_config=ray.train.RunConfig(storage_path=str(tmp_path / "ray")),
         ).fit()

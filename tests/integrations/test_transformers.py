@@ -36,6 +36,7 @@ def run() -> Iterator[Callable[..., list[Any]]]:
         cases.sequences,
         cases.resumed,
         cases.best,
+        cases.stopped,
         cases.averaged,
         cases.in_half,
     ],

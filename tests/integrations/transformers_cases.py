@@ -11,11 +11,13 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from transformers import (
+    EarlyStoppingCallback,
     LlamaConfig,
     LlamaForCausalLM,
     Seq2SeqTrainer,
@@ -29,6 +31,7 @@ from transformers import (
 
 import wingbeat
 from helpers.refusals import said_by
+from wingbeat.errors import UsageError
 from wingbeat.integrations.transformers import WingbeatTrainer, WingbeatTrainerMixin
 from wingbeat.schedules.events import Phase
 from wingbeat.sync.upgrade import engine_of
@@ -343,6 +346,42 @@ def best(folder: str) -> None:
         wanted = train(None, f"{folder}/ddp")
         for number, strategy in enumerate(EXACT):
             same(train(strategy, f"{folder}/{number}"), wanted, strategy)
+
+
+def stopped(folder: str) -> None:
+    """Evaluation before the first step, an optimizer of the library's own, and an early end."""
+
+    def train(strategy: Any) -> Any:
+        args = arguments(
+            folder,
+            optim="adafactor",
+            eval_on_start=True,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            max_steps=9,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+        )
+        # No loss is that much better than the first.
+        stopping = EarlyStoppingCallback(2, early_stopping_threshold=10.0)
+        trainer = made(strategy, llama(), args, callbacks=[stopping])
+        trainer.train()
+        losses = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+        return flat(trainer.model), trainer.state.global_step, losses
+
+    with clean():
+        wanted = train(None)
+        assert wanted[1] < 9
+        for strategy in EXACT[:2]:
+            found = train(strategy)
+            same(found[0], wanted[0], strategy)
+            assert found[1] == wanted[1]
+            assert max(abs(a - b) for a, b in zip(found[2], wanted[2], strict=True)) <= 1e-4
+        # Adafactor looks at rows and columns, which no worker has whole.
+        with pytest.raises(UsageError, match="does not treat each element of a parameter alone"):
+            train(EXACT[2])
 
 
 def averaged(folder: str) -> None:

@@ -53,6 +53,9 @@ def seconds_per_byte(
         host_rates: each host's rate over all its interfaces, bytes per second, each direction.
         trunks: for each leaf switch, its number of hosts and its trunk's rate in bytes per second.
 
+    Raises:
+        UsageError: there is no host, or one has no rate.
+
     >>> seconds_per_byte([125e6] * 4) * 100e6
     0.6
     """

@@ -50,6 +50,9 @@ class BenchConfig:
         slow: which workers are slow on purpose, as `slow.parse` reads it.
         traffic: whether to look at what each host sends over time.
         target_loss: the loss to which training is timed; None for no such figure.
+
+    Raises:
+        UsageError: a number is out of range, or a name does not exist.
     """
 
     lab: str

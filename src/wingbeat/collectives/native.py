@@ -35,7 +35,8 @@ class NativeJob:
             self._work.wait()
         except RuntimeError as err:
             raise PeerError(
-                f"rank {self._rank}: {self._what.replace('_', '-')} failed: {first_line(err)}"
+                f"rank {self._rank}: {self._what.replace('_', '-')} failed: {first_line(err)}; "
+                "look for the worker that died or stopped first"
             ) from None
         narrowed, self._narrowed = self._narrowed, None
         if narrowed is not None:

@@ -327,13 +327,16 @@ class Client:
         while left and (message := self._mailbox.poll()) is not None:
             self._take(message)  # its last words may say why
         for server in left if self._busy else ():
-            raise PeerError(f"{self._me}: {self._name(server)} has ended")
+            raise PeerError(
+                f"{self._me}: {self._name(server)} has ended; start the job again from a checkpoint"
+            )
         if now - self._heard > self._timeout:
             late = sorted({part.server for _, part in self._wanted.values()}) or self._servers
             what = next(iter(self._wanted.values()))[0].what if self._wanted else "gradients"
             raise PeerError(
                 f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
-                f"{self._timeout:g} s"
+                f"{self._timeout:g} s: check that it and all workers run, or allow more: "
+                "wingbeat.init(timeout=...)"
             )
 
     def _end(self) -> None:

@@ -145,7 +145,7 @@ class Courier:
         Raises:
             PeerError: it took too long, or cannot be; names who is waited for.
         """
-        iteration: int = self._until(self.advance, "may begin")
+        iteration: int = self._until(self.advance, "may not begin the next iteration")
         return iteration
 
     def finish(self) -> None:
@@ -178,7 +178,7 @@ class Courier:
         """
         with self._using():
             self.machine.end()
-        self._until(self._settled, "has settled")
+        self._until(self._settled, "may not end")
         if self._journal.kept:
             digest = None
             with contextlib.suppress(UsageError):  # if the model has not been forgotten meanwhile
@@ -238,8 +238,9 @@ class Courier:
                 left = deadline - self._clock()
                 if left <= 0:
                     raise PeerError(
-                        f"{self._me}: no worker {said} within {self._timeout:g} s: waits for "
-                        f"{', '.join(map(self._name, self.machine.behind())) or 'sums'}"
+                        f"{self._me}: {said} after {self._timeout:g} s: waits for "
+                        f"{', '.join(map(self._name, self.machine.behind())) or 'sums'}; check "
+                        "that all still train, or allow more: wingbeat.init(timeout=...)"
                     )
                 if self._count == before:
                     self._changed.wait(left)
@@ -263,7 +264,10 @@ class Courier:
                 "start it anew"
             )
         if self.machine.stranded:
-            raise PeerError(f"{self._me}: no worker is left that has all parameters")
+            raise PeerError(
+                f"{self._me}: no worker is left that has all parameters; start the job again from "
+                "a checkpoint"
+            )
 
     # -- the thread -----------------------------------------------------------------------
 

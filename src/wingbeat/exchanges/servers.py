@@ -82,7 +82,11 @@ class ServerExchange:
         world.on_close(self._hosting.close)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
-        """Cut these buckets, which are used from now on, for the servers."""
+        """Cut these buckets, which are used from now on, for the servers.
+
+        Raises:
+            UsageError: parameters that servers cannot sum, or more slices than there is room for.
+        """
         for bucket in buckets:
             if bucket.flat.device.type != "cpu" or bucket.flat.dtype not in DTYPES:
                 kind = f"{bucket.flat.dtype} on {bucket.flat.device}"

@@ -266,7 +266,10 @@ class _Held:
         """
         replica = self._replica()
         if replica is None:
-            raise UsageError("another worker asks for parameters of a model that is gone here")
+            raise UsageError(
+                "another worker asks for parameters of a model that is gone here: keep a reference "
+                "to it until training has ended"
+            )
         return replica.copied()
 
 

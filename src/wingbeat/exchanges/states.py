@@ -104,7 +104,10 @@ def take(world: World, giver: int, meeting: int, most: int, lives: Callable[[], 
         raise Lost(f"{name} was lost {time.monotonic() - begun:.1f} s after it was asked for its "
                    f"state: {taking.why}")  # fmt: skip
     if taking.size == _NOTHING:
-        raise PeerError(f"{name} offers no state to a worker that has come back")
+        raise PeerError(
+            f"{name} offers no state to a worker that has come back; start all workers again from "
+            "a checkpoint"
+        )
     if not 0 <= taking.size <= most:
         raise PeerError(
             f"{name} sends a state of {taking.size} bytes: allowed are {most}; pass "

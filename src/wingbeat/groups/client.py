@@ -304,7 +304,7 @@ class Client:
             if time.monotonic() >= deadline:
                 raise PeerError(
                     f"rank {self._worker}: no group came from the group generator within "
-                    f"{self._timeout:g} s"
+                    f"{self._timeout:g} s; check that the others still train"
                 )
             self._post(Kind.ALIVE)  # which has to arrive
 

@@ -41,7 +41,11 @@ class Layout:
 
     @classmethod
     def even(cls, hosts: int, workers: int) -> Layout:
-        """Return the layout of ``hosts`` hosts with ``workers`` workers each, as torchrun's is."""
+        """Return the layout of ``hosts`` hosts with ``workers`` workers each, as torchrun's is.
+
+        Raises:
+            UsageError: there are no hosts, or no workers.
+        """
         if hosts < 1 or workers < 1:
             raise UsageError(f"Layout.even(hosts={hosts}, workers={workers}): 1 or more of each")
         return cls([host for host in range(hosts) for _ in range(workers)])

@@ -34,7 +34,9 @@ class Network:
         try:
             self._build()
         except OSError as err:
-            raise LabError(f"cannot build the lab's network: {err}") from None
+            raise LabError(
+                f"cannot build the lab's network: {err}; see: wingbeat lab doctor"
+            ) from None
 
     def _build(self) -> None:
         self._files = [kernel.new_network() for _ in self.plan.hosts]
@@ -116,7 +118,7 @@ def batch(tool: str, lines: Sequence[str], files: Sequence[int] = ()) -> None:
     except FileNotFoundError:
         raise LabError(f"{tool} not found: install iproute2") from None
     if done.returncode:
-        raise LabError(f"{tool} failed: {explain(done.stderr, lines)}")
+        raise LabError(f"{tool} failed: {explain(done.stderr, lines)}; see: wingbeat lab doctor")
 
 
 def explain(stderr: str, lines: Sequence[str]) -> str:

@@ -57,7 +57,12 @@ def stats(name: str | None = None) -> LabStats:
 
 
 def choose(labs: list[RunningLab], name: str | None) -> RunningLab:
-    """Pick one lab; raises as :func:`stats` does."""
+    """Pick one lab.
+
+    Raises:
+        LabError: none runs, or several do and none is named.
+        UsageError: no lab has that name.
+    """
     if name is not None:
         for lab in labs:
             if lab.name == name:

@@ -117,7 +117,9 @@ class Supervisor:
             raise UsageError(f"cannot run {command[0]!r}: {err.strerror}") from None
         except subprocess.SubprocessError:
             os.close(reader)
-            raise LabError(f"could not place worker {rank} on its host") from None
+            raise LabError(
+                f"could not place worker {rank} on its host; see: wingbeat lab doctor"
+            ) from None
         finally:
             os.close(writer)
         process.returncode = 0  # reaped here with waitid, not by subprocess

@@ -89,6 +89,9 @@ class Stream:
 
     Any thread may record: an event is one tuple, appended to a list, which CPython does
     atomically. Starting and stopping belong to one thread.
+
+    Raises:
+        UsageError: a ``limit`` below 1 event.
     """
 
     __slots__ = ("_dropped", "_limit", "_rows", "_told", "_worker", "on")

@@ -121,7 +121,11 @@ class Servers(Part, Settings):
         return frozenset({ONCE})
 
     def thresholds(self) -> tuple[float, ...]:
-        """Return what divides the classes at first; nothing where they go by kind of layer."""
+        """Return what divides the classes at first; nothing where they go by kind of layer.
+
+        Raises:
+            UsageError: what is given does not divide so many classes.
+        """
         given = self.threshold
         if isinstance(given, str):
             return self._named_thresholds(given)

@@ -63,7 +63,11 @@ class PriorityTable:
         self.set(thresholds)
 
     def set(self, thresholds: Sequence[float]) -> None:
-        """Change the thresholds; the entries are forgotten."""
+        """Change the thresholds; the entries are forgotten.
+
+        Raises:
+            UsageError: they do not fall from 1 to 0.
+        """
         levels = tuple(thresholds)
         fall = all(a > b for a, b in itertools.pairwise(levels))
         if not fall or not all(0 <= level <= 1 for level in levels):

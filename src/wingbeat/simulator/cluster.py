@@ -19,6 +19,9 @@ class Links:
         priorities: whether cards and the switch serve messages of an urgent class first. Only
             servers have classes.
         quantum: bytes of a message that are carried before a more urgent one is.
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
     bytes_per_s: float

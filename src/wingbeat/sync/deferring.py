@@ -39,7 +39,10 @@ class DeferringOptimizer(DistributedOptimizer):
         """What the optimizer remembers by parameter; updates that are due are applied first.
 
         With ``shard_optimizer`` it is on different workers, with ``update="server"`` on the
-        servers, and `state_dict` gathers it.
+        servers, and `state_dict` gathers it. It can be set where the optimizer is not divided.
+
+        Raises:
+            UsageError: it is set where no worker has all of it.
         """
         return self._engine.visible_state()
 

@@ -52,6 +52,7 @@ class Engine(Entrance):
     Attributes:
         control: what is decided while training goes on; None for a worker alone, and where workers
             are not in lockstep.
+        add_group: takes a param group for the optimizer; None where none can be added.
         scaled: whether a GradScaler unscales the gradients.
         asked: whether it has asked the optimizer, since the last step, what to do.
         hooks: on the model, its parameters and its optimizer; None for a worker alone.
@@ -80,6 +81,7 @@ class Engine(Entrance):
         self.compression = kinds.compression_of(choices, self.bucketing.slots, collectives)
         self.steps_made = Steps(world)
         self.control: Control | None = None
+        self.add_group: Callable[[dict[str, Any]], None] | None = None
         self.scaled = self.asked = False
         self.hooks: Hooks | None = None
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.

@@ -73,6 +73,7 @@ def distribute(
     """
     inner = unwrapped(optimizer)
     _check(model, inner, strategy)
+    _refuse_kept_step(optimizer, inner)
     world = whole = world or current()
     check_wishes(whole)
     choices = strategy.choices()
@@ -116,6 +117,20 @@ def unwrapped(optimizer: Any) -> Any:
         seen.append(optimizer)
         optimizer = inner
     return optimizer
+
+
+def _refuse_kept_step(given: Any, inner: Any) -> None:
+    """Refuse a wrapper with a gradient scaler, as Accelerate's: it calls the step it was made with.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if given is not inner and vars(given).get("scaler") is not None:
+        raise UsageError(
+            f"distribute(optimizer={type(given).__name__}): its gradient scaler would go on with "
+            f"the step that {type(inner).__name__} has now: distribute first and wrap then, or use "
+            "wingbeat.integrations.accelerate.prepare()"
+        )
 
 
 def _take_over_rank_zeros(model: torch.nn.Module, collectives: Collectives) -> None:

@@ -113,6 +113,9 @@ class Intake:
         """Take in one gradient; called by autograd as soon as it has been accumulated.
 
         With parameters on several devices several threads of autograd come here.
+
+        Raises:
+            UsageError: a gradient that cannot be taken in: after an exception, twice, or sparse.
         """
         with self.lock:
             if not self._in_backward:

@@ -115,7 +115,12 @@ def _refuse_throwing(throw: bool) -> None:
 def joined(
     engine: Engine, divide_by_all: bool = True, enable: bool = True, throw: bool = False
 ) -> Iterator[None]:
-    """Keep the others company after leaving the context early; see `DistributedModel.join`."""
+    """Keep the others company after leaving the context early; see `DistributedModel.join`.
+
+    Raises:
+        UsageError: under a strategy that has no use for it.
+        UnevenBatchesError: a worker has run out of batches, and it was to ``throw`` then.
+    """
     if engine.world.size == 1 or not enable:
         yield
         return

@@ -286,12 +286,15 @@ class DistributedOptimizer(_Distributed):
         """
         checkpoint.load(self._engine, parts, super().load_state_dict)  # type: ignore[misc]
 
-    def add_param_group(self, _group: dict[str, Any]) -> None:
-        """Refused: the plan is made.
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Refused, as the plan is made, where nobody is there who distributes the model anew.
 
         Raises:
-            UsageError: always.
+            UsageError: so it is.
         """
+        if self._engine.add_group is not None:
+            self._engine.add_group(group)
+            return
         raise UsageError(
             "add_param_group() after distribute() is not possible: add the group before, or call "
             "wingbeat.release(model, optimizer), add it, and distribute() again"

@@ -139,7 +139,8 @@ def _meet(timeout: float) -> tuple[int, int, dist.Store]:
         raise RendezvousError(
             f"rank {env['RANK']} did not reach the store at {env['MASTER_ADDR']}:"
             f"{env['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT) after "
-            f"{time.monotonic() - begin:.1f} s: {first_line(err)}"
+            f"{time.monotonic() - begin:.1f} s: {first_line(err)}; check that rank 0 runs, that "
+            "its address is right, and that no firewall closes the port"
         ) from None
     return rank, size, store
 
@@ -257,7 +258,8 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
         except RuntimeError as err:
             raise RendezvousError(
                 f"rank {world.rank} could not start torch's default process group with "
-                f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}: {first_line(err)}"
+                f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}: {first_line(err)}; check "
+                "that every host has this interface, and can reach the others over it"
             ) from None
     world._close = functools.partial(_end_default_group, dist.group.WORLD)
 

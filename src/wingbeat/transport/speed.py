@@ -48,6 +48,7 @@ def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:
     except RuntimeError as err:
         raise PeerError(
             f"rank {world.rank}: measuring interface {link.name} with ranks {before} and {after} "
-            f"failed after {time.monotonic() - begin:.1f} s: {str(err).splitlines()[0]}"
+            f"failed after {time.monotonic() - begin:.1f} s: {str(err).splitlines()[0]}; check "
+            "that it joins these hosts, or name others: wingbeat.init(interfaces=[...])"
         ) from None
     return time.monotonic() - begin

@@ -120,7 +120,8 @@ def _said(
         if value.shape != param.shape:
             raise UsageError(
                 f"optimizer state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, "
-                f"and must have the parameter's, {tuple(param.shape)}"
+                f"and must have the parameter's, {tuple(param.shape)}: load the state of the same "
+                "model"
             )
         flat = value.detach().reshape(-1)[part.first : part.first + part.length].contiguous()
         arrays.append(flat)

@@ -203,7 +203,8 @@ class Shards:
         if value.shape != shape:
             raise UsageError(
                 f"optimizer state {key!r} of parameter {piece.slot.name!r} has shape "
-                f"{tuple(value.shape)}, and must have the parameter's, {tuple(shape)}"
+                f"{tuple(value.shape)}, and must have the parameter's, {tuple(shape)}: load the "
+                "state of the same model"
             )
         return value.detach().reshape(-1)[piece.span.start : piece.span.stop].clone()
 

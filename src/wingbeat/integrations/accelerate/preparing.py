@@ -11,7 +11,11 @@ from torch import nn
 from wingbeat.errors import UsageError
 from wingbeat.integrations.accelerate import names
 from wingbeat.integrations.accelerate.accelerator import upgrade_accelerator
-from wingbeat.integrations.accelerate.refusing import refuse_ddp_options, refuse_setup
+from wingbeat.integrations.accelerate.refusing import (
+    refuse_ddp_options,
+    refuse_setup,
+    warn_of_one,
+)
 from wingbeat.sync import distribute
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.entry import HasChoices, unwrapped
@@ -66,6 +70,7 @@ def prepare(
         )
     models = [each for each in objects if isinstance(each, nn.Module)]
     refuse_setup(accelerator, world)
+    warn_of_one(world)
     refuse_ddp_options(accelerator, models)
     pairs = _pairs(models, [each for each in objects if isinstance(each, torch.optim.Optimizer)])
     if strategy is None:

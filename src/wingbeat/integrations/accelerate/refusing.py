@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from wingbeat.errors import UsageError
+from wingbeat.observe.log import log
 from wingbeat.transport.world import World
 
 _PARALLEL = ("tp_enabled", "cp_enabled", "sp_enabled", "dp_shard_enabled")
@@ -41,6 +44,20 @@ def refuse_setup(accelerator: Any, world: World) -> None:
         raise UsageError(
             f"prepare(accelerator): it has {accelerator.num_processes} processes and wingbeat "
             f"{world.size} workers: start them all by torchrun or accelerate launch"
+        )
+
+
+def warn_of_one(world: World, env: Mapping[str, str] = os.environ) -> None:
+    """Say so where Accelerate's launcher has started one process in place of several.
+
+    On CPUs it starts one whatever ``--num_processes`` says, and leaves the rest to mpirun; but
+    only for several does it say where they would meet.
+    """
+    on_cpus = env.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    if world.size == 1 and on_cpus and "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
+        log.warning(
+            "accelerate launch --cpu starts one process, whatever --num_processes says: this is a "
+            "world of one worker; for more, start with torchrun --nproc-per-node=N"
         )
 
 

@@ -26,6 +26,7 @@ TRAINER = (
     "load_optimizer_state_dict",
     "model",
     "on_exception",
+    "on_train_batch_start",
     "on_train_end",
     "on_validation_start",
     "optimizer_state",

@@ -15,7 +15,7 @@ import torch
 
 from wingbeat import sync
 from wingbeat.errors import UsageError
-from wingbeat.integrations.lightning_family import names, options, workers
+from wingbeat.integrations.lightning_family import changing, names, options, workers
 
 
 class TrainerStrategy:
@@ -45,6 +45,7 @@ class TrainerStrategy:
         self._wingbeat_interfaces = interfaces
         self._wingbeat_timeout = options.seconds(ddp_kwargs)
         self._wingbeat_optimizer: torch.optim.Optimizer | None = None
+        self._wingbeat_frozen: list[torch.nn.Parameter] = []
         self._wingbeat_failed = False
         self._wingbeat_stepping = self._wingbeat_moved = False
         super().__init__(**options.passed_on(ddp_kwargs))
@@ -76,9 +77,33 @@ class TrainerStrategy:
         optimizer = _first_of(self.lightning_module, self.optimizers)
         sync.distribute(self.lightning_module, optimizer, self.wingbeat_strategy)
         self._wingbeat_optimizer = optimizer
+        self._distributed()
+        _clip_through_optimizer(self.precision_plugin)
+
+    def _distributed(self) -> None:
+        module, optimizer = self.lightning_module, self._wingbeat_optimizer
+        assert optimizer is not None
+        self._wingbeat_frozen = [each for each in module.parameters() if not each.requires_grad]
+        changing.let_grow(optimizer, self._change)
         # Lightning's wrappers are of classes made from the optimizers', which one has now changed.
         self.optimizers = self.optimizers
-        _clip_through_optimizer(self.precision_plugin)
+
+    def _change(self, what: Callable[[], object]) -> None:
+        """Do ``what``, which gives the optimizer more to train, on all workers alike.
+
+        Raises:
+            UsageError: in a training step, to which Lightning's wrappers of optimizers belong.
+        """
+        if self._wingbeat_stepping:
+            raise UsageError(
+                "add_param_group() in training_step is not possible: add the group in "
+                "on_train_batch_start() or on_train_epoch_start()"
+            )
+        assert self._wingbeat_optimizer is not None
+        changing.change(
+            self.lightning_module, self._wingbeat_optimizer, self.wingbeat_strategy, what
+        )
+        self._distributed()
 
     def on_exception(self, exception: BaseException) -> None:
         """Note that other workers need not come any more."""
@@ -88,6 +113,7 @@ class TrainerStrategy:
     def teardown(self) -> None:
         """Give plain objects back, then leave as DDPStrategy does."""
         optimizer, self._wingbeat_optimizer = self._wingbeat_optimizer, None
+        self._wingbeat_frozen = []
         if optimizer is not None:
             let_go = sync.abandon if self._wingbeat_failed else sync.release
             let_go(self.lightning_module, optimizer)
@@ -95,6 +121,12 @@ class TrainerStrategy:
         super().teardown()  # type: ignore[misc]
 
     # -- training -------------------------------------------------------------------------
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Have parameters averaged that a callback has thawed."""
+        super().on_train_batch_start(*args, **kwargs)  # type: ignore[misc]
+        if any(param.requires_grad for param in self._wingbeat_frozen):
+            self._change(lambda: None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's through its own ``forward``, as DDP's wrapper would."""
@@ -197,16 +229,21 @@ class TrainerStrategy:
         """Before all wait for all: let nobody still wait for some, who would never come.
 
         Raises:
-            UsageError: in a training step, where models are averaged among some workers.
+            UsageError: in a training step, where workers may still wait for this one.
         """
         averaging = self.wingbeat_strategy.choices().averaging
         if averaging is None or averaging.partners == "all" or self._wingbeat_optimizer is None:
             return
         if self._wingbeat_stepping and not self._wingbeat_failed:
+            # In pairs, whoever is asked answers between its steps, whatever it waits for there;
+            # only in the midst of a step, where LBFGS evaluates the loss, does it not.
+            within = isinstance(self._wingbeat_optimizer, torch.optim.LBFGS)
+            if averaging.partners == "pairs" and not within:
+                return
             raise UsageError(
                 "self.log(sync_dist=True), all_gather or a barrier in training_step waits for all "
-                "workers, while others wait for some (Ripples, ADPSGD): log with on_step=False, "
-                "or leave sync_dist out"
+                "workers, while others wait for some (Ripples; ADPSGD with LBFGS): log with "
+                "on_step=False, or leave sync_dist out"
             )
         if self._wingbeat_moved:
             self._level()

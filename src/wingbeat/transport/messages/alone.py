@@ -12,7 +12,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def alone(method: Method) -> Method:
-    """Let one thread at a time into a mailbox, and nobody once it is closed or broken."""
+    """Let one thread at a time into a mailbox, and nobody once it is closed or broken.
+
+    What is returned raises a `UsageError` then, or says again why it broke.
+    """
 
     @functools.wraps(method)
     def inner(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -168,7 +168,7 @@ def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Int
         if wanted not in [i.name for i in mine]:
             raise unknown("interface", wanted, [i.name for i in own.interfaces])
     if not mine:
-        raise UsageError("this host has no interface with an IPv4 address that is up")
+        raise UsageError("this host has no interface that is up and has an address: bring one up")
     return own, mine
 
 
