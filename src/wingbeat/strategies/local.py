@@ -153,7 +153,11 @@ class LocalSGD(Preset):
         self.compose()
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the parts that it stands for.
+
+        Raises:
+            UsageError: the optimizer's state cannot go through the codec of ``wire``.
+        """
         update: parts.UpdatePart = parts.Averaged(state=self.average_state)
         if self.wire not in DTYPES:
             if self.average_state:
