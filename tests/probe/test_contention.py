@@ -31,7 +31,8 @@ def test_what_holds_backward_up_is_found(factor: float) -> None:
     if held_up < NEGLIGIBLE * 7.0:
         assert found in (0.0, pytest.approx(factor))
     else:
-        assert found == pytest.approx(factor)
+        # Its exchanges last 0.4, 0.5 and 0.7 s, and take 0.2, 0.25 and 0.35 s of processors.
+        assert found == pytest.approx(min(factor, 2.0))
 
 
 def test_where_there_are_processors_for_both_nothing_is_held_up() -> None:

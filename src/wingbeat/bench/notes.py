@@ -96,7 +96,9 @@ NOTES = {
     "merge": (
         "what the row's plan of merged gradients says of itself on rank 0, in the first round that"
         " has one: its kind, the number of buckets and tensors, the predicted seconds of an"
-        " iteration and of its parts, and the costs they come from; null where nothing is planned"
+        " iteration and of its parts, the costs they come from, what was measured (measured_s)"
+        " and which plans a trial has compared (tried, the chosen first); null where nothing is"
+        " planned"
     ),
     "deciding": (
         "what it took until a row that tunes, tries or plans had decided how it trains: iterations,"

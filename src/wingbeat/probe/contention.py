@@ -28,6 +28,8 @@ def contention(
 ) -> float:
     """Return by how many seconds backward is held up for each second of processors, 0 or more.
 
+    By no more than exchanges last: what is longer has other causes, such as other jobs.
+
     Args:
         workload: the backward pass.
         costs: of buckets; their ``delay`` does not count.
@@ -37,12 +39,13 @@ def contention(
         beside: the same of a plan with more of them. With as many or fewer nothing is known, and
             the answer is 0.
     """
-    taken, spent = [], []
+    taken, spent, most = [], [], 0.0
     for plan, span_s in (alone, beside):
         timeline = merge.predict(plan, workload, replace(costs, delay=cpu))
         spent.append(timeline.delay_s)
         taken.append(span_s - timeline.encode_s)
+        most = sum(row.exchange_end_s - row.exchange_begin_s for row in timeline.rows[:-1])
     held_up, processors = taken[1] - taken[0], spent[1] - spent[0]
     if processors <= 0.0 or held_up <= NEGLIGIBLE * max(0.0, taken[0]):
         return 0.0
-    return held_up / processors
+    return min(held_up, most) / processors
