@@ -36,7 +36,9 @@ def test_nothing_kept_is_lost_when_parameters_are_added(pool_of: PoolOf) -> None
     pool_of(2).run(cases.carried, deadline=150.0)
 
 
-@pytest.mark.parametrize("names", [[*cases.OPTIMIZED][:4], [*cases.OPTIMIZED][4:]], ids=str)
+@pytest.mark.parametrize(
+    "names", [[*cases.OPTIMIZED][:4], [*cases.OPTIMIZED][4:]], ids=["gradients", "models"]
+)
 def test_two_optimizers(names: list[str], pool_of: PoolOf) -> None:
     pool_of(2).run(cases.several_optimizers, names, deadline=170.0)
 
