@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wingbeat import topologies
+from wingbeat.codecs.factors import Factors
 from wingbeat.collectives import native
 from wingbeat.collectives.cast import narrower
 from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor
+from wingbeat.collectives.factored import FactoredSum
 from wingbeat.collectives.failure import Failure
 from wingbeat.collectives.handle import Handle, wait_for_all
 from wingbeat.collectives.job import Job
-from wingbeat.collectives.native_encoded import start_encoded
+from wingbeat.collectives.native_encoded import start_encoded, start_factored
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
 from wingbeat.collectives.program import MIN_CHUNK_BYTES, Program, compile_collective, least_message
-from wingbeat.collectives.threads import Threads
+from wingbeat.collectives.threads import InTurn, Threads
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe import meter
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
@@ -65,6 +68,8 @@ class Collectives:
         self.world = world
         self._topology = _fitted(topology, world)
         self._executors = _executors_of(world)
+        self._turns = InTurn(_turning)
+        self._second: Collectives | None = None
 
     def owned(self, numel: int) -> Span:
         """Return the span of a buffer of ``numel`` elements that this rank reduces."""
@@ -137,6 +142,46 @@ class Collectives:
         short = Doubling() if gathered.rows.nbytes < SHORT_BYTES else self._topology
         handle = self._submit("all_gather", gathered.rows.view(-1), bucket, topology=short)
         return Gathered(handle, gathered)
+
+    def open_second(self) -> None:
+        """Open the channel of the second sums of factors; every worker must call it.
+
+        Raises:
+            UsageError: all channels are in use, or this is the world of a group.
+        """
+        if self._second is None and self.world.size > 1:
+            channel = (self.world.parent or self.world).open_channel()
+            self.world.on_close(channel.close)
+            self._second = Collectives(channel, self._topology)
+
+    def all_reduce_factors(
+        self, buffer: torch.Tensor, factors: Factors, *, bucket: int = -1
+    ) -> Handle:
+        """Sum all workers' buffers as low-rank factors, with the same bits on every worker.
+
+        The first factors are made before this returns; the result is in the buffer when it was
+        waited for. `open_second` comes first, once.
+        """
+        if self.world.size == 1:
+            return Handle([])
+        where = f"bucket {bucket}" if bucket >= 0 else "a sum of factors"
+        if buffer.device.type in self.world.native_on:
+            return Handle([start_factored(self.world, buffer, factors, where)])
+        assert self._second is not None, "open_second() opens what the second sums travel in"
+        begin = time.monotonic_ns()
+        summed = FactoredSum(factors, buffer, f"rank {self.world.rank}: {where}")
+        end = time.monotonic_ns()
+        meter.codec.add(end - begin)
+        if stream.on:
+            stream.record("encode", begin, end, bucket=bucket, nbytes=buffer.nbytes)
+        first = self._sum(summed.first, bucket)
+        second = self._second._sum
+        self._turns.start(lambda: summed.turn(first, lambda factor: second(factor, bucket)))
+        return summed
+
+    def _sum(self, buffer: torch.Tensor, bucket: int) -> Handle:
+        short = Doubling() if buffer.nbytes < SHORT_BYTES else None
+        return self._submit("all_reduce", buffer, bucket, topology=short)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
         """Overwrite every worker's buffer with that of rank ``root``, as numbered in this world.
@@ -222,6 +267,7 @@ class Collectives:
         return start_encoded(self.world, what, buffer, packing)
 
     def _packing(self, buffer: torch.Tensor, wire: WireFormat | None) -> Packing | None:
+        assert not isinstance(wire, Factors), "these are summed by all_reduce_factors"
         alone = self.world.size == 1  # nothing travels and nothing is rounded
         if isinstance(wire, Encoded):
             own = self.owned(buffer.numel())
@@ -256,6 +302,7 @@ def _native_of(handle: Handle | None) -> native.NativeJob | None:
 
 
 _threads = Threads("wingbeat-group")
+_turning = Threads("wingbeat-factors")
 _making = threading.RLock()
 """Two threads may make `Collectives` of one world at once; the collector may run in one of them."""
 
@@ -265,6 +312,7 @@ def _after_fork() -> None:
     global _making
     _making = threading.RLock()
     _threads.forget()
+    _turning.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

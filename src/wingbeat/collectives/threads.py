@@ -11,6 +11,39 @@ KEPT_S = 2.0
 """Seconds for which a thread without work waits for more before it ends."""
 
 
+class InTurn:
+    """Runs one piece of work after the other, in the order of the calls.
+
+    Args:
+        threads: where to get a thread from while there is something to do.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._work: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Run ``work`` when all before it is done; it must not raise."""
+        with self._lock:
+            self._work.append(work)
+            if self._running:
+                return
+            self._running = True
+        self._threads.start(self._run)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._work:
+                    self._running = False
+                    return
+                work = self._work.popleft()
+            work()
+            del work  # what it refers to is not needed while this waits
+
+
 class Threads:
     """Runs each piece of work at once, in a thread that is free or else in a new one."""
 
