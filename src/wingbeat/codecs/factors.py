@@ -13,12 +13,14 @@ it is.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from wingbeat.errors import UsageError
 from wingbeat.types import Span
 
 _PRIME = 4093
@@ -30,7 +32,7 @@ class Matrix:
     """Elements of a flat buffer that are ``rows`` of ``cols``, and how many columns factors have.
 
     Attributes:
-        name: the parameter's; where its factors begin follows from it.
+        name: the parameter's; what its factors begin with goes by it.
         start: the first element.
     """
 
@@ -48,12 +50,6 @@ class Matrix:
     def of(self, flat: Tensor) -> Tensor:
         """Return the matrix as a view of the buffer that it is in."""
         return flat[self.start : self.span.stop].view(self.rows, self.cols)
-
-    def fresh(self) -> Tensor:
-        """Return a Q to begin with, ``(cols, rank)``: random, the same wherever it is made."""
-        generator = torch.Generator("cpu").manual_seed(zlib.crc32(self.name.encode()))
-        shape = (self.rank, self.cols)
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").T
 
 
 class Factors:
@@ -93,7 +89,7 @@ class Factors:
         for matrix, view in zip(self.matrices, self.wide(self._starts), strict=True):
             held = known.get(matrix.name)
             fits = held is not None and held.shape == view.shape
-            view.copy_(held if fits and held is not None else matrix.fresh())
+            view.copy_(held if fits and held is not None else fresh(matrix.name, *view.shape))
             known[matrix.name] = view
 
     @property
@@ -219,6 +215,43 @@ class Round:
                 out.copy_(left @ q.T)
             peak = q.abs().amax(dim=0)
             start.copy_(torch.where(right, _scaled(q, peak, start), start))
+
+
+def restart(starts: MutableMapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Begin with what a run has ``saved``, and anew where it has nothing that fits.
+
+    Tensors that are views of some `Factors` stay so.
+    """
+    for name, start in starts.items():
+        held = saved.get(name)
+        if held is None or held.shape != start.shape:
+            held = fresh(name, *start.shape)
+        start.copy_(held)
+    for name in saved.keys() - starts.keys():
+        starts[name] = saved[name].detach().to(torch.float32, copy=True)
+
+
+def check_starts(state: Mapping[str, Any], where: str) -> None:
+    """Raise a `UsageError` that begins with ``where`` unless a state's factors can be used."""
+    saved = state.get("starts", {})
+    right = isinstance(saved, dict) and all(
+        isinstance(each, Tensor)
+        and each.dim() == 2
+        and each.is_floating_point()
+        and bool(each.isfinite().all())
+        for each in saved.values()
+    )
+    if not right:
+        raise UsageError(
+            f"{where}: starts is no dict of finite matrices, which low rank begins with; use an "
+            "earlier checkpoint"
+        )
+
+
+def fresh(name: str, cols: int, rank: int) -> Tensor:
+    """Return a Q to begin with, ``(cols, rank)``: random, the same wherever it is made."""
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(rank, cols, generator=generator, dtype=torch.float32, device="cpu").T
 
 
 def _scaled(q: Tensor, peak: Tensor, start: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.factors import Factors, Matrix
+from wingbeat.codecs.factors import Factors, Matrix, check_starts, restart
 from wingbeat.codecs.feedback import Residuals, check_complete
 from wingbeat.codecs.regions import regions
 from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
@@ -220,13 +220,17 @@ class Compression:
         if self.residuals is None:
             return None
         self.settle()
-        return {**self.residuals.state_dict(), "step": self._step}
+        state = {**self.residuals.state_dict(), "step": self._step}
+        if self.factored:
+            state["starts"] = {name: start.clone() for name, start in self._starts.items()}
+        return state
 
     def check(self, state: Any) -> None:
         """Raise a `UsageError` unless ``state`` is a part of a run of this model, or None."""
         if self.residuals is not None and state is not None:
             self.residuals.check(state, "load_state_dict(): residuals")
             _step_of(state)
+            check_starts(state, "load_state_dict(): residuals")
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take over this worker's part of a run, or begin without residuals.
@@ -239,6 +243,7 @@ class Compression:
             return
         self.settle()
         world = self._collectives.world
+        restart(self._starts, {} if state is None else state.get("starts", {}))
         if state is None:
             self.residuals.clear()
             return
@@ -270,6 +275,7 @@ class Compression:
         for position, part in enumerate(parts):
             self.residuals.check(part, f"{where}(parts): parts[{position}]")
             _step_of(part)
+            check_starts(part, f"{where}(parts): parts[{position}]")
         check_complete(parts)
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
@@ -287,6 +293,8 @@ class Compression:
         step = max(map(_step_of, parts))
         self.settle()
         self.residuals.load_state_dicts(parts)
+        first = min(parts, key=lambda part: int(part["rank"]))  # all have the same
+        restart(self._starts, first.get("starts", {}))
         self._step = step
 
 

@@ -298,9 +298,7 @@ class LowRank(_Sketched):
     def _of_others(self) -> Coded:
         if self.bits != WHOLE_BITS:
             return super()._of_others()
-        return replace(
-            self, groups=(), share=1.0, total=0, split=SPLITS[0], level=LEVELS[0]
-        )
+        return replace(self, groups=(), share=1.0, total=0, split=SPLITS[0], level=LEVELS[0])
 
     @property
     def summed(self) -> bool:
