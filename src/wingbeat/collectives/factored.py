@@ -57,7 +57,9 @@ class FactoredSum(Handle):
         """
         try:
             assert self._round is not None
-            first.wait()
+            # Not until it is sent: that may take as long as the collective behind it, for which
+            # another worker may need the second sum first. Nobody writes to what is read here.
+            first.wait_received()
             self._round.turn()
             if not bool(self._round.agreed):
                 raise PeerError(
@@ -104,7 +106,7 @@ class FactoredSum(Handle):
         if self._error:
             self._round = None
             raise PeerError(self._error)
-        self._second.wait()
+        self._second.wait_received()
         with self._lock:
             mine, self._round = self._round, None
             if mine is not None:
