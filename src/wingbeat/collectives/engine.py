@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +12,14 @@ from wingbeat.codecs.factors import Factors
 from wingbeat.collectives import native
 from wingbeat.collectives.cast import narrower
 from wingbeat.collectives.encoded import Gathered, GatheredSum
-from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.factored import FactoredSum
-from wingbeat.collectives.failure import Failure
 from wingbeat.collectives.handle import Handle, wait_for_all
 from wingbeat.collectives.job import Job
+from wingbeat.collectives.lanes import executors_of, turning
 from wingbeat.collectives.native_encoded import start_encoded, start_factored
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
 from wingbeat.collectives.program import MIN_CHUNK_BYTES, Program, compile_collective, least_message
-from wingbeat.collectives.threads import InTurn, Threads
+from wingbeat.collectives.threads import InTurn
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
@@ -67,8 +63,8 @@ class Collectives:
         """
         self.world = world
         self._topology = _fitted(topology, world)
-        self._executors = _executors_of(world)
-        self._turns = InTurn(_turning)
+        self._executors = executors_of(world)
+        self._turns = InTurn(turning)
         self._second: Collectives | None = None
 
     def owned(self, numel: int) -> Span:
@@ -299,41 +295,3 @@ def _job_of(handle: Handle | None, link: int) -> Job | None:
 def _native_of(handle: Handle | None) -> native.NativeJob | None:
     job = handle.jobs[0] if handle is not None else None
     return job if isinstance(job, native.NativeJob) else None
-
-
-_threads = Threads("wingbeat-group")
-_turning = Threads("wingbeat-factors")
-_making = threading.RLock()
-"""Two threads may make `Collectives` of one world at once; the collector may run in one of them."""
-
-
-def _after_fork() -> None:
-    """Start anew in a forked child: it has no threads, and another may have held the lock."""
-    global _making
-    _making = threading.RLock()
-    _threads.forget()
-    _turning.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-_executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
-
-
-def _executors_of(world: World) -> list[Executor]:
-    """One thread per link, shared by everything in this world: collectives keep their order.
-
-    Groups come and go; theirs have a thread only while something is under way.
-    """
-    with _making:
-        if world not in _executors:
-            threads = None if world.group is None else _threads
-            failure = Failure()
-            lanes = range(len(world.links))
-            executors = [Executor(world, lane, failure, threads) for lane in lanes]
-            _executors[world] = executors
-            for executor in executors:
-                world.on_close(executor.close)
-                # A model that its user has dropped takes its channel along, but not the thread.
-                weakref.finalize(world, executor.stop)
-        return _executors[world]
