@@ -12,7 +12,7 @@ import torch
 from wingbeat import wires
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
-from wingbeat.collectives import Collectives, Encoded
+from wingbeat.collectives import Collectives, Encoded, lanes
 from wingbeat.collectives.encoded import Gathered, GatheredSum, GroupRows
 from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.handle import Handle
