@@ -50,7 +50,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 POINTS, FASTER, OVERHEAD = 0.5, 0.9, 0.1
 DDP_MODELS = ("alexnet", "vgg19", "inception_v3", "resnet50")
 """Those of the paper's six for which there are profiles; ResNet-50 stands for its ResNets."""
-PAPER_WIRE = "lowrank@4:split=count:level=ends"
+PAPER_WIRE = "lowrank@4:bits=8:split=count:level=ends"
 EXAMPLES = f"""examples:
   python benchmarks/sketch.py --json out/sketch.json
   python benchmarks/sketch.py --figures 22a --seeds 0 --shares 0 0.5 1

@@ -41,7 +41,7 @@ def test_a_row_sketches_the_first_share_of_its_iterations(sketch: ModuleType) ->
     assert wire == Sketch(bits=4, share=0.25, total=40, auto_disable=False)
     assert wire.ends_after == 10
     paper = strategies.parse(sketch.row_of(1.0, 40, sketch.PAPER_WIRE)).choices().wire
-    assert paper == LowRank(split="count", level="ends", total=40, auto_disable=False)
+    assert paper == LowRank(bits=8, split="count", level="ends", total=40, auto_disable=False)
     grouped = contenders.parse(sketch.row_of(0.5, 40, "sketch:groups=0.*@fp32+6.*@4"))
     assert own(grouped.wire, "0.weight") == ""
 

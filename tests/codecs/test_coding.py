@@ -33,7 +33,7 @@ def test_one_matrix_among_the_regions_keeps_chunks_as_large_as_they_can_be() -> 
 
 def test_a_span_is_cut_where_whole_rows_begin_and_end() -> None:
     """Each piece has a table of its own, so there are no more than it takes."""
-    codec, row = make(wires.of("lowrank@2")), 4096
+    codec, row = make(wires.of("lowrank@2:bits=8")), 4096
     coding = Coding([Region(Span(row, 65 * row), codec, cols=row)])
     assert codec.nbytes(row) < 2 * codec.nbytes(row // 2)
 

@@ -77,7 +77,7 @@ def test_factors_are_sketched_as_the_paper_does_it() -> None:
 
 
 def test_two_ends_of_a_wire_have_one_list_of_codecs() -> None:
-    wire = Sketch(bits=3, groups={"a*": LowRank(rank=2), "b*": "fp32", "c*": 3, "d*": 4})
+    wire = Sketch(bits=3, groups={"a*": LowRank(rank=2, bits=8), "b*": "fp32", "c*": 3, "d*": 4})
     assert all_of(wire) == (
         Dense(),
         SketchCodec(3),

@@ -42,13 +42,23 @@ def test_large_gradients_have_tables_of_their_own_and_the_rest_travels_in_runs()
 
 def test_only_large_matrices_have_columns() -> None:
     codec = LowRankCodec(4, SketchCodec(bits=8))
-    assert [(each.span, each.cols) for each in regions(LowRank(), PARAMETERS)] == [
+    assert [(each.span, each.cols) for each in regions(LowRank(bits=8), PARAMETERS)] == [
         (span(0, 2), 0),
         (span(2, 3), SIDE),
         (span(3, 4), 0),
         (span(4, 6), 0),
     ]
-    assert all(each.codec == codec for each in regions(LowRank(), PARAMETERS))
+    assert all(each.codec == codec for each in regions(LowRank(bits=8), PARAMETERS))
+
+
+def test_without_bits_convolutions_are_matrices_too_and_the_rest_is_dense() -> None:
+    codec = LowRankCodec(4)
+    assert list(regions(LowRank(), PARAMETERS)) == [
+        Region(span(0, 2), Dense()),
+        Region(span(2, 3), codec, SIDE),
+        Region(span(3, 6), Dense()),  # the convolution has 5 rows
+    ]
+    assert [each.cols for each in regions(LowRank(), [("conv", (64, 128, 3, 3))])] == [1152]
 
 
 def test_top_k_chooses_from_a_whole_run() -> None:
@@ -61,7 +71,12 @@ def test_each_group_has_its_codec_and_dense_ones_travel_together() -> None:
     wire = Sketch(
         bits=3,
         split="count",
-        groups={"*.bias": "fp32", "c.*": "fp32", "b.*": LowRank(rank=2, level="ends"), "d*": 5},
+        groups={
+            "*.bias": "fp32",
+            "c.*": "fp32",
+            "b.*": LowRank(rank=2, bits=8, level="ends"),
+            "d*": 5,
+        },
     )
     assert list(regions(wire, PARAMETERS)) == [
         Region(span(0, 1), SketchCodec(3, "count")),

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from wingbeat.collectives import Collectives, engine
+from wingbeat.collectives import Collectives, lanes
 from wingbeat.collectives.handle import wait_for_all
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback, register
@@ -43,14 +43,14 @@ def test_a_failed_group_is_let_go(close: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(register, "MAX_OPEN", 3)
     world, other = loopback.worlds(2, timeout=0.02)
     gc.collect()
-    before = len(engine._executors)
+    before = len(lanes._executors)
     buffers = []
     for epoch in range(6):
         said, buffer = fail(world, epoch, close)
         assert "rank 1" in said
         buffers.append(buffer)
         gc.collect()  # those who catch an error hold it in a circle
-    assert len(engine._executors) <= before
+    assert len(lanes._executors) <= before
     assert not any(buffer() is not None for buffer in buffers)
     world.close()
     other.close()

@@ -12,7 +12,7 @@ import torch
 from wingbeat import wires
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
-from wingbeat.collectives import Collectives, Encoded, engine
+from wingbeat.collectives import Collectives, Encoded, lanes
 from wingbeat.collectives.encoded import Gathered, GatheredSum, GroupRows
 from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.handle import Handle
@@ -128,7 +128,7 @@ def test_two_threads_that_begin_at_once_share_the_lanes(monkeypatch: pytest.Monk
             never.wait(0.1)
             super().__init__(*args)
 
-    monkeypatch.setattr(engine, "Executor", Slow)
+    monkeypatch.setattr(lanes, "Executor", Slow)
     with loopback.worlds(2)[0] as world:
         threads = [threading.Thread(target=Collectives, args=(world,)) for _ in range(2)]
         for thread in threads:

@@ -14,6 +14,7 @@ from wingbeat import wires
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.factors import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
@@ -51,6 +52,11 @@ class Group:
     def all_gather(self, buffer: torch.Tensor) -> Copied:
         mine = buffer.chunk(SIZE)[self.rank]
         buffer.copy_(torch.cat(self._exchange(mine)))
+        return Copied()
+
+    def all_reduce(self, buffer: torch.Tensor) -> Copied:
+        assert buffer.numel() % SIZE == 0
+        buffer.copy_(torch.stack(self._exchange(buffer)).sum(0))
         return Copied()
 
 
@@ -112,6 +118,30 @@ def test_all_get_the_same_bits_and_residuals_have_what_is_missing(wire: str, how
     want = torch.stack([torch.stack(each) for each in rounds]).double().sum((0, 1))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch.stack(residuals).abs().max() > 0.1, "a lossless codec would not test it"
+
+
+def test_factors_are_summed_by_the_library_in_the_order_of_the_calls() -> None:
+    """A matrix of the whole buffer but for its end; what is lost is in the residuals."""
+    rounds = [values(seed) for seed in range(3)]
+    residuals = [torch.zeros(NUMEL) for _ in range(SIZE)]
+
+    def body(world: World) -> list[torch.Tensor]:
+        matrix = Matrix("matrix", 0, 74, 80, 3)
+        factors = Factors([matrix], NUMEL, SIZE, residuals[world.rank], {})
+        buffers = [each[world.rank].clone() for each in rounds]
+        for buffer in buffers:
+            Collectives(world).all_reduce_factors(buffer, factors).wait()
+        return buffers
+
+    with native_worlds() as members:
+        results = loopback.run(members, body)
+    for other in results[1:]:
+        assert all(map(torch.equal, other, results[0]))
+    got = torch.stack(results[0]).sum(0) + torch.stack(residuals).sum(0)
+    want = torch.stack([torch.stack(each) for each in rounds]).sum((0, 1))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert torch.stack(residuals)[:, : 74 * 80].abs().max() > 0.1
+    assert not torch.stack(residuals)[:, 74 * 80 :].any()
 
 
 @pytest.mark.parametrize("what", ["reduce_scatter", "all_gather"])

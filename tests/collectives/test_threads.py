@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from wingbeat.collectives import Collectives, engine
+from wingbeat.collectives import Collectives, lanes
 from wingbeat.collectives.threads import Threads
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -72,7 +72,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         return buffer.tolist()
 
     assert loopback.run(loopback.worlds(2, timeout=PATIENCE), body) == [[2.0] * 2] * 2
-    until(lambda: engine._threads._free > 0)
+    until(lambda: lanes._threads._free > 0)
     child = os.fork()
     if child == 0:
         right = False

@@ -25,7 +25,7 @@ SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (7, 40)}
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 CODECS: dict[str, Coded] = {
     "sketch": Sketch(bits=4, auto_disable=False),
-    "low rank": LowRank(rank=2, auto_disable=False),
+    "low rank": LowRank(rank=2, bits=8, auto_disable=False),
     "half": Half(auto_disable=False),
     "groups": Sketch(bits=4, groups={"*.bias": "fp32"}, auto_disable=False),
 }

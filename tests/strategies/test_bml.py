@@ -51,7 +51,7 @@ def test_bml_has_no_other_topology(topology: str) -> None:
         wingbeat.BML(topology=topology)
 
 
-@pytest.mark.parametrize("wire", ["sketch", "lowrank", "fp16"])
+@pytest.mark.parametrize("wire", ["sketch", "lowrank:bits=8", "fp16"])
 def test_a_codec_that_would_go_another_way_is_refused(wire: str) -> None:
     for make in (wingbeat.BML, lambda wire: wingbeat.DeAR(topology="bcube", wire=wire)):
         with pytest.raises(UsageError, match=r"most are no neighbours there; allowed: \"bf16\""):

@@ -79,6 +79,9 @@ def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
         ("sketch:share=0.5", r"Sketch\(share=0.5\): a share of how many iterations\?"),
         ("sketch:share=1.5", r"Sketch\(share=1.5\): allowed are numbers from 0 to 1"),
         ("sketch:share=0.5:total=-1", r"Sketch\(total=-1\)"),
+        ("lowrank:bits=9", r"LowRank\(bits=9\): allowed are whole numbers, 1 to 8, or 32"),
+        ("lowrank:split=count", r"LowRank\(split='count'\): it is how factors are sketched"),
+        ("lowrank:level=ends:groups=a@fp32", r"add bits=8, or leave out level"),
         ("lowrank:share=0:total=9", "a trial might end the codec sooner; write auto_disable=False"),
     ],
 )
@@ -133,7 +136,9 @@ def test_strategies_say_which_wire_they_have() -> None:
         (Half(), 200_000),
         (Sketch(bits=2), 25_000),
         (TopK(density=0.01), 6000),
-        (LowRank(rank=2), 2 * (1000 + 100)),
+        (LowRank(rank=2, bits=8), 2 * (1000 + 100)),
+        (LowRank(rank=2), 4 * 2 * (1000 + 100)),
+        (LowRank(rank=50), 400_000),
     ],
 )
 def test_the_least_bytes_of_a_matrix(wire, nbytes) -> None:
@@ -231,3 +236,44 @@ def test_a_share_ends_after_so_many_iterations(share, total, ends) -> None:
 def test_a_whole_share_never_ends_whatever_the_total() -> None:
     assert Sketch(share=1.0, total=10).ends_after is None
     assert Sketch().ends_after is TopK().ends_after is Half().ends_after is None
+
+
+@pytest.mark.parametrize(
+    ("wire", "summed"),
+    [
+        (LowRank(), True),
+        (LowRank(groups={"a*": "fp32", "b*": LowRank(rank=9)}), True),
+        (LowRank(bits=8), False),
+        (LowRank(groups={"a*": 4}), False),
+        (LowRank(groups={"a*": "fp16"}), False),
+        (Sketch(groups={"*": LowRank()}), False),
+        (TopK(), False),
+        (Half(), False),
+    ],
+)
+def test_all_reduces_sum_factors_that_are_not_sketched(wire, summed) -> None:
+    assert wire.summed is summed
+
+
+def test_a_group_of_bits_is_sketched_as_the_wire_says_and_the_others_are_not() -> None:
+    wire = LowRank(rank=2, split="count", groups={"a*": 4})
+    assert wires.own(wire, "a.weight") == LowRank(rank=2, bits=4, split="count")
+    assert wires.own(wire, "b.weight") == LowRank(rank=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [
+        ((), (0, 0)),
+        ((9000,), (0, 0)),
+        ((0, 50), (0, 0)),
+        ((8, 1000), (0, 0)),
+        ((9, 1000), (9, 1000)),
+        ((64, 32, 3, 3), (64, 288)),
+        ((1, 1, 64, 32), (64, 32)),
+    ],
+)
+def test_what_is_a_matrix_for_factors_of_rank_4(shape, matrix) -> None:
+    """Two factors of a matrix of 9 rows have 4036 elements, and it has 9000."""
+    assert wires.matrix_of(LowRank(rank=4), shape) == matrix
+    assert wires.matrix_of("", shape) == wires.matrix_of(Sketch(), shape) == (0, 0)

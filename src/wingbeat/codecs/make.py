@@ -10,7 +10,7 @@ from wingbeat.codecs.half import HalfCodec
 from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec, warmed_up
-from wingbeat.wires import Coded, Half, LowRank, Sketch, TopK, kinds, own
+from wingbeat.wires import WHOLE_BITS, Coded, Half, LowRank, Sketch, TopK, kinds, own
 
 TRIED = 40
 """Steps at the beginning in which a codec may be on trial: as long as a trial can take."""
@@ -50,5 +50,7 @@ def _constant(wire: str | Coded) -> Codec:
     if isinstance(wire, Half):
         return HalfCodec()
     assert isinstance(wire, Sketch | LowRank)
+    if isinstance(wire, LowRank) and wire.bits == WHOLE_BITS:
+        return LowRankCodec(wire.rank)
     sketch = SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)
     return LowRankCodec(wire.rank, sketch) if isinstance(wire, LowRank) else sketch

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from wingbeat import wires
 from wingbeat.codecs.codec import Codec
 from wingbeat.codecs.coding import Region
+from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.make import make
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.types import Span
-from wingbeat.wires import Coded
+from wingbeat.wires import Coded, matrix_of
 
 LARGE = 1 << 16
 """Elements from which a gradient travels by itself: worth a table of its own levels, or factors if
-it is a fully connected layer's (Canary, section 4.3.1, case 1)."""
+it is a matrix (Canary, section 4.3.1, case 1)."""
 
 
 def regions(
@@ -35,13 +37,16 @@ def regions(
     for name, shape in parameters:
         stop = end + math.prod(shape)
         own = make(wire, step, name)
-        alone = isinstance(own, LowRankCodec | SketchCodec) and stop - end >= LARGE
+        large = stop - end >= LARGE
+        cols = matrix_of(wires.own(wire, name), shape)[1] if large else 0
+        if isinstance(own, LowRankCodec) and isinstance(own.inner, Dense) and not cols:
+            own = own.inner
+        alone = isinstance(own, LowRankCodec | SketchCodec) and large
         if codec is not None and end > start and (alone or own != codec):
             yield Region(Span(start, end), codec)
             start = end
         if alone:
-            matrix = isinstance(own, LowRankCodec) and len(shape) == 2
-            yield Region(Span(end, stop), own, shape[1] if matrix else 0)
+            yield Region(Span(end, stop), own, cols)
             start = stop
         codec, end = own, stop
     if codec is not None and end > start:

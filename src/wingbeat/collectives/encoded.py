@@ -72,6 +72,14 @@ class GroupRows:
         """
         self._do("all-gather", lambda: self.group.all_gather(rows.view(-1)))
 
+    def all_reduce(self, buffer: torch.Tensor) -> None:
+        """Sum a float buffer of all workers, in place.
+
+        Raises:
+            PeerError: the library reported a failure.
+        """
+        self._do("all-reduce", lambda: self.group.all_reduce(buffer))
+
     def _do(self, what: str, start: Callable[[], Any]) -> None:
         with self._naming(what):
             work = start()

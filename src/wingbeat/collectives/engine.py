@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wingbeat import topologies
+from wingbeat.codecs.factors import Factors
 from wingbeat.collectives import native
 from wingbeat.collectives.cast import narrower
 from wingbeat.collectives.encoded import Gathered, GatheredSum
-from wingbeat.collectives.executor import Executor
-from wingbeat.collectives.failure import Failure
+from wingbeat.collectives.factored import FactoredSum
 from wingbeat.collectives.handle import Handle, wait_for_all
 from wingbeat.collectives.in_turn import InTurn
 from wingbeat.collectives.job import Job
-from wingbeat.collectives.native_encoded import start_encoded
+from wingbeat.collectives.lanes import decoding, executors_of, turning
+from wingbeat.collectives.native_encoded import start_encoded, start_factored
 from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
 from wingbeat.collectives.program import MIN_CHUNK_BYTES, Program, compile_collective, least_message
-from wingbeat.collectives.threads import Threads
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe import meter
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
@@ -65,7 +63,9 @@ class Collectives:
         """
         self.world = world
         self._topology = _fitted(topology, world)
-        self._executors = _executors_of(world)
+        self._executors = executors_of(world)
+        self._turns = InTurn(turning)
+        self._second: Collectives | None = None
 
     def owned(self, numel: int) -> Span:
         """Return the span of a buffer of ``numel`` elements that this rank reduces."""
@@ -141,7 +141,47 @@ class Collectives:
         short = Doubling() if gathered.rows.nbytes < SHORT_BYTES else self._topology
         handle = self._submit("all_gather", gathered.rows.view(-1), bucket, topology=short)
         on_cpu = buffer.device.type == "cpu" and "cpu" not in world.native_on
-        return Gathered(handle, gathered, _decoding if beside and on_cpu else None)
+        return Gathered(handle, gathered, decoding if beside and on_cpu else None)
+
+    def open_second(self) -> None:
+        """Open the channel of the second sums of factors; every worker must call it.
+
+        Raises:
+            UsageError: all channels are in use, or this is the world of a group.
+        """
+        if self._second is None and self.world.size > 1:
+            channel = (self.world.parent or self.world).open_channel()
+            self.world.on_close(channel.close)
+            self._second = Collectives(channel, self._topology)
+
+    def all_reduce_factors(
+        self, buffer: torch.Tensor, factors: Factors, *, bucket: int = -1
+    ) -> Handle:
+        """Sum all workers' buffers as low-rank factors, with the same bits on every worker.
+
+        The first factors are made before this returns; the result is in the buffer when it was
+        waited for. `open_second` comes first, once.
+        """
+        if self.world.size == 1:
+            return Handle([])
+        where = f"bucket {bucket}" if bucket >= 0 else "a sum of factors"
+        if buffer.device.type in self.world.native_on:
+            return Handle([start_factored(self.world, buffer, factors, where)])
+        assert self._second is not None, "open_second() opens what the second sums travel in"
+        begin = time.monotonic_ns()
+        summed = FactoredSum(factors, buffer, f"rank {self.world.rank}: {where}")
+        end = time.monotonic_ns()
+        meter.codec.add(end - begin)
+        if stream.on:
+            stream.record("encode", begin, end, bucket=bucket, nbytes=buffer.nbytes)
+        first = self._sum(summed.first, bucket)
+        second = self._second._sum
+        self._turns.start(lambda: summed.turn(first, lambda factor: second(factor, bucket)))
+        return summed
+
+    def _sum(self, buffer: torch.Tensor, bucket: int) -> Handle:
+        short = Doubling() if buffer.nbytes < SHORT_BYTES else None
+        return self._submit("all_reduce", buffer, bucket, topology=short)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
         """Overwrite every worker's buffer with that of rank ``root``, as numbered in this world.
@@ -227,6 +267,7 @@ class Collectives:
         return start_encoded(self.world, what, buffer, packing)
 
     def _packing(self, buffer: torch.Tensor, wire: WireFormat | None) -> Packing | None:
+        assert not isinstance(wire, Factors), "these are summed by all_reduce_factors"
         alone = self.world.size == 1  # nothing travels and nothing is rounded
         if isinstance(wire, Encoded):
             own = self.owned(buffer.numel())
@@ -258,41 +299,3 @@ def _job_of(handle: Handle | None, link: int) -> Job | None:
 def _native_of(handle: Handle | None) -> native.NativeJob | None:
     job = handle.jobs[0] if handle is not None else None
     return job if isinstance(job, native.NativeJob) else None
-
-
-_threads = Threads("wingbeat-group")
-_decoding = InTurn(Threads("wingbeat-decode"))
-_making = threading.RLock()
-"""Two threads may make `Collectives` of one world at once; the collector may run in one of them."""
-
-
-def _after_fork() -> None:
-    """Start anew in a forked child: it has no threads, and another may have held the lock."""
-    global _making
-    _making = threading.RLock()
-    _threads.forget()
-    _decoding.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-_executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
-
-
-def _executors_of(world: World) -> list[Executor]:
-    """One thread per link, shared by everything in this world: collectives keep their order.
-
-    Groups come and go; theirs have a thread only while something is under way.
-    """
-    with _making:
-        if world not in _executors:
-            threads = None if world.group is None else _threads
-            failure = Failure()
-            lanes = range(len(world.links))
-            executors = [Executor(world, lane, failure, threads) for lane in lanes]
-            _executors[world] = executors
-            for executor in executors:
-                world.on_close(executor.close)
-                # A model that its user has dropped takes its channel along, but not the thread.
-                weakref.finalize(world, executor.stop)
-        return _executors[world]

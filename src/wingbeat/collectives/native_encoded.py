@@ -5,7 +5,8 @@ On a GPU all of it is queued on a stream of its own, so that neither the host no
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +15,9 @@ from wingbeat.collectives.native import NativeJob
 from wingbeat.collectives.packing import CodecPacking
 from wingbeat.transport.world import World
 from wingbeat.types import blocks_of
+
+if TYPE_CHECKING:
+    from wingbeat.codecs.factors import Factors
 
 
 class _Event:
@@ -49,6 +53,32 @@ def start_encoded(
         _run(world, what, buffer, packing)
         done = side.record_event()
     return NativeJob(_Event(done), what, world.rank)
+
+
+def start_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> NativeJob:
+    """Start an all-reduce of ``buffer`` as factors; see `Collectives.all_reduce_factors`.
+
+    Raises:
+        PeerError: the library reported a failure.
+    """
+    if not buffer.is_cuda:
+        _run_factored(world, buffer, factors, where)
+        return NativeJob(_Event(None), "all_reduce", world.rank)
+    side = _side_stream(world, buffer.device)
+    side.wait_stream(torch.cuda.current_stream(buffer.device))
+    with torch.cuda.stream(side):
+        _run_factored(world, buffer, factors, where)
+        done = side.record_event()
+    return NativeJob(_Event(done), "all_reduce", world.rank)
+
+
+def _run_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> None:
+    rows = GroupRows(world.native, where)
+    made = factors.begin(buffer)
+    rows.all_reduce(made.first)
+    made.turn()
+    replace(rows, between=made.keep).all_reduce(made.second)
+    made.end()
 
 
 def _run(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> None:

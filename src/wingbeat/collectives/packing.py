@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from wingbeat.codecs import Coding
+from wingbeat.codecs.factors import Factors
 from wingbeat.transport.text import first_line
 from wingbeat.types import Span
 
@@ -103,7 +104,7 @@ class Encoded:
     residual: torch.Tensor | None = None
 
 
-WireFormat = torch.dtype | Encoded
+WireFormat = torch.dtype | Encoded | Factors
 """What a buffer's elements travel as, where that is not their own dtype."""
 
 

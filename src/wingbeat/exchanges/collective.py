@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from wingbeat.codecs.factors import Factors
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.schedules.events import Operation
 from wingbeat.wires import TopK
@@ -23,6 +24,8 @@ class CollectiveExchange:
     def __init__(self, collectives: Collectives, compression: Compression) -> None:
         self._collectives = collectives
         self._compression = compression
+        if compression.factored:
+            collectives.open_second()
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Any buckets will do."""
@@ -51,7 +54,10 @@ class CollectiveExchange:
             PeerError: an earlier collective failed, so that the workers are no longer in step.
         """
         begin, number, wire = self._collectives, bucket.index, bucket.wire
-        if operation is Operation.REDUCE_SCATTER:
+        if isinstance(wire, Factors) and operation is not Operation.ALL_GATHER_PARAMETERS:
+            if operation is not Operation.ALL_GATHER:  # that first half has brought all of it
+                bucket.handle = begin.all_reduce_factors(bucket.flat, wire, bucket=number)
+        elif operation is Operation.REDUCE_SCATTER:
             bucket.handle = begin.reduce_scatter(bucket.flat, bucket=number, wire=wire)
         elif operation is Operation.ALL_GATHER:
             after = cast("Handle | None", bucket.handle) if chained else None

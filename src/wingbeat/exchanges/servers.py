@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wingbeat.codecs.factors import Factors
 from wingbeat.collectives import Encoded
 from wingbeat.collectives.cast import narrower
 from wingbeat.errors import UsageError
@@ -225,6 +226,7 @@ class ServerExchange:
         part = flat[each.start : each.stop]
         if isinstance(wire, Encoded):
             return self._encoded(wire, part, each)
+        assert not isinstance(wire, Factors), "servers sum what they decode"
         own, cast = DTYPES[flat.dtype], narrower(wire, flat)
         dtype = own if cast is None else DTYPES[cast]
         back = sum_dtype(dtype).name if self._dense else dtype

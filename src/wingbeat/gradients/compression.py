@@ -11,6 +11,7 @@ import torch
 from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.factors import Factors, Matrix, check_starts, restart
 from wingbeat.codecs.feedback import Residuals, check_complete
 from wingbeat.codecs.regions import regions
 from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
@@ -18,7 +19,7 @@ from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.observe.log import log
 from wingbeat.types import Choices, Span
-from wingbeat.wires import HALF_BYTES, Coded, Half, TopK, own, unmatched
+from wingbeat.wires import HALF_BYTES, Coded, Half, LowRank, TopK, matrix_of, own, unmatched
 
 
 class Compression:
@@ -26,6 +27,7 @@ class Compression:
 
     Attributes:
         coded: the codec's settings; None for a mere dtype.
+        factored: whether gradients travel as factors that all-reduces sum.
         on: whether gradients may go through the codec at present, if there is one.
         residuals: what this worker's gradients still lack; None where nothing is kept.
         collect: adds to residuals here what others keep of them while training goes on.
@@ -33,11 +35,28 @@ class Compression:
 
     collect: Callable[[], None] | None = None
 
-    def __init__(self, wire: str | Coded, slots: Sequence[Slot], collectives: Collectives) -> None:
+    def __init__(
+        self,
+        wire: str | Coded,
+        slots: Sequence[Slot],
+        collectives: Collectives,
+        *,
+        sums: bool = False,
+    ) -> None:
+        """Keep nothing yet.
+
+        Args:
+            wire: what gradients travel as.
+            slots: of all trained parameters.
+            collectives: of all workers.
+            sums: whether all-reduces sum gradients, so that factors can be summed too.
+        """
         self.coded = None if isinstance(wire, str) else wire
+        self.factored = sums and self.coded is not None and self.coded.summed
+        self._starts: dict[str, torch.Tensor] = {}
         self._dtype = wire_dtype(wire) if isinstance(wire, str) else None
         self._collectives = collectives
-        self._made: weakref.WeakKeyDictionary[Bucket, tuple[int, Encoded | None]] = (
+        self._made: weakref.WeakKeyDictionary[Bucket, tuple[int, Encoded | Factors | None]] = (
             weakref.WeakKeyDictionary()
         )
         self._held: weakref.WeakKeyDictionary[Bucket, list[tuple[torch.Tensor, torch.Tensor]]] = (
@@ -109,7 +128,9 @@ class Compression:
 
     def encoded(self, bucket: Bucket) -> Encoded | None:
         """Return how a bucket is encoded, where it always is; None where it travels as it is."""
-        return None if self.coded is None else self._encoded(bucket)
+        made = None if self.coded is None else self._encoded(bucket)
+        assert not isinstance(made, Factors), "who asks does not sum factors"
+        return made
 
     def add_own_residual(self, bucket: Bucket, own: Span) -> None:
         """Add the residual of the block ``own`` to it now, where no second encoding will do so."""
@@ -158,8 +179,8 @@ class Compression:
         for part, held in self._held.pop(bucket, ()):
             part.add_(held)
 
-    def _encoded(self, bucket: Bucket) -> Encoded | None:
-        """Return how the bucket is encoded; None if all its parameters are in dense groups."""
+    def _encoded(self, bucket: Bucket) -> Encoded | Factors | None:
+        """Return how the bucket is encoded; None if all its parameters travel as they are."""
         assert self.coded is not None
         step = max(0, self._step)
         if isinstance(self.coded, TopK):
@@ -169,14 +190,18 @@ class Compression:
             known = self._made[bucket] = (step, self._made_for(bucket, self.coded, step))
         return known[1]
 
-    def _made_for(self, bucket: Bucket, wire: Coded, step: int) -> Encoded | None:
-        found = list(_regions(bucket, wire, step))
-        if all(isinstance(region.codec, Dense) for region in found):
+    def _made_for(self, bucket: Bucket, wire: Coded, step: int) -> Encoded | Factors | None:
+        matrices = list(_matrices(bucket, wire)) if self.factored else []
+        found = [] if self.factored else list(_regions(bucket, wire, step))
+        if not matrices and all(isinstance(region.codec, Dense) for region in found):
             return None
         residual = None
         if self.residuals is not None and wire.keeps:
             residual = self.residuals.flat_for(*arrangement(bucket))
-        return Encoded(Coding(found), residual)
+        if not matrices:
+            return Encoded(Coding(found), residual)
+        workers, flat = self._collectives.world.size, bucket.flat
+        return Factors(matrices, flat.numel(), workers, residual, self._starts, flat.device)
 
     def count_step(self) -> None:
         """Count an iteration: a warm-up goes by it."""
@@ -201,13 +226,17 @@ class Compression:
         if self.residuals is None:
             return None
         self.settle()
-        return {**self.residuals.state_dict(), "step": self._step}
+        state = {**self.residuals.state_dict(), "step": self._step}
+        if self.factored:
+            state["starts"] = {name: start.clone() for name, start in self._starts.items()}
+        return state
 
     def check(self, state: Any) -> None:
         """Raise a `UsageError` unless ``state`` is a part of a run of this model, or None."""
         if self.residuals is not None and state is not None:
             self.residuals.check(state, "load_state_dict(): residuals")
             _step_of(state)
+            check_starts(state, "load_state_dict(): residuals")
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take over this worker's part of a run, or begin without residuals.
@@ -220,6 +249,7 @@ class Compression:
             return
         self.settle()
         world = self._collectives.world
+        restart(self._starts, {} if state is None else state.get("starts", {}))
         if state is None:
             self.residuals.clear()
             return
@@ -251,6 +281,7 @@ class Compression:
         for position, part in enumerate(parts):
             self.residuals.check(part, f"{where}(parts): parts[{position}]")
             _step_of(part)
+            check_starts(part, f"{where}(parts): parts[{position}]")
         check_complete(parts)
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
@@ -268,6 +299,8 @@ class Compression:
         step = max(map(_step_of, parts))
         self.settle()
         self.residuals.load_state_dicts(parts)
+        first = min(parts, key=lambda part: int(part["rank"]))  # all have the same
+        restart(self._starts, first.get("starts", {}))
         self._step = step
 
 
@@ -331,6 +364,20 @@ def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
     """Yield those of the parameters; flags travel as they are: they must not be rounded."""
     yield from regions(wire, [(slot.name, slot.param.shape) for slot in bucket.slots], step)
     yield Region(Span(bucket.numel, bucket.flat.numel()), Dense())
+
+
+def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
+    """Yield those that are worth factors, as they lie in the buffer."""
+    start = 0
+    for slot in bucket.slots:
+        mine = own(wire, slot.name)
+        # Rows are what is furthest apart in memory, whatever the order of the dimensions.
+        strides = slot.view.stride()
+        order = sorted(range(slot.view.dim()), key=lambda dim: -strides[dim])
+        rows, cols = matrix_of(mine, [slot.param.shape[dim] for dim in order])
+        if rows and isinstance(mine, LowRank):
+            yield Matrix(slot.name, start, rows, cols, mine.rank)
+        start += slot.param.numel()
 
 
 def _check_groups(wire: Coded, slots: Sequence[Slot]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from wingbeat.codecs.factors import Factors
 from wingbeat.collectives import Collectives, Rows
 from wingbeat.gradients.bucket import Bucket
 
@@ -28,6 +29,17 @@ def owned_parts(buckets: Iterable[Bucket], collectives: Collectives) -> list[tor
     return parts
 
 
+def reduced_parts(buckets: Iterable[Bucket], collectives: Collectives) -> list[torch.Tensor]:
+    """Return what of each bucket is changed here: all of it where nothing is gathered later."""
+    parts = []
+    for bucket in buckets:
+        if isinstance(bucket.wire, Factors):
+            parts.append(bucket.flat[: bucket.numel])
+        else:
+            parts += owned_parts([bucket], collectives)
+    return parts
+
+
 def clip(
     buckets: Sequence[Bucket], collectives: Collectives, max_norm: float, norm_type: float
 ) -> torch.Tensor:
@@ -39,7 +51,7 @@ def clip(
     parts = owned_parts(buckets, collectives)
     total = _global_norm(parts, buckets, collectives, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for part in parts:
+    for part in reduced_parts(buckets, collectives):
         part.mul_(scale.to(part.device, part.dtype))
     return total
 
@@ -84,7 +96,7 @@ def unscale(
             so that all skip the same steps.
         inv_scale: what to multiply by.
     """
-    grads = [*owned_parts(buckets, collectives), *others]
+    grads = [*reduced_parts(buckets, collectives), *others]
     if grads:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
     found = Rows(collectives, found_inf, "infinities", found_inf.device).wait()

@@ -6,6 +6,7 @@ beforehand of a cluster: neither its size nor its rates (OMGS-SGD, sections II-E
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +17,12 @@ import torch
 
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
+from wingbeat.codecs.factors import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
 from wingbeat.errors import PeerError, UsageError, unknown
 from wingbeat.transport.world import World
 from wingbeat.types import Span
-from wingbeat.wires import Coded, TopK
+from wingbeat.wires import Coded, LowRank, TopK, matrix_of
 
 FIRST = 1024
 """Elements, or bytes, of the smallest exchange that is measured, as in the paper (V-B)."""
@@ -276,6 +278,8 @@ def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _R
         if narrow is not None:
             itemsize = min(itemsize, narrow.itemsize)
         return Action(reducing(collectives, way, buffer, narrow), numel * itemsize, prepare)
+    if wire.summed and way != "gather":
+        return _factored_action(collectives, wire, room, prepare)
     codec = make(wire, _SETTLED)
     coding = Coding([Region(Span(0, numel), codec)])
     encoded = Encoded(coding, room.float32("residual") if codec.feedback else None)
@@ -290,6 +294,27 @@ def _wire_action(collectives: Collectives, wire: str | Coded, way: str, room: _R
         return collectives.all_gather_sum(buffer, wire=encoded, velocity=velocity, beside=True)
 
     return Action(gather, nbytes, prepare)
+
+
+def _factored_action(
+    collectives: Collectives, wire: Coded, room: _Room, prepare: Callable[[], object]
+) -> Action:
+    """A bucket of one matrix, as square as it can be: what is left over of it is dense."""
+    numel, size = room.buffer.numel(), collectives.world.size
+    rows, cols = matrix_of(wire, (math.isqrt(numel),) * 2)
+    if not rows or not isinstance(wire, LowRank):
+        return Action(
+            reducing(collectives, "reduce", room.buffer, None), room.buffer.nbytes, prepare
+        )
+    residual = room.float32("residual") if wire.feedback else None
+    matrix = Matrix("probed", 0, rows, cols, wire.rank)
+    factors = Factors([matrix], numel, size, residual, device=room.buffer.device)
+    collectives.open_second()
+
+    def start() -> Handle:
+        return collectives.all_reduce_factors(room.buffer, factors)
+
+    return Action(start, factors.nbytes, prepare)
 
 
 def reducing(

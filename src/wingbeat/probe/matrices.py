@@ -1,4 +1,4 @@
-"""What matrices cost that travel as thin factors: by their shapes, not by their elements.
+"""What matrices cost that travel as sketched thin factors: by their shapes, not by their elements.
 
 Finding factors is much more work for a byte of payload than sketching is. So each shape of matrix
 that a model has is exchanged by itself, and weighs in a plan as many bytes as take the same time
@@ -69,7 +69,8 @@ def measure_matrices(
 
     Args:
         collectives: what training uses.
-        wire: what gradients travel as; there are matrices with a `LowRank` alone.
+        wire: what gradients travel as; there are matrices with a `LowRank` alone, whose factors are
+            sketched: those that are summed are measured as all else is, by `measure_wire`.
         way: as for `measure_wire`.
         specs: the model's tensors.
         device: where gradients are.
@@ -78,7 +79,7 @@ def measure_matrices(
     Raises:
         PeerError: a peer failed, or sent something that is no measurement.
     """
-    if not isinstance(wire, LowRank):
+    if not isinstance(wire, LowRank) or wire.summed:
         return ()
     found = {spec.shape: region_of(spec, wire) for spec in specs}
     known = [(shape, region) for shape, region in found.items() if region is not None]

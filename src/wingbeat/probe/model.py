@@ -217,7 +217,7 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
     for spec in specs:
         mine = own(wire, spec.name)
         flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
-        if isinstance(mine, LowRank):  # some matrices are not worth factors
+        if isinstance(mine, LowRank) and not mine.summed:  # some matrices are not worth factors
             each.append(payload_of(spec, mine) + flag)
         else:
             each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))

@@ -215,7 +215,8 @@ def _check_needs(parts: list[Part]) -> None:
 
 def _check_spanning(strategy: Strategy) -> None:
     """Raise a `UsageError` for a codec whose payloads would not go along the topology."""
-    topology, codec = cast(Topology, strategy.exchange), isinstance(strategy.wire, CodecPart)
+    topology, wire = cast(Topology, strategy.exchange), wires.of(strategy.wire)
+    codec = isinstance(wire, CodecPart) and not wire.summed
     if topology.spans_links and codec and not strategy.traits.gathered:
         raise UsageError(
             f"Strategy(exchange={topology!r}, wire={strategy.wire!r}): what is encoded goes "

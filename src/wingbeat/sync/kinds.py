@@ -56,7 +56,8 @@ def compression_of(
         return Compression(wire, slots, collectives)
     if choices.partitions is not None and collectives.world.size > 1:
         return Backlog(choices.wire, slots, collectives)
-    return Compression(choices.wire, slots, collectives)
+    sums = choices.servers is None and choices.staleness is None
+    return Compression(choices.wire, slots, collectives, sums=sums)
 
 
 def runtime_of(

@@ -5,6 +5,7 @@ from wingbeat.wires.codecs import DTYPES as DTYPES
 from wingbeat.wires.codecs import LEVELS as LEVELS
 from wingbeat.wires.codecs import MOST_BITS as MOST_BITS
 from wingbeat.wires.codecs import SPLITS as SPLITS
+from wingbeat.wires.codecs import WHOLE_BITS as WHOLE_BITS
 from wingbeat.wires.codecs import CodecPart as CodecPart
 from wingbeat.wires.codecs import Coded as Coded
 from wingbeat.wires.codecs import Groups as Groups
@@ -23,5 +24,6 @@ from wingbeat.wires.parameters import HALF_BYTES as HALF_BYTES
 from wingbeat.wires.parameters import INDEX_BYTES as INDEX_BYTES
 from wingbeat.wires.parameters import kinds as kinds
 from wingbeat.wires.parameters import least_bytes as least_bytes
+from wingbeat.wires.parameters import matrix_of as matrix_of
 from wingbeat.wires.parameters import own as own
 from wingbeat.wires.parameters import unmatched as unmatched

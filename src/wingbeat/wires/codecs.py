@@ -24,6 +24,8 @@ from wingbeat.traits import WHOLE, Part
 SPLITS = ("error", "count")
 LEVELS = ("mean", "ends")
 MOST_BITS = 8
+WHOLE_BITS = 32
+"""Of a value that is not sketched."""
 
 Groups = Mapping[str, Any] | Sequence[tuple[str, Any]]
 """Patterns of parameters' names, and what those travel as."""
@@ -35,6 +37,11 @@ class CodecPart(Part, Settings):
     Attributes:
         gathers: whether under whole all-reduces each worker's payload goes to all the others.
     """
+
+    @property
+    def summed(self) -> bool:
+        """Whether all-reduces can sum what gradients are written as, as it is."""
+        return False
 
     exact: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
@@ -64,7 +71,7 @@ class _Sketched(CodecPart):
     auto_disable: bool = True
 
     def __post_init__(self) -> None:
-        self.check_count("bits", 1, MOST_BITS)
+        self.check_bits()
         self.check_name("split", SPLITS)
         self.check_name("level", LEVELS)
         self.check_flag("feedback")
@@ -73,6 +80,10 @@ class _Sketched(CodecPart):
         self.check_flag("auto_disable")
         self._check_share()
         object.__setattr__(self, "groups", self._known(self.groups))
+
+    def check_bits(self) -> None:
+        """Raise a `UsageError` for bits that no value is written with."""
+        self.check_count("bits", 1, MOST_BITS)
 
     def _check_share(self) -> None:
         if self.share == 1:
@@ -132,8 +143,16 @@ class _Sketched(CodecPart):
 
     def of_groups(self) -> list[tuple[str, str | Coded]]:
         """Return every pattern and what its group travels as; last ``*``, for all others."""
-        groups = cast("tuple[tuple[str, int | str], ...]", self.groups)
-        return [(pattern, self._own("", value)) for pattern, value in (*groups, ("*", self.bits))]
+        each = [(pattern, self._own("", value)) for pattern, value in self._listed]
+        return [*each, ("*", self._of_others())]
+
+    def _of_others(self) -> Coded:
+        """Return what those travel as that are in no group."""
+        return cast("Coded", replace(self, groups=(), share=1.0, total=0))
+
+    @property
+    def _listed(self) -> tuple[tuple[str, int | str], ...]:
+        return cast("tuple[tuple[str, int | str], ...]", self.groups)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -200,8 +219,8 @@ class TopK(CodecPart):
         object.__setattr__(self, "groups", pairs(self.groups))
         self.check_count("warmup", 0, 10_000_000)
         self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
-        widths = (*range(1, MOST_BITS + 1), 32)
-        whole = f"whole numbers, 1 to {MOST_BITS}, or 32"
+        widths = (*range(1, MOST_BITS + 1), WHOLE_BITS)
+        whole = f"whole numbers, 1 to {MOST_BITS}, or {WHOLE_BITS}"
         self.check_number("bits", whole, lambda v: isinstance(v, int) and v in widths)
         self.check_flag("auto_disable")
 
@@ -229,18 +248,24 @@ class TopK(CodecPart):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LowRank(_Sketched):
-    """Large matrices travel as two thin factors, sketched; the rest is sketched (Canary, 4.3.1).
+    """Matrices travel as two thin factors, where these are smaller; the rest as it is.
 
-    With ``split="count", level="ends"`` it is the paper's: fully connected layers have matrices
-    (case 1), convolutions have none (case 2).
+    Factors are summed as PowerSGD does it (Vogels et al., 2019), where all workers sum gradients
+    by all-reduces, and bytes do not grow with their number. Fully connected layers and
+    convolutions are matrices, as their first dimension has it.
+
+    With ``bits`` factors are sketched, and so is the rest (Canary, 4.3.1); their owners decode and
+    add them. ``LowRank(bits=8, split="count", level="ends")`` is that paper's: large fully
+    connected layers have matrices (case 1), convolutions have none (case 2).
 
     Args:
         rank: columns of the factors, 1 to 256.
-        bits: bits of a sketched value, 1 to 8.
+        bits: of a value: 32 as it is, 1 to 8 through a sketch.
         split: of all sketches, as for `Sketch`.
         level: of all sketches, as for `Sketch`.
         feedback: keep what was taken away, and add it to the next iteration's gradients.
-        groups: as for `Sketch`; a number of bits leaves the rank as it is.
+        groups: as for `Sketch`; a number of bits leaves the rank as it is. With anything but
+            ``"fp32"`` and low rank without bits in one, owners decode and add all factors.
         share: as for `Sketch`.
         total: as for `Sketch`.
         auto_disable: measure in the first iterations whether this is faster than fp32, and use
@@ -251,10 +276,37 @@ class LowRank(_Sketched):
     """
 
     rank: int = 4
+    bits: int = WHOLE_BITS
 
     def __post_init__(self) -> None:
         self.check_count("rank", 1, 256)
         super().__post_init__()
+        sketched = self.bits != WHOLE_BITS or any(isinstance(v, int) for _, v in self._listed)
+        for name in ("split", "level"):
+            if getattr(self, name) != getattr(LowRank, name) and not sketched:
+                raise UsageError(
+                    f"LowRank({name}={getattr(self, name)!r}): it is how factors are sketched, and "
+                    f"with bits={self.bits} they are not: add bits=8, or leave out {name}"
+                )
+
+    def check_bits(self) -> None:
+        """Raise a `UsageError` for bits that no value is written with."""
+        widths = (*range(1, MOST_BITS + 1), WHOLE_BITS)
+        whole = f"whole numbers, 1 to {MOST_BITS}, or {WHOLE_BITS}"
+        self.check_number("bits", whole, lambda v: isinstance(v, int) and v in widths)
+
+    def _of_others(self) -> Coded:
+        if self.bits != WHOLE_BITS:
+            return super()._of_others()
+        return replace(self, groups=(), share=1.0, total=0, split=SPLITS[0], level=LEVELS[0])
+
+    @property
+    def summed(self) -> bool:
+        """Where all are factors without bits, or exact."""
+        own = (found for _, found in self.of_groups())
+        return all(
+            not each or (isinstance(each, LowRank) and each.bits == WHOLE_BITS) for each in own
+        )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from wingbeat.wires.codecs import Coded, Half, LowRank, Sketch, TopK
+from wingbeat.wires.codecs import WHOLE_BITS, Coded, Half, LowRank, Sketch, TopK
 
 HALF_BYTES = 2
 """Bytes of an element in half precision."""
@@ -59,11 +59,32 @@ def unmatched(wire: str | Coded, names: Iterable[str]) -> list[str]:
     ]
 
 
+def matrix_of(wire: str | Coded, shape: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of the matrix that a gradient of ``shape`` is for low rank.
+
+    Rows are the first dimension that is more than one long. Without bits none is a matrix whose
+    factors would have half of its elements or more: that is ``(0, 0)``, as with any other wire.
+
+    >>> matrix_of(LowRank(rank=4), (64, 3, 7, 7)), matrix_of(LowRank(rank=4), (10, 10))
+    ((64, 147), (0, 0))
+    """
+    if not isinstance(wire, LowRank):
+        return 0, 0
+    if wire.bits != WHOLE_BITS:  # as Canary has it, of fully connected layers
+        return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
+    rows = next((size for size in shape if size > 1), 1)
+    cols = math.prod(shape) // rows
+    worth = 2 * wire.rank * (rows + cols) < rows * cols
+    return (rows, cols) if worth else (0, 0)
+
+
 def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:
     """Return about how many bytes a gradient of ``shape`` takes at least, tables not counted.
 
     >>> least_bytes(Sketch(bits=4), (1000, 10), 4)
     5000
+    >>> least_bytes(LowRank(rank=4), (1000, 1000), 4)
+    32000
     """
     numel = math.prod(shape)
     if isinstance(wire, Sketch):
@@ -71,6 +92,7 @@ def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:
     if isinstance(wire, TopK):
         return int(numel * min(itemsize, (wire.bits / 8 + INDEX_BYTES) * wire.density))
     if isinstance(wire, LowRank):
-        thin = wire.rank * (numel // max(1, shape[0]) + shape[0]) if len(shape) == 2 else numel
-        return int(min(numel, thin) * wire.bits / 8)
+        rows, cols = matrix_of(wire, shape)
+        thin = min(numel, wire.rank * (rows + cols)) if rows else numel
+        return thin * itemsize if wire.bits == WHOLE_BITS else int(thin * wire.bits / 8)
     return numel * min(itemsize, HALF_BYTES) if wire else numel * itemsize

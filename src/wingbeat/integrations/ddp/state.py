@@ -223,7 +223,7 @@ class SketchState(CodedState):
             ``find_unused_parameters=True`` needs is left out where it is off.
         bits: of each value on the wire, 1 to 8.
         wire: all settings, in place of bits: a `wingbeat.Sketch` or `wingbeat.LowRank`, or its
-            text, such as ``"lowrank@4:split=count:level=ends"``. A hook has no trial:
+            text, such as ``"lowrank@4:bits=8:split=count"``. A hook has no trial:
             ``auto_disable`` means nothing here.
         process_group: the one given to DistributedDataParallel, if not the default. If it has only
             some of the ranks, every other rank must make a state in a group of its own too, so
