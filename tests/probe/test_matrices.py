@@ -19,7 +19,7 @@ from wingbeat.transport import loopback
 from wingbeat.types import TensorSpec
 from wingbeat.wires import LowRank, Sketch
 
-WIRE = LowRank(rank=2, auto_disable=False)
+WIRE = LowRank(rank=2, bits=8, auto_disable=False)
 LARGE, LARGER = (300, 260), (512, 300)
 MODEL = [
     TensorSpec("a.weight", LARGE, "float32", 4),
