@@ -86,7 +86,7 @@ def test_help_says_of_each_row_what_it_is() -> None:
         in (shown)
     )
     assert shown.count("(exact, synchronous)") == 13
-    assert shown.count("(not exact, synchronous)") == 6
+    assert shown.count("(not exact, synchronous)") == 7
     assert contenders.parse(contenders.COMPOSED).traits.halves
     assert f"as in {contenders.COMPOSED}" in shown
 
