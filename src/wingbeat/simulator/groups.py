@@ -94,7 +94,7 @@ def simulate_groups(
     if iterations < 1 or every < 1 or warmup < 0 or jitter < 0:
         raise UsageError(
             f"simulate_groups(iterations={iterations}, every={every}, warmup={warmup}, jitter="
-            f"{jitter}): allowed are 1 or more iterations, every 1 or more, and 0 or more of the others"
+            f"{jitter}): allowed are 1 or more iterations, every=1 or more, others from 0 on"
         )
     scene = _Scene(model, rules, layout, links, local, work or Work(), seed)
     first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
