@@ -49,7 +49,7 @@ class FactoredSum(Handle):
         return self._round.first
 
     def turn(self, first: Handle, second: Sums) -> None:
-        """Wait for the first sum and start the second; it ends as the first does, and never raises.
+        """Wait for the first sum and start the second; raises nothing: a `PeerError` is `wait`'s.
 
         Args:
             first: the sum of `first`, under way.
