@@ -24,14 +24,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import run_and_judge, write
+from common import measured_before, run_and_judge, write
 
 from wingbeat.bench import contenders, estimate, runner
 from wingbeat.bench.config import BenchConfig
@@ -174,10 +173,11 @@ def _gain(cell: dict[str, Any], exact: bool) -> str:
     return f"{theirs[1] / ours[1]:.2f} ({ours[0]})" if theirs and ours else ""
 
 
-def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, cell by cell; return what is missed."""
+def measure(
+    args: argparse.Namespace, kept: list[dict[str, Any]], report: dict[str, Any]
+) -> list[str]:
+    """Fill the report after the cells that are kept, cell by cell; return what is missed."""
     benches = configs(args)
-    kept = json.loads(args.json.read_text())["cells"] if args.add else []
     cells = report["cells"] = kept
     todo = {at: some for at, some in benches.items() if at not in {_at(cell) for cell in kept}}
     long = estimate.of_all(each for some in todo.values() for each in some)
@@ -214,9 +214,8 @@ def main() -> int:
     parser.add_argument("--add", action="store_true", help="keep the cells that the JSON has")
     parser.add_argument("--json", type=Path, default=Path("out/best.json"))
     args = parser.parse_args()
-    if args.add and not args.json.exists():
-        parser.error(f"--add: there is no {args.json}")
-    return run_and_judge(args.json, functools.partial(measure, args))
+    kept = measured_before(args.json, "cells") if args.add else []
+    return run_and_judge(args.json, functools.partial(measure, args, kept))
 
 
 if __name__ == "__main__":

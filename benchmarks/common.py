@@ -40,6 +40,23 @@ def refuse_unwritable(path: Path) -> None:
         sys.exit(2)
 
 
+def measured_before(path: Path, key: str) -> list[Any]:
+    """Return what an earlier run has kept there; end this program if there is no such thing."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        kept = found[key]
+    except (OSError, ValueError, KeyError, TypeError):
+        kept = None
+    if not isinstance(kept, list):
+        print(
+            f"{Path(sys.argv[0]).name}: --add: {path} has no {key!r} of an earlier run; leave "
+            "--add out to begin anew",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    return kept
+
+
 def write(path: Path, report: dict[str, Any]) -> None:
     """Keep what there is; called after each part, so that nothing measured is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)

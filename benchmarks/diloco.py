@@ -273,8 +273,8 @@ def main() -> int:
         worker(args)
         return 0
     common.end_as_by_ctrl_c()
+    before = common.measured_before(args.json, "runs") if args.add else []
     common.refuse_unwritable(args.json)
-    before = json.loads(args.json.read_text())["runs"] if args.add else []
     runs = [*before, *measure(args)]
     rows = rows_of(runs)
     common.write(args.json, {"machine": machine.describe(), "runs": runs, "rows": rows})
