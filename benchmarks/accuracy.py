@@ -6,6 +6,7 @@ batches, and are judged by what the network says about data that it has not been
 digits  a convolutional network on scikit-learn's digits, moved by up to a pixel; SGD, momentum 0.9
 text    an LSTM that names the next character of the standard library's source; plain SGD, clipped
 
+Where workers' models differ their mean is judged, and each goes on from it (`wingbeat.consensus`).
 Learning rates rise, then fall to zero along a cosine, so that the end is a plateau. The text has
 no momentum: gradients that top-k holds back would lose it (Deep Gradient Compression, 3.1).
 
@@ -54,13 +55,14 @@ from wingbeat.wires import Sketch, TopK
 ROWS = "allreduce allreduce:wire=sketch allreduce:wire=sketch@4 allreduce:wire=topk@0.01"
 Batches = Iterator[tuple[Tensor, Tensor]]
 LIMIT = 0.5  # points of accuracy that a judged row may lose against the first
-EVALUATIONS = 10
+EVALUATIONS = 10  # of a training
 EXAMPLES = """examples:
   python benchmarks/accuracy.py --json out/accuracy.json --png out/accuracy.png
   python benchmarks/accuracy.py --tasks digits --strategies allreduce allreduce:wire=lowrank@4
   python benchmarks/accuracy.py --strategies allreduce allreduce:wire=topk@0.001 --warmup 200
   python benchmarks/accuracy.py --tasks text --strategies allreduce omgs:density=0.001,warmup=1000
   python benchmarks/accuracy.py --strategies ddp ddp+powersgd:rank=4 allreduce:wire=lowrank@4
+  python benchmarks/accuracy.py --strategies ddp localsgd:every=10 --evaluations 40
 """
 
 
@@ -208,14 +210,16 @@ def evaluate(model: nn.Module, task: Task) -> dict[str, float | None]:
     return {"accuracy": 100 * right / count, "bits": bits if math.isfinite(bits) else None}
 
 
-def train(task: Task, contender: Contender, seed: int, iterations: int) -> dict[str, Any]:
+def train(
+    task: Task, contender: Contender, seed: int, iterations: int, evaluations: int = EVALUATIONS
+) -> dict[str, Any]:
     """Train once; the curve, and whether all workers end with the same weights.
 
     A curve's seconds are those of training, without what evaluations take.
     """
     begin = time.monotonic()
     batches = task.batches(dist.get_rank(), dist.get_world_size(), seed)
-    marks = {round(iterations * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
+    marks = {round(iterations * i / evaluations) for i in range(1, evaluations + 1)}
     curve, evaluating = [], 0.0
     optimizer = functools.partial(torch.optim.SGD, momentum=task.momentum, weight_decay=5e-4)
     with attached(contender, task.network(seed), optimizer) as made:
@@ -230,6 +234,8 @@ def train(task: Task, contender: Contender, seed: int, iterations: int) -> dict[
             if step + 1 in marks:
                 paused = time.monotonic()
                 trained = paused - begin - evaluating
+                if contender.averages:
+                    wingbeat.consensus(made.model)
                 curve.append({"iteration": step + 1, "s": trained, **evaluate(made.model, task)})
                 evaluating += time.monotonic() - paused
         weights = [p.detach().clone() for p in made.model.parameters()]
@@ -254,7 +260,8 @@ def worker(options: argparse.Namespace) -> None:
     lengths = [options.iterations or tasks[name].iterations for name, _, _ in runs]
     seconds: dict[str, float] = {}  # of an iteration, by task
     for number, ((name, seed, text), iterations) in enumerate(zip(runs, lengths, strict=True), 1):
-        made = train(tasks[name], parse(text, options.warmup), seed, iterations)
+        row = parse(text, options.warmup)
+        made = train(tasks[name], row, seed, iterations, options.evaluations)
         if dist.get_rank() == 0:
             kept = {"task": name, "seed": seed, "strategy": text, **made}
             with options.worker.open("a", encoding="utf-8") as file:
@@ -380,12 +387,7 @@ def run(words: Sequence[str]) -> list[dict[str, Any]]:
 
 def check(options: argparse.Namespace) -> None:
     """Raise UsageError for what cannot work, before anything starts."""
-    for key in ("tasks", "seeds", "strategies"):
-        values = getattr(options, key)
-        if len(set(values)) < len(values):
-            raise UsageError(f"--{key} {' '.join(map(str, values))}: each can stand there once")
-    if options.iterations is not None and options.iterations < EVALUATIONS:
-        raise UsageError(f"--iterations {options.iterations}: allowed are {EVALUATIONS} or more")
+    check_numbers(options)
     parsed = [parse(text, options.warmup) for text in options.strategies]
     for name in options.tasks:
         TASKS[name]()
@@ -402,6 +404,19 @@ def check(options: argparse.Namespace) -> None:
         blank("curve", (1, 1), 72)
 
 
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raise UsageError for a list with something twice, or too few iterations."""
+    for key in ("tasks", "seeds", "strategies"):
+        values = getattr(options, key)
+        if len(set(values)) < len(values):
+            raise UsageError(f"--{key} {' '.join(map(str, values))}: each can stand there once")
+    if options.evaluations < 1:
+        raise UsageError(f"--evaluations {options.evaluations}: allowed are 1 or more")
+    if options.iterations is not None and options.iterations < options.evaluations:
+        least = f"--evaluations {options.evaluations}"
+        raise UsageError(f"--iterations {options.iterations}: allowed are {least} or more")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -410,6 +425,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--iterations", type=int, help="of each training; default: the task's own")
+    parser.add_argument(
+        "--evaluations", type=int, default=EVALUATIONS, help=f"of each training ({EVALUATIONS})"
+    )
     parser.add_argument("--warmup", type=int, help="of top-k rows that write none")
     parser.add_argument("--json", type=Path, help="write figures and curves here")
     parser.add_argument("--png", type=Path, help="draw the curves here")

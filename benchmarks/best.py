@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import measured_before, run_and_judge, write
+from common import BEGIN_ANEW, measured_before, run_and_judge, write
 
 from wingbeat.bench import contenders, estimate, runner
 from wingbeat.bench.config import BenchConfig
@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("--add", action="store_true", help="keep the cells that the JSON has")
     parser.add_argument("--json", type=Path, default=Path("out/best.json"))
     args = parser.parse_args()
-    kept = measured_before(args.json, "cells") if args.add else []
+    kept = measured_before(args.json, "cells", BEGIN_ANEW) if args.add else []
     return run_and_judge(args.json, functools.partial(measure, args, kept))
 
 

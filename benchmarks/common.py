@@ -31,6 +31,9 @@ GERYON_TABLES = {
 Geryon, by Gbit/s and model."""
 
 
+BEGIN_ANEW = "leave --add out to begin anew"
+
+
 def refuse_unwritable(path: Path) -> None:
     """End this program, before anything is measured, if what is found cannot be kept."""
     try:
@@ -40,8 +43,11 @@ def refuse_unwritable(path: Path) -> None:
         sys.exit(2)
 
 
-def measured_before(path: Path, key: str) -> list[Any]:
-    """Return what an earlier run has kept there; end this program if there is no such thing."""
+def measured_before(path: Path, key: str, remedy: str) -> list[Any]:
+    """Return what an earlier run has kept there; end this program if there is no such thing.
+
+    The line that says so ends with the ``remedy``.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         kept = found[key]
@@ -49,8 +55,7 @@ def measured_before(path: Path, key: str) -> list[Any]:
         kept = None
     if not isinstance(kept, list):
         print(
-            f"{Path(sys.argv[0]).name}: --add: {path} has no {key!r} of an earlier run; leave "
-            "--add out to begin anew",
+            f"{Path(sys.argv[0]).name}: {path} has no {key!r} of an earlier run; {remedy}",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -273,7 +273,7 @@ def main() -> int:
         worker(args)
         return 0
     common.end_as_by_ctrl_c()
-    before = common.measured_before(args.json, "runs") if args.add else []
+    before = common.measured_before(args.json, "runs", common.BEGIN_ANEW) if args.add else []
     common.refuse_unwritable(args.json)
     runs = [*before, *measure(args)]
     rows = rows_of(runs)
