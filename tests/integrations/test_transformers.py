@@ -49,7 +49,6 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any, tmp_path: Path) -> No
     wanted = [
         "pass an instance, such as wingbeat.DeAR()",
         "strategy='dear'",
-        "has use_reentrant=True",
         "one process with 2 GPUs",
         "has no Trainer._save_checkpoint any more",
         "does not prepare models in Trainer._prepare_for_training any more",

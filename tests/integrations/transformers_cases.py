@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ class Loaded(TrainerCallback):  # type: ignore[misc]
 
 
 def others(folder: str) -> None:
-    """Frozen parameters, batches by length, a model_init, two trainings, prediction, compiled."""
+    """Frozen parameters, batches by length, two trainings, prediction, compiled, reentrant."""
 
     def frozen(strategy: Any) -> torch.Tensor:
         model = llama()
@@ -236,9 +237,23 @@ def others(folder: str) -> None:
 
     with clean():
         for train in (frozen, by_length, twice, compiled):
-            wanted = train(None)
-            for strategy in EXACT:
-                same(train(strategy), wanted, (train.__name__, strategy))
+            _as_with_ddp(train)
+        _as_with_ddp(functools.partial(_reentrant, folder=folder))
+
+
+def _as_with_ddp(train: Callable[[Any], torch.Tensor]) -> None:
+    wanted = train(None)
+    for strategy in EXACT:
+        same(train(strategy), wanted, (train, strategy))
+
+
+def _reentrant(strategy: Any, folder: str) -> torch.Tensor:
+    """Train with parts that run a backward of their own inside of backward."""
+    kwargs = {"use_reentrant": True}
+    args = arguments(folder, activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
+    model = llama()
+    made(strategy, model, args).train()
+    return flat(model)
 
 
 def sequences(folder: str) -> None:
@@ -428,14 +443,6 @@ def page(blocks: list[str], folder: str) -> None:
 def refusals(folder: str) -> list[str]:
     """What each misuse says."""
 
-    def reentrant() -> Any:
-        args = arguments(
-            folder,
-            activation_checkpointing=True,
-            activation_checkpointing_kwargs={"use_reentrant": True},
-        )
-        return made(EXACT[0], llama(), args)
-
     def gpus() -> Any:
         args = arguments(folder)
         args._n_gpu = 2
@@ -461,7 +468,6 @@ def refusals(folder: str) -> list[str]:
     cases = [
         lambda: made(wingbeat.DeAR, llama(), arguments(folder)),
         lambda: made("dear", llama(), arguments(folder)),
-        reentrant,
         gpus,
         moved,
         elsewhere,

@@ -191,5 +191,5 @@ def _prevalent_dtype(slots: Sequence[Slot]) -> torch.dtype:
     """Return the dtype of most elements: the one whose costs decide."""
     counts: Counter[torch.dtype] = Counter()
     for slot in slots:
-        counts[slot.param.dtype] += slot.param.numel()
+        counts[slot.param.dtype.to_real()] += slot.elements
     return counts.most_common(1)[0][0]

@@ -21,6 +21,7 @@ class Slot:
     """One parameter's place in a bucket.
 
     Attributes:
+        elements: how many of the buffer the gradient takes: two for a complex number.
         view: the gradient's place in the bucket's buffer.
         address: where that is in memory.
         shown: the same memory, as users see it in ``p.grad``.
@@ -35,6 +36,7 @@ class Slot:
         "__weakref__",
         "address",
         "bucket",
+        "elements",
         "fully_connected",
         "index",
         "name",
@@ -54,6 +56,7 @@ class Slot:
         self.fully_connected = fully_connected
         self.name = name
         self.param = param
+        self.elements = param.numel() * (2 if param.is_complex() else 1)
         self.pending: Any = None
         self.ready = False
         self.used = False
@@ -130,9 +133,11 @@ class UnderWay(Protocol):
 class Bucket:
     """Parameters of one dtype and device, whose gradients travel in one flat buffer.
 
-    The buffer ends with one flag per parameter. A worker that has a gradient for it adds 1, so
-    that the sum tells, at no extra message, whether any worker used the parameter. After the flags
-    come `TURNS` elements, of which each worker adds 1 to the one that its number of steps chooses.
+    Complex ones travel as real and imaginary parts in turn, which any collective can add, and any
+    wire of 16 bits can round. The buffer ends with one flag per parameter. A worker that has a
+    gradient for it adds 1, so that the sum tells, at no extra message, whether any worker used the
+    parameter. After the flags come `TURNS` elements, of which each worker adds 1 to the one that
+    its number of steps chooses.
 
     Attributes:
         flat: the gradients, end to end, then flags and turns, then zeros up to ``multiple``.
@@ -148,13 +153,12 @@ class Bucket:
         self.index = index
         self._strided = strided
         self.slots = list(slots)
-        params = [slot.param for slot in slots]
-        self.numel = sum(p.numel() for p in params)
-        first = params[0]
+        self.numel = sum(slot.elements for slot in slots)
+        first = slots[0].param
         self._length = -(-(self.numel + len(slots) + TURNS) // multiple) * multiple
         self.renew()
         self._tails = [
-            torch.ones(len(slots) + TURNS, dtype=first.dtype, device=first.device)
+            torch.ones(len(slots) + TURNS, dtype=first.dtype.to_real(), device=first.device)
             for _ in range(TURNS + 1)
         ]
         for turn, tail in enumerate(self._tails):
@@ -169,18 +173,20 @@ class Bucket:
     def renew(self) -> None:
         """Take new memory for the buffer; whoever refers to the old one keeps it as it is."""
         first, used = self.slots[0].param, self.numel + len(self.slots)
-        self.flat = torch.zeros(self._length, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(self._length, dtype=first.dtype.to_real(), device=first.device)
         self.flags = self.flat[self.numel : used]
         self.turns = self.flat[used : used + TURNS]
         self._tail = self.flat[self.numel : used + TURNS]
-        offset = 0
+        numbers, offset = self.flat[: self.numel], 0
+        if first.is_complex():
+            numbers = torch.view_as_complex(numbers.view(-1, 2))
         for slot in self.slots:
             end = offset + slot.param.numel()
             slot.bucket = self
-            slot.view = self.flat[offset:end].view(slot.param.shape)
+            slot.view = numbers[offset:end].view(slot.param.shape)
             if self._strided and slot.strides is not None:
                 # As autograd lays gradients out: fused optimizers go by it.
-                slot.view = self.flat.as_strided(slot.param.shape, slot.strides, offset)
+                slot.view = numbers.as_strided(slot.param.shape, slot.strides, offset)
             slot.shown = slot.view.detach()
             slot.address = slot.view.data_ptr()
             offset = end

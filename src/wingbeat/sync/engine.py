@@ -279,8 +279,8 @@ class Engine(Entrance):
         if self.amid_backward:
             raise UsageError(
                 f"the gradient of parameter {slot.name!r} was needed in its own backward: a "
-                "parameter that gets its gradient twice in one backward, as with reentrant "
-                "activation checkpointing, or a hook that reads it; use checkpoint(..., "
+                "parameter that gets its gradient twice in one backward, as in two reentrant "
+                "checkpoints that share it, or a hook that reads it; use checkpoint(..., "
                 "use_reentrant=False), and read gradients after backward"
             )
         with self.lock:

@@ -13,6 +13,7 @@ from wingbeat.errors import MismatchError, UsageError, WingbeatError
 from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.bucket import strides_of
 from wingbeat.gradients.bucketing import ignored, spec_of
+from wingbeat.gradients.complexes import check_complex
 from wingbeat.gradients.compression import check_momentum
 from wingbeat.sync import averaged, claims
 from wingbeat.sync.buffers import broadcast_now
@@ -79,6 +80,7 @@ def distribute(
     choices = strategy.choices()
     given, optimizer = optimizer, cast(OptimizerT, inner)
     check_momentum(choices, optimizer)
+    check_complex(model, choices, repr(strategy))
     averaged.check(model, choices.averaging)
     _check_returned(world, choices, strategy)
     if world.size > 1:
@@ -297,9 +299,6 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
             f"model {type(model).__name__} has no parameter that requires a gradient: "
             "there is nothing to distribute"
         )
-    for name, param in known.items():
-        if param.is_complex():
-            raise UsageError(f"parameter {name!r} is complex; real dtypes are supported")
     members = set(known.values())
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):

@@ -141,8 +141,8 @@ class Intake:
         grad = slot.param.grad
         if slot.ready:
             raise UsageError(
-                f"parameter {slot.name!r} got its gradient twice in one backward, as reentrant "
-                "activation checkpointing does; use checkpoint(..., use_reentrant=False)"
+                f"parameter {slot.name!r} got its gradient twice in one backward, as in two "
+                "reentrant checkpoints that share it; use checkpoint(..., use_reentrant=False)"
             )
         if grad is not None and grad.layout is not torch.strided:
             raise UsageError(

@@ -13,6 +13,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.gradients import reduced
 from wingbeat.gradients.bucket import Bucket
+from wingbeat.gradients.complexes import norm_of_parts
 from wingbeat.gradients.pending import PendingGradient
 from wingbeat.gradients.views import Views
 from wingbeat.schedules.events import PartsNeeded, Phase
@@ -66,7 +67,7 @@ def unscale(
     engine.tell(PartsNeeded(Intent.SCALE))
     if engine.phase is Phase.REDUCED and not engine.shadowed:
         # All of a kind, whatever this worker's user has put in their place: others count on it.
-        kind = grads[0].dtype, grads[0].device
+        kind = grads[0].dtype.to_real(), grads[0].device
         buckets = [b for b in engine.buckets if (b.flat.dtype, b.flat.device) == kind]
         others = [grad for grad in grads if not isinstance(grad, PendingGradient)]
         reduced.unscale(buckets, others, engine.collectives, found_inf, inv_scale)
@@ -85,7 +86,8 @@ def clip_grad_norm_(engine: Looked, max_norm: float, norm_type: float) -> torch.
     engine.recover()
     engine.update.refuse_lost("clip_grad_norm_()")
     engine.tell(PartsNeeded(Intent.CLIP))
-    if engine.phase is Phase.REDUCED and not engine.shadowed:
+    in_parts = engine.phase is Phase.REDUCED and not engine.shadowed
+    if in_parts and norm_of_parts(engine.buckets, norm_type):
         return reduced.clip(engine.buckets, engine.collectives, max_norm, norm_type)
     if engine.views.hidden:
         engine.settle()

@@ -53,6 +53,8 @@ def difference(got: Tensor, want: Tensor, floor: float) -> float:
     """The largest absolute difference over the largest magnitude of ``want``."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
+    if got.is_complex():
+        got, want = torch.view_as_real(got), torch.view_as_real(want)
     a, b = got.to(torch.float64), want.to(torch.float64)
     if torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(
         a.isfinite(), b.isfinite()

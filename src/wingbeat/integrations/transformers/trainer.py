@@ -32,8 +32,8 @@ class WingbeatTrainerMixin:
         strategy: what `wingbeat.distribute` gets; default: ``wingbeat.DeAR()``.
 
     Raises:
-        UsageError: the Trainer is set up for something else than data parallelism, for reentrant
-            checkpointing, or is of a release in which the names have moved that are used here.
+        UsageError: the Trainer is set up for something else than data parallelism, or is of a
+            release in which the names have moved that are used here.
     """
 
     def __init__(self, *args: Any, strategy: HasChoices | None = None, **kwargs: Any) -> None:
@@ -172,10 +172,4 @@ def _refuse_setup(trainer: Any) -> None:
             raise UsageError(
                 f"{kind}: TrainingArguments(...) has {name} set, which divides models in a way of "
                 "its own; leave it out, or use transformers.Trainer"
-            )
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if (getattr(args, name, None) or {}).get("use_reentrant"):
-            raise UsageError(
-                f"{kind}: {name} has use_reentrant=True, which gives a parameter its gradient "
-                "twice in one backward; set it to False"
             )

@@ -2,6 +2,7 @@
 
 from . import (
     accumulation,
+    complexes,
     digits,
     errors,
     forwards,
@@ -23,6 +24,7 @@ from . import (
 
 __all__ = [
     "accumulation",
+    "complexes",
     "digits",
     "errors",
     "forwards",

@@ -108,26 +108,6 @@ def nothing_to_train(rig: Rig) -> None:
     refused(UsageError, lambda: wingbeat.distribute(model, optimizer, rig.strategy), "grad")
 
 
-class Spectral(nn.Module):
-    """A complex-valued filter next to a real layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
-        self.head = nn.Linear(8, 3)
-
-
-@check(ONE)
-def complex_parameters(rig: Rig) -> None:
-    bring_world_up()
-    model = Spectral()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    refused(
-        UsageError, lambda: wingbeat.distribute(model, optimizer, rig.strategy), "filter", "complex"
-    )
-    assert type(model) is Spectral
-
-
 class Sparse(nn.Module):
     """An embedding whose gradients are sparse."""
 

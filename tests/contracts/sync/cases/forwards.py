@@ -107,6 +107,29 @@ def whole_model_checkpointed(side: Side) -> None:
         optimizer.step()
 
 
+@scenario(Grid(worlds=(2,), mbs=(TINY,)), find_unused=False)
+def parts_checkpointed_reentrantly(side: Side) -> None:
+    """Each part runs a backward of its own inside of backward; the last one ends with no other."""
+    parts: Any = nn.ModuleList([mlp(classes=8), mlp(classes=8), mlp()])
+    parts, optimizer = side.setup(_InTurn(parts), adamw(parts))
+    for step in range(4):
+        optimizer.zero_grad()
+        cross_entropy(parts, *side.batch(step)).backward()
+        optimizer.step()
+
+
+class _InTurn(nn.Module):
+    def __init__(self, parts: nn.ModuleList) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=True)
+        return x
+
+
 @scenario()
 def no_sync_is_decided_by_the_forward(side: Side) -> None:
     model: Any = mlp()
