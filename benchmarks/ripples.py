@@ -1,4 +1,4 @@
-"""Ripples beside its baselines: the paper's Figs. 1, 2b, 15 to 19 and the steps of sections 4, 5.
+"""Ripples beside its baselines: the paper's Figs. 1, 2b, 15 to 20 and the steps of sections 4, 5.
 
     python benchmarks/ripples.py --json out/ripples.json        (all figures)
     python benchmarks/ripples.py --figures 17 19                (seconds of an iteration)
@@ -14,6 +14,7 @@ steps  Random groups, + Group Buffer, + Global Division, + Inter-Intra, + slowdo
 15  An all-reduce alone by where workers are: several on each host, or one.
 16  Real training on real data (digits): iterations to a loss by how often groups average.
 18  The same by strategy: iterations and seconds to a loss, and accuracy after equal samples.
+20  The same after equal time, in as many iterations as a strategy makes in it.
 
 Where models are averaged an iteration is as many steps as there are workers, whoever made them.
 The rate of 25 Gbit/s makes All-Reduce compute for 0.4 of its time. Fig. 2b says that AD-PSGD
@@ -45,7 +46,7 @@ from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
 
-FIGURES = ("17", "19", "steps", "15", "16", "18")
+FIGURES = ("17", "19", "steps", "15", "16", "18", "20")
 SMART, ADPSGD = "ripples:policy=smart", "adpsgd:overlap=False,encrypted=False"
 SERVER = "vanillaps:servers=1,encrypted=False"
 ALL_REDUCE = ("ddp", "allreduce")
@@ -79,6 +80,7 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Fill the report, part by part, and return which limits are missed."""
     measures = {"17": equal, "19": slow, "steps": ablation, "15": placement}
     measures |= {"16": ripples_training.figure_16, "18": ripples_training.figure_18}
+    measures["20"] = ripples_training.figure_20
     for figure in args.figures:
         found: dict[str, Any] = report.setdefault(figure, {})
         for name, part in measures[figure](args):

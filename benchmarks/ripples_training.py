@@ -1,4 +1,4 @@
-"""Real training with averaged models, for ``ripples.py``: Figs. 16 and 18.
+"""Real training with averaged models, for ``ripples.py``: Figs. 16, 18 and 20.
 
 SGD is that of ``accuracy.py``: a rate of 0.05 with momentum 0.9, up at first and then along a
 cosine to 0, by the share of all steps that is done.
@@ -50,9 +50,12 @@ LENGTHS = tuple(f"ripples:policy=smart,every={every}" for every in (1, 2, 4, 8))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what only real training knows."""
     parser.add_argument("--training-rows", nargs="+", default=list(ROWS), help="in Fig. 18")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="in 16 and 18")
-    parser.add_argument("--slow-rate", default="200mbit", help="of a host, in 16 and 18 (200mbit)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="in 16, 18 and 20")
+    parser.add_argument("--slow-rate", default="200mbit", help="of a host, in 16 to 20 (200mbit)")
     parser.add_argument("--length", type=int, default=400, help="iterations of a training (400)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="that each training may take, in Fig. 20 (10)"
+    )
     parser.add_argument("--loss", type=float, default=0.32, help="the paper's target (0.32)")
     parser.add_argument(
         "--training-slowness", type=float, nargs="+", default=[0.0, 2.0],
@@ -80,12 +83,25 @@ def figure_18(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         yield f"{factor:g}", _trained(args, args.training_rows, factor, title)
 
 
-def _trained(args: argparse.Namespace, rows: list[str], slow: float, title: str) -> dict[str, Any]:
+def figure_20(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield trainings that take as long as each other, in whatever number of iterations.
+
+    Raises:
+        LabError: a lab cannot be made, or a worker failed.
+    """
+    title = f"20: {args.seconds:g} s of training"
+    yield "0", _trained(args, args.training_rows, 0.0, title, args.seconds)
+
+
+def _trained(
+    args: argparse.Namespace, rows: list[str], slow: float, title: str, seconds: float = 0.0
+) -> dict[str, Any]:
     spec = f"star:{args.hosts}@{args.slow_rate}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.jsonl"
         words = [sys.executable, __file__, "--json", str(path), "--length", str(args.length)]
         words += ["--seeds", *map(str, args.seeds), "--rows", *rows, "--slow", str(slow)]
+        words += ["--seconds", str(seconds)]
         ended = lab.run(
             spec, words, per_host=args.per_host,
             on_line=lambda rank, line: print(f"[{rank}] {line}", flush=True),
@@ -115,6 +131,7 @@ def summary(runs: list[dict[str, Any]], loss: float) -> list[dict[str, Any]]:
                 "seconds": statistics.fmean(run["s"] for run in own),
                 "to_loss_s": statistics.fmean(s for s, _ in known) if whole else None,
                 "to_loss_iterations": statistics.fmean(i for _, i in known) if whole else None,
+                "iterations": statistics.fmean(run["iterations"] for run in own),
                 "same_weights": all(run["same_weights"] for run in own),
             }
         )
@@ -142,13 +159,15 @@ def reached(
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Print them."""
     print(f"\n{title}")
-    print(f"{'row':34} {'right %':>8} {'gap':>6} {'s':>7} {'s to loss':>10} {'iterations':>11}")
+    print(
+        f"{'row':34} {'right %':>8} {'gap':>6} {'s':>7} {'iterations':>11} {'s to loss':>10} {'iterations':>11}"
+    )
     for row in rows:
         there = [row["to_loss_s"], row["to_loss_iterations"]]
         seconds, count = ("-" if each is None else f"{each:.1f}" for each in there)
         print(
             f"{row['row']:34} {row['accuracy']:8.2f} {row['gap']:+6.2f} {row['seconds']:7.1f} "
-            f"{seconds:>10} {count:>11}"
+            f"{row['iterations']:11.1f} {seconds:>10} {count:>11}"
         )
 
 
@@ -206,6 +225,7 @@ def train(
         "row": row,
         "seed": seed,
         "workers": size,
+        "iterations": sum(map(len, everyone)) / size,
         "s": seconds,
         "accuracy": final,
         "same_weights": same,
@@ -222,6 +242,7 @@ def worker() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--rows", nargs="+", required=True)
     parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=0.0, help="0: --length iterations")
     args = parser.parse_args()
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
@@ -229,10 +250,13 @@ def worker() -> None:
     # As in Fig. 19: of smart groups, where they are among the rows.
     usual = next((row for row in args.rows if "smart" in row), args.rows[0])
     sleep_s = args.slow * normal_s(task, usual) if args.slow else 0.0
+    lengths = dict.fromkeys(args.rows, args.length)
+    if args.seconds:  # as many iterations as fit, which all workers know alike
+        lengths = {row: max(1, round(args.seconds / normal_s(task, row))) for row in args.rows}
     for seed in args.seeds:
         for number, row in enumerate(args.rows):
             counted = args.json.parent / f"steps-{seed}-{number}"
-            made = train(task, row, seed, args.length, sleep_s, counted)
+            made = train(task, row, seed, lengths[row], sleep_s, counted)
             if dist.get_rank() == 0:
                 with args.json.open("a") as file:
                     print(json.dumps(made), file=file)

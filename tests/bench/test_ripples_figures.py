@@ -67,7 +67,7 @@ def test_a_slow_worker_sleeps_normal_iterations(ripples: ModuleType) -> None:
 def run(row: str, accuracy: float, losses: list[tuple[float, float]]) -> dict[str, Any]:
     return {
         "row": row, "accuracy": accuracy, "s": 9.0, "workers": 2, "losses": losses,
-        "same_weights": True,
+        "iterations": len(losses) / 2, "same_weights": True,
     }  # fmt: skip
 
 
@@ -79,6 +79,7 @@ def test_training_is_judged_by_accuracy_and_timed_to_a_loss(ripples: ModuleType)
     # More than ten of the last twenty steps are low with the 41st; an iteration is two steps.
     assert first["to_loss_s"] == pytest.approx(4.1)
     assert first["to_loss_iterations"] == 20.5
+    assert (first["iterations"], second["iterations"]) == (30, 15)
     assert second["to_loss_s"] is None
     (line,) = training.judged({"0": {"rows": [first, second]}})
     assert "0.60 points below; limit 0.5" in line
