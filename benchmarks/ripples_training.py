@@ -159,9 +159,8 @@ def reached(
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Print them."""
     print(f"\n{title}")
-    print(
-        f"{'row':34} {'right %':>8} {'gap':>6} {'s':>7} {'iterations':>11} {'s to loss':>10} {'iterations':>11}"
-    )
+    ends = f"{'right %':>8} {'gap':>6} {'s':>7} {'iterations':>11}"
+    print(f"{'row':34} {ends} {'s to loss':>10} {'iterations':>11}")
     for row in rows:
         there = [row["to_loss_s"], row["to_loss_iterations"]]
         seconds, count = ("-" if each is None else f"{each:.1f}" for each in there)
