@@ -35,6 +35,8 @@ from wingbeat.errors import LabError
 POINTS = 0.5
 LAST = 10
 """Iterations whose mean loss is compared with the target."""
+TRIED = 40
+"""Iterations by which it is found out how many fit into a time."""
 ROWS = (
     "allreduce",
     "adpsgd",
@@ -233,6 +235,14 @@ def train(
     }
 
 
+def fitting(task: accuracy.Task, row: str, seconds: float, counted: Path) -> int:
+    """How many iterations fit into so many seconds, by a short training; the same on all."""
+    took = train(task, row, 0, TRIED, 0.0, counted)["s"] / TRIED
+    each: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(each, took)
+    return max(1, round(seconds / max(each)))
+
+
 def worker() -> None:
     """Train all rows by turns; rank 0 keeps a line for each."""
     parser = argparse.ArgumentParser()
@@ -250,8 +260,10 @@ def worker() -> None:
     usual = next((row for row in args.rows if "smart" in row), args.rows[0])
     sleep_s = args.slow * normal_s(task, usual) if args.slow else 0.0
     lengths = dict.fromkeys(args.rows, args.length)
-    if args.seconds:  # as many iterations as fit, which all workers know alike
-        lengths = {row: max(1, round(args.seconds / normal_s(task, row))) for row in args.rows}
+    if args.seconds:
+        for number, row in enumerate(args.rows):
+            counted = args.json.parent / f"tried-{number}"
+            lengths[row] = fitting(task, row, args.seconds, counted)
     for seed in args.seeds:
         for number, row in enumerate(args.rows):
             counted = args.json.parent / f"steps-{seed}-{number}"
