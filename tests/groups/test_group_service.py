@@ -15,7 +15,7 @@ from wingbeat.groups.patience import Patience
 from wingbeat.groups.protocol import Kind, told_of
 from wingbeat.groups.returns import Back
 from wingbeat.groups.rules import Rules
-from wingbeat.groups.service import GroupService
+from wingbeat.groups.service import UNCONNECTED_S, GroupService
 
 
 class Letter(NamedTuple):
@@ -34,6 +34,7 @@ class Box:
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}
         self.full: set[int] = set()
+        self.cut: dict[int, float] = {}
         self.closed = False
 
     def poll(self) -> Letter | None:
@@ -48,6 +49,9 @@ class Box:
         if peer in self.left or peer in self.lost or peer in self.full:
             raise PeerError(f"rank {peer} is gone")
         self.sent[peer].append(Letter(peer, kind, ids, payload))
+
+    def unconnected(self) -> dict[int, float]:
+        return self.cut
 
     def close(self, seconds: float) -> None:
         self.closed = True
@@ -138,6 +142,30 @@ def test_a_worker_that_is_lost_is_out_and_its_group_goes_on() -> None:
             (Kind.RUN, 0),
         ]
         assert sorted(told_of(letters[1].ids, letters[1].payload, 3).run.members) == [0, 1]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_whose_connection_has_ended_is_out_before_its_deadline(waits: bool) -> None:
+    """Whether it dies as it computes, or has asked and dies before its group runs or meets."""
+    rig = Rig()
+    for _ in range(3):
+        rig.round(0, 1, 2, seconds=100.0)  # so that its deadline is far away
+    for worker in (2, 0, 1) if waits else (0, 1):
+        rig.say(worker, Kind.ASK)
+        rig.heard(worker)
+    rig.box.cut[2] = 0.9 * UNCONNECTED_S
+    rig.pass_(1.0)
+    assert 2 in rig.generator, "it may connect again: then it goes on as if nothing had been"
+    rig.box.cut[2] = 1.1 * UNCONNECTED_S
+    rig.pass_(1.0)
+    for worker in (0, 1):
+        kinds = {letter.kind: letter for letter in rig.heard(worker)}
+        assert kinds[Kind.OUT].ids[0] == 2
+        run = told_of(kinds[Kind.RUN].ids, kinds[Kind.RUN].payload, 3).run
+        assert (run.epoch, sorted(run.members)) == (int(waits), [0, 1])
+    rig.box.cut.clear()
+    rig.say(2, Kind.ASK)
+    assert 2 in rig.generator, "it was no death: it takes part from its next step"
 
 
 def test_who_cannot_be_told_is_out_at_once() -> None:

@@ -19,6 +19,9 @@ from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, steps that are late."""
 
+UNCONNECTED_S = 1.0
+"""Seconds in which a worker whose connection has ended may make it anew: a living one does."""
+
 _AT_ONCE = 256
 """Messages that are taken in between two looks."""
 
@@ -235,8 +238,10 @@ class GroupService:
         """Find workers that are gone, and those for whom others have waited long enough."""
         for worker in {*self._mailbox.left, *self._mailbox.lost} - self._gone:
             self._leave(worker)
+        unconnected = self._mailbox.unconnected()
         for worker in range(self._workers):
-            if self._late(worker, now):
+            closed = unconnected.get(worker, 0.0) > UNCONNECTED_S
+            if self._late(worker, now) or (closed and worker in self._generator):
                 self._tell(self._without(worker))
             # A dead one that nobody waits for has to go as well.
             elif self._patience.unusual(worker, now) and worker not in self._probed:
