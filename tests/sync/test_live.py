@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 import wingbeat
+from helpers.returning import again, dies
 from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat import sync
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.strategies import parse
 
 PATIENCE = 60.0
 
@@ -115,3 +118,47 @@ def test_a_state_of_another_training_is_refused() -> None:
         assert update.steps == 0
 
     on(2, body, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("strategy", ["ripples:encrypted=false", "diloco:every=3,encrypted=false"])
+def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: str) -> None:
+    """As a script does that loads its checkpoint whenever there is one."""
+    back = threading.Event()
+
+    def goes_on(world: Any, model: Any, optimizer: Any) -> dict[str, Any]:
+        left = 6
+        while left:
+            left -= back.is_set()
+            train(model, optimizer, range(1))
+        wingbeat.consensus(model)
+        model.load_state_dict(model.state_dict())  # with all the others
+        optimizer.load_state_dict(optimizer.state_dict())
+        return weights(model)
+
+    def body(world: Any) -> dict[str, Any]:
+        def made() -> tuple[Any, Any]:
+            model = net(world.rank)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            return sync.distribute(model, optimizer, parse(strategy), world=world)
+
+        model, optimizer = made()
+        if world.rank != 2:
+            return goes_on(world, model, optimizer)
+        states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, range(3))
+        dies(engine(model).update._averager.grouping)
+        world = again(world)
+        model, optimizer = made()
+        given = weights(model)
+        for target, state in zip((model, optimizer), states, strict=True):
+            with pytest.raises(UsageError, match=r"load_state_dict\(\) on rank 2, which was start"):
+                target.load_state_dict(state)
+        for name, value in weights(model).items():
+            assert torch.equal(value, given[name])
+        assert optimizer.state, "the moments of another worker"
+        back.set()
+        return goes_on(world, model, optimizer)
+
+    for each in (found := on(3, body, timeout=PATIENCE)):
+        for name, value in each.items():
+            assert torch.equal(value, found[0][name])
