@@ -14,6 +14,8 @@ from helpers.returning import again, dies
 from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.groups import config
+from wingbeat.groups.patience import Patience
 from wingbeat.strategies import parse
 
 PATIENCE = 60.0
@@ -162,3 +164,52 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: st
     for each in (found := on(3, body, timeout=PATIENCE)):
         for name, value in each.items():
             assert torch.equal(value, found[0][name])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "diloco:every=2,encrypted=false",
+        "diloco:every=4,fragments=2,delay=1,encrypted=false",
+        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+    ],
+)
+def test_who_was_too_slow_shares_the_others_model_again(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has missed outer steps: what it makes of later ones alone is another model for ever."""
+    asleep, back = threading.Event(), threading.Event()
+
+    class Hasty(Patience):
+        def overdue(self, worker: int, now: float) -> bool:
+            return worker == 1 and asleep.is_set()
+
+    monkeypatch.setattr(config, "Patience", Hasty)
+
+    def body(world: Any) -> tuple[int, dict[str, Any]]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = sync.distribute(model, optimizer, parse(strategy), world=world)
+        train(model, optimizer, range(8))
+        update = engine(model).update
+        if world.rank == 1:
+            asleep.set()
+            while asleep.is_set():
+                assert not back.wait(0.01)
+            train(model, optimizer, range(4))
+            back.set()
+        while not back.is_set():
+            train(model, optimizer, range(1))
+            if update.steps > 40:
+                asleep.clear()
+        assert update.steps > 40, "also where the other one was left out"
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(model, optimizer, range(200 - update.steps))
+        return update.steps, {kind: flat(model, kind) for kind in ("shared", "velocity")}
+
+    found = on(3, body, timeout=PATIENCE)
+    for steps, kinds in found:
+        assert steps == found[0][0]
+        for kind, values in kinds.items():
+            assert values.isfinite().all()
+            torch.testing.assert_close(values, found[0][1][kind], rtol=0, atol=0)

@@ -49,6 +49,8 @@ class Client:
 
     Attributes:
         fallen: why groups come without the generator, None if they do not.
+        left_out: whether others have gone on without this worker since it met all of them, or
+            fetched the state of one.
         give: called with a worker that wants this one's state, and the number of their meeting,
             while this worker waits for a group.
     """
@@ -74,6 +76,7 @@ class Client:
         self._absent: set[int] = set()
         self._follower: Follower | None = None
         self.fallen: str | None = None
+        self.left_out = False
         self.give: Callable[[int, int], None] | None = None
 
     @property
@@ -102,6 +105,7 @@ class Client:
             PeerError: the generator has given no sign in time, or sent what it never sends.
         """
         if self._follower is None and self._asks(averages, level=True):
+            self.left_out = False
             return
         assert self._follower is not None
         self._follower.level(averages)
@@ -119,7 +123,7 @@ class Client:
         Raises:
             PeerError: nobody takes part, or gave it in time, or the generator is dead.
         """
-        self._joins = join
+        self._joins, self.left_out = join, False
         lost, deadline = -1, time.monotonic() + self._timeout
         try:
             while True:
@@ -158,7 +162,7 @@ class Client:
         """Hear what the generator says between two steps."""
         match message.kind:
             case Kind.OUT if message.ids[0] == self._worker:
-                self._check_joined()
+                self._note_own()
             case Kind.OUT | Kind.IN:
                 self._note_other(message.kind, message.ids[0])
 
@@ -172,8 +176,13 @@ class Client:
             self._absent.discard(worker)
         stream.happened("left" if kind == Kind.OUT else "joined", (worker,))
 
-    def _check_joined(self) -> None:
-        """Raise a `PeerError` if others have gone on without the worker that copies their state."""
+    def _note_own(self) -> None:
+        """Note that others have gone on without this worker.
+
+        Raises:
+            PeerError: it copies their state.
+        """
+        self.left_out = True
         if self._joins:
             raise PeerError(
                 f"rank {self._worker}: the others went on without this worker before it had their "
@@ -240,7 +249,7 @@ class Client:
                 if self._member.hear(told.run):
                     self._run(told, averages)
             case Kind.OUT if ids[0] == self._worker:
-                self._check_joined()
+                self._note_own()
                 # Nobody waits for this worker any more, whatever it is in. It comes back when it
                 # asks; it may have done so since, which was not heard yet.
                 if ids[1] == self._asked:

@@ -131,15 +131,21 @@ class GroupService:
                     return generator.gone(ids[2])
                 return []  # The others go on without it already.
             case Kind.FETCH:
-                if ids[1] and worker not in generator:
-                    generator.joined(worker, at_once=True)
-                    self._tell_all(Kind.IN, worker)
-                    self._patience.pauses(worker, now)
+                self._fetches(worker, now, join=bool(ids[1]))
                 self._find_state(worker, ids[0] - 1)
                 return []
             case Kind.ALIVE:
                 return []
         raise Malformed(f"a message of kind {kind}")
+
+    def _fetches(self, worker: int, now: float, *, join: bool) -> None:
+        """Let a worker take somebody's state; its next step comes after that."""
+        generator = self._generator
+        if join and worker not in generator:
+            generator.joined(worker, at_once=True)
+            self._tell_all(Kind.IN, worker)
+        if worker in generator and not generator.waits(worker):
+            self._patience.pauses(worker, now)
 
     def _done(self, worker: int, number: int, epoch: int, now: float) -> list[Run]:
         """Let a worker be done with a group, which the others are then about to be."""
