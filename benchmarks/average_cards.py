@@ -47,7 +47,8 @@ def main() -> int:
             strategies.parse(row)
         for each, row in itertools.product(range(args.rounds), args.rows):
             for number in (2, 1):
-                report.setdefault(row, {}).setdefault(str(number), []).append(
+                rows = report.setdefault("rows", {})
+                rows.setdefault(row, {}).setdefault(str(number), []).append(
                     run(args.lab, row, number, args.per_host, args.steps, args.mb)
                 )
             print(f"round {each + 1} of {args.rounds}: {row}", file=sys.stderr)
@@ -106,21 +107,20 @@ def run(spec: str, row: str, cards: int, per_host: int, steps: int, mb: float) -
 def show(report: dict[str, Any]) -> None:
     """Print a row for each strategy."""
     print(f"{'':24} {'eth0, MB':>9} {'eth1, MB':>9} {'two, ms':>8} {'one, ms':>8} {'ratio':>6}")
-    for row, found in report.items():
-        if row not in ("machine", "failed"):
-            mb = {card: statistics.fmean(each["mb"][card] for each in found["2"]) for card in CARDS}
-            ms = {n: 1e3 * statistics.fmean(each["seconds"] for each in found[n]) for n in found}
-            print(
-                f"{row:24} {mb['eth0']:9.3f} {mb['eth1']:9.3f} {ms['2']:8.1f} {ms['1']:8.1f} "
-                f"{ms['1'] / ms['2']:6.2f}"
-            )
+    for row, found in report["rows"].items():
+        mb = {card: statistics.fmean(each["mb"][card] for each in found["2"]) for card in CARDS}
+        ms = {n: 1e3 * statistics.fmean(each["seconds"] for each in found[n]) for n in found}
+        print(
+            f"{row:24} {mb['eth0']:9.3f} {mb['eth1']:9.3f} {ms['2']:8.1f} {ms['1']:8.1f} "
+            f"{ms['1'] / ms['2']:6.2f}"
+        )
 
 
 def judged(report: dict[str, Any]) -> list[str]:
     """Return what does not hold."""
     missed = []
-    for row, found in report.items():
-        for each in found.get("2", ()):
+    for row, found in report["rows"].items():
+        for each in found["2"]:
             least = min(each["mb"].values()) / sum(each["mb"].values())
             if least < LEAST:
                 missed.append(f"{row}: a card has {least:.2f} of the bytes; limit {LEAST:.2f}")
