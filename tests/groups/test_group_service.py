@@ -467,3 +467,26 @@ def test_who_waits_gives_its_state_and_not_who_was_lost_doing_that() -> None:
     rig.heard(2)
     rig.say(2, Kind.FETCH, 0)
     assert rig.heard(2)[-1].ids[:2] == (2, 2), "nobody could"
+
+
+def test_whom_the_others_have_left_out_gives_no_state_while_somebody_else_may() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.box.cut[0] = 2 * UNCONNECTED_S
+    rig.pass_(1.0)
+    rig.box.cut.clear()
+    rig.say(0, Kind.ASK)  # it waits, and would answer at once
+    for worker in range(3):
+        rig.heard(worker)
+    rig.say(2, Kind.FETCH)
+    assert [letter.ids[:2] for letter in rig.heard(1)] == [(1, 2)]
+    for worker in (1, 2):
+        rig.say(worker, Kind.ASK)
+    run = rig.runs(0)[-1]
+    for worker in range(3):
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    rig.say(0, Kind.FETCH)
+    rig.say(0, Kind.ASK)  # it has the others' state by now
+    rig.heard(0)
+    rig.say(1, Kind.FETCH)
+    assert (Kind.STATE, (0, 1)) in [(letter.kind, letter.ids[:2]) for letter in rig.heard(0)]

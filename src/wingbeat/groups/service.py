@@ -60,6 +60,8 @@ class GroupService:
         self._gone: set[int] = set()  # for good: nothing comes from there any more
         self._probed: set[int] = set()
         self._levels: set[int] = set()  # their group of all is not done
+        self._behind: set[int] = set()  # others have gone on without them
+        self._fetching: set[int] = set()
         self._comforted = self._looked
         self._asked = [0] * workers
         for worker in range(workers):
@@ -114,6 +116,9 @@ class GroupService:
         match kind:
             case Kind.ASK | Kind.LEVEL:
                 self._asked[worker] += 1
+                if worker in self._fetching:  # it has somebody's state by now
+                    self._fetching.discard(worker)
+                    self._behind.discard(worker)
                 if worker not in generator:
                     generator.joined(worker)
                     self._tell_all(Kind.IN, worker)
@@ -141,6 +146,8 @@ class GroupService:
     def _fetches(self, worker: int, now: float, *, join: bool) -> None:
         """Let a worker take somebody's state; its next step comes after that."""
         generator = self._generator
+        self._fetching.add(worker)
+        self._behind.add(worker)
         if join and worker not in generator:
             generator.joined(worker, at_once=True)
             self._tell_all(Kind.IN, worker)
@@ -158,6 +165,7 @@ class GroupService:
             patience.waits(worker)
         elif worker in self._levels:
             self._levels.discard(worker)
+            self._behind.discard(worker)
             patience.pauses(worker, now)
         else:
             patience.freed(worker, now)
@@ -183,7 +191,8 @@ class GroupService:
         generator = self._generator
         here = [w for w in range(self._workers) if w in generator and w not in (taker, lost)]
         # Who waits hears it at once, the others when their step is over.
-        for giver in sorted(here, key=lambda worker: not generator.waits(worker)):
+        here.sort(key=lambda worker: (worker in self._behind, not generator.waits(worker)))
+        for giver in here:
             ids = (giver, taker, self._rooms.once(), 0)
             if self._post(giver, Kind.STATE, ids):
                 self._post(taker, Kind.STATE, ids)
@@ -218,6 +227,8 @@ class GroupService:
         return self._generator.gone(worker)
 
     def _out(self, worker: int) -> None:
+        self._behind.add(worker)
+        self._fetching.discard(worker)
         self._patience.gone(worker)
         self._levels.discard(worker)
         self._rooms.gone(worker)
