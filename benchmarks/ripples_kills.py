@@ -9,8 +9,7 @@ go on by the static schedule.
 
 Judged: each time the others go on, and none of them makes no step for longer than the deadline that
 the generator gives the one that was killed, plus a second in which all look. That is 8 times its
-usual step, and 2 s at least; or the 5 s after which one that says nothing is lost, as it may have
-died in a group that it had not come to. Who comes back is in groups with others again; the training
+usual step, and 2 s at least. Who comes back is in groups with others again; the training
 loss falls from each quarter of the kills to the next; all models are the same bits in the end, and
 their loss has fallen to under a tenth.
 """
@@ -94,7 +93,7 @@ def figures(kill: dict[str, Any]) -> dict[str, Any]:
     return {
         "usual_s": usual_s,
         "deadline_s": max(LEAST_S, FACTOR * usual_s),
-        "limit_s": max(LEAST_S, FACTOR * usual_s, SILENCE_S) + LOOKS_S if rank else FALLING_S,
+        "limit_s": max(LEAST_S, FACTOR * usual_s) + LOOKS_S if rank else FALLING_S,
         "loss": statistics.fmean(known) if known else None,
         "met": met - sum(each["met"][rank] for each in others if each),
     }

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 
 import pytest
 import torch
 
+from helpers.returning import again, dies
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.exchanges import grouping, states
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.groups.rules import Rules
 from wingbeat.transport import loopback
-from wingbeat.transport.register import Register
 from wingbeat.transport.world import World
 
 
@@ -89,18 +88,6 @@ def test_all_buffers_are_one_after_levelling(rules: Rules | None) -> None:
 
 
 # -- coming back ---------------------------------------------------------------------------------
-
-
-def again(world: World) -> World:
-    """What a process has that was started again in the place of another."""
-    return dataclasses.replace(world, returned=True, _register=Register(), _users=[])
-
-
-def dies(groups: Grouping) -> None:
-    """End as a process that is killed between two steps."""
-    groups.averages.close()
-    assert groups._mailbox is not None
-    groups._mailbox.abandon()
 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.everyone()], ids=str)

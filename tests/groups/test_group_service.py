@@ -15,7 +15,7 @@ from wingbeat.groups.patience import Patience
 from wingbeat.groups.protocol import Kind, told_of
 from wingbeat.groups.returns import Back
 from wingbeat.groups.rules import Rules
-from wingbeat.groups.service import GroupService
+from wingbeat.groups.service import UNCONNECTED_S, GroupService
 
 
 class Letter(NamedTuple):
@@ -34,6 +34,7 @@ class Box:
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}
         self.full: set[int] = set()
+        self.cut: dict[int, float] = {}
         self.closed = False
 
     def poll(self) -> Letter | None:
@@ -48,6 +49,9 @@ class Box:
         if peer in self.left or peer in self.lost or peer in self.full:
             raise PeerError(f"rank {peer} is gone")
         self.sent[peer].append(Letter(peer, kind, ids, payload))
+
+    def unconnected(self) -> dict[int, float]:
+        return self.cut
 
     def close(self, seconds: float) -> None:
         self.closed = True
@@ -138,6 +142,30 @@ def test_a_worker_that_is_lost_is_out_and_its_group_goes_on() -> None:
             (Kind.RUN, 0),
         ]
         assert sorted(told_of(letters[1].ids, letters[1].payload, 3).run.members) == [0, 1]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_whose_connection_has_ended_is_out_before_its_deadline(waits: bool) -> None:
+    """Whether it dies as it computes, or has asked and dies before its group runs or meets."""
+    rig = Rig()
+    for _ in range(3):
+        rig.round(0, 1, 2, seconds=100.0)  # so that its deadline is far away
+    for worker in (2, 0, 1) if waits else (0, 1):
+        rig.say(worker, Kind.ASK)
+        rig.heard(worker)
+    rig.box.cut[2] = 0.9 * UNCONNECTED_S
+    rig.pass_(1.0)
+    assert 2 in rig.generator, "it may connect again: then it goes on as if nothing had been"
+    rig.box.cut[2] = 1.1 * UNCONNECTED_S
+    rig.pass_(1.0)
+    for worker in (0, 1):
+        kinds = {letter.kind: letter for letter in rig.heard(worker)}
+        assert kinds[Kind.OUT].ids[0] == 2
+        run = told_of(kinds[Kind.RUN].ids, kinds[Kind.RUN].payload, 3).run
+        assert (run.epoch, sorted(run.members)) == (int(waits), [0, 1])
+    rig.box.cut.clear()
+    rig.say(2, Kind.ASK)
+    assert 2 in rig.generator, "it was no death: it takes part from its next step"
 
 
 def test_who_cannot_be_told_is_out_at_once() -> None:
@@ -439,3 +467,26 @@ def test_who_waits_gives_its_state_and_not_who_was_lost_doing_that() -> None:
     rig.heard(2)
     rig.say(2, Kind.FETCH, 0)
     assert rig.heard(2)[-1].ids[:2] == (2, 2), "nobody could"
+
+
+def test_whom_the_others_have_left_out_gives_no_state_while_somebody_else_may() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.box.cut[0] = 2 * UNCONNECTED_S
+    rig.pass_(1.0)
+    rig.box.cut.clear()
+    rig.say(0, Kind.ASK)  # it waits, and would answer at once
+    for worker in range(3):
+        rig.heard(worker)
+    rig.say(2, Kind.FETCH)
+    assert [letter.ids[:2] for letter in rig.heard(1)] == [(1, 2)]
+    for worker in (1, 2):
+        rig.say(worker, Kind.ASK)
+    run = rig.runs(0)[-1]
+    for worker in range(3):
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    rig.say(0, Kind.FETCH)
+    rig.say(0, Kind.ASK)  # it has the others' state by now
+    rig.heard(0)
+    rig.say(1, Kind.FETCH)
+    assert (Kind.STATE, (0, 1)) in [(letter.kind, letter.ids[:2]) for letter in rig.heard(0)]

@@ -1,11 +1,16 @@
-"""Three worker processes of a script, any of which may be killed and started again alone."""
+"""Workers that may be killed and started again alone: three processes of a script, or threads."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+
+from wingbeat.exchanges.grouping import Grouping
+from wingbeat.transport.register import Register
+from wingbeat.transport.world import World
 
 
 def start(script: str, rank: int, port: int, *args: object) -> subprocess.Popen[str]:
@@ -29,3 +34,17 @@ def lines(process: subprocess.Popen[str]) -> Iterator[list[str]]:
 def made(said: Iterator[list[str]], steps: int) -> int:
     """Read until a worker has made so many steps; return how many."""
     return next(int(n) for what, n in said if what == "made" and int(n) >= steps)
+
+
+def again(world: World) -> World:
+    """What a process has that was started again in the place of another."""
+    return dataclasses.replace(
+        world, returned=True, _register=Register(), _users=[], _opened=0, _channels=set()
+    )
+
+
+def dies(groups: Grouping) -> None:
+    """End as a process that is killed between two steps."""
+    groups.averages.close()
+    assert groups._mailbox is not None
+    groups._mailbox.abandon()

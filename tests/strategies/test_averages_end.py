@@ -86,7 +86,10 @@ def trained(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["ripples", "localsgd:every=2"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ripples", "localsgd:every=2", "diloco:every=2", "diloco:every=4,fragments=2,delay=1"],
+)
 def test_when_only_the_generators_process_is_killed_all_go_on_and_agree(
     strategy: str, tmp_path: Path, workers: list[subprocess.Popen[str]]
 ) -> None:

@@ -19,7 +19,14 @@ SCRIPT = """if True:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    states = model.state_dict(), optimizer.state_dict()
     model, optimizer = wingbeat.distribute(model, optimizer, parse(sys.argv[1]))
+    for target, state in zip((model, optimizer), states) if world.returned else ():
+        try:  # an older state, as of a checkpoint that a script loads whenever there is one
+            target.load_state_dict(state)
+            sys.exit("loaded")
+        except wingbeat.errors.UsageError as error:
+            assert "which was started again" in str(error), error
     images, labels, _, _ = digits.data()
     x, y = images.flatten(1), labels
     loss_of = nn.CrossEntropyLoss()

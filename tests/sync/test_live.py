@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 
 import wingbeat
+from helpers.returning import again, dies
 from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat import sync
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.groups import config
+from wingbeat.groups.patience import Patience
+from wingbeat.strategies import parse
 
 PATIENCE = 60.0
 
@@ -115,3 +120,102 @@ def test_a_state_of_another_training_is_refused() -> None:
         assert update.steps == 0
 
     on(2, body, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("strategy", ["ripples:encrypted=false", "diloco:every=3,encrypted=false"])
+def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: str) -> None:
+    """As a script does that loads its checkpoint whenever there is one."""
+    back = threading.Event()
+
+    def goes_on(world: Any, model: Any, optimizer: Any) -> dict[str, Any]:
+        left = 6
+        while left:
+            left -= back.is_set()
+            train(model, optimizer, range(1))
+        wingbeat.consensus(model)
+        model.load_state_dict(model.state_dict())  # with all the others
+        optimizer.load_state_dict(optimizer.state_dict())
+        return weights(model)
+
+    def body(world: Any) -> dict[str, Any]:
+        def made() -> tuple[Any, Any]:
+            model = net(world.rank)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            return sync.distribute(model, optimizer, parse(strategy), world=world)
+
+        model, optimizer = made()
+        if world.rank != 2:
+            return goes_on(world, model, optimizer)
+        states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, range(3))
+        dies(engine(model).update._averager.grouping)
+        world = again(world)
+        model, optimizer = made()
+        given = weights(model)
+        for target, state in zip((model, optimizer), states, strict=True):
+            with pytest.raises(UsageError, match=r"load_state_dict\(\) on rank 2, which was start"):
+                target.load_state_dict(state)
+        for name, value in weights(model).items():
+            assert torch.equal(value, given[name])
+        assert optimizer.state, "the moments of another worker"
+        back.set()
+        return goes_on(world, model, optimizer)
+
+    for each in (found := on(3, body, timeout=PATIENCE)):
+        for name, value in each.items():
+            assert torch.equal(value, found[0][name])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "diloco:every=2,encrypted=false",
+        "diloco:every=4,fragments=2,delay=1,encrypted=false",
+        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+    ],
+)
+def test_who_was_too_slow_shares_the_others_model_again(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has missed outer steps: what it makes of later ones alone is another model for ever."""
+    asleep, back = threading.Event(), threading.Event()
+
+    class Hasty(Patience):
+        def overdue(self, worker: int, now: float) -> bool:
+            return worker == 1 and asleep.is_set()
+
+    monkeypatch.setattr(config, "Patience", Hasty)
+
+    def body(world: Any) -> tuple[int, dict[str, Any]]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = sync.distribute(model, optimizer, parse(strategy), world=world)
+        train(model, optimizer, range(8))
+        update = engine(model).update
+        if world.rank == 1:
+            asleep.set()
+            while asleep.is_set():
+                assert not back.wait(0.01)
+            train(model, optimizer, range(4))
+            back.set()
+        while not back.is_set():
+            train(model, optimizer, range(1))
+            if update.steps > 40:
+                asleep.clear()
+        assert update.steps > 40, "also where the other one was left out"
+        optimizer.param_groups[0]["lr"] = 0.0
+        until(model, optimizer, 200)
+        return update.steps, {kind: flat(model, kind) for kind in ("shared", "velocity")}
+
+    found = on(3, body, timeout=PATIENCE)
+    for steps, kinds in found:
+        assert steps == found[0][0]
+        for kind, values in kinds.items():
+            assert values.isfinite().all()
+            torch.testing.assert_close(values, found[0][1][kind], rtol=0, atol=0)
+
+
+def until(model: Any, optimizer: Any, steps: int) -> None:
+    """Train until so many are made: who takes over a state goes on from its number."""
+    while engine(model).update.steps < steps:
+        train(model, optimizer, range(1))

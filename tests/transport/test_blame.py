@@ -90,3 +90,12 @@ def test_of_what_a_peer_was_doing_a_line_is_enough() -> None:
     assert blame.doing(1) == "all-reduce of bucket 3"
     Blame(store, 1, 3, timeout=0.05).publish(2, "x" * 10_000)
     assert blame.doing(1) == "x" * 80
+
+
+def test_in_a_room_the_others_are_given_their_time_once() -> None:
+    store = Switchboard()
+    blame = Blame(store, 0, 3, timeout=0.05, room="group/1/")
+    assert blame.culprit(1) == 1
+    Blame(store, 1, 3, timeout=0.05, room="group/1/").publish(2)
+    assert Blame(store, 0, 3, timeout=float("inf"), room="group/1/").culprit(1) == 1
+    assert Blame(store, 0, 3, timeout=0.05, room="group/2/").culprit(2) == 2

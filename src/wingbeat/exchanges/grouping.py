@@ -125,6 +125,11 @@ class Grouping:
         """
         self.client.level(self.averages)
 
+    @property
+    def left_out(self) -> bool:
+        """Whether others went on without this worker since it met all, or fetched a state."""
+        return isinstance(self.client, Client) and self.client.left_out
+
     def fetch(self, most: int | None = None, *, join: bool = False) -> bytearray:
         """Return what a worker that takes part offers: for one that has come back, before a step.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,6 +14,7 @@ from wingbeat.groups.board import Board
 from wingbeat.groups.follower import Follower
 from wingbeat.groups.generator import Run, Unexpected
 from wingbeat.groups.layout import Layout
+from wingbeat.groups.line import Dead, Line
 from wingbeat.groups.member import Member
 from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, told_of
 from wingbeat.groups.rules import Rules
@@ -26,9 +25,6 @@ from wingbeat.transport.messages.mailbox import Mailbox
 _log = logging.getLogger(__name__)
 
 Blob = TypeVar("Blob")
-
-_LOOK_S = 1.0
-"""Seconds between two looks at whether the generator lives, while a group is waited for."""
 
 
 class Client:
@@ -49,6 +45,8 @@ class Client:
 
     Attributes:
         fallen: why groups come without the generator, None if they do not.
+        left_out: whether others have gone on without this worker since it met all of them, or
+            fetched the state of one.
         give: called with a worker that wants this one's state, and the number of their meeting,
             while this worker waits for a group.
     """
@@ -63,17 +61,16 @@ class Client:
         timeout: float,
         board: Board,
     ) -> None:
-        self._mailbox, self._worker, self._generator = mailbox, worker, generator
+        self._line, self._worker = Line(mailbox, worker, generator, timeout), worker
         self._layout, self._rules, self._timeout = layout, rules, timeout
         self._board = board
         self._member = Member(worker, rules)
         self._levels = self._joins = False
         self._asked = self._since = 0
-        self._probed = 0.0
-        self._heard: deque[Message] = deque()  # while an average was made
         self._absent: set[int] = set()
         self._follower: Follower | None = None
         self.fallen: str | None = None
+        self.left_out = False
         self.give: Callable[[int, int], None] | None = None
 
     @property
@@ -102,6 +99,7 @@ class Client:
             PeerError: the generator has given no sign in time, or sent what it never sends.
         """
         if self._follower is None and self._asks(averages, level=True):
+            self.left_out = False
             return
         assert self._follower is not None
         self._follower.level(averages)
@@ -119,26 +117,26 @@ class Client:
         Raises:
             PeerError: nobody takes part, or gave it in time, or the generator is dead.
         """
-        self._joins = join
+        self._joins, self.left_out = join, False
         lost, deadline = -1, time.monotonic() + self._timeout
         try:
             while True:
-                self._post(Kind.FETCH, lost + 1, int(join))
+                self._line.post(Kind.FETCH, lost + 1, int(join))
                 giver, meeting = self._told_giver(deadline)
                 blob = take(giver, meeting, lambda giver=giver: not self._heard_out(giver))  # type: ignore[misc]
                 if blob is not None:
                     return blob
                 lost = giver
-        except _Dead as error:
+        except Dead as error:
             raise PeerError(
                 f"rank {self._worker}: nobody says who has the state of the others: {error}"
             ) from None
 
     def _told_giver(self, deadline: float) -> tuple[int, int]:
         while True:
-            message = self._next(deadline)
+            message = self._line.next(deadline)
             ids = message.ids
-            if message.kind != Kind.STATE:
+            if message.kind != Kind.STATE or ids[0] == self._worker != ids[1]:
                 self._note(message)
             elif ids[0] == ids[1]:
                 raise PeerError(
@@ -150,17 +148,24 @@ class Client:
 
     def _heard_out(self, worker: int) -> bool:
         """Whether ``worker`` takes no part any more, as far as the generator has said."""
-        for message in self._polled():
-            self._note(message)
-        return worker in self._absent or self._gone()
+        self._note_all()
+        return worker in self._absent or self._line.dead
+
+    def _note_all(self) -> None:
+        """Hear all that the generator has said by now."""
+        self._line.listen()
+        while self._line.heard:
+            self._note(self._line.heard.popleft())
 
     def _note(self, message: Message) -> None:
         """Hear what the generator says between two steps."""
         match message.kind:
             case Kind.OUT if message.ids[0] == self._worker:
-                self._check_joined()
+                self._note_own()
             case Kind.OUT | Kind.IN:
                 self._note_other(message.kind, message.ids[0])
+            case Kind.STATE if message.ids[0] == self._worker and self.give is not None:
+                self.give(message.ids[1], message.ids[2])
 
     def _note_other(self, kind: int, worker: int) -> None:
         """Note that another worker takes part no more, or again."""
@@ -172,8 +177,13 @@ class Client:
             self._absent.discard(worker)
         stream.happened("left" if kind == Kind.OUT else "joined", (worker,))
 
-    def _check_joined(self) -> None:
-        """Raise a `PeerError` if others have gone on without the worker that copies their state."""
+    def _note_own(self) -> None:
+        """Note that others have gone on without this worker.
+
+        Raises:
+            PeerError: it copies their state.
+        """
+        self.left_out = True
         if self._joins:
             raise PeerError(
                 f"rank {self._worker}: the others went on without this worker before it had their "
@@ -190,7 +200,7 @@ class Client:
         self._levels = level
         try:
             self._ask(averages)
-        except _Dead as error:
+        except Dead as error:
             self._fall(str(error), averages)
             return not self._member.waiting
         return True
@@ -200,9 +210,7 @@ class Client:
         self.fallen = why
         averages.close()
         everyone = self._rules.whole
-        for message in (*self._heard, *self._polled()):
-            self._note(message)
-        self._heard.clear()
+        self._note_all()
         self._board.fall(self._worker, self._member.last)
         for worker in self._absent:
             self._board.lose(worker)  # Not all may have heard it.
@@ -221,7 +229,7 @@ class Client:
         self._request()
         deadline = time.monotonic() + self._timeout
         while self._member.waiting:
-            message = self._next(deadline)
+            message = self._line.next(deadline)
             if self._levels:  # Others may have many steps to make: signs of the generator count.
                 deadline = time.monotonic() + self._timeout
             try:
@@ -240,7 +248,7 @@ class Client:
                 if self._member.hear(told.run):
                     self._run(told, averages)
             case Kind.OUT if ids[0] == self._worker:
-                self._check_joined()
+                self._note_own()
                 # Nobody waits for this worker any more, whatever it is in. It comes back when it
                 # asks; it may have done so since, which was not heard yet.
                 if ids[1] == self._asked:
@@ -264,7 +272,7 @@ class Client:
         self._asked = (self._asked + 1) % WRAPS
         self._since = time.monotonic_ns()
         stream.happened("request")
-        self._post(Kind.LEVEL if self._levels else Kind.ASK)
+        self._line.post(Kind.LEVEL if self._levels else Kind.ASK)
 
     def _run(self, told: Told, averages: Averages) -> None:
         run, lost = told.run, None
@@ -274,58 +282,25 @@ class Client:
         if len(run.members) > 1:
             lost = averages.average(run, told.meeting, functools.partial(self._coming, run))
             self._since = time.monotonic_ns()
-        if lost == GIVEN_UP and self._gone():
-            raise _Dead("it died before it had told all members of a group")
+        if lost == GIVEN_UP and self._line.dead:
+            raise Dead("it died before it had told all members of a group")
         if lost == GIVEN_UP:
             return  # It has said that the group runs again.
         if lost is not None:
             # The group runs again without it, if others have not said so already.
-            self._post(Kind.LOST, run.number, run.epoch, lost)
+            self._line.post(Kind.LOST, run.number, run.epoch, lost)
             return
         self._joins = False
         self._member.done()
-        self._post(Kind.DONE, run.number, run.epoch)
-
-    def _next(self, deadline: float) -> Message:
-        """Wait for the generator's next message.
-
-        Raises:
-            _Dead: it is gone.
-            PeerError: none came in time.
-        """
-        while True:
-            if self._heard:
-                return self._heard.popleft()
-            try:
-                return self._mailbox.receive(_LOOK_S, of=[self._generator])
-            except PeerError as error:
-                if self._gone():
-                    raise _Dead(str(error)) from None
-            if time.monotonic() >= deadline:
-                raise PeerError(
-                    f"rank {self._worker}: no group came from the group generator within "
-                    f"{self._timeout:g} s; check that the others still train"
-                )
-            self._post(Kind.ALIVE)  # which has to arrive
-
-    def _post(self, kind: Kind, *ids: int) -> None:
-        try:
-            padded = (*ids, 0, 0, 0, 0)[:4]
-            self._mailbox.post(self._generator, kind, ids=padded, urgency=0)
-        except PeerError as error:
-            raise _Dead(str(error)) from None
+        self._line.post(Kind.DONE, run.number, run.epoch)
 
     def _coming(self, run: Run) -> Coming:
         """Whether all members of a group that runs may still come, as far as is known."""
-        self._heard += self._polled()
-        if any(self._is_later(run, message) for message in self._heard):
+        self._line.listen()
+        if any(self._is_later(run, message) for message in self._line.heard):
             return Coming.NEVER
-        now = time.monotonic()
-        if now - self._probed >= _LOOK_S:  # a sign of the generator
-            self._probed = now
-            with contextlib.suppress(_Dead):
-                self._post(Kind.ALIVE)
-        if not self._gone():
+        self._line.probe()
+        if not self._line.dead:
             return Coming.MAYBE
         # Who has found that out has closed what it was in.
         lasts = self._board.fallen(set(run.members) - {self._worker}).values()
@@ -335,17 +310,3 @@ class Client:
         """Whether the generator says that the group runs again, without a member."""
         number, epoch = message.ids[:2]
         return message.kind == Kind.RUN and number == run.number and epoch > run.epoch
-
-    def _polled(self) -> list[Message]:
-        """Return what the generator has said by now."""
-        found = []
-        while (message := self._mailbox.poll(of=[self._generator])) is not None:
-            found.append(message)
-        return found
-
-    def _gone(self) -> bool:
-        return self._generator in self._mailbox.left or self._generator in self._mailbox.lost
-
-
-class _Dead(Exception):
-    """The generator is."""

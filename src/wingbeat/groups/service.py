@@ -19,6 +19,9 @@ from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, steps that are late."""
 
+UNCONNECTED_S = 1.0
+"""Seconds in which a worker whose connection has ended may make it anew: a living one does."""
+
 _AT_ONCE = 256
 """Messages that are taken in between two looks."""
 
@@ -57,6 +60,8 @@ class GroupService:
         self._gone: set[int] = set()  # for good: nothing comes from there any more
         self._probed: set[int] = set()
         self._levels: set[int] = set()  # their group of all is not done
+        self._behind: set[int] = set()  # others have gone on without them
+        self._fetching: set[int] = set()
         self._comforted = self._looked
         self._asked = [0] * workers
         for worker in range(workers):
@@ -111,6 +116,9 @@ class GroupService:
         match kind:
             case Kind.ASK | Kind.LEVEL:
                 self._asked[worker] += 1
+                if worker in self._fetching:  # it has somebody's state by now
+                    self._fetching.discard(worker)
+                    self._behind.discard(worker)
                 if worker not in generator:
                     generator.joined(worker)
                     self._tell_all(Kind.IN, worker)
@@ -128,15 +136,23 @@ class GroupService:
                     return generator.gone(ids[2])
                 return []  # The others go on without it already.
             case Kind.FETCH:
-                if ids[1] and worker not in generator:
-                    generator.joined(worker, at_once=True)
-                    self._tell_all(Kind.IN, worker)
-                    self._patience.pauses(worker, now)
+                self._fetches(worker, now, join=bool(ids[1]))
                 self._find_state(worker, ids[0] - 1)
                 return []
             case Kind.ALIVE:
                 return []
         raise Malformed(f"a message of kind {kind}")
+
+    def _fetches(self, worker: int, now: float, *, join: bool) -> None:
+        """Let a worker take somebody's state; its next step comes after that."""
+        generator = self._generator
+        self._fetching.add(worker)
+        self._behind.add(worker)
+        if join and worker not in generator:
+            generator.joined(worker, at_once=True)
+            self._tell_all(Kind.IN, worker)
+        if worker in generator and not generator.waits(worker):
+            self._patience.pauses(worker, now)
 
     def _done(self, worker: int, number: int, epoch: int, now: float) -> list[Run]:
         """Let a worker be done with a group, which the others are then about to be."""
@@ -149,6 +165,7 @@ class GroupService:
             patience.waits(worker)
         elif worker in self._levels:
             self._levels.discard(worker)
+            self._behind.discard(worker)
             patience.pauses(worker, now)
         else:
             patience.freed(worker, now)
@@ -174,7 +191,8 @@ class GroupService:
         generator = self._generator
         here = [w for w in range(self._workers) if w in generator and w not in (taker, lost)]
         # Who waits hears it at once, the others when their step is over.
-        for giver in sorted(here, key=lambda worker: not generator.waits(worker)):
+        here.sort(key=lambda worker: (worker in self._behind, not generator.waits(worker)))
+        for giver in here:
             ids = (giver, taker, self._rooms.once(), 0)
             if self._post(giver, Kind.STATE, ids):
                 self._post(taker, Kind.STATE, ids)
@@ -209,6 +227,8 @@ class GroupService:
         return self._generator.gone(worker)
 
     def _out(self, worker: int) -> None:
+        self._behind.add(worker)
+        self._fetching.discard(worker)
         self._patience.gone(worker)
         self._levels.discard(worker)
         self._rooms.gone(worker)
@@ -235,8 +255,10 @@ class GroupService:
         """Find workers that are gone, and those for whom others have waited long enough."""
         for worker in {*self._mailbox.left, *self._mailbox.lost} - self._gone:
             self._leave(worker)
+        unconnected = self._mailbox.unconnected()
         for worker in range(self._workers):
-            if self._late(worker, now):
+            closed = unconnected.get(worker, 0.0) > UNCONNECTED_S
+            if self._late(worker, now) or (closed and worker in self._generator):
                 self._tell(self._without(worker))
             # A dead one that nobody waits for has to go as well.
             elif self._patience.unusual(worker, now) and worker not in self._probed:

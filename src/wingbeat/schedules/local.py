@@ -61,6 +61,9 @@ class Local:
         begun = self._begun
         if begun is not None and (number - begun >= self._delay or first < last):
             yield from self._adopt()
+            # Whoever was left out goes on as another worker does, at another step.
+            number = self.made + 1
+            first, last = self._due(number)
         yield Step()
         self.made = number
         if first < last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.views import ShownGradients
 from wingbeat.groups.rules import rules_of
+from wingbeat.observe.log import log
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.live import LiveState
 from wingbeat.sync.runtime import Runtime
@@ -89,6 +91,8 @@ def runtime_of(
         _leaves_with(update, averager, world)
         lives = LiveState(training, update)
         averager.grouping.offer = lives.written
+        if isinstance(update, OuterUpdate):
+            update.renew = functools.partial(_renew, averager.grouping, lives)
         if world.returned:
             # Who shares one model with all takes part from the moment that it has it.
             alike = averaging.outer is not None and averaging.partners == "all"
@@ -111,6 +115,13 @@ def check(model: torch.nn.Module, averaging: Averaging | None) -> None:
 
 _in_groups: Any = weakref.WeakKeyDictionary()
 """By world of all workers: a reference to the update of the model averaged in groups of some."""
+
+
+def _renew(grouping: Grouping, lives: LiveState) -> None:
+    """Take over another worker's state, if the others have gone on without this one."""
+    if grouping.left_out:
+        log.warning("others went on without this worker, which took too long: it takes their model")
+        lives.put(grouping.fetch())
 
 
 def _leaves_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:

@@ -55,6 +55,7 @@ class Engine(Entrance):
         add_group: takes a param group for the optimizer; None where none can be added.
         scaled: whether a GradScaler unscales the gradients.
         asked: whether it has asked the optimizer, since the last step, what to do.
+        copied: whether all that this worker has is a copy of another's, which it has not used yet.
         hooks: on the model, its parameters and its optimizer; None for a worker alone.
         meter: what its training has taken so far, for whoever watches the job.
     """
@@ -83,6 +84,7 @@ class Engine(Entrance):
         self.control: Control | None = None
         self.add_group: Callable[[dict[str, Any]], None] | None = None
         self.scaled = self.asked = False
+        self.copied = world.returned
         self.hooks: Hooks | None = None
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
         flat = self.compression.coded is not None or not lockstep
@@ -241,6 +243,7 @@ class Engine(Entrance):
         self.flush()
         if self.update.level(always=always):
             self.buffer_sync.level()
+        self.copied = self.copied and not always
 
     def settle(self) -> None:
         """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
@@ -312,6 +315,7 @@ class Engine(Entrance):
         """Do what a call of the user's ``optimizer.step`` asks for; return the closure's value."""
         # A scaler asks before each step that it makes: without one, that was the last.
         self.scaled, self.asked = self.scaled and self.asked, False
+        self.copied = False
         self.meter.enter("update")
         returned = self.update.step(self, closure)
         self.meter.stepped()
@@ -369,7 +373,17 @@ class Engine(Entrance):
         """Before a state dict is loaded: nothing of the old one is to come after it.
 
         Each module of a model asks for it, so only the first finds anything to do.
+
+        Raises:
+            UsageError: it would undo, on this worker alone, what that has copied from another.
         """
+        if self.copied:
+            raise UsageError(
+                f"load_state_dict() on rank {self.world.rank}, which was started again while the "
+                "others go on: distribute() has given it their model, the optimizer's state and "
+                "the number of steps, and an older state would undo that on this rank alone; load "
+                "before distribute(), or not where wingbeat.init().returned is true"
+            )
         self.settle()
         self.level(always=False)
 

@@ -85,7 +85,7 @@ def distribute(
     _check_returned(world, choices, strategy)
     if world.size > 1:
         if not world.returned:
-            _check_same_model(model, world, strategy)
+            _check_same_model(model, optimizer, world, strategy)
         # Several models of one process launch their buckets in any order.
         world = world.open_channel()
     collectives = Collectives(world, choices.topology)
@@ -310,8 +310,10 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
                 )
 
 
-def _check_same_model(model: torch.nn.Module, world: World, strategy: HasChoices) -> None:
-    """Compare every rank's parameters and buffers with rank 0's, on every rank."""
+def _check_same_model(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: HasChoices
+) -> None:
+    """Compare every rank's parameters, buffers and kind of optimizer with rank 0's, on each."""
     left_out = ignored(model)
     tensors = [
         *((name, t, bool(t.requires_grad)) for name, t in model.named_parameters()),
@@ -323,7 +325,9 @@ def _check_same_model(model: torch.nn.Module, world: World, strategy: HasChoices
         spec = spec_of(name, tensor)
         strides = strides_of(tensor) if trained else None
         mine.append([name, list(spec.shape), spec.dtype, trained, strides and list(strides)])
-    answers = world.exchange("model", {"strategy": repr(strategy), "tensors": mine})
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    own = {"strategy": repr(strategy), "optimizer": kind, "tensors": mine}
+    answers = world.exchange("model", own)
     for rank, answer in enumerate(answers):
         _compare(answers[0], answer, rank)
 
@@ -333,6 +337,11 @@ def _compare(first: Any, other: Any, rank: int) -> None:
         raise MismatchError(
             f"rank 0 uses {first['strategy']}, rank {rank} uses {other['strategy']}; "
             "all ranks must use the same strategy"
+        )
+    if first["optimizer"] != other["optimizer"]:
+        raise MismatchError(
+            f"rank 0's optimizer is a {first['optimizer']}, rank {rank}'s a {other['optimizer']}; "
+            "all ranks must build the same"
         )
     for a, b in zip(first["tensors"], other["tensors"], strict=False):
         if a != b:

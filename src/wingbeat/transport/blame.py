@@ -103,7 +103,7 @@ class Blame:
 
     def whom(self, rank: int) -> int | None:
         """Return for whom ``rank`` waited when it failed, as it has said; None if nothing yet."""
-        return self._read(rank) if self._store.has(f"{self._room}waited/{rank}") else None
+        return self._read("waited", rank)
 
     def left(self, rank: int) -> bool:
         """Whether ``rank`` has said that it leaves, in whatever way."""
@@ -123,9 +123,21 @@ class Blame:
     def culprit(self, peer: int) -> int:
         """Return who is to blame, when this rank has waited for ``peer`` and said so.
 
+        Asked again in a room, it returns what it has found there before: the others had their time.
+
         When the waits lead back to this rank, all have waited for each other and none is to
         blame more than another; then it is ``peer``, of which this rank knows at first hand.
         """
+        if self._room and (found := self._read("culprit", self._rank)) is not None:
+            return found
+        found = self._followed(peer)
+        if self._room:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._room}culprit/{self._rank}", str(found))
+        return found
+
+    def _followed(self, peer: int) -> int:
+        """Return who is at the end of the waits that begin with this rank's for ``peer``."""
         first, seen = peer, {self._rank}
         while peer not in seen:
             seen.add(peer)
@@ -146,15 +158,18 @@ class Blame:
             # Asked in this order: who has waited says so before it leaves.
             nothing_follows = has_left(self._store, peer) or time.monotonic() >= deadline
             if self._store.has(f"{self._room}waited/{peer}"):
-                return self._read(peer)
+                return self._read("waited", peer)
             if nothing_follows:
                 return None
             time.sleep(_POLL)
 
-    def _read(self, peer: int) -> int | None:
-        """Return whom ``peer`` says that it waited for; None if that is no rank."""
+    def _read(self, what: str, peer: int) -> int | None:
+        """Return the rank that ``peer`` has said under a name; None if it has not, or no rank."""
+        key = f"{self._room}{what}/{peer}"
+        if not self._store.has(key):
+            return None
         try:
-            said = self._store.get(f"{self._room}waited/{peer}", self._patience)
+            said = self._store.get(key, self._patience)
             further = int(said.partition(" ")[0])
         except (TimeoutError, ValueError):
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -58,6 +58,9 @@ class OuterUpdate(LocalUpdate):
     Where parameters have fewer bits than the shared model (bf16), how far they have come is counted
     from where they have set out, and not from what was rounded to that.
 
+    Where all share one model, a worker that the others have not waited for has missed outer steps.
+    After its next average it takes over the state of one of them, as one that comes back does.
+
     Args:
         training: what it works on.
         model: its parameters, with as many copies as `copies_of` says.
@@ -67,6 +70,9 @@ class OuterUpdate(LocalUpdate):
         lr: the outer learning rate.
         momentum: Nesterov's, 0 for none.
         alike: whether all workers are in each group, and share one model: then differences travel.
+
+    Attributes:
+        renew: called after each average: takes over another's state if this worker was left out.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class OuterUpdate(LocalUpdate):
         # The same tensor unless it is different: most models have one dtype.
         self._start = next(copies) if model.narrow else self._shared
         self._known = self._given = False
+        self.renew: Callable[[], None] = lambda: None
         self._begun_with: int | None = None  # a digest of the first shared model, until compared
 
     def step(self, host: Host, closure: Closure) -> object:
@@ -226,6 +233,12 @@ class OuterUpdate(LocalUpdate):
             mean = self._trained.clone()
             self._model.read(0, len(self._model.spans))
             self._start.add_(self._trained).sub_(mean)
+
+    def _adopt(self) -> None:
+        met = self._under_way is not None
+        super()._adopt()
+        if met and self._alike:
+            self.renew()
 
     def _offer(self, first: int, last: int) -> None:
         """Put into the flat model how far this worker has come, or its model."""

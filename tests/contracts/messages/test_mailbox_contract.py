@@ -363,3 +363,20 @@ def until_left(box: Mailbox, peer: int) -> None:
     begin = time.monotonic()
     while peer not in box.left and time.monotonic() < begin + PATIENCE:
         box.next(0.05)
+
+
+def test_whose_connection_has_ended_is_known_before_it_falls_silent(
+    maker: Callable[..., list[Mailbox]],
+) -> None:
+    a, b, c = maker(3)
+    assert c.unconnected() == {}, "nobody has said anything for a while, and all are there"
+    a.abandon()
+    begin = time.monotonic()
+    while c.unconnected().get(0, 0.0) < 0.1:
+        assert time.monotonic() < begin + PATIENCE / 2
+        c.next(0.01)
+    assert set(c.unconnected()) == {0}, "the others are"
+    assert not c.lost
+    assert not c.left
+    b.post(2, 7, b"x")
+    assert (c.receive(PATIENCE, of=[1])).payload == b"x"

@@ -444,3 +444,20 @@ def test_what_goes_wrong_in_the_keeper_is_raised_by_the_next_call(closing: list[
 
 def eth(name: str, address: str) -> Interface:
     return Interface(name, address, address.rpartition(".")[0] + ".0/24")
+
+
+def test_a_connection_that_is_made_anew_is_no_loss(closing: list[Mailbox]) -> None:
+    store = Diverted()
+    a, b = opened(store=store)
+    closing += [a, b]
+    for relay in store.relays:
+        relay.cut()
+    begin = time.monotonic()
+    while not b._carrier.ended or b.unconnected():
+        assert time.monotonic() < begin + PATIENCE
+        b.next(0.01)
+    assert b.unconnected() == {}
+    a.post(1, 7, b"x")
+    assert b.receive(PATIENCE).payload == b"x"
+    for relay in store.relays:
+        relay.close()

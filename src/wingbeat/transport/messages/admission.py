@@ -25,14 +25,19 @@ _FAILED: dict[int, str] = {
 }
 _BEGUN = (int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_CONNECTED))
 _SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_ENDED = int(zmq.EVENT_DISCONNECTED)
 
 
 class Admission:
-    """Answers ZeroMQ's questions about keys, until closed."""
+    """Answers ZeroMQ's questions about keys, until closed.
+
+    Attributes:
+        ended: how many connections have ended.
+    """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self._failed: Counter[str] = Counter()
-        self._begun = self._succeeded = 0
+        self._begun = self._succeeded = self.ended = 0
         self._keys: Mapping[bytes, int] = {}
         self._context = context
         self._ended = False
@@ -65,8 +70,8 @@ class Admission:
             self._thread.start()
 
     def watch(self, socket: Any) -> None:
-        """Count the handshakes that fail on a socket; before `admit`."""
-        events = _SUCCEEDED
+        """Count the handshakes that fail on a socket, and connections that end; before `admit`."""
+        events = _SUCCEEDED | _ENDED
         for event in (*_FAILED, *_BEGUN):
             events |= event
         self._watched.append(socket.get_monitor_socket(events))
@@ -115,5 +120,6 @@ class Admission:
             event = int.from_bytes(watched.recv_multipart(zmq.DONTWAIT)[0][:2], "little")
             self._begun += event in _BEGUN
             self._succeeded += event == _SUCCEEDED
+            self.ended += event == _ENDED
             if event in _FAILED:
                 self._failed[_FAILED[event]] += 1

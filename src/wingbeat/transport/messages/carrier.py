@@ -53,6 +53,10 @@ class Carrier(Protocol):
     def turned_away(self) -> Counter[str]:
         """How many connections were refused before a frame was read, by the reason."""
 
+    @property
+    def ended(self) -> int:
+        """How many connections have ended by now; peers may have made new ones since."""
+
     def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
         """Connect to a peer's interface number ``theirs``; None if the peer connects to us."""
 

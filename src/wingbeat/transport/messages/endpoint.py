@@ -151,6 +151,7 @@ class Endpoint:
         lost: what to say of peers that have fallen silent.
         left: the peers that have ended in an orderly way.
         waiting: how many messages there are to be taken.
+        down: since when nobody is connected at the end of a flow, as sending has shown.
     """
 
     def __init__(self, membership: Membership, limits: Limits, *, forgiving: bool = False) -> None:
@@ -162,6 +163,7 @@ class Endpoint:
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
         self.waiting = 0
+        self.down: dict[Route, float] = {}
         self._inbox: tuple[deque[Message], ...] = tuple(deque() for _ in range(CLASSES))
         self._place: dict[Route, Place] = {}
         self._former: dict[Route, Place] = {}
@@ -191,6 +193,7 @@ class Endpoint:
                 if route in places:
                     self._route.pop(places.pop(route), None)
             self._busy.pop(route, None)
+            self.down.pop(route, None)
             del self.flows[route]
         for waiting in self._inbox:
             for message in [message for message in waiting if message.peer == peer]:
@@ -264,7 +267,15 @@ class Endpoint:
         if place is None:
             return
         flow.flush(send, place, now)
+        if not flow.up:
+            self.down.setdefault(route, now)
         self._look_again(flow)
+
+    def greet(self, now: float) -> None:
+        """Have `flush` send something to everybody: whoever is not there is `down` afterwards."""
+        for route, flow in self.flows.items():
+            if flow.met and flow.up and route.peer not in self.left:
+                self._introduce_self(route, now)
 
     def due(self) -> float:
         """When `tick` is to be called at the latest, if nothing arrives before."""
@@ -328,6 +339,8 @@ class Endpoint:
                     self.left.add(route.peer)
         if kind == _HELLO:
             self._bind(route, arrival.place)
+        if self.down and flow.up:
+            self.down.pop(route, None)
         self._plan(route, flow)
 
     def _check_sender(self, header: Header, arrival: Arrival) -> None:

@@ -58,6 +58,7 @@ class Network:
         self.changed = threading.Condition()
         self.broken: set[frozenset[int]] = set()
         self.interrupted: set[int] = set()
+        self.ended = 0
         self._random = random.Random(seed)
         self._mail: dict[int, list[tuple[float, int, Arrival]]] = {}
         self._count = itertools.count()
@@ -121,7 +122,7 @@ class Network:
     def leave(self, number: int) -> None:
         """Take a process off the network."""
         with self.changed:
-            self._mail.pop(number, None)
+            self.ended += self._mail.pop(number, None) is not None
             self.changed.notify_all()
 
     def _maybe_cut(self, parts: Sequence[bytes]) -> list[bytes]:
@@ -153,6 +154,11 @@ class LoopbackCarrier:
     def turned_away(self) -> Counter[str]:
         """As `Carrier.turned_away`: nobody is."""
         return Counter()
+
+    @property
+    def ended(self) -> int:
+        """As `Carrier.ended`: of all processes."""
+        return self._network.ended
 
     def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
         """As `Carrier.place`."""

@@ -61,6 +61,7 @@ class Mailbox:
         self._closed = False
         self._broken: Exception | None = None
         self._heard = 0.0
+        self._ended_before = 0
         self._routes = Routes(endpoint.flows, endpoint.membership.number, name)
         self._absent = Absent(endpoint, self._routes)
         self._lock = threading.Lock()
@@ -197,6 +198,25 @@ class Mailbox:
     def left(self) -> frozenset[int]:
         """The peers that have closed their mailboxes."""
         return frozenset(self._endpoint.left)
+
+    @alone
+    def unconnected(self) -> Mapping[int, float]:
+        """Return who is not connected any more, and for how many seconds: a process that has died.
+
+        Or one whose connection has broken, which it makes anew within moments. Nobody has to fall
+        silent for that, so a process that is slow, or stopped, is not among them. Of two processes
+        the one with the lower number connects, and only the other one finds out here.
+        """
+        endpoint, ended = self._endpoint, self._carrier.ended
+        if ended != self._ended_before:
+            self._ended_before = ended
+            endpoint.greet(self._clock())
+            self._go_over(self._clock())
+        now, found = self._clock(), dict[int, float]()
+        for route, since in endpoint.down.items():
+            if route.peer not in endpoint.left:
+                found[route.peer] = max(now - since, found.get(route.peer, 0.0))
+        return found
 
     @alone
     def drop(self, peer: int) -> None:

@@ -153,6 +153,11 @@ class ZeroMQCarrier:
         """How many connections were refused before a frame was read, by the reason."""
         return self._admission.refused
 
+    @property
+    def ended(self) -> int:
+        """How many connections have ended by now; peers may have made new ones since."""
+        return self._admission.ended
+
     def admit(self, peers: Mapping[int, Reach]) -> None:
         """Say who may connect, and where they listen. Until then nobody may."""
         self._peers = dict(peers)

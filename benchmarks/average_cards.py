@@ -1,0 +1,171 @@
+"""Averages of models over one network card a host and over two: bytes by card, and time.
+
+    python benchmarks/average_cards.py --json out/average_cards.json
+
+Real processes, two on each host of a lab, average a model after each step, computing nothing. What
+a host sends is read from the kernel's counters, card by card, and divided by its workers and steps;
+what workers of one host say to each other goes through no card. Each row is run with both cards and
+with the first alone, one after the other, in each round.
+
+Judged: with two cards neither sends less than a third of the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import run_and_judge, write
+
+from wingbeat import lab, strategies
+from wingbeat.errors import LabError
+
+CARDS = ("eth0", "eth1")
+ROWS = (
+    "ripples:policy=static",
+    "ripples:policy=smart",
+    "localsgd:every=1",
+    "diloco:every=1",
+    "adpsgd:overlap=false",
+)
+LEAST = 1 / 3
+"""Of the bytes, that each of two cards has to send."""
+PATIENCE_S = 120.0
+
+
+def main() -> int:
+    """Run all rows, and print one table."""
+    args = arguments()
+
+    def measure(report: dict[str, Any]) -> list[str]:
+        for row in args.rows:
+            strategies.parse(row)
+        for each, row in itertools.product(range(args.rounds), args.rows):
+            for number in (2, 1):
+                rows = report.setdefault("rows", {})
+                rows.setdefault(row, {}).setdefault(str(number), []).append(
+                    run(args.lab, row, number, args.per_host, args.steps, args.mb)
+                )
+            print(f"round {each + 1} of {args.rounds}: {row}", file=sys.stderr)
+        write(args.json, report)
+        show(report)
+        return judged(report)
+
+    return run_and_judge(args.json, measure)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lab", default="star:4x2@200mbit", help="(star:4x2@200mbit)")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="ROW")
+    parser.add_argument("--per-host", type=int, default=2, help="workers (2)")
+    parser.add_argument("--steps", type=int, default=20, help="of each worker (20)")
+    parser.add_argument("--mb", type=float, default=4.0, help="of the model (4)")
+    parser.add_argument("--rounds", type=int, default=2, help="(2)")
+    parser.add_argument("--json", type=Path, default=Path("out/average_cards.json"), metavar="FILE")
+    return parser.parse_args()
+
+
+def run(spec: str, row: str, cards: int, per_host: int, steps: int, mb: float) -> dict[str, Any]:
+    """Return the seconds of a step, and the MB that a worker sends in it, by card.
+
+    Raises:
+        LabError: a lab cannot be made, or a worker failed.
+    """
+    lines: list[str] = []
+    words = ["--work", row, str(cards), str(steps), str(mb)]
+    ended = lab.run(
+        spec,
+        [sys.executable, __file__, *words],
+        per_host=per_host,
+        env={"WINGBEAT_TOP": "off"},
+        on_line=lambda _, line: lines.append(line),
+        timeout=2 * PATIENCE_S,
+    )
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    if ended.exit_code or not found:
+        print("\n".join(lines[-20:]), file=sys.stderr)
+        raise LabError(f"{spec}: {row}: {ended.first_failure or ended.exit_code}")
+    sent = {
+        card: statistics.fmean(each["sent"][card] for each in found if each["sent"]) / per_host
+        for card in CARDS
+    }
+    return {
+        "seconds": max(each["seconds"] for each in found) / steps,
+        "mb": {card: value / steps / 1e6 for card, value in sent.items()},
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a row for each strategy."""
+    print(f"{'':24} {'eth0, MB':>9} {'eth1, MB':>9} {'two, ms':>8} {'one, ms':>8} {'ratio':>6}")
+    for row, found in report["rows"].items():
+        mb = {card: statistics.fmean(each["mb"][card] for each in found["2"]) for card in CARDS}
+        ms = {n: 1e3 * statistics.fmean(each["seconds"] for each in found[n]) for n in found}
+        print(
+            f"{row:24} {mb['eth0']:9.3f} {mb['eth1']:9.3f} {ms['2']:8.1f} {ms['1']:8.1f} "
+            f"{ms['1'] / ms['2']:6.2f}"
+        )
+
+
+def judged(report: dict[str, Any]) -> list[str]:
+    """Return what does not hold."""
+    missed = []
+    for row, found in report["rows"].items():
+        for each in found["2"]:
+            least = min(each["mb"].values()) / sum(each["mb"].values())
+            if least < LEAST:
+                missed.append(f"{row}: a card has {least:.2f} of the bytes; limit {LEAST:.2f}")
+    return missed
+
+
+# -- on a host of the lab --------------------------------------------------------------------
+
+
+def work(row: str, cards: int, steps: int, mb: float) -> None:
+    """Make steps, and say how long they took and what the host's cards have sent."""
+    import os
+    import time
+
+    import torch
+
+    import wingbeat
+    from wingbeat.lab import counters
+
+    def sent() -> dict[str, int]:
+        return {card: counters.read()[card].tx_bytes for card in CARDS}
+
+    torch.set_num_threads(1)
+    wingbeat.init(timeout=PATIENCE_S, interfaces=list(CARDS[:cards]))
+    model = torch.nn.Linear(1000, max(1, round(mb * 250)), bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = wingbeat.distribute(model, optimizer, strategies.parse(row))
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()  # connections are made
+    wingbeat.consensus(model)
+    before, begin = sent(), time.monotonic()
+    for _ in range(steps):
+        optimizer.step()
+    seconds = time.monotonic() - begin
+    # Whoever is ahead sends no more than averages; a consensus is not counted on any card.
+    after = sent()
+    wingbeat.consensus(model)
+    first = int(os.environ["LOCAL_RANK"]) == 0
+    moved = {card: after[card] - before[card] for card in CARDS} if first else None
+    print(json.dumps({"seconds": seconds, "sent": moved}), flush=True)
+    wingbeat.shutdown()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
+        sys.exit()
+    sys.exit(main())
