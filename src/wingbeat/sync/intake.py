@@ -194,8 +194,11 @@ class Intake:
         self.compression.settle()
         self.bucketing.rebuild()
 
-    @torch.no_grad()
     def _take(self, slot: Slot) -> None:
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self._take(slot)
+            return
         slot.bucket.settle()
         if slot.param.dtype is not slot.view.dtype or slot.param.shape != slot.view.shape:
             check_kind(slot.name, slot.param, slot.view)
