@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +21,7 @@ from wingbeat.collectives.program import (
     compile_rounds,
     least_message,
 )
-from wingbeat.types import blocks_of
+from wingbeat.types import Send, Span, blocks_of
 
 BCUBES = [("bcube@2x2", 4), ("bcube@3x2", 9), ("bcube@2x3", 8)]
 place_st = st.sampled_from(BCUBES) | st.tuples(st.sampled_from(["ring", "mesh"]), st.integers(1, 9))
@@ -126,3 +129,22 @@ def test_what_is_received_over_several_links_is_announced_at_once(place, megabyt
 def test_a_payload_that_is_best_whole_stays_so_over_several_links() -> None:
     [whole, _] = compile_collective("all_gather", topologies.get("bcube@2x2"), 0, 4, 800, 0, (1, 1))
     assert all(len(t.span) == 100 for t in whole.receives)
+
+
+@pytest.mark.parametrize("what", ["reduce_scatter", "all_gather", "all_reduce", "broadcast:1"])
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 3.0)])
+def test_tiles_are_the_chunks_of_a_buffer_end_to_end(what: str, speeds: tuple[float, ...]) -> None:
+    for rank in range(3):
+        for program in compile_collective(what, topologies.Ring(), rank, 3, 1001, 4.0, speeds, 64):
+            tiles = program.tiles
+            assert all(a.stop == b.start for a, b in itertools.pairwise(tiles))
+            assert (tiles[0].start if tiles else 0) == 0
+            chunks = {transfer.span for transfer in program.transfers()}
+            assert chunks <= set(tiles)
+
+
+def test_chunks_that_overlap_have_no_tiles() -> None:
+    program = compile_rounds([[Send(1, Span(0, 8), 0)], [Send(1, Span(4, 12), 0)]], 8)
+    assert program.tiles == ()
+    assert compile_rounds([[Send(1, Span(4, 8), 0)]], 8).tiles == (Span(0, 4), Span(4, 8))
+    assert compile_rounds([], 8).tiles == ()

@@ -10,6 +10,7 @@ import torch
 import wingbeat
 from helpers.training import backward, batch, engine, net, on, sgd
 from wingbeat import sync
+from wingbeat.gradients.bucket import Bucket, Slot, _factor
 from wingbeat.transport.world import World
 
 STRATEGIES = {
@@ -98,3 +99,30 @@ def test_gradients_that_are_left_after_release_have_memory_of_their_own(name: st
             assert grad.untyped_storage().nbytes() == grad.nbytes
 
     on(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1 / 3, 0.1, 1 / 7, 1e-30])
+def test_gradients_are_scaled_to_the_bits_that_a_number_gives(
+    dtype: torch.dtype, scale: float
+) -> None:
+    made = torch.randn(1001, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    param = torch.nn.Parameter(torch.zeros(1001, dtype=dtype))
+    slot = Slot(0, "p", param)
+    bucket = Bucket(0, [slot])
+    for _ in range(2):  # into the view, and then in it
+        grad = (made * 1e-6).to(dtype) if param.grad is None else slot.shown.clone()
+        if param.grad is None:
+            param.grad = grad.clone()
+        slot.fill(scale)
+        assert torch.equal(slot.view, grad * scale)
+        param.grad = slot.shown
+    assert bucket.flat.dtype is dtype
+
+
+def test_scaling_under_a_mode_leaves_nothing_of_it_behind() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        assert type(_factor(0.123456, torch.float32, "cpu")) is torch.Tensor
+    assert _factor(0.5, torch.float32, "cuda") == 0.5

@@ -46,10 +46,13 @@ def test_an_optimizer_may_write_to_its_gradients() -> None:
 
 
 class _Watched:
-    """A handle that notes how it is waited for."""
+    """A handle that notes how it is waited for, and is never done before."""
 
     def __init__(self, handle: Any, calls: list[str]) -> None:
         self._handle, self._calls, self.jobs = handle, calls, handle.jobs
+
+    def done(self) -> bool:
+        return False
 
     def wait(self) -> None:
         self._calls.append("wait")
@@ -129,3 +132,57 @@ def test_an_optimizer_has_two_steps_to_show_that_it_leaves_gradients_alone() -> 
     """Of those that keep something of the first, many touch gradients in the second only."""
     waits = [_waits(lambda model: torch.optim.SGD(model.parameters()), last) for last in (1, 2)]
     assert waits == [["wait"] * 2, ["wait_received"] * 2]
+
+
+@pytest.mark.parametrize("last_is_here", [False, True])
+def test_one_call_of_the_optimizer_updates_what_has_come(last_is_here: bool) -> None:
+    """In the order in which forward needs it, up to the first bucket that is still to come."""
+    called: list[list[str]] = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            (group,) = self.param_groups
+            called.append([names[p] for p in group["params"] if p in names])
+            return torch.optim.SGD.step.__wrapped__(self, closure)  # type: ignore[attr-defined]
+
+    names: dict[torch.Tensor, str] = {}
+
+    def body(world: Any) -> list[list[str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        made = Watching if world.rank == 0 else torch.optim.SGD
+        optimizer = made(model.parameters(), lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed", mb=0.0001)
+        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        if world.rank == 0:
+            names.update({p: n for n, p in model.named_parameters()})
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 8), 1.0 + world.rank)).square().mean().backward()
+            if world.rank == 0:
+                called.clear()
+            optimizer.step()
+            buckets = engine(model).forward_buckets
+            assert len(buckets) == 4
+            for bucket in buckets:
+                bucket.handle.wait()
+            if step == 2 and not last_is_here:
+                buckets[2].handle = _Watched(buckets[2].handle, [])
+        model[0](torch.ones(1, 8))
+        due = [bucket.due for bucket in engine(model).forward_buckets]
+        before = list(called) if world.rank == 0 else []
+        model(torch.ones(1, 8))
+        assert not any(bucket.due for bucket in engine(model).forward_buckets)
+        if world.rank == 0:
+            return [due, before, list(called)]
+        return [due]
+
+    (due, before, after), (other,) = on(2, body)
+    weights = [f"{i}.weight" for i in range(4)]
+    if last_is_here:
+        assert due == other == [False] * 4
+        assert before == after == [weights]
+    else:
+        assert due == other == [False, False, True, True]
+        assert before == [weights[:2]]
+        assert after == [weights[:2], weights[2:]]

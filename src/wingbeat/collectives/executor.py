@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from wingbeat.collectives import machine
 from wingbeat.collectives.failure import Failure
@@ -139,19 +140,11 @@ class Executor:
             self._fail(self._machine.begun(), err)
 
     def _perform(self, command: machine.TaskCommand[Job]) -> None:
-        match command:
-            case machine.Take(job, transfer):
-                self._take(job, transfer)
-            case machine.Announce(job, transfer):
-                self._announce(job, transfer)
-            case machine.Hand(job, transfer):
-                self._hand(job, transfer)
-            case machine.Begin(job):
-                job.begin_ns = time.monotonic_ns()
-            case machine.Complete(job):
-                self._complete(job)
-            case machine.Drain(job):
-                self._drain(job)
+        _PERFORM[type(command)](self, command)
+
+    def _begin(self, command: machine.Begin[Job]) -> None:
+        command.task.begin_ns = time.monotonic_ns()
+        command.task.cut()
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False when this thread is not needed any more."""
@@ -167,15 +160,16 @@ class Executor:
         self._running, self._runner = False, 0
         self._wake.notify_all()
 
-    def _take(self, job: Job, transfer: Transfer) -> None:
+    def _take(self, command: machine.Take[Job]) -> None:
         """Wait for a chunk, and add or keep it."""
+        job, transfer = command.task, command.transfer
         pending, into = job.coming.popleft()
         self._await(job, pending, transfer)
         if job.packing is not None:
             self._unpack(job, job.packing, transfer, into)
             self._scratch.give(into)
         elif transfer.reduce:
-            job.buffer[transfer.span.start : transfer.span.stop].add_(into)
+            job.piece(transfer.span).add_(into)
             self._scratch.give(into)
 
     def _unpack(self, job: Job, packing: Packing, transfer: Transfer, chunk: torch.Tensor) -> None:
@@ -184,7 +178,8 @@ class Executor:
         except ValueError as err:
             raise self._lost(job, transfer, 0.0, malformed(err)) from None
 
-    def _complete(self, job: Job) -> None:
+    def _complete(self, command: machine.Complete[Job]) -> None:
+        job = command.task
         if stream.on:
             stream.record(
                 job.what,
@@ -196,7 +191,8 @@ class Executor:
             )
         job.receive()
 
-    def _drain(self, job: Job) -> None:
+    def _drain(self, command: machine.Drain[Job]) -> None:
+        job = command.task
         self._await_sends(job)
         for chunk in job.packed:
             self._scratch.give(chunk)
@@ -211,13 +207,14 @@ class Executor:
         for pending, transfer, _ in job.sends:
             self._await(job, pending, transfer)
 
-    def _announce(self, job: Job, transfer: Transfer) -> None:
+    def _announce(self, command: machine.Announce[Job]) -> None:
+        job, transfer = command.task, command.transfer
         if job.packing is not None:
             into = self._scratch.take(job.packing.room(transfer.span), job.dtype)
         elif transfer.reduce:
             into = self._scratch.take(len(transfer.span), job.dtype)
         else:
-            into = job.buffer[transfer.span.start : transfer.span.stop]
+            into = job.piece(transfer.span)
         tag = job.base_tag + transfer.tag % CHUNKS
         try:
             pending = self._links[transfer.link].recv(into, transfer.peer, tag)
@@ -225,9 +222,10 @@ class Executor:
             raise self._lost(job, transfer, 0.0, err) from None
         job.coming.append((pending, into))
 
-    def _hand(self, job: Job, transfer: Transfer) -> None:
+    def _hand(self, command: machine.Hand[Job]) -> None:
+        job, transfer = command.task, command.transfer
         if job.packing is None:
-            chunk = job.buffer[transfer.span.start : transfer.span.stop]
+            chunk = job.piece(transfer.span)
         else:
             chunk = self._pack(job, job.packing, transfer.span)
         tag = job.base_tag + transfer.tag % CHUNKS
@@ -310,3 +308,14 @@ class Executor:
         self._break(begun, lost)
         where = f"{lost.job} on interface {self._links[lost.transfer.link].name}"
         return explain(self._blame, self._rank, lost, where, self._group)
+
+
+_PERFORM: dict[type, Callable[[Executor, Any], None]] = {
+    machine.Begin: Executor._begin,
+    machine.Announce: Executor._announce,
+    machine.Take: Executor._take,
+    machine.Hand: Executor._hand,
+    machine.Complete: Executor._complete,
+    machine.Drain: Executor._drain,
+}
+"""Who performs a command. A ``match`` would look at one class after the other, for each message."""

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from wingbeat.collectives.callbacks import run_callback
 from wingbeat.collectives.latch import Latch
 from wingbeat.collectives.machine import Task
@@ -14,8 +16,6 @@ from wingbeat.collectives.packing import Packing
 from wingbeat.errors import PeerError
 
 if TYPE_CHECKING:
-    import torch
-
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Pending
     from wingbeat.types import Span
@@ -51,6 +51,7 @@ class Job(Task):
         self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
         self.packed: list[torch.Tensor] = []
         self.results: dict[Span, torch.Tensor] = {}
+        self._pieces: dict[int, torch.Tensor] = {}
         self._received, self._done = Latch(), Latch()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -59,6 +60,20 @@ class Job(Task):
         if self.bucket >= 0:
             return f"{name} of bucket {self.bucket}"
         return f"{name} of {self.label}" if self.label else name
+
+    def cut(self) -> None:
+        """Cut the buffer into the program's chunks, all in one call."""
+        tiles = self.program.tiles
+        if tiles and self.packing is None:
+            sizes = [tile.stop - tile.start for tile in tiles]
+            rest = self.buffer.numel() - tiles[-1].stop
+            pieces = torch.split_with_sizes(self.buffer, [*sizes, rest])
+            self._pieces = {t.start: piece for t, piece in zip(tiles, pieces, strict=False)}
+
+    def piece(self, span: Span) -> torch.Tensor:
+        """Return a chunk of the buffer, one of the program's."""
+        known = self._pieces.get(span.start)
+        return self.buffer[span.start : span.stop] if known is None else known
 
     def receive(self) -> None:
         """Mark the result as complete, though parts of the buffer may still be on their way out."""
@@ -92,6 +107,7 @@ class Job(Task):
         self.sends.clear()
         self.packed.clear()
         self.results.clear()
+        self._pieces.clear()
 
     def wait_received(self) -> None:
         """Block until the result can be read; it must not be written to before `wait` returns."""

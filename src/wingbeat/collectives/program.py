@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from wingbeat.topologies import Topology
 from wingbeat.types import Hop, Recv, Round, Send, Span, blocks_of, split
@@ -46,7 +46,7 @@ class Transfer:
     link: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What one worker does in one collective, on one link or on several.
 
@@ -61,6 +61,25 @@ class Program:
     def transfers(self) -> Iterator[Transfer]:
         """Yield all of them, in no particular order."""
         return itertools.chain(self.first, self.receives, *self.unlocks)
+
+    @cached_property
+    def tiles(self) -> tuple[Span, ...]:
+        """The chunks of the buffer, in order and end to end; empty where some overlap.
+
+        Most chunks are both received and sent. Cut all at once they cost a fraction of what it
+        takes to cut each whenever it is needed. Gaps between them, which other links carry, are
+        tiles as well.
+        """
+        out: list[Span] = []
+        end = 0
+        for span in sorted({t.span for t in self.transfers()}, key=lambda s: (s.start, s.stop)):
+            if span.start < end:
+                return ()
+            if span.start > end:
+                out.append(Span(end, span.start))
+            out.append(span)
+            end = span.stop
+        return tuple(out)
 
 
 def least_message(speeds: Sequence[float]) -> int:

@@ -28,14 +28,17 @@ class Scratch:
         free = self._free[dtype, capacity]
         if not free:
             return torch.empty(capacity, dtype=dtype)[:numel]
-        whole = free.pop()
+        given = free.pop()
+        whole = given._base
+        assert whole is not None
         self._free_bytes -= whole.nbytes
-        return whole[:numel]
+        return given if given.numel() == numel else whole[:numel]
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take back a tensor that `take` returned and that nobody reads or writes any more."""
         whole = tensor._base
         assert whole is not None, "not from take()"
         if self._free_bytes + whole.nbytes <= MAX_FREE_BYTES:
-            self._free[whole.dtype, whole.numel()].append(whole)
+            # As it was given: what is taken next is mostly as long.
+            self._free[whole.dtype, whole.numel()].append(tensor)
             self._free_bytes += whole.nbytes

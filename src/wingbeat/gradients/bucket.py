@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from wingbeat.gradients.convert import check_kind
 
@@ -103,11 +105,25 @@ class Slot:
         if grad is None:
             self.view.zero_()
             return False
+        factor = _factor(scale, self.view.dtype, self.view.device.type)
         if self.holds(grad):
-            self.view.mul_(scale)
+            self.view.mul_(factor)
         else:
-            torch.mul(grad.detach(), scale, out=self.view)
+            torch.mul(grad.detach(), factor, out=self.view)
         return True
+
+
+@functools.lru_cache(maxsize=32)
+def _factor(scale: float, dtype: torch.dtype, device: str) -> Any:
+    """``scale`` as a product takes it in the least time, to the same bits.
+
+    Torch makes a tensor of a number each time, which takes as long as the product of a small
+    gradient. Narrow dtypes are multiplied by the number, which is not rounded first.
+    """
+    if device != "cpu" or dtype not in (torch.float32, torch.float64):
+        return scale
+    with _disable_current_modes(), torch.inference_mode(False):  # it is kept for other moments
+        return torch.tensor(scale, dtype=dtype, device="cpu")
 
 
 class UnderWay(Protocol):

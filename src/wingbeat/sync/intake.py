@@ -123,7 +123,7 @@ class Intake:
                     self._skip_backward()
                     return
                 self._begin_backward()
-            elif self.cut_short:
+            elif self._backward is None or self._backward() is None:  # as `cut_short` has it
                 raise UsageError(
                     f"parameter {self.slots[index].name!r} got a gradient, but an exception has "
                     "cut the backward before this one short; call optimizer.zero_grad() after it"
@@ -137,7 +137,7 @@ class Intake:
             passes.leave()
 
     def _take_in(self, index: int) -> None:
-        slot = self.slots[index]
+        slot = self.bucketing.slots[index]
         grad = slot.param.grad
         if slot.ready:
             raise UsageError(
@@ -194,11 +194,16 @@ class Intake:
         self.compression.settle()
         self.bucketing.rebuild()
 
-    @torch.no_grad()
     def _take(self, slot: Slot) -> None:
-        slot.bucket.settle()
-        if slot.param.dtype is not slot.view.dtype or slot.param.shape != slot.view.shape:
-            check_kind(slot.name, slot.param, slot.view)
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self._take(slot)
+            return
+        bucket, param, view = slot.bucket, slot.param, slot.view
+        if bucket.handle is not None:
+            bucket.settle()
+        if param.dtype is not view.dtype or param.shape != view.shape:
+            check_kind(slot.name, param, view)
         slot.used = slot.fill(self.scale)
         slot.ready = True
         self.views.taken(slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -101,4 +102,10 @@ class GlooPending:
         Raises:
             RuntimeError: the connection broke or ``seconds`` passed.
         """
-        self._work.wait(timedelta(seconds=seconds))
+        self._work.wait(_timedelta(seconds))
+
+
+@lru_cache(maxsize=8)
+def _timedelta(seconds: float) -> timedelta:
+    """Made once for each deadline, and not for each message."""
+    return timedelta(seconds=seconds)

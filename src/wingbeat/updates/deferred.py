@@ -6,11 +6,12 @@ What starts when is the schedule's (`wingbeat.schedules.dear`, section III-B of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from wingbeat.errors import UsageError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.convert import overlapping
 from wingbeat.gradients.views import replaced
@@ -93,36 +94,58 @@ class DeferredUpdate(WholeUpdate):
                 params = (slot.param for slot in buckets[number].slots if owns(slot.param))
                 self._due.add(buckets[number], params)
             case Update(number):
-                self._update(buckets[number])
+                if buckets[number].due:  # else it was made with another's
+                    self._update(buckets[number])
             case Step():
                 return super().perform(command, closure)
         return None
 
     def _update(self, bucket: Bucket) -> None:
-        """Run the update of one bucket, whose gradients are whole."""
-        self._due.remove(bucket)
+        """Run the update of a bucket whose gradients are whole, and of those that came with it."""
+        together = [bucket, *self._here_after(bucket)]
+        for each in together:
+            self._due.remove(each)
         with stream.timed("update", bucket=bucket.index):
-            self._step_on(bucket)
+            self._step_on(together)
 
-    def _step_on(self, bucket: Bucket) -> None:
+    def _here_after(self, bucket: Bucket) -> list[Bucket]:
+        """Return the buckets needed next whose gradients are here: one call updates them too.
+
+        They are updated in the order in which forward needs them, whenever they come: an optimizer
+        may draw random numbers, and workers must draw the same.
+        """
+        due = [each for each in self._training.bucketing.forward_buckets if each.due]
+        here: list[Bucket] = []
+        for each in due[1:] if due[0] is bucket else []:
+            if each.handle is not None and not each.handle.done():
+                break
+            try:
+                each.settle()
+            except PeerError:  # whoever needs it hears of that
+                break
+            here.append(each)
+        return here
+
+    def _step_on(self, buckets: Sequence[Bucket]) -> None:
         stepper = self._training.stepper
-        whole = bucket.contributed()
-        slots = [slot for slot in whole if stepper.owns(slot.param)]
+        whole = {bucket: bucket.contributed() for bucket in buckets}
+        slots = [slot for each in whole.values() for slot in each if stepper.owns(slot.param)]
         # Gradients made since step() belong to the next one, as do zeros asked for meanwhile.
         later = [slot.param.grad for slot in slots]
         for slot in slots:
             slot.show()
-        version = bucket.flat._version
+        versions = [bucket.flat._version for bucket in buckets]
         try:
             stepper.step([slot.param for slot in slots], self._due.snapshot)
         finally:
-            self._writes_gradients |= bucket.flat._version != version
+            self._writes_gradients |= [bucket.flat._version for bucket in buckets] != versions
             for slot, grad in zip(slots, later, strict=True):
                 slot.param.grad = grad
-        if len(whole) < len(bucket.slots):
-            for slot in set(bucket.slots).difference(whole):
-                if slot.param.grad is slot.pending:
-                    slot.param.grad = None  # nobody has used it
+        for bucket, used in whole.items():
+            if len(used) < len(bucket.slots):
+                for slot in set(bucket.slots).difference(used):
+                    if slot.param.grad is slot.pending:
+                        slot.param.grad = None  # nobody has used it
 
     def reads_only(self, bucket: Bucket) -> bool:
         """Whether the bucket's due update leaves gradients as they are.

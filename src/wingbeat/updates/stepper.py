@@ -135,8 +135,9 @@ class Stepper:
         """
         members: dict[int, list[torch.Tensor]] = {}
         for param, stand_in in pairs:
-            if param in self._group_of:
-                members.setdefault(self._group_of[param], []).append(stand_in)
+            group = self._group_of.get(param)
+            if group is not None:
+                members.setdefault(group, []).append(stand_in)
         groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
         inside = self._optimizer.__dict__
         saved = {k: inside[k] for k in _SWAPPED}
