@@ -71,7 +71,7 @@ class ServerExchange:
     ) -> None:
         self._hosting = Hosting(world, serving, nbytes, wire, optimizer, memory)
         self._client: Client = self._hosting.client
-        self._requests = Requests(serving, self._hosting.count, seed=world.rank)
+        self._requests = Requests(serving, self._hosting.count, world.rank, self._hosting.weights)
         self._rank, self._workers = world.rank, world.size
         self._wire, self._dense = wire, bool(serving.dense and wire)
         self._buckets: list[Bucket] = []
