@@ -117,12 +117,6 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
             {"exchange": parts.Servers(back="dense"), "schedule": "served"},
             "wire='fp32'): sums are dense as it is; back=\"dense\" is for another wire",
         ),
-        (
-            {"exchange": "servers", "schedule": "served", "update": "servers", "wire": "bf16"},
-            "wire='bf16', update=OnServers()): gradients go as they are to servers that update; "
-            'allowed is wire="fp32", or workers that update (update="deferred"; in presets '
-            'update="worker")',
-        ),
         ({"schedule": "dear", "update": "whole"}, "Whole() needs whole all-reduces"),
         (
             {"exchange": "partial@4", "schedule": "dear"},
