@@ -266,8 +266,10 @@ def _forget_unused(bucket: Bucket, residual: torch.Tensor | None, unused: frozen
     What a codec makes of no gradient need not be nothing. What earlier gradients have left is held
     back meanwhile (`Compression.launching`).
     """
+    if residual is None or not unused:
+        return
     start = 0
-    for slot in bucket.slots if residual is not None and unused else ():
+    for slot in bucket.slots:
         stop = start + slot.param.numel()
         if slot.index in unused:
             residual[start:stop].zero_()

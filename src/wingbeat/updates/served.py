@@ -134,9 +134,9 @@ class ServedUpdate(DividedUpdate):
         self._remote.updates += 1
         self._remembers = True
         self._summed = self._schedule.phase is Phase.REDUCED
-        slots = self._training.bucketing.slots
-        unused = (s.index for s in slots if s.index not in answer.used) if self._summed else ()
-        self._remote.unused = frozenset(unused)
+        slots, owns = self._training.bucketing.slots, self._training.stepper.owns
+        unused = frozenset(slot.index for slot in slots if owns(slot.param)) - answer.used
+        self._remote.unused = unused if self._summed else frozenset()
         rank = self._training.collectives.world.rank
         if answer.follows(rank):
             return
