@@ -142,7 +142,8 @@ class CodedDrama(Drama):
             form: Any = forms.Encoded(part, residual, self.slots[each.number].plan)
             if kind is Kind.TAKE:
                 form = forms.Rest(residual)
-            ids = Ids(0, each.number, turn, wish_of(min(bucket, self.job.classes - 1), bucket))
+            wish = wish_of(min(bucket, self.job.classes - 1), bucket, each.link)
+            ids = Ids(0, each.number, turn, wish)
             server = self.job.workers + each.server
             parts.append(Part(server, ids, memoryview(b""), self.job.classes - 1, bucket, form))
         return self.clients[rank].start(kind, "float32", parts, f"bucket {bucket}")
@@ -180,7 +181,8 @@ def test_whatever_the_order_all_workers_have_the_same_sums_and_nothing_is_lost(b
     for seed in range(GAMES * block, GAMES * (block + 1)):
         chance = random.Random(seed)
         job = Job.drawn(chance)
-        office = Office(chance, job.workers, chance.choice([LEAST, 2 * LEAST]))
+        window = chance.choice([LEAST, 2 * LEAST])
+        office = Office(chance, job.workers, window, links=len(job.weights))
         drama = CodedDrama(chance, job, office.box, office.move, Clock())
         drama.play()
         drama.check_kept()

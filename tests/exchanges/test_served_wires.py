@@ -232,9 +232,14 @@ _PROGRAMS = st.lists(
 
 
 @settings(max_examples=50, deadline=None, phases=[Phase.generate])  # a failure takes seconds
-@given(_PROGRAMS, st.sampled_from([SKETCH, LOW]), st.sampled_from(["ready", "start"]))
+@given(
+    _PROGRAMS,
+    st.sampled_from([SKETCH, LOW]),
+    st.sampled_from(["ready", "start"]),
+    st.sampled_from(["worker", "server"]),
+)
 def test_what_was_applied_and_all_residuals_are_the_sum_of_all_gradients(
-    program: Program, wire: Any, pull: str
+    program: Program, wire: Any, pull: str, update: str
 ) -> None:
     """Over new buckets, with the codec off at times, and on another number of workers."""
     wanted = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -248,7 +253,9 @@ def test_what_was_applied_and_all_residuals_are_the_sum_of_all_gradients(
         size = life[0][1] if life and life[0][0] == "save" else size
         results = on(
             size,
-            functools.partial(_live, life=life, loads=state, wire=wire, pull=pull, first=count),
+            functools.partial(
+                _live, life=life, loads=state, wire=wire, first=count, pull=pull, update=update
+            ),
         )
         for what, value in life:
             if what == "step":
@@ -272,8 +279,8 @@ def _given(step: int, rank: int, bits: int) -> list[torch.Tensor | None]:
     return [None if unused >> i & 1 else p for i, p in enumerate(pulls(step, rank))]
 
 
-def _live(world: Any, life: Program, loads: Any, wire: Any, pull: str, first: int) -> Any:
-    model, optimizer = distributed(world, wire, pull=pull)
+def _live(world: Any, life: Program, loads: Any, wire: Any, first: int, **more: Any) -> Any:
+    model, optimizer = distributed(world, wire, **more)
     if loads is not None:
         values, parts = loads
         model.load_state_dict(values)
@@ -303,7 +310,9 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(digits.data, dtype=torch.float32) / 16.0, torch.tensor(digits.target)
 
 
-def _trained(world: Any, wire: Any, back: str) -> tuple[float, dict[str, torch.Tensor]]:
+def _trained(
+    world: Any, wire: Any, back: str, update: str = "worker"
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Two thirds of the digits, 120 steps; the share of the others that it gets right."""
     images, labels = _digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(3))
@@ -313,7 +322,7 @@ def _trained(world: Any, wire: Any, back: str) -> tuple[float, dict[str, torch.T
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    how = wingbeat.Geryon(wire=wire, back=back, servers=2, encrypted=False)
+    how = wingbeat.Geryon(wire=wire, back=back, update=update, servers=2, encrypted=False)
     sync.distribute(model, optimizer, how, world=world)
     for step in range(120):
         chosen = order[(step * SIZE + world.rank) * 16 % 1180 :][:16]
@@ -342,6 +351,12 @@ def test_the_digits_are_learned_as_without_a_codec(wire: Any, back: str) -> None
         assert_same(other, results[0][1])
     assert _dense() > 0.9
     assert results[0][0] > _dense() - 0.02
+
+
+def test_the_digits_are_learned_where_servers_update_by_sketches() -> None:
+    wire = Sketch(bits=4, auto_disable=False)
+    right = on(SIZE, lambda world: _trained(world, wire, "wire", "server"))[0][0]
+    assert right > _dense() - 0.02
 
 
 @functools.cache

@@ -29,7 +29,8 @@ def test_whatever_the_order_all_workers_have_all_sums(block: int) -> None:
     for seed in range(GAMES * block, GAMES * (block + 1)):
         chance = random.Random(seed)
         job = Job.drawn(chance)
-        office = Office(chance, job.workers, chance.choice([TIGHT, TIGHT + 2 * SLICE]), SLICE)
+        window = chance.choice([TIGHT, TIGHT + 2 * SLICE])
+        office = Office(chance, job.workers, window, SLICE, len(job.weights))
         drama = Drama(chance, job, office.box, office.move, Clock())
         drama.play()
         checked += drama.checked

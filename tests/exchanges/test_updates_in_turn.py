@@ -21,7 +21,8 @@ def test_whatever_the_order_all_workers_have_the_new_parameters(block: int) -> N
     for seed in range(GAMES * block, GAMES * (block + 1)):
         chance = random.Random(seed)
         job = Job.drawn(chance)
-        office = Office(chance, job.workers, chance.choice([LEAST, 2 * LEAST]))
+        window = chance.choice([LEAST, 2 * LEAST])
+        office = Office(chance, job.workers, window, links=len(job.weights))
         drama = UpdateDrama(chance, job, office.box, office.move, Clock())
         drama.play()
         checked += drama.checked

@@ -48,6 +48,7 @@ class Letter:
     ids: tuple[int, int, int, int]
     dtype: str
     urgency: int
+    interface: int = 0
     size: int = 0
     arrived: bool = False
     kept: bool = False
@@ -65,11 +66,12 @@ class Office:
         workers: int,
         window: int = 1 << 20,
         largest: int = LARGEST,
+        links: int = 1,
     ) -> None:
-        self.chance, self.workers = chance, workers
+        self.chance, self.workers, self.links = chance, workers, links
         self.window, self.largest = window, largest
         self.boxes: dict[int, Box] = {}
-        self._flows: dict[tuple[int, int, int], deque[Letter]] = {}
+        self._flows: dict[tuple[int, int, int, int], deque[Letter]] = {}
         self._late: list[tuple[Letter, bytes]] = []
         self._leaving: list[int] = []
 
@@ -78,7 +80,8 @@ class Office:
         return self.boxes[number]
 
     def put(self, source: int, target: int, letter: Letter) -> None:
-        self._flows.setdefault((source, target, letter.urgency), deque()).append(letter)
+        flow = (source, target, letter.urgency, letter.interface)
+        self._flows.setdefault(flow, deque()).append(letter)
 
     def move(self) -> None:
         """Deliver the oldest letter of a flow, tell a sender of it, or let someone be gone."""
@@ -101,14 +104,15 @@ class Office:
     def leave(self, number: int) -> None:
         self._leaving.append(number)
 
-    def _deliver(self, flow: tuple[int, int, int]) -> None:
-        source, target, urgency = flow
+    def _deliver(self, flow: tuple[int, int, int, int]) -> None:
+        source, target, urgency, interface = flow
         letter = self._flows[flow].popleft()
         bits = bytes(letter.payload)
         self._late.append((letter, bits))
         copy = Letter(
-            source, letter.kind, memoryview(bits), letter.ids, letter.dtype, urgency, letter.size
-        )
+            source, letter.kind, memoryview(bits), letter.ids, letter.dtype, urgency, interface,
+            letter.size,
+        )  # fmt: skip
         self.boxes[target].inbox.setdefault(urgency, deque()).append(copy)
 
 
@@ -118,7 +122,7 @@ class Box:
     def __init__(self, office: Office, number: int) -> None:
         self._office, self._number = office, number
         self.largest = office.largest
-        self._used: dict[tuple[int, int], int] = {}
+        self._used: dict[tuple[int, int, int], int] = {}
         self.inbox: dict[int, deque[Letter]] = {}
         self.gone: set[int] = set()
         self.lost: dict[int, str] = {}
@@ -136,10 +140,13 @@ class Box:
         return tuple(number for number in self._office.boxes if number != self._number)
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
-        return (0,)
+        # Beside their server, as it were, workers reach it over one.
+        workers, links = self._office.workers, self._office.links
+        together = workers and (peer - self._number) % workers == 0
+        return (0,) if together else tuple(range(links))
 
     def room(self, peer: int, *, urgency: int, interface: int = 0) -> int:
-        return self._office.window - self._used.get((peer, urgency), 0)
+        return self._office.window - self._used.get((peer, urgency, interface), 0)
 
     def post(
         self,
@@ -156,9 +163,12 @@ class Box:
         view = memoryview(payload)
         view = view.cast("B") if view.nbytes else memoryview(b"")
         assert len(view) <= self.largest
-        letter = Letter(peer, kind, view, Ids(*ids), dtype, urgency, 50 + len(view))
-        assert self.room(peer, urgency=urgency) >= letter.size or seconds is not None
-        self._used[peer, urgency] = self._used.get((peer, urgency), 0) + letter.size
+        letter = Letter(peer, kind, view, Ids(*ids), dtype, urgency, interface, 50 + len(view))
+        room = self.room(peer, urgency=urgency, interface=interface)
+        assert room >= letter.size or seconds is not None
+        assert interface in self.interfaces(peer)
+        flow = (peer, urgency, interface)
+        self._used[flow] = self._used.get(flow, 0) + letter.size
         self._office.put(self._number, peer, letter)
         return letter
 
@@ -175,7 +185,8 @@ class Box:
     def free(self, letter: Letter) -> None:
         if letter.kept:
             letter.kept = False
-            self._office.boxes[letter.peer]._used[self._number, letter.urgency] -= letter.size
+            flow = (self._number, letter.urgency, letter.interface)
+            self._office.boxes[letter.peer]._used[flow] -= letter.size
 
     def drop(self, peer: int) -> None:
         self.lost.pop(peer, None)
@@ -207,8 +218,11 @@ class VirtualBox:
     def interrupter(self) -> Callable[[], None]:
         return lambda: None
 
-    def room(self, peer: int, *, urgency: int) -> int:
-        return self._end.flows[Route(peer, 0, urgency)].room
+    def interfaces(self, peer: int) -> tuple[int, ...]:
+        return (0,)
+
+    def room(self, peer: int, *, urgency: int, interface: int = 0) -> int:
+        return self._end.flows[Route(peer, interface, urgency)].room
 
     def post(
         self,
@@ -220,7 +234,9 @@ class VirtualBox:
         dtype: str = "",
         urgency: int = 0,
         seconds: float | None = None,
+        interface: int = 0,
     ) -> Any:
+        assert not interface
         message = compose(kind, payload, ids, dtype, (), most=LARGEST)
         return self._play.post(self._number, peer, message, urgency)
 
@@ -247,21 +263,25 @@ class Job:
     order: Order
     ready: bool
     """Whether sums come by themselves."""
+    weights: tuple[float, ...] = (1.0,)
+    """Of each link between workers and servers."""
 
     @staticmethod
     def drawn(chance: random.Random) -> Job:
         pick = chance.randint
         sizes = tuple(pick(1, 30) for _ in range(pick(1, 3)))
         servers = pick(1, 2)
+        weights = ((1.0,), (0.5, 0.5), (0.2, 0.8), (0.1, 0.6, 0.3))[pick(0, 3)]
         return Job(
             workers=pick(1, 3),
             servers=servers,
             classes=pick(1, 2),
             sizes=sizes,
             rounds=pick(1, 3),
-            slices=partitioned(sizes, servers, pick(5, 30), smallest=5),
+            slices=partitioned(sizes, servers, pick(5, 30), smallest=5, weights=weights),
             order=chance.choice(list(Order)),
             ready=chance.random() < 0.5,
+            weights=weights,
         )
 
 
@@ -385,7 +405,7 @@ class Drama:
         parts = [
             Part(
                 self.job.workers + each.server,
-                Ids(0, each.number, turn, wish_of(urgency, bucket)),
+                Ids(0, each.number, turn, wish_of(urgency, bucket, each.link)),
                 memory[4 * each.start : 4 * each.stop],
                 out,
                 bucket,

@@ -95,7 +95,9 @@ class UpdateDrama(Drama):
             thresholds=(0.5,) * (job.classes - 1),
             shuffled=chance.random() < 0.3,
         )
-        self.requests = [Requests(serving, job.servers, seed=rank) for rank in range(job.workers)]
+        self.requests = [
+            Requests(serving, job.servers, rank, job.weights) for rank in range(job.workers)
+        ]
         self.remotes = [
             RemoteOptimizer(
                 SimpleNamespace(

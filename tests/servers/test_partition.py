@@ -83,6 +83,65 @@ def test_whole_buckets_are_on_one_server_each_in_turn(
     assert all(len(each) <= limit for each in slices)
 
 
+WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4).map(
+    lambda found: tuple(each / sum(found) for each in found)
+)
+
+
+@given(SIZES, st.integers(1, 9), THRESHOLDS, st.integers(1, 5000), WEIGHTS)
+def test_every_element_goes_by_one_link(
+    sizes: list[int],
+    servers: int,
+    threshold: int | None,
+    smallest: int,
+    weights: tuple[float, ...],
+) -> None:
+    """And links change nothing of which server has it, nor are parts smaller than told."""
+    slices = partitioned(sizes, servers, threshold, smallest, weights)
+    assert_once(sizes, slices)
+    assert all(0 <= each.link < len(weights) for each in slices)
+    shards: list[dict[tuple[int, int], list[int]]] = [{}, {}]
+    for found, made in zip(
+        shards, (slices, partitioned(sizes, servers, None, smallest)), strict=True
+    ):
+        for each in made:
+            span = found.setdefault((each.bucket, each.server), [each.start, each.stop])
+            span[1] = each.stop
+    assert shards[0] == shards[1]
+    parts: dict[tuple[int, int, int], int] = {}
+    for each in slices:
+        key = each.bucket, each.server, each.link
+        parts[key] = parts.get(key, 0) + len(each)
+    for (bucket, server, _), numel in parts.items():
+        start, stop = shards[0][bucket, server]
+        assert numel >= min(smallest - 1, stop - start)
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.1, 0.9), (0.2, 0.5, 0.3)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_links_carry_in_proportion_to_their_speed(whole: bool, weights: tuple[float, ...]) -> None:
+    sizes = [each.numel for layer in load_profile("resnet50").layers for each in layer.parameters]
+    slices = placed(sizes, 4, K * K, weights) if whole else partitioned(
+        sizes, 4, K * K, weights=weights
+    )  # fmt: skip
+    for servers in [range(4)] if whole else [[server] for server in range(4)]:
+        load = [0] * len(weights)
+        for each in slices:
+            if each.server in servers:
+                load[each.link] += len(each)
+        parts = [each / sum(load) for each in load]
+        assert parts == pytest.approx(weights, abs=0.03 if whole else 0.005)
+
+
+def test_a_small_shard_goes_by_the_link_that_is_done_first() -> None:
+    slices = partitioned([100] * 6, 1, None, 100, (0.75, 0.25))
+    assert [each.link for each in slices] == [0, 0, 0, 1, 0, 0]
+    slices = partitioned([1000, 100, 100, 100], 1, None, 500, (0.5, 0.5))
+    assert [(each.start, each.stop, each.link) for each in slices] == [
+        (0, 500, 0), (500, 1000, 1), (0, 100, 0), (0, 100, 1), (0, 100, 0),
+    ]  # fmt: skip
+
+
 K = 1024
 
 

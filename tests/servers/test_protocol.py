@@ -13,16 +13,35 @@ from hypothesis import strategies as st
 from wingbeat.servers.coded import CodedSums
 from wingbeat.servers.config import ServerConfig, name_of
 from wingbeat.servers.outbox import Order
-from wingbeat.servers.protocol import position_of, urgency_of, wish_of
+from wingbeat.servers.protocol import (
+    LINKS,
+    interface_of,
+    link_of,
+    position_of,
+    urgency_of,
+    wish_of,
+)
 from wingbeat.wires import Coded, Half, LowRank, Sketch
 
 
-@given(st.integers(0, 255), st.integers(0, 2**40))
-def test_a_wish_is_one_number_of_32_bits(urgency: int, position: int) -> None:
-    wish = wish_of(urgency, position)
+@given(st.integers(0, 15), st.integers(0, 2**40), st.integers(0, LINKS - 1))
+def test_a_wish_is_one_number_of_32_bits(urgency: int, position: int, link: int) -> None:
+    wish = wish_of(urgency, position, link)
     assert 0 <= wish < 2**32
     assert urgency_of(wish) == urgency
     assert position_of(wish) == min(position, 2**24 - 1)
+    assert link_of(wish) == link
+
+
+@pytest.mark.parametrize(
+    ("reach", "found"),
+    [((0, 1), [0, 1]), ((0,), [0, 0]), ((1,), [1, 1]), ((2, 0, 1), [2, 0])],
+    ids=str,
+)
+def test_a_link_is_an_interface_that_reaches_the_peer(
+    reach: tuple[int, ...], found: list[int]
+) -> None:
+    assert [interface_of(reach, link) for link in range(2)] == found
 
 
 CONFIG = ServerConfig(

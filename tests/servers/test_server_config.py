@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from wingbeat.servers.config import WINDOW, ServerConfig, limits_of
+from wingbeat.servers.config import SOONER, WINDOW, ServerConfig, limits_of
 from wingbeat.servers.service import Service
 from wingbeat.transport.messages.header import LARGEST
 
@@ -22,14 +23,25 @@ def test_it_comes_through_as_text() -> None:
     assert ServerConfig.from_json(CONFIG.to_json()) == CONFIG
 
 
+@pytest.mark.parametrize("links", [1, 2, 4])
 @pytest.mark.parametrize("classes", [1, 2, 3, 4])
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 16, 64, 500])
-def test_all_flows_to_a_server_hold_the_stated_window(workers: int, classes: int) -> None:
-    limits = limits_of(workers, classes, 7.0)
-    least = 2 * (limits.message + LARGEST)
-    assert limits.silence == 7.0
+def test_all_flows_to_a_server_hold_the_stated_window(
+    workers: int, classes: int, links: int
+) -> None:
+    limits = limits_of(workers, classes, 10.0, links)
+    least, flows = 2 * (limits.message + LARGEST), workers * classes * links
+    assert limits.silence == 8.0 < SOONER * 10.0, "a dead card is named, and not who it leads to"
     assert least <= limits.window <= 32 << 20
-    assert workers * classes * limits.window <= max(WINDOW, workers * classes * least)
+    assert flows * limits.window <= max(WINDOW, flows * least)
+
+
+def test_a_server_and_its_workers_allow_the_same() -> None:
+    two = dataclasses.replace(CONFIG, interfaces=("eth0", "eth1"))
+    assert two.limits == limits_of(2, 2, 5.0, 2)
+    assert two.limits.window == CONFIG.limits.window // 2
+    alone = dataclasses.replace(CONFIG, workers=1, interfaces=())
+    assert alone.limits == limits_of(1, 2, 5.0)
 
 
 @pytest.mark.parametrize("strangers", [{}, {"key": 2, "protocol": 1}])

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wingbeat import paced, strategies
+from wingbeat.errors import UsageError
 from wingbeat.schedules.events import (
     BucketReady,
     Dialogue,
@@ -16,7 +17,7 @@ from wingbeat.schedules.events import (
     Start,
     Wait,
 )
-from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
+from wingbeat.simulator import Coding, Links, Model, Run, Traffic, Work, of_profile, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.types import TensorSpec
@@ -217,3 +218,79 @@ def test_vgg19_on_eight_k40_is_ordered_as_in_the_paper() -> None:
     }
     vanilla, sliced, geryon = efficiency.values()
     assert vanilla < 0.6 < sliced < 0.9 < geryon, efficiency
+
+
+# -- codecs and several cards -----------------------------------------------------------------
+
+
+def traffic_of(strategy: str, model: Model, **options: object) -> tuple[float, int]:
+    """The median iteration of two workers with a server each, and what rank 0's host sent."""
+    traffic = Traffic()
+    links = Links(bytes_per_s=RATE, latency_s=0.0, count=int(options.pop("count", 1)))  # type: ignore[call-overload]
+    made = run(strategy, model, 2, links, traffic=traffic, **{"work": FREE, **options})
+    return made.median_s, traffic.sent[0]
+
+
+WIDE = model_of([(0.01, 0.02, 1 << 20), (0.01, 0.02, 1 << 19)])
+
+
+@pytest.mark.parametrize(
+    ("wire", "sent"),
+    [("bf16", 0.5), ("fp16", 0.5), ("sketch", 0.251), ("sketch,back=dense", 0.6255),
+     ("bf16,back=dense", 0.75)],
+)  # fmt: skip
+def test_gradients_through_a_codec_take_their_bytes_both_ways(wire: str, sent: float) -> None:
+    """To the other server, and of the own one to the other worker."""
+    dense = traffic_of("geryon", WIDE)[1]
+    assert traffic_of(f"geryon:wire={wire}", WIDE)[1] / dense == pytest.approx(sent, abs=0.002)
+
+
+def test_a_codec_makes_an_iteration_shorter_where_the_network_is_the_limit() -> None:
+    dense, coded = (traffic_of(f"geryon{wire}", WIDE)[0] for wire in ("", ":wire=sketch"))
+    assert coded / dense == pytest.approx(0.251, abs=0.02)
+
+
+def test_a_codec_has_its_price_at_both_ends() -> None:
+    """Rank 1's slice: encoded, decoded; the sum of two: encoded, and decoded by rank 0.
+
+    Rank 0 has encoded its own meanwhile, and the server has decoded it when rank 1's comes.
+    """
+    links, model = Links(bytes_per_s=1e12, latency_s=0.0), model_of([(1.0, 2.0, NUMEL)])
+    strategy = "geryon:wire=sketch,classes=1,encrypted=false,servers=1"
+    free = Coding(ratio=0.25)
+    priced = Coding(ratio=0.25, encode_s_per_byte=1e-6, decode_s_per_byte=1e-7)
+    times = [
+        run(strategy, model, 2, links, work=FREE, iterations=2, coding=each).iterations_s[1]
+        for each in (free, priced)
+    ]
+    assert times[1] - times[0] == pytest.approx(SLICE * (2e-6 + 3e-7), rel=0.01)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_cards_take_half_the_time_of_one(preset: str) -> None:
+    one, two = (traffic_of(preset, WIDE, count=count) for count in (1, 2))
+    assert two[1] == pytest.approx(one[1], rel=0.01)
+    # Whole tensors, of which there are two here, are not divided.
+    ratio = two[0] / one[0]
+    assert ratio < 0.7 if preset == "vanillaps" else ratio == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        ("geryon:wire=lowrank", {}, r"simulate\(\): how small LowRank\(\) makes gradients depends"),
+        ("dear", {"coding": Coding(ratio=0.5)}, "it is how gradients travel to servers; leave"),
+        ("dear:wire=bf16", {}, r"a wire \(but to servers\)"),
+        ("geryon:update=server", {}, 'a divided optimizer .*update="server"'),
+    ],
+)
+def test_what_is_not_simulated_is_refused(
+    strategy: str, options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(strategy, WIDE, 2, Links(bytes_per_s=RATE), **options)
+
+
+def test_low_rank_is_simulated_where_it_is_said_how_small_it_is() -> None:
+    sent = traffic_of("geryon:wire=lowrank", WIDE, coding=Coding(ratio=0.1))[1]
+    assert sent / traffic_of("geryon", WIDE)[1] == pytest.approx(0.1, abs=0.002)

@@ -15,7 +15,7 @@ from wingbeat.exchanges.part import Part
 from wingbeat.exchanges.request import Request
 from wingbeat.servers.documents import Document
 from wingbeat.servers.outbox import Flow, Order, Outbox
-from wingbeat.servers.protocol import SENT, Ids, Kind, urgency_of
+from wingbeat.servers.protocol import SENT, UPDATES, Ids, Kind, interface_of, urgency_of
 from wingbeat.servers.sums import Refused
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.header import LARGEST
@@ -226,13 +226,19 @@ class Client:
             if request.kind is Kind.EXPECT:
                 continue
             nbytes = LARGEST if empty else LARGEST + part.nbytes
-            urgency = 0 if empty else part.urgency
-            self._outbox.add(Flow(part.server, urgency), part.position, nbytes, (request, part))
+            # What servers that update are told has to arrive in its order.
+            link = 0 if request.kind in UPDATES else part.link
+            flow = Flow(part.server, 0 if empty else part.urgency, link)
+            self._outbox.add(flow, part.position, nbytes, (request, part))
         if request.kind in SENT:
             self._storing.append(request)
 
     def _room(self, flow: Flow) -> int:
-        return self._mailbox.room(flow.peer, urgency=flow.urgency)
+        interface = self._interface(flow)
+        return self._mailbox.room(flow.peer, interface=interface, urgency=flow.urgency)
+
+    def _interface(self, flow: Flow) -> int:
+        return interface_of(self._mailbox.interfaces(flow.peer), flow.link)
 
     def _post(self, flow: Flow, item: tuple[Request, Part]) -> Callable[[], bool]:
         request, part = item
@@ -242,7 +248,13 @@ class Client:
         elif part.form is not None:
             payload, dtype = part.form.packed(), part.form.dtype
         posted = self._mailbox.post(
-            flow.peer, request.kind, payload, ids=part.ids, dtype=dtype, urgency=flow.urgency
+            flow.peer,
+            request.kind,
+            payload,
+            ids=part.ids,
+            dtype=dtype,
+            interface=self._interface(flow),
+            urgency=flow.urgency,
         )
         self.sent[flow.peer, flow.urgency] += payload.nbytes
         if request.kind in SENT:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.client import Client
 from wingbeat.exchanges.news import News
-from wingbeat.servers.config import ServerConfig, limits_of
+from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.outbox import Order
+from wingbeat.servers.protocol import LINKS
 from wingbeat.servers.sums import EACH
 from wingbeat.transport import interfaces, leaving
 from wingbeat.transport.messages import Mailbox, open_mailbox
@@ -53,6 +54,7 @@ class Hosting:
         classes: how many classes of flows.
         message: bytes of the largest message.
         slices: how many slices one server has room for.
+        weights: of each network that joins workers and servers, in order, its part of the speed.
         client: pushes and pulls.
     """
 
@@ -69,11 +71,11 @@ class Hosting:
         hosts = placement(world.exchange("server hosts", identity), serving.count)
         self._world = world
         self.count, self.classes = len(hosts), serving.classes
-        self._limits = limits_of(world.size, self.classes, world.timeout)
-        self.message = self._limits.message
+        self.weights = _weights(world)
         most = ROOM_FOR * nbytes + _SPARE
         self.slices = most // (SHARE * EACH)
         config = self._config(serving, hosts, most, wire)
+        self.message = config.limits.message
         if optimizer:
             config = dataclasses.replace(config, optimizer=optimizer, memory=memory + _SPARE)
         store = world.store if world.group_store is None else world.group_store()
@@ -133,7 +135,7 @@ class Hosting:
             interfaces=config.interfaces,
             classes=self.classes,
             encrypted=config.encrypted,
-            limits=self._limits,
+            limits=config.limits,
             seconds=config.timeout,
             name=config.name,
         )
@@ -211,6 +213,20 @@ class _Watched:
                 self._check()
                 if left <= _LOOK_S:
                     raise
+
+
+def _weights(world: World) -> tuple[float, ...]:
+    """Return the networks' parts of the speed of all, in the order in which mailboxes number them.
+
+    By rank 0's names for them, so that all workers find the same.
+    """
+    if world.threads or len(world.links) < 2 or len(world.links) > LINKS:
+        return (1.0,)
+    subnets = world.networks[0] if world.networks else ()
+    if len(set(subnets)) < len(world.links):
+        return world.weights
+    known = zip(map(interfaces.in_order, subnets), world.weights, strict=True)
+    return tuple(weight for _, weight in sorted(known))
 
 
 def placement(identities: list[object], count: int) -> tuple[int, ...]:

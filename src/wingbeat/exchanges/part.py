@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from wingbeat.servers.protocol import Ids
+from wingbeat.servers.protocol import Ids, link_of
 from wingbeat.transport.messages.endpoint import Message
 
 
@@ -50,6 +50,11 @@ class Part:
     urgency: int
     position: int
     form: Form | None = None
+
+    @property
+    def link(self) -> int:
+        """By which link it travels, both ways."""
+        return link_of(self.ids.wish)
 
     @property
     def nbytes(self) -> int:

@@ -32,6 +32,8 @@ class RemoteOptimizer:
     Attributes:
         updates: how many updates the servers were told to make.
         landing: by bucket, where its parameters are to be put, unless into its buffer.
+        unused: the parameters, by the index of their slots, whose sums the servers will not use in
+            the next update, as no worker has a gradient for them.
     """
 
     def __init__(self, hosting: Hosting, requests: Requests) -> None:
@@ -39,6 +41,7 @@ class RemoteOptimizer:
         self._client: Client = hosting.client
         self.updates = 0
         self.landing: dict[int, torch.Tensor] = {}
+        self.unused: frozenset[int] = frozenset()
 
     @property
     def plan(self) -> int:

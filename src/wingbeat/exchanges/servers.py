@@ -71,7 +71,7 @@ class ServerExchange:
     ) -> None:
         self._hosting = Hosting(world, serving, nbytes, wire, optimizer, memory)
         self._client: Client = self._hosting.client
-        self._requests = Requests(serving, self._hosting.count, seed=world.rank)
+        self._requests = Requests(serving, self._hosting.count, world.rank, self._hosting.weights)
         self._rank, self._workers = world.rank, world.size
         self._wire, self._dense = wire, bool(serving.dense and wire)
         self._buckets: list[Bucket] = []
@@ -213,8 +213,9 @@ class ServerExchange:
             self._part(each._replace(ids=each.ids._replace(round=updates)), memory.of(each.slice))
             for each in self._requests.asked(bucket.index)
         ]
-        dtype = DTYPES[flat.dtype]
-        bucket.handle = self._client.start(kind, dtype, parts, f"bucket {bucket.index}")
+        dtype, residual = DTYPES[flat.dtype], self._residuals.get(bucket.index)
+        finish = functools.partial(_forget_unused, bucket, residual, self.remote.unused)
+        bucket.handle = self._client.start(kind, dtype, parts, f"bucket {bucket.index}", finish)
 
     def _part(self, each: Asked, memory: memoryview, form: Form | None = None) -> Part:
         server = self._hosting.number(each.slice.server)
@@ -257,6 +258,22 @@ class ServerExchange:
                 if self._mine(each) and common.start < common.stop:
                     residual[common].add_(bucket.flat[common])
             start = stop
+
+
+def _forget_unused(bucket: Bucket, residual: torch.Tensor | None, unused: frozenset[int]) -> None:
+    """Forget what encoding has lost of parameters whose sums servers do not use.
+
+    What a codec makes of no gradient need not be nothing. What earlier gradients have left is held
+    back meanwhile (`Compression.launching`).
+    """
+    if residual is None or not unused:
+        return
+    start = 0
+    for slot in bucket.slots:
+        stop = start + slot.param.numel()
+        if slot.index in unused:
+            residual[start:stop].zero_()
+        start = stop
 
 
 class _Memory:

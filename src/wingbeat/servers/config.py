@@ -30,6 +30,10 @@ WINDOW = 128 << 20
 _LEAST = 2
 """Messages that one flow may hold at least: one is added while the next arrives."""
 
+SILENT = 0.8
+"""Part of the timeout after which whoever gives no sign is lost. Sooner than all other waits end:
+it is known then over which interface."""
+
 SOONER = 0.9
 """Part of the timeout after which a server says whom it waits for: before workers give it up."""
 
@@ -88,6 +92,12 @@ class ServerConfig:
         """Say which server it is."""
         return self.name(self.number)
 
+    @property
+    def limits(self) -> Limits:
+        """What may be under way between it and the workers."""
+        links = max(1, len(self.interfaces))
+        return limits_of(self.workers, self.classes, self.timeout, links)
+
     def to_json(self) -> str:
         """Return all of it as text."""
         wire = None if self.wire is None else wires.to_json(self.wire)
@@ -112,7 +122,7 @@ class ServerConfig:
             interfaces=self.interfaces,
             classes=self.classes,
             encrypted=self.encrypted,
-            limits=limits_of(self.workers, self.classes, self.timeout),
+            limits=self.limits,
             seconds=self.timeout,
             name=self.name,
         )
@@ -162,19 +172,20 @@ class ServerConfig:
         return Applier(json.loads(self.optimizer))
 
 
-def limits_of(workers: int, classes: int, timeout: float) -> Limits:
+def limits_of(workers: int, classes: int, timeout: float, interfaces: int = 1) -> Limits:
     """Return what may be under way between a job's workers and servers.
 
     All flows to one server together hold `WINDOW` bytes at most, but where there are so many that
-    none could hold two messages: then two messages each.
+    none could hold two messages: then two messages each. There is a flow for each worker, class and
+    interface.
 
     >>> [limits_of(n, 2, 60.0).window >> 20 for n in (1, 2, 4, 8, 64)]
     [32, 32, 16, 8, 8]
     """
-    usual = Limits(silence=timeout)
+    usual = Limits()
     least = _LEAST * (usual.message + LARGEST)
-    window = min(usual.window, max(least, WINDOW // (workers * classes)))
-    return Limits(message=usual.message, window=window, silence=timeout)
+    window = min(usual.window, max(least, WINDOW // (workers * classes * interfaces)))
+    return Limits(message=usual.message, window=window, silence=SILENT * timeout)
 
 
 def name_of(number: int, workers: int, hosts: tuple[int, ...]) -> str:

@@ -63,6 +63,13 @@ def narrowed(total: Array, dtype: str, out: Array | None = None) -> Array:
     return out
 
 
+def converted(total: Array, dtype: str) -> Array:
+    """Return a float32 sum in another dtype that can be summed, in memory of its own."""
+    if dtype == "float64":
+        return total.astype(np.float64)
+    return narrowed(total, dtype)
+
+
 def add(total: Array, payloads: Sequence[memoryview], dtype: str, *, begin: bool = False) -> None:
     """Add payloads to a sum, one after the other; or ``begin`` it with them.
 

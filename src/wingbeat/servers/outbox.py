@@ -33,10 +33,11 @@ class Order(enum.Enum):
 
 
 class Flow(NamedTuple):
-    """To whom, and in which class: the paper's local ID in ``channel_table``."""
+    """To whom, in which class, by which link: the paper's local ID in ``channel_table``."""
 
     peer: int
     urgency: int
+    link: int = 0
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class _Queue(Generic[Item]):
     """
 
     flow: Flow
-    rank: tuple[int, int]
+    rank: tuple[int, int, int]
     waiting: Any
     under_way: deque[tuple[int, Callable[[], bool]]] = field(default_factory=deque)
     under_way_bytes: int = 0
@@ -73,7 +74,7 @@ class Outbox(Generic[Item]):
         queue = self._queues.get(flow)
         if queue is None:
             waiting: Any = [] if self._urgent else deque()
-            queue = _Queue(flow, (flow.urgency, flow.peer), waiting)
+            queue = _Queue(flow, (flow.urgency, flow.peer, flow.link), waiting)
             self._queues[flow] = queue
         if not queue.waiting:
             bisect.insort(self._busy, queue, key=_RANK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -75,16 +76,38 @@ class Ids(NamedTuple):
 
 
 _POSITIONS = 1 << 24
+_URGENCIES = 1 << 4
+
+LINKS = 1 << 4
+"""The most links that slices are divided among."""
 
 
-def wish_of(urgency: int, position: int) -> int:
-    """Pack the class in which a sum is to travel, and its place in the order of forward."""
-    return urgency << 24 | min(position, _POSITIONS - 1)
+def wish_of(urgency: int, position: int, link: int = 0) -> int:
+    """Pack the class and the link by which a sum is to travel, and its place in forward's order."""
+    return link << 28 | urgency << 24 | min(position, _POSITIONS - 1)
+
+
+def link_of(wish: int) -> int:
+    """Return the link by which a sum is to travel, see `interface_of`."""
+    return wish >> 28
+
+
+def interface_of(reach: Sequence[int], link: int) -> int:
+    """Return the interface that a link is to a peer.
+
+    Processes number their interfaces in the order of networks, so both ends mean the same network.
+
+    Args:
+        reach: the own interfaces that lead there, in order: fewer than there are links to a process
+            of the same host, or where not all networks join all hosts.
+        link: its number.
+    """
+    return reach[link % len(reach)]
 
 
 def urgency_of(wish: int) -> int:
     """Return the class in which a sum is to travel, 0 the most urgent."""
-    return wish >> 24
+    return wish >> 24 & _URGENCIES - 1
 
 
 def position_of(wish: int) -> int:

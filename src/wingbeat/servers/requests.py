@@ -46,13 +46,16 @@ class Requests:
         serving: how gradients go to the servers.
         servers: how many there are.
         seed: of the order of pulls, where that is random.
+        weights: of each link to the servers, its part of the speed of all.
 
     Attributes:
         priorities: the class of each bucket, by its place in the order of forward.
     """
 
-    def __init__(self, serving: Serving, servers: int, seed: int) -> None:
-        self._serving, self._servers = serving, servers
+    def __init__(
+        self, serving: Serving, servers: int, seed: int, weights: Sequence[float] = (1.0,)
+    ) -> None:
+        self._serving, self._servers, self._weights = serving, servers, tuple(weights)
         self._random = random.Random(seed)
         self._plan = 0
         self._slices: list[list[Slice]] = []
@@ -76,11 +79,12 @@ class Requests:
             fully_connected: of each, whether it is of fully connected layers alone.
             largest: the most elements in a message.
         """
-        serving, servers = self._serving, self._servers
+        serving, servers, weights = self._serving, self._servers, self._weights
         if serving.whole:
-            slices = placed(sizes, servers, largest)
+            slices = placed(sizes, servers, largest, weights)
         else:
-            slices = partitioned(sizes, servers, min(serving.slice or largest, largest))
+            threshold = min(serving.slice or largest, largest)
+            slices = partitioned(sizes, servers, threshold, weights=weights)
         self._plan += 1
         self._slices = [[] for _ in sizes]
         for each in slices:
@@ -139,8 +143,9 @@ class Requests:
         """Return the slices of a bucket, as they are to be pushed or pulled now."""
         place = self._places[bucket]
         out = self.priorities.of_push(place)
-        wish = wish_of(self.priorities.of_sum(place), place)
+        back, turn = self.priorities.of_sum(place), self._rounds[bucket]
         return [
-            Asked(each, Ids(self._plan, each.number, self._rounds[bucket], wish), out, place)
+            Asked(each, Ids(self._plan, each.number, turn, wish), out, place)
             for each in self._slices[bucket]
+            for wish in (wish_of(back, place, each.link),)
         ]

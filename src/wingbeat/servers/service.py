@@ -12,7 +12,15 @@ import numpy as np
 from wingbeat.errors import PeerError
 from wingbeat.servers.dtypes import Array
 from wingbeat.servers.outbox import Flow, Order, Outbox
-from wingbeat.servers.protocol import TEXT, Ids, Kind, position_of, urgency_of
+from wingbeat.servers.protocol import (
+    TEXT,
+    Ids,
+    Kind,
+    interface_of,
+    link_of,
+    position_of,
+    urgency_of,
+)
 from wingbeat.servers.sums import EACH, Refused, Sum, Sums
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
@@ -72,7 +80,7 @@ class Answer:
         """Whether it can be sent."""
         return self.result is not None
 
-    def post(self, mailbox: Mailbox) -> Callable[[], bool]:
+    def post(self, mailbox: Mailbox, interface: int) -> Callable[[], bool]:
         """Send it; return what tells whether it has arrived."""
         self._posted = mailbox.post(
             self.worker,
@@ -80,6 +88,7 @@ class Answer:
             self.result,
             ids=self.ids,
             dtype=self.dtype,
+            interface=interface,
             urgency=urgency_of(self.ids.wish),
         )
         return self.arrived
@@ -284,7 +293,7 @@ class Service:
         answer.queued = True
         ids, result = answer.ids, answer.result
         nbytes = LARGEST + (self._mailbox.largest if result is None else result.nbytes)
-        flow = Flow(answer.worker, urgency_of(ids.wish))
+        flow = Flow(answer.worker, urgency_of(ids.wish), link_of(ids.wish))
         self._outbox.add(flow, position_of(ids.wish), nbytes, answer)
 
     def _send_out(self) -> None:
@@ -294,11 +303,15 @@ class Service:
     def _room(self, flow: Flow) -> int:
         if flow.peer in self._mailbox.left or flow.peer in self._mailbox.lost:
             return 0
-        return self._mailbox.room(flow.peer, urgency=flow.urgency)
+        interface = self._interface(flow)
+        return self._mailbox.room(flow.peer, interface=interface, urgency=flow.urgency)
+
+    def _interface(self, flow: Flow) -> int:
+        return interface_of(self._mailbox.interfaces(flow.peer), flow.link)
 
     def _send(self, flow: Flow, answer: Answer) -> Callable[[], bool]:
         try:
-            return answer.post(self._mailbox)
+            return answer.post(self._mailbox, self._interface(flow))
         except PeerError:
             if self._room(flow):
                 raise

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from wingbeat.servers.documents import Document
-from wingbeat.servers.dtypes import Array
+from wingbeat.servers.dtypes import Array, converted
 from wingbeat.servers.notes import Applies, Early, Key, Reply, Shard, Step, numbers_in
 from wingbeat.servers.protocol import NO_ROUND, Ids, Kind, position_of
 from wingbeat.servers.sums import EACH, Refused, Sum
@@ -231,6 +231,8 @@ class Updates:
             return shard.final
         total = self._finished((step.plan, number), step.round)
         assert total is not None
+        if total.dtype != shard.held.dtype:  # gradients came as another
+            return converted(total.result, shard.held.dtype)
         # Somebody may be reading the sum still, and the optimizer may write to gradients.
         return total.result if total.free() else total.result.copy()
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links
 from wingbeat.simulator.network import Side
-from wingbeat.simulator.paths import Path, Paths, first_interface
+from wingbeat.simulator.paths import Path, Paths
 from wingbeat.simulator.traffic import Traffic
 
 
@@ -21,11 +21,13 @@ class Stream(NamedTuple):
     Attributes:
         source: the number of who sends, and ``target`` of who receives.
         urgency: the class, 0 the most urgent.
+        link: over which interface of both, where hosts have one path for each.
     """
 
     source: int
     target: int
     urgency: int
+    link: int = 0
 
 
 Action = Callable[[], None]
@@ -137,7 +139,7 @@ class Cards:
 
     Args:
         host: of each process, by number.
-        paths: which cards join two hosts: those of the first interface if it is not given.
+        paths: which cards join two hosts; if it is not given, those of the stream's link.
         traffic: where to note what leaves each host.
     """
 
@@ -146,7 +148,7 @@ class Cards:
         agenda: Agenda,
         links: Links,
         host: Callable[[int], int],
-        paths: Paths = first_interface,
+        paths: Paths | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         self._agenda, self._links = agenda, links
@@ -163,7 +165,8 @@ class Cards:
         if source == target:
             self._agenda.at(self._agenda.now, arrived)
             return
-        paths = self._paths(source, target)
+        link = stream.link
+        paths = self._paths(source, target) if self._paths else [[((source, link), (target, link))]]
         whole = arrived if len(paths) == 1 else _after(len(paths), arrived)
         for path in paths:
             self._pass_on(stream, path, -(-nbytes // len(paths)), whole)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from wingbeat.servers.outbox import Flow, Order
-from wingbeat.servers.protocol import Ids, Kind
+from wingbeat.servers.protocol import Ids, Kind, link_of
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.colayers import Coding
 from wingbeat.simulator.mailbox import Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message
@@ -19,11 +20,19 @@ from wingbeat.transport.messages.header import LARGEST
 
 
 class Part(NamedTuple):
-    """A slice as one request has it, see `wingbeat.exchanges.client.Part`."""
+    """A slice as one request has it, see `wingbeat.exchanges.client.Part`.
+
+    Attributes:
+        nbytes: of what is pushed.
+        back: of its sum.
+        dense: of the gradients in float32.
+    """
 
     server: int
     ids: Ids
     nbytes: int
+    back: int
+    dense: int
     urgency: int
     position: int
 
@@ -54,12 +63,20 @@ class Client(Messenger[tuple[Request, Part]]):
 
     Args:
         order: in which order slices are pushed that are ready at the same time.
+        coding: how gradients and sums travel.
     """
 
     def __init__(
-        self, agenda: Agenda, mailbox: Mailbox, work: Work, order: Order, byte_s: float
+        self,
+        agenda: Agenda,
+        mailbox: Mailbox,
+        work: Work,
+        order: Order,
+        byte_s: float,
+        coding: Coding,
     ) -> None:
         super().__init__(agenda, mailbox, work, order, byte_s)
+        self._coding = coding
         self._new: deque[Request] = deque()
         self._wanted: dict[tuple[int, int, int], tuple[Request, Part]] = {}
         self._storing: list[Request] = []
@@ -72,14 +89,20 @@ class Client(Messenger[tuple[Request, Part]]):
         return request
 
     def take(self, message: Message) -> Iterator[float]:
-        """Note that a sum has come."""
+        """Note that a sum has come, when it is decoded."""
         assert message.kind == Kind.SUM, message
         request, part = self._wanted.pop(Ids(*message.ids)[:3])
-        assert (message.peer, len(message.payload)) == (part.server, part.nbytes), message
+        assert (message.peer, len(message.payload)) == (part.server, part.back), message
+        if part.back < part.dense:
+            yield part.dense * self._coding.decode_s_per_byte
         request.missing -= 1
         if not request.missing:
             self._end(request)
         yield from ()
+
+    def making(self, item: tuple[Request, Part]) -> float:
+        """Return the seconds that it takes to encode a slice."""
+        return item[1].dense * self._coding.encode_s_per_byte if self.nbytes(item) else 0.0
 
     def begin(self) -> None:
         """Let what the training thread has started wait in the outbox."""
@@ -90,7 +113,8 @@ class Client(Messenger[tuple[Request, Part]]):
                 if request.kind is not Kind.STORE:
                     self._wanted[part.ids[:3]] = request, part
                 nbytes = LARGEST if pull else LARGEST + part.nbytes
-                flow = Flow(part.server, 0 if pull else part.urgency)
+                link = link_of(part.ids.wish)
+                flow = Flow(part.server, 0 if pull else part.urgency, link)
                 self._outbox.add(flow, part.position, nbytes, (request, part))
             if request.kind is Kind.STORE:
                 self._storing.append(request)
@@ -103,9 +127,7 @@ class Client(Messenger[tuple[Request, Part]]):
     def post(self, flow: Flow, item: tuple[Request, Part]) -> Posted:
         """Push or pull one slice."""
         request, part = item
-        posted = self._mailbox.post(
-            flow.peer, request.kind, self.nbytes(item), part.ids, flow.urgency
-        )
+        posted = self._mailbox.post(flow, request.kind, self.nbytes(item), part.ids)
         if request.kind is Kind.STORE:
             request.posted.append(posted)
         return posted

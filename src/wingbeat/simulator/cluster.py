@@ -15,7 +15,7 @@ class Links:
     Attributes:
         bytes_per_s: what one interface carries in each direction, without headers.
         latency_s: from the moment a chunk has left until the receiver has it.
-        count: interfaces of each worker. Messages to and from servers take the first.
+        count: interfaces of each worker, all of them used, by messages to and from servers too.
         priorities: whether cards and the switch serve messages of an urgent class first. Only
             servers have classes.
         quantum: bytes of a message that are carried before a more urgent one is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from wingbeat.errors import UsageError
@@ -16,6 +16,7 @@ from wingbeat.stale.letters import words_of
 from wingbeat.stale.messages import Here, Message, Piece, Round
 from wingbeat.stale.view import whole
 from wingbeat.transport.messages.header import FIXED
+from wingbeat.wires import Coded, Half, Sketch
 
 _TYPICAL = 100
 """An iteration, as long in JSON as most are."""
@@ -51,6 +52,32 @@ class Coding:
 
 SKETCH = Coding(ratio=0.251, encode_s_per_byte=1 / 3.43e9, decode_s_per_byte=1 / 5.78e9)
 """A sketch of 8 bits on one core ("Codecs" in ``docs/results.md``)."""
+
+
+SKETCH_4 = Coding(ratio=0.126, encode_s_per_byte=1 / 2.74e9, decode_s_per_byte=1 / 3.91e9)
+"""The same with 4 bits."""
+
+_HALF = 0.5
+_FEW_BITS = 4
+
+
+def coding_of(wire: str | Coded) -> Coding:
+    """Return how gradients travel by a strategy's wire, on one core ("Codecs" in the results).
+
+    Raises:
+        UsageError: how small they become depends on their shapes, or differs between them.
+    """
+    if not wire:
+        return Coding()
+    if isinstance(wire, str | Half):
+        return Coding(ratio=_HALF)
+    if isinstance(wire, Sketch) and not wire.groups:
+        known = SKETCH if wire.bits > _FEW_BITS else SKETCH_4
+        return replace(known, ratio=wire.bits / 32 + 0.001)
+    raise UsageError(
+        f"simulate(): how small {wire} makes gradients depends on which they are: say it with "
+        "coding=simulator.Coding(ratio=...)"
+    )
 
 
 @dataclass(frozen=True, slots=True)

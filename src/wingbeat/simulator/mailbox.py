@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from wingbeat.servers.outbox import Flow
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
 from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
@@ -27,12 +29,14 @@ class Room:
     Attributes:
         cards: carry what they send.
         classes: how many classes of flows there are.
+        links: how many interfaces each process has.
         members: by number.
     """
 
     agenda: Agenda
     cards: Cards
     classes: int
+    links: int = 1
     members: dict[int, Mailbox] = field(default_factory=dict)
 
     def open(self, number: int, peers: Iterable[int]) -> Mailbox:
@@ -50,7 +54,7 @@ class Room:
         frames: list[tuple[Mailbox, Arrival]] = []
 
         def hand(sender: int, place: Place, parts: Sequence[Buffer]) -> bool:
-            frames.append((self.members[place.name], _arrival(sender, place.urgency, parts)))
+            frames.append((self.members[place.name], _arrival(sender, place, parts)))
             return True
 
         for member in self.members.values():
@@ -78,26 +82,26 @@ class Mailbox:
         sessions = {n: n for n in (number, *peers)}
         self.endpoint = Endpoint(Membership(number, number, sessions), LIMITS)
         self._due = NEVER
-        for peer in peers:
-            for urgency in range(room.classes):
-                # As with ZeroMQ, the lower number connects.
-                place = Place(0, urgency, peer) if number < peer else None
-                self.endpoint.add(Route(peer, 0, urgency), place, 0.0)
+        flows = itertools.product(peers, range(room.links), range(room.classes))
+        for peer, link, urgency in flows:
+            # As with ZeroMQ, the lower number connects.
+            place = Place(link, urgency, peer) if number < peer else None
+            self.endpoint.add(Route(peer, link, urgency), place, 0.0)
 
     @property
     def waiting(self) -> int:
         """How many messages there are to be taken."""
         return self.endpoint.waiting
 
-    def room(self, peer: int, urgency: int) -> int:
+    def room(self, flow: Flow) -> int:
         """Bytes that can be posted."""
-        return self.endpoint.flows[Route(peer, 0, urgency)].room
+        return self.endpoint.flows[Route(flow.peer, flow.link, flow.urgency)].room
 
-    def post(self, peer: int, kind: int, nbytes: int, ids: Sequence[int], urgency: int) -> Posted:
+    def post(self, flow: Flow, kind: int, nbytes: int, ids: Sequence[int]) -> Posted:
         """Send a message with a payload of so many bytes; the caller has looked for room."""
         dtype = "float32" if nbytes else ""
         message = compose(kind, _NOTHING[:nbytes], ids, dtype, (), most=LIMITS.message)
-        route = Route(peer, 0, urgency)
+        route = Route(flow.peer, flow.link, flow.urgency)
         self.endpoint.post(route, message, self._send, self._agenda.now)
         self._look()
         return message
@@ -110,9 +114,9 @@ class Mailbox:
 
     def _send(self, place: Place, parts: Sequence[Buffer]) -> bool:
         peer = self._room.members[place.name]
-        arrival = _arrival(self.number, place.urgency, parts)
+        arrival = _arrival(self.number, place, parts)
         self._room.cards.carry(
-            Stream(self.number, peer.number, place.urgency),
+            Stream(self.number, peer.number, place.urgency, place.interface),
             sum(map(len, parts)),
             lambda: peer._accept(arrival),
         )
@@ -140,6 +144,7 @@ class Mailbox:
             self._look()
 
 
-def _arrival(sender: int, urgency: int, parts: Sequence[Buffer]) -> Arrival:
+def _arrival(sender: int, place: Place, parts: Sequence[Buffer]) -> Arrival:
+    """Return what comes over the same interface of the receiver."""
     payload = parts[1] if len(parts) > 1 else None
-    return Arrival(Place(0, urgency, sender), parts[0], payload, sender)
+    return Arrival(place._replace(name=sender), parts[0], payload, sender)

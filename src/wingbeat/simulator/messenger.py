@@ -60,6 +60,10 @@ class Messenger(ABC, Generic[Item]):
     def nbytes(self, item: Item) -> int:
         """Return the bytes of something's payload."""
 
+    def making(self, item: Item) -> float:  # noqa: ARG002  not everything has to be made
+        """Return the seconds that it takes to make a payload."""
+        return 0.0
+
     def ready(self, item: Item) -> bool:  # noqa: ARG002  not every messenger has to wait
         """Whether something can be sent."""
         return True
@@ -103,7 +107,7 @@ class Messenger(ABC, Generic[Item]):
     def _send_out(self) -> Iterator[float]:
         while (chosen := self._choose()) is not None:
             flow, item, posted = chosen
-            yield self._price(self.nbytes(item))
+            yield self._price(self.nbytes(item)) + self.making(item)
             posted.append(self.post(flow, item))
 
     def _choose(self) -> tuple[Flow, Item, list[Posted]] | None:
@@ -111,7 +115,7 @@ class Messenger(ABC, Generic[Item]):
         chosen: list[tuple[Flow, Item, list[Posted]]] = []
 
         def room(flow: Flow) -> int:
-            return -1 if chosen else self._mailbox.room(flow.peer, flow.urgency)
+            return -1 if chosen else self._mailbox.room(flow)
 
         def send(flow: Flow, item: Item) -> Callable[[], bool]:
             posted: list[Posted] = []

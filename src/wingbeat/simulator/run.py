@@ -13,6 +13,7 @@ from wingbeat.groups.layout import Layout
 from wingbeat.schedules.events import Schedule
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.colayers import Coding, coding_of
 from wingbeat.simulator.exchange import Collectives, Exchange
 from wingbeat.simulator.hosts import LOCAL, Hosts
 from wingbeat.simulator.mailbox import Room
@@ -62,6 +63,7 @@ def simulate(
     traffic: Traffic | None = None,
     layout: Layout | None = None,
     local: Links = LOCAL,
+    coding: Coding | None = None,
 ) -> Run:
     """Train ``model`` for some iterations in virtual time.
 
@@ -69,7 +71,7 @@ def simulate(
 
     Args:
         model: layers and their times.
-        choices: a strategy's answers. Gradients travel as they are: codecs are not simulated.
+        choices: a strategy's answers. Of codecs those of gradients to servers are simulated.
         workers: how many.
         links: what joins them.
         work: what communication costs their processors.
@@ -84,6 +86,8 @@ def simulate(
         layout: which worker is on which host, whose cards they share; each has its own without.
         local: between workers of a host, if there is a ``layout``; servers are as fast to reach as
             if nothing were in between.
+        coding: how gradients travel to servers, and what that takes; by default what the wire of
+            ``choices`` does on one core.
 
     Raises:
         UsageError: no such number, or a strategy that cannot be simulated.
@@ -96,11 +100,15 @@ def simulate(
         raise UsageError(
             "simulate(layout=, traffic=): what shared cards send is not noted; give one of them"
         )
-    if choices.wire or choices.divides or choices.merging is not None:
+    served = choices.servers is not None
+    if (choices.wire and not served) or choices.divides or choices.merging is not None:
         raise UsageError(
-            "simulate(): strategies with a wire, a divided optimizer (shard_optimizer, "
-            'update="server") or measured merging are not simulated yet; simulate one without'
+            "simulate(): strategies with a wire (but to servers), a divided optimizer "
+            '(shard_optimizer, update="server") or measured merging are not simulated yet; '
+            "simulate one without"
         )
+    if coding is not None and not served:
+        raise UsageError("simulate(coding=): it is how gradients travel to servers; leave it out")
     if not choices.lockstep:
         raise UsageError(
             "simulate(): workers that make iterations of their own (Bounded, Canary) are another "
@@ -119,7 +127,7 @@ def simulate(
     network = Hosts(agenda, layout, links, local) if layout else Network(agenda, links, traffic)
     exchanges, room = _exchanges(
         choices, layout or Layout.even(workers, 1), buckets, links, work, agenda, network,
-        alike=not slow and sleeps is None and layout is None, traffic=traffic,
+        alike=not slow and sleeps is None and layout is None, traffic=traffic, coding=coding,
     )  # fmt: skip
     crew = [
         Worker(
@@ -156,10 +164,12 @@ def _exchanges(
     network: Carrier,
     alike: bool,
     traffic: Traffic | None,
+    coding: Coding | None,
 ) -> tuple[Sequence[Exchange], Room | None]:
     """Return what each worker exchanges by, of one alone if it stands for all, and mailboxes."""
     if choices.servers is not None:
-        return hire(choices.servers, layout, buckets, links, work, agenda, traffic)
+        coding = coding or coding_of(choices.wire)
+        return hire(choices.servers, layout, buckets, links, work, agenda, traffic, coding)
     workers = layout.workers
     topology = topologies.get(choices.topology).fitted(workers, links.count)
     # Where all are alike, each does at every moment what rank 0 does: one stands for all.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from wingbeat.servers.outbox import Flow, Order
-from wingbeat.servers.protocol import Ids, Kind, position_of, urgency_of
+from wingbeat.servers.protocol import Ids, Kind, link_of, position_of, urgency_of
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.colayers import Coding
 from wingbeat.simulator.mailbox import LIMITS, Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message
@@ -34,7 +35,7 @@ class Total:
         added: how many workers' gradients are in it, in the order of their ranks.
         waiting: whose have come before their turn.
         done: the last that is complete, which can be pulled until the next one is.
-        nbytes: of a sum.
+        nbytes: of a worker's gradients as they travel.
         answers: who waits for it.
     """
 
@@ -52,6 +53,8 @@ class Server(Messenger[Answer]):
     Args:
         workers: how many push each slice.
         order: in which order sums are sent.
+        sizes: of each slice, the bytes of its gradients in float32, and of its sum as it travels.
+        coding: how gradients, and sums smaller than that, travel.
     """
 
     at_once = 32
@@ -64,9 +67,13 @@ class Server(Messenger[Answer]):
         order: Order,
         byte_s: float,
         workers: int,
+        sizes: Sequence[tuple[int, int]],
+        coding: Coding,
     ) -> None:
         super().__init__(agenda, mailbox, work, order, byte_s)
-        self._workers, self._add_s = workers, work.add_s_per_byte
+        self._workers, self._sizes = workers, sizes
+        self._add_s = work.add_s_per_byte + coding.decode_s_per_byte
+        self._encode_s = coding.encode_s_per_byte
         self._forward = order is Order.FORWARD
         self._totals: dict[int, Total] = {}
 
@@ -79,13 +86,15 @@ class Server(Messenger[Answer]):
             return
         if message.kind == Kind.PUSH:
             total.answers.append(Answer(worker, ids))
-        nbytes = len(message.payload)
-        yield self._push(total, worker, ids, nbytes) * nbytes * self._add_s
+        dense, back = self._sizes[ids.slice]
+        yield self._push(total, worker, ids, len(message.payload)) * dense * self._add_s
         if total.added == self._workers:
+            if back < dense:
+                yield dense * self._encode_s
             total.done = total.round
             answers, total.answers = total.answers, []
             for answer in answers:
-                answer.nbytes = nbytes
+                answer.nbytes = back
                 if not self._forward or message.kind == Kind.PUSH:
                     self._queue(answer)
 
@@ -107,7 +116,7 @@ class Server(Messenger[Answer]):
         assert ids.round in (total.done, total.done + 1), (ids, total)
         answer = Answer(worker, ids)
         if ids.round == total.done:
-            answer.nbytes = total.nbytes
+            answer.nbytes = self._sizes[ids.slice][1]
         else:
             total.answers.append(answer)
         if answer.nbytes is not None or self._forward:
@@ -115,8 +124,9 @@ class Server(Messenger[Answer]):
 
     def _queue(self, answer: Answer) -> None:
         nbytes = LARGEST + (LIMITS.message if answer.nbytes is None else answer.nbytes)
-        flow = Flow(answer.worker, urgency_of(answer.ids.wish))
-        self._outbox.add(flow, position_of(answer.ids.wish), nbytes, answer)
+        wish = answer.ids.wish
+        flow = Flow(answer.worker, urgency_of(wish), link_of(wish))
+        self._outbox.add(flow, position_of(wish), nbytes, answer)
 
     def ready(self, item: Answer) -> bool:
         """Whether the sum is complete."""
@@ -128,4 +138,4 @@ class Server(Messenger[Answer]):
 
     def post(self, flow: Flow, item: Answer) -> Posted:
         """Send a sum."""
-        return self._mailbox.post(flow.peer, Kind.SUM, self.nbytes(item), item.ids, flow.urgency)
+        return self._mailbox.post(flow, Kind.SUM, self.nbytes(item), item.ids)

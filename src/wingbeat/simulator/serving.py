@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from wingbeat.groups.layout import Layout
 from wingbeat.schedules.events import Operation
+from wingbeat.servers import head
 from wingbeat.servers.outbox import Order
+from wingbeat.servers.partition import Slice
 from wingbeat.servers.protocol import Kind
 from wingbeat.servers.requests import KINDS, Requests
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards
 from wingbeat.simulator.client import Client, Part, Request
 from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.colayers import Coding
 from wingbeat.simulator.mailbox import LIMITS, Room
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.server import Server
@@ -28,6 +32,8 @@ class ServerExchange:
         workers: how many there are; servers are numbered behind them.
         serving: how gradients go to the servers.
         servers: how many there are.
+        links: how many interfaces each host has.
+        coding: how gradients travel.
     """
 
     def __init__(
@@ -38,13 +44,27 @@ class ServerExchange:
         servers: int,
         buckets: Buckets,
         client: Client,
+        links: int,
+        coding: Coding,
     ) -> None:
         self._workers, self._client = workers, client
-        self._requests = Requests(serving, servers, seed=rank)
-        self._requests.planned(
-            buckets.numel, buckets.forward, buckets.fully_connected, LIMITS.message // ITEMSIZE
-        )
+        self._coding, self._dense = coding, serving.dense
+        self._requests = Requests(serving, servers, rank, (1 / links,) * links)
+        largest = LIMITS.message // ITEMSIZE
+        if coding.ratio < 1:  # a head goes before, and sums may be sent as they are
+            largest = (LIMITS.message - head.ROOM) // ITEMSIZE
+        self._requests.planned(buckets.numel, buckets.forward, buckets.fully_connected, largest)
         self._last: dict[int, Request] = {}
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return of each slice the bytes of its gradients, and of its sum as it travels."""
+        return [(len(each) * ITEMSIZE, self._back(each)) for each in self._requests.slices()]
+
+    def _out(self, each: Slice) -> int:
+        return math.ceil(len(each) * self._coding.ratio) * ITEMSIZE
+
+    def _back(self, each: Slice) -> int:
+        return len(each) * ITEMSIZE if self._dense else self._out(each)
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:  # noqa: ARG002
         """Begin to push or pull a bucket; servers keep the order by themselves."""
@@ -60,6 +80,8 @@ class ServerExchange:
             Part(
                 self._workers + each.slice.server,
                 each.ids,
+                self._out(each.slice),
+                self._back(each.slice),
                 len(each.slice) * ITEMSIZE,
                 each.urgency,
                 each.position,
@@ -77,6 +99,7 @@ def hire(
     work: Work,
     agenda: Agenda,
     traffic: Traffic | None = None,
+    coding: Coding | None = None,
 ) -> tuple[list[ServerExchange], Room]:
     """Start the servers, one worker's host after the other, and connect every worker to them.
 
@@ -87,16 +110,21 @@ def hire(
     servers = serving.count or workers
     # Servers sit beside the workers, in turn.
     cards = Cards(agenda, links, lambda number: layout.host_of[number % workers], traffic=traffic)
-    room = Room(agenda, cards, serving.classes)
+    room = Room(agenda, cards, serving.classes, links.count)
+    coding = coding or Coding()
     numbers = range(workers, workers + servers)
     order = Order(serving.order)
     byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * serving.encrypted
     exchanges = []
     for rank in range(workers):
         pushes = Order.URGENT if order is Order.URGENT else Order.READY
-        client = Client(agenda, room.open(rank, numbers), work, pushes, byte_s)
-        exchanges.append(ServerExchange(rank, workers, serving, servers, buckets, client))
+        client = Client(agenda, room.open(rank, numbers), work, pushes, byte_s, coding)
+        exchanges.append(
+            ServerExchange(rank, workers, serving, servers, buckets, client, links.count, coding)
+        )
+    sizes = exchanges[0].sizes()
     for number in numbers:
-        Server(agenda, room.open(number, range(workers)), work, order, byte_s, workers)
+        mailbox = room.open(number, range(workers))
+        Server(agenda, mailbox, work, order, byte_s, workers, sizes, coding)
     room.meet()
     return exchanges, room

@@ -47,7 +47,8 @@ class ParameterServer(Preset):
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             ``"sketch"`` or ``"lowrank"``; or such a codec with its settings, as
             ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
-        back: what sums come back as then: ``"wire"``, the same; or ``"dense"``, in float32.
+        back: what sums come back as then: ``"wire"``, the same; or ``"dense"``, in float32. With
+            ``update="server"`` parameters do, always in their own dtype.
         encrypted: whether messages are.
 
     Raises:

@@ -351,13 +351,6 @@ def _check_served(strategy: Strategy) -> None:
             '"bf16", "fp32", or a topology as the exchange, as in AllReduce(wire="topk") and OMGS()'
         )
     exchange = cast(Servers, strategy.exchange)
-    update = strategy.update
-    if isinstance(update, UpdatePart) and update.on_servers and wires.of(strategy.wire):
-        raise UsageError(
-            f"Strategy(exchange={exchange!r}, wire={strategy.wire!r}, update={update!r}): "
-            'gradients go as they are to servers that update; allowed is wire="fp32", or workers '
-            'that update (update="deferred"; in presets update="worker")'
-        )
     if exchange.back == "dense" and not wires.of(strategy.wire):
         raise UsageError(
             f"Strategy(exchange={exchange!r}, wire={strategy.wire!r}): sums are dense as it is; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -175,13 +176,14 @@ def _on_servers(
         )
     described = describe(training.optimizer, training.stepper.snapshot())
     specs = training.bucketing.specs
-    nbytes = sum(spec.nbytes for spec in specs)
-    room = described.room(sum(spec.numel for spec in specs), nbytes)
+    room = described.room(sum(s.numel for s in specs), sum(s.nbytes for s in specs))
     check_divisible(training)
     exchange = ServerExchange(
         training.collectives.world,
-        choices.servers,
-        nbytes,
+        # Sums stay there, where to encode them would lose something for nothing.
+        dataclasses.replace(choices.servers, dense=True),
+        _bytes_of_gradients(choices, training),
+        choices.wire,
         optimizer=described.text,
         memory=room,
     )
@@ -202,12 +204,17 @@ def _exchange_of(choices: Choices, training: Training, compression: Compression)
         return CollectiveExchange(collectives, compression)
     if training.bucketing.device.type in collectives.world.native_on:
         return GpuServers(collectives.world, choices.servers, choices.wire)
-    # With another wire sums are made, and sent if need be, in float32 whatever their own dtype.
-    least = FLOAT32 if choices.wire else 1
-    nbytes = sum(spec.numel * max(spec.itemsize, least) for spec in training.bucketing.specs)
+    nbytes = _bytes_of_gradients(choices, training)
     exchange = ServerExchange(collectives.world, choices.servers, nbytes, choices.wire)
     compression.collect = exchange.collect
     return exchange
+
+
+def _bytes_of_gradients(choices: Choices, training: Training) -> int:
+    """Return the bytes that servers make room for."""
+    # With another wire sums are made, and sent if need be, in float32 whatever their own dtype.
+    least = FLOAT32 if choices.wire else 1
+    return sum(spec.numel * max(spec.itemsize, least) for spec in training.bucketing.specs)
 
 
 def _schedule_of(choices: Choices, workers: int) -> Schedule:

@@ -46,10 +46,12 @@ class Remote(Protocol):
     Attributes:
         updates: how many updates the servers were told to make.
         landing: by bucket, where its parameters are to be put, unless into its buffer.
+        unused: the parameters, by the index of their slots, whose sums will not be used.
     """
 
     updates: int
     landing: dict[int, torch.Tensor]
+    unused: frozenset[int]
 
     @property
     def plan(self) -> int:
@@ -132,6 +134,9 @@ class ServedUpdate(DividedUpdate):
         self._remote.updates += 1
         self._remembers = True
         self._summed = self._schedule.phase is Phase.REDUCED
+        slots, owns = self._training.bucketing.slots, self._training.stepper.owns
+        unused = frozenset(slot.index for slot in slots if owns(slot.param)) - answer.used
+        self._remote.unused = unused if self._summed else frozenset()
         rank = self._training.collectives.world.rank
         if answer.follows(rank):
             return

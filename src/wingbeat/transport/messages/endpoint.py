@@ -145,6 +145,7 @@ class Endpoint:
         membership: who takes part.
         limits: of what is under way.
         forgiving: whether a peer is not lost when it falls silent on an interface.
+        card: what messages call an own interface of that number.
 
     Attributes:
         refused: how many frames were dropped, by the reason.
@@ -154,9 +155,16 @@ class Endpoint:
         down: since when nobody is connected at the end of a flow, as sending has shown.
     """
 
-    def __init__(self, membership: Membership, limits: Limits, *, forgiving: bool = False) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        limits: Limits,
+        *,
+        forgiving: bool = False,
+        card: Callable[[int], str] = "interface {}".format,
+    ) -> None:
         self.membership = membership
-        self.limits = limits
+        self.limits, self.card = limits, card
         self._sessions, self._forgiving = dict(membership.sessions), forgiving
         self.flows: dict[Route, Flow] = {}
         self.refused: Counter[str] = Counter()
@@ -387,8 +395,10 @@ class Endpoint:
             self._next = due
 
     def _lose(self, route: Route, flow: Flow) -> None:
+        several = len({each.interface for each in self.flows if each.peer == route.peer}) > 1
+        where = f" over {self.card(route.interface)}" if several else ""
         self.lost[route.peer] = (
-            f"gave no sign for {self.limits.silence:g} s; {flow.unarrived} messages to it "
+            f"gave no sign{where} for {self.limits.silence:g} s; {flow.unarrived} messages to it "
             f"({flow.waiting_bytes} bytes) may not have arrived"
         )
 

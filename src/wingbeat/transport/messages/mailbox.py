@@ -293,10 +293,10 @@ class Mailbox:
             if self._clock() >= deadline:
                 route = unmet[0]
                 raise self._absent.error(
-                    f"{self._routes.name(route.peer)} did not answer over interface "
-                    f"{route.interface} within {seconds:g} s: check that it runs and that a "
-                    "firewall lets the two speak, or name the interfaces that join all hosts: "
-                    "init(interfaces=[...])"
+                    f"{self._routes.name(route.peer)} did not answer over "
+                    f"{self._endpoint.card(route.interface)} within {seconds:g} s: check that it "
+                    "runs and that a firewall lets the two speak, or name the interfaces that join "
+                    "all hosts: init(interfaces=[...])"
                 )
             self._pump(deadline)
 

@@ -152,7 +152,12 @@ def _connect(
     """Make every flow: a connection for each interface and class that reach a peer."""
     carrier.admit({n: _reach(theirs) for n, theirs in cards.items()})
     sessions = {peer: theirs.session for peer, theirs in cards.items()}
-    endpoint = Endpoint(Membership(number, card.session, sessions), limits, forgiving=forgiving)
+    membership, own = Membership(number, card.session, sessions), card.interfaces
+
+    def called(interface: int) -> str:
+        return f"interface {own[interface].name} ({own[interface].address})"
+
+    endpoint = Endpoint(membership, limits, forgiving=forgiving, card=called)
     joints = _Joints(number, card, carrier)
     for peer, theirs in cards.items():
         joints.add(endpoint, peer, theirs)

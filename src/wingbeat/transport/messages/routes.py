@@ -31,6 +31,10 @@ class Routes:
         for route in routes:
             self._by_peer.setdefault(route.peer, []).append(route)
         self._usual = {peer: _usual(found) for peer, found in self._by_peer.items()}
+        self._interfaces = {
+            peer: tuple(dict.fromkeys(route.interface for route in found))
+            for peer, found in self._by_peer.items()
+        }
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -43,7 +47,8 @@ class Routes:
         Raises:
             UsageError: no route leads there.
         """
-        return tuple(dict.fromkeys(route.interface for route in self._to(peer)))
+        self.check([peer])
+        return self._interfaces[peer]
 
     def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
         """Return the route that a message takes; the first interface and the last class if None.

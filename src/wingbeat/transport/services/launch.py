@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -67,6 +68,7 @@ class InProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=_as_here(),
         )
         self._helper = threading.Thread(target=self._help, name="wingbeat-service", daemon=True)
         self._helper.start()
@@ -114,6 +116,16 @@ class InProcess:
             hears.flush()
             if last:
                 return
+
+
+def _as_here() -> dict[str, str]:
+    """Return an environment in which modules are found where they are here.
+
+    By itself ``python -m`` looks into the working directory first (and before Python 3.11 does so
+    all the same), and not beside the script.
+    """
+    places = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    return {**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": "1"}
 
 
 class InThread:
