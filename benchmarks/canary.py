@@ -163,6 +163,7 @@ def figures(made: BenchConfig, report: Report) -> dict[str, Any]:
             "traffic": None if run.traffic is None else asdict(run.traffic),
             "iterations_per_s": asdict(run.iterations_per_s),
             "cores_share": run.cores_share,
+            "cpu_s_per_iteration": run.cpu_s_per_iteration,
             "limited_by_cores": run.limited_by_cores,
         }
     return rows

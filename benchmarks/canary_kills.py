@@ -155,4 +155,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
         work(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
         sys.exit()
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -54,7 +54,7 @@ def test_what_is_no_report_is_refused(virtual: ModuleType, tmp_path: Path) -> No
     for text in ("", "[]", "{}", '{"17": {"0": {"rows": {}}}}'):
         path.write_text(text)
         with pytest.raises(UsageError, match=r"no report of|has no rows of"):
-            virtual.parts_of(path)
+            virtual.fill(argparse.Namespace(measured=path, within=0.1), {})
     args = given(path, 1.0)
     args.measured.write_text(args.measured.read_text().replace("1=+2x", "random:+2x"))
     with pytest.raises(UsageError, match="allowed is one worker, always"):

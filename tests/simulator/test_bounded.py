@@ -321,3 +321,34 @@ def test_all_of_a_model_is_in_its_colayers() -> None:
 def test_what_cannot_be_simulated_is_refused(call: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         call()
+
+
+def test_on_shared_cores_the_hosts_work_waits_and_computation_does_not() -> None:
+    """Four workers copy gradients for 0.24 s each: by turns on one core, at once on four."""
+    work = Work(
+        chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.24 / (NUMEL * 4), update_s_per_byte=0.0,
+        message_s=0.0, message_s_per_byte=0.0,
+    )  # fmt: skip
+    fast = Links(bytes_per_s=1e12, latency_s=0.0)
+    seconds = {
+        cores: run(bsp(), 4, 5, work=work, links=fast, cores=cores).seconds / 5
+        for cores in (None, 4, 1)
+    }
+    assert seconds[None] == pytest.approx(COMPUTE_S + 0.24, rel=0.01)
+    assert seconds[4] == pytest.approx(seconds[None])
+    assert seconds[1] == pytest.approx(COMPUTE_S + 4 * 0.24, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{"cores": 0}, {"cores": 2, "crowd": True}])
+def test_cores_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"simulate_bounded\(cores="):
+        run(bsp(), **options)
+
+
+def test_when_iterations_began_and_what_was_applied_is_told() -> None:
+    made = run(bsp(), 3, 4)
+    for moments in made.begun:
+        times, applied = zip(*moments, strict=True)
+        assert list(applied) == [0.0, 1.0, 2.0, 3.0, 4.0][: len(applied)]
+        assert times[0] == 0.0
+        assert list(times) == sorted(times)

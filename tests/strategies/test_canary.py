@@ -226,14 +226,12 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
         else:
             made_here = 0
             try:
-                courier(model)._timeout = 0.5
                 while made_here < steps:
                     iterate(model, optimizer, given(made_here, 0))
                     made_here += 1
             except PeerError as error:
                 return str(error), made_here
             finally:
-                courier(model)._timeout = 20.0
                 go_on.set()
         model.flush()
         found = weights(model), list(courier(model).machine.dropped)
@@ -537,6 +535,25 @@ def after_an_exception(model: Any, optimizer: Any) -> None:
     backward(model, 0, 0)
 
 
+def changed_after_a_step(model: Any, optimizer: Any) -> None:
+    train(model, optimizer, [0], 0)
+    with torch.no_grad():
+        model.head.weight.clamp_(-0.1, 0.1)
+    train(model, optimizer, [1], 0)
+
+
+def changed_before_a_flush(model: Any, optimizer: Any) -> None:
+    train(model, optimizer, [0], 0)
+    nn.init.zeros_(model.head.bias)
+    model.flush()
+
+
+def forgotten_state(model: Any, optimizer: Any) -> None:
+    train(model, optimizer, [0, 1], 0)
+    optimizer.state.clear()
+    train(model, optimizer, [2], 0)
+
+
 REFUSED: dict[Callable[[Any, Any], None], str] = {
     clipped: "was read, changed or added to after backward",
     clipped_by_the_optimizer: r"clip_grad_norm_\(\): under bounded staleness",
@@ -552,6 +569,9 @@ REFUSED: dict[Callable[[Any, Any], None], str] = {
     joined: r"join\(\) under bounded staleness",
     flushed_between: r"between backward\(\) and step\(\)",
     loaded_between: r"between backward\(\) and step\(\)",
+    changed_after_a_step: "parameter 'head.weight' was changed after optimizer.step",
+    changed_before_a_flush: "parameter 'head.bias' was changed after optimizer.step",
+    forgotten_state: "optimizer's state of parameter '.*' was changed after optimizer.step",
     after_an_exception: "a part of it if an exception has cut it short",
 }
 
@@ -568,6 +588,50 @@ def test_what_cannot_be_right_is_refused_in_one_line(act: Callable[[Any, Any], N
 
     said, _ = on(2, body)
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("s", [0, 2])
+def test_weights_may_be_changed_where_all_have_the_same(s: int) -> None:
+    """After a flush, and with s=0 after each step; alike on all workers."""
+
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, canary(s=s))
+        for step in range(3):
+            train(model, optimizer, [step])
+            if s:
+                model.flush()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.clamp_(-0.3, 0.3)
+        model.flush()
+        return weights(model)
+
+    first, second = on(2, body)
+    assert_same(first, second)
+    assert max(float(weight.abs().max()) for weight in first.values()) == pytest.approx(0.3)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an option, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.defaults["k"] = self.param_groups[0]["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["k"] += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_keeps_state_in_its_options_is_refused_on_all() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = made(world, canary(s=0), Counting)
+        with pytest.raises(
+            UsageError, match=r"Counting\.step\(\) changes its option k \(from 0 to 1"
+        ):
+            train(model, optimizer, [0])
+
+    on(2, body)
 
 
 def lbfgs(params: Any) -> torch.optim.Optimizer:

@@ -125,8 +125,10 @@ def attached(
     made = attach(contender, model, make_optimizer, recorded=recorded)
     try:
         yield made
-    finally:
-        made.detach()
+    except BaseException:  # what has failed is to be said, and not what follows from that
+        sync.abandon(made.model, made.optimizer)
+        raise
+    made.detach()
 
 
 def optimizer_maker(name: str, *, paced: bool) -> MakeOptimizer:

@@ -94,13 +94,29 @@ class Options:
 
     @contextlib.contextmanager
     def using(self, groups: Groups) -> Iterator[None]:
-        """Have the optimizer use these; afterwards it has its own again, as schedules know them."""
+        """Have the optimizer use these; afterwards it has its own again, as schedules know them.
+
+        Raises:
+            UsageError: its step has changed one, which the next round would put back.
+        """
         own = self._own()
         self._set(groups)
         try:
             yield
+            self._refuse_moved(groups)
         finally:
             self._set(own)
+
+    def _refuse_moved(self, groups: Groups) -> None:
+        for now, given in zip(self._own(), groups, strict=True):
+            name = next((name for name in self._names if now[name] != given[name]), None)
+            if name is not None:
+                kind = type(self._optimizer).__name__
+                raise UsageError(
+                    f"{kind}.step() changes its option {name} (from {given[name]!r} to "
+                    f"{now[name]!r:.60}), and under bounded staleness (Canary) options are those "
+                    "that came with a round: use another optimizer, or wingbeat.AllReduce()"
+                )
 
     def _set(self, groups: Groups) -> None:
         for group, values in zip(self._optimizer.param_groups, groups, strict=True):

@@ -102,6 +102,7 @@ class StaleExchange:
 
     Attributes:
         machine: this worker's, from `planned` on. Another thread uses it: look, and change nothing.
+        apart: whether workers may apply a round in different steps of theirs.
         waited: told for how many nanoseconds training has waited for others, in each step.
     """
 
@@ -118,7 +119,7 @@ class StaleExchange:
     ) -> None:
         self._world, self._staleness, self._compression = world, staleness, compression
         self._optimizer, self._step, self._others = optimizer, step, others
-        self._dropped = False
+        self._dropped = self.apart = False
         self.waited: Callable[[int], None] = lambda _: None
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
@@ -132,6 +133,7 @@ class StaleExchange:
         world, staleness, count = self._world, self._staleness, len(buckets)
         p = count if staleness.p is None else staleness.p
         pace = pace_of(staleness.s, p, count, staleness.in_flight)
+        self.apart = pace.mode != "BSP"
         colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
         wires = [self._compression.encoded(bucket) for bucket in buckets]
         self._pieces = (
@@ -154,7 +156,7 @@ class StaleExchange:
             me=f"rank {world.rank}",
             timeout=world.timeout,
             # What says that it trains as DDP does ends as DDP does.
-            survives=pace.mode != "BSP",
+            survives=self.apart,
             lanes=arrived.lanes,
             attendance=arrived.attendance,
             journal=opened(f"training{world.serial}", world.rank, life, world.size, pace),

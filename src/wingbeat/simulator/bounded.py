@@ -12,6 +12,7 @@ from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.colayers import Bundled, Coding, Letters, bundled
+from wingbeat.simulator.cores import Cores
 from wingbeat.simulator.courier import Courier
 from wingbeat.simulator.crowd import Crowd
 from wingbeat.simulator.model import Model
@@ -38,6 +39,7 @@ def simulate_bounded(
     sleeps: Sleeps | None = None,
     traffic: Traffic | None = None,
     crowd: bool = False,
+    cores: int | None = None,
 ) -> StaleRun:
     """Train ``model`` in virtual time until so many contributions are in all replicas.
 
@@ -56,6 +58,8 @@ def simulate_bounded(
         traffic: where to note what leaves the workers.
         crowd: one owner of pieces stands for all (`wingbeat.simulator.crowd`). An approximation,
             for more workers than some 30: without it messages are ``2 k n**2`` a round.
+        cores: processors that the hosts share, as in a lab on one machine; each thread of each host
+            has one of its own if it is not given. A crowd knows of none.
 
     Raises:
         UsageError: a number or a name out of range.
@@ -70,9 +74,15 @@ def simulate_bounded(
     job = _Job(
         bundled(model, pace.colayers), pace, workers, links, coding or Coding(), work or Work()
     )
+    if cores is not None and (crowd or cores < 1):
+        raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without crowd=True")
     agenda = Agenda()
+    shared = Cores(agenda, cores)
     log = Log(agenda, workers, pace.colayers, gradients)
-    machines = (job.stand_in if crowd else job.all_of_them)(network, agenda, traffic)
+    if crowd:
+        machines = job.stand_in(network, agenda, traffic)
+    else:
+        machines = job.all_of_them(network, agenda, shared, traffic)
     for rank, (machine, posted, hear) in enumerate(machines):
         trainer = Trainer(
             rank,
@@ -83,6 +93,7 @@ def simulate_bounded(
             1 if crowd else workers,
             job.work,
             agenda,
+            shared,
             log,
             sleeps or (lambda _rank, _iteration: 0.0),
         )
@@ -110,14 +121,16 @@ class _Job:
         return Letters(self.model, self.workers, self.coding)
 
     def all_of_them(
-        self, network: str, agenda: Agenda, traffic: Traffic | None
+        self, network: str, agenda: Agenda, cores: Cores, traffic: Traffic | None
     ) -> Sequence[_Member]:
         cards = Cards(agenda, self.links, lambda n: n, self._paths(network), traffic)
         crew: list[Courier] = []
         letters = self.letters
         for rank in range(self.workers):
             machine = Worker(rank, self.workers, self.pace, lambda *_: None)
-            crew.append(Courier(machine, letters, self.coding, self.work, agenda, cards, crew))
+            crew.append(
+                Courier(machine, letters, self.coding, self.work, agenda, cores, cards, crew)
+            )
 
         def member(courier: Courier) -> _Member:
             return courier.machine, courier.wake, lambda heard: setattr(courier, "heard", heard)

@@ -9,6 +9,7 @@ from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding, Letter, Letters
+from wingbeat.simulator.cores import Cores
 from wingbeat.simulator.model import ITEMSIZE
 from wingbeat.stale.messages import Message, Post, Round
 from wingbeat.stale.worker import Worker
@@ -22,6 +23,7 @@ class Courier:
     Args:
         machine: the real one.
         letters: sizes of messages.
+        cores: that its thread runs on.
         crew: the couriers of all workers, by rank.
 
     Attributes:
@@ -35,11 +37,12 @@ class Courier:
         coding: Coding,
         work: Work,
         agenda: Agenda,
+        cores: Cores,
         cards: Cards,
         crew: Sequence[Courier],
     ) -> None:
         self.machine, self._letters, self._work = machine, letters, work
-        self._agenda, self._cards, self._crew = agenda, cards, crew
+        self._agenda, self._cores, self._cards, self._crew = agenda, cores, cards, crew
         self._add_s = tuple(
             numel * ITEMSIZE * (work.add_s_per_byte + coding.decode_s_per_byte)
             for numel in letters.numel
@@ -62,7 +65,7 @@ class Courier:
                 self._resting = True
                 return
             if seconds > 0:
-                self._agenda.at(self._agenda.now + seconds, self._go)
+                self._cores.work(seconds, self._go)
                 return
 
     def _run(self) -> Iterator[float | None]:

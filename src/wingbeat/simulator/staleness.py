@@ -28,6 +28,8 @@ class StaleRun:
             how many were ended that were not dropped.
         delays: by steps that the parameters were ahead of those a contribution was computed on,
             when worker 0 applied it, how many contributions. 0 in BSP.
+        begun: by worker, of each iteration that it has begun: when, and how many iterations' worth
+            of all workers' contributions it had applied by then.
     """
 
     seconds: float
@@ -38,6 +40,7 @@ class StaleRun:
     waited_s: tuple[float, ...]
     lags: Mapping[int, int]
     delays: Mapping[int, float]
+    begun: tuple[tuple[tuple[float, float], ...], ...] = ()
 
 
 class Log:
@@ -59,6 +62,7 @@ class Log:
         self._lags: Counter[int] = Counter()
         self._delays: Counter[int] = Counter()
         self._begun: dict[tuple[int, int], int] = {}
+        self._moments: list[list[tuple[float, int]]] = [[] for _ in range(workers)]
         self._pieces = 1
 
     @property
@@ -70,6 +74,7 @@ class Log:
         """Note that a worker begins an iteration."""
         self.iterations[worker] += 1
         self._begun[iteration, worker] = self.rounds[worker]
+        self._moments[worker].append((self._agenda.now, self._applied[worker]))
 
     def ended(self, lag: int) -> None:
         """Note that a worker ends an iteration so many behind the fastest."""
@@ -108,4 +113,8 @@ class Log:
             tuple(self.waited_s),
             dict(sorted(self._lags.items())),
             {delay: count / unit for delay, count in sorted(self._delays.items())},
+            tuple(
+                tuple((when, applied / unit / len(self.rounds)) for when, applied in each)
+                for each in self._moments
+            ),
         )

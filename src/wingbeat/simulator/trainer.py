@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Bundled, Coding
+from wingbeat.simulator.cores import Busy, Cores
 from wingbeat.simulator.model import ITEMSIZE
 from wingbeat.simulator.staleness import Log
 from wingbeat.simulator.worker import Sleeps
@@ -53,6 +54,7 @@ class Trainer:
         machine: says what may begin.
         posted: called when the machine may have something to be sent.
         workers: how many there are.
+        cores: that it copies gradients and updates parameters on; the model has a device.
         sleeps: how long it sleeps before the forward of each of its own iterations.
     """
 
@@ -66,16 +68,18 @@ class Trainer:
         workers: int,
         work: Work,
         agenda: Agenda,
+        cores: Cores,
         log: Log,
         sleeps: Sleeps,
     ) -> None:
+        self._cores = cores
         self._rank, self._machine, self._posted = rank, machine, posted
         self._model, self._agenda, self._log, self._sleeps = model, agenda, log, sleeps
         self._payloads = (None,) * workers
         fill_s = work.fill_s_per_byte + coding.encode_s_per_byte
-        self._fill_s = tuple(numel * ITEMSIZE * fill_s for numel in model.numel)
+        self._fill_s = tuple(Busy(numel * ITEMSIZE * fill_s) for numel in model.numel)
         step_s = work.update_s_per_byte + coding.decode_s_per_byte
-        self._step_s = sum(model.numel) * ITEMSIZE * step_s
+        self._step_s = Busy(sum(model.numel) * ITEMSIZE * step_s)
         self._since: float | None = None
         self._thread = self._train()
         agenda.at(agenda.now, self._go)
@@ -91,6 +95,9 @@ class Trainer:
         for seconds in self._thread:
             if seconds is None:
                 self._since = self._agenda.now
+                return
+            if isinstance(seconds, Busy) and seconds > 0:
+                self._cores.work(seconds, self._go)
                 return
             if seconds > 0:
                 self._agenda.at(self._agenda.now + seconds, self._go)
@@ -121,7 +128,9 @@ class Trainer:
     def _backward(self) -> Iterator[float]:
         sends = True
         for colayer, seconds in enumerate(self._model.backward_s):
-            yield seconds + self._fill_s[colayer] * sends
+            yield seconds
+            if sends:
+                yield self._fill_s[colayer]
             sends = self._machine.computed(colayer, self._payloads)
             self._posted()
         yield self._model.rest_s

@@ -6,7 +6,10 @@ the same order, each when it gets there: none, one or several in a step of the u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
+
+import torch
 
 from wingbeat.errors import UsageError
 from wingbeat.gradients.views import SentGradients, replaced
@@ -16,9 +19,21 @@ from wingbeat.updates.whole import WholeUpdate
 
 _OTHERS = "or use wingbeat.AllReduce()"
 
+_Marks = tuple[int, tuple[tuple[int, int], ...]]
+"""Of a parameter and of the tensors in its state: which they are, and how often changed."""
+
+
+def _versions(state: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
+    return tuple((id(tensor), tensor._version) for tensor in tensors)
+
 
 class Rounds(Protocol):
     """The workers' side: `wingbeat.exchanges.stale.StaleExchange`."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether workers may apply a round in different steps of theirs."""
 
     def step(self) -> None:
         """End the iteration, apply what has come, and enter the next when that is allowed."""
@@ -40,6 +55,7 @@ class BoundedUpdate(WholeUpdate):
         super().__init__(training)
         self._views, self._rounds = views, rounds
         self._moved = False
+        self._left: dict[str, _Marks] | None = None  # by a step; None where all hold the same
 
     def step(self, host: Host, closure: Closure) -> Any:
         """Do what a call of the user's ``optimizer.step`` asks for.
@@ -70,7 +86,37 @@ class BoundedUpdate(WholeUpdate):
                 "been sent to the other workers (Canary): leave p.grad alone between backward() "
                 f"and step(), {_OTHERS}"
             )
+        self._refuse_changed()
         return super().step(host, None)
+
+    def _refuse_changed(self) -> None:
+        """Refuse what something else than a step has made of weights since the last one.
+
+        Workers may then have applied different rounds, so what is done to weights, or to what the
+        optimizer remembers of them, would leave them different for ever.
+
+        Raises:
+            UsageError: some were changed; names the first.
+        """
+        if self._left is None:
+            return
+        for name, now in self._marks().items():
+            before = self._left[name]
+            if now != before:
+                what = "the optimizer's state of " if now[0] == before[0] else ""
+                raise UsageError(
+                    f"{what}parameter {name!r} was changed after optimizer.step(), when workers "
+                    "may have applied different sums (Canary): call model.flush() on all ranks "
+                    "first, and change it on all alike; or use Canary(s=0)"
+                )
+
+    def _marks(self) -> dict[str, _Marks]:
+        """Return what changes when parameters do, or what the optimizer remembers of them."""
+        state = self._training.optimizer.state
+        return {
+            slot.name: (slot.param._version, _versions(state.get(slot.param, {})))
+            for slot in self._training.bucketing.slots
+        }
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
         """Let rounds be applied, which is all that is ever asked for."""
@@ -81,6 +127,7 @@ class BoundedUpdate(WholeUpdate):
             self._rounds.step()
         finally:
             self._views.spend()
+            self._left = self._marks() if self._rounds.apart else None
 
     def level(self, *, always: bool) -> bool:
         """Wait for all workers, and apply all that has been sent.
@@ -96,7 +143,9 @@ class BoundedUpdate(WholeUpdate):
             )
         meets, self._moved = self._moved or always, False
         if meets:
+            self._refuse_changed()
             self._rounds.level()
+            self._left = None
         return meets
 
     def refuse_lost(self, what: str) -> NoReturn:

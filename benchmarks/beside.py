@@ -1,0 +1,214 @@
+"""Rows that a lab has measured, beside the same rows in virtual time.
+
+Shared by ``ripples_virtual.py`` and ``canary_beside.py``, which say what a row would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wingbeat import simulator
+from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.contenders import Contender
+from wingbeat.bench.simulated import GOODPUT
+from wingbeat.errors import UsageError
+from wingbeat.types import Choices
+
+WITHIN = 0.1
+"""Of what the lab took, that a row may be off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows that were measured together, or one after the other.
+
+    Attributes:
+        title: which.
+        figure: of the paper, as the report has it; ``name`` is the part's own there.
+        rows: what was found, by row.
+        configs: the benches that have made the rows.
+    """
+
+    title: str
+    figure: str
+    name: str
+    rows: dict[str, Any]
+    configs: list[dict[str, Any]]
+
+    def checked(self, text: str) -> tuple[Checked, Contender]:
+        """Return a row, and the bench that has made it, of this row alone.
+
+        Raises:
+            UsageError: no bench of this part has such a row.
+        """
+        for config in self.configs:
+            if text in config["strategies"]:
+                plain = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+                checked = BenchConfig(**(plain | {"strategies": (text,)})).check()
+                return checked, checked.rows[0]
+        raise UsageError(f"{self.title}: no config has row {text!r}: measure it again")
+
+
+def parser(doc: str | None, measured: str, json_file: str) -> argparse.ArgumentParser:
+    """Return a command line's parser.
+
+    Args:
+        doc: of the program.
+        measured: which program has written what was measured.
+        json_file: where the report goes by default.
+    """
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("measured", type=Path, help=f"what {measured} has written")
+    made.add_argument("--within", type=float, default=WITHIN, help=f"of the lab's ({WITHIN:g})")
+    made.add_argument("--json", type=Path, default=Path(json_file))
+    return made
+
+
+def parts_of(
+    path: Path, figures: Sequence[str], program: str, called: Callable[[str], str] = str
+) -> list[Part]:
+    """Return each figure's parts that have rows.
+
+    Args:
+        path: of the report.
+        figures: that are looked for, in this order.
+        program: what has written it.
+        called: what titles call a part of that name.
+
+    Raises:
+        UsageError: the file is none of that program's, or has none of these figures.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        found = [
+            Part(
+                f"{figure}, {called(name)}", figure, name, dict(part["rows"]),
+                part["configs"] if "configs" in part else [part["config"]],
+            )
+            for figure in figures
+            for name, part in report.get(figure, {}).items()
+        ]  # fmt: skip
+    except KeyError:
+        found = []
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{str(path)!r} is no report of {program}: {error}") from None
+    if not found:
+        raise UsageError(
+            f"{str(path)!r} has no rows of figures {', '.join(figures)}: write one with "
+            f"benchmarks/{program} --json"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a row would take.
+
+    Attributes:
+        seconds: of the mean iteration.
+        nbytes: that a worker's cards send in it, what they pass on included; None if not counted.
+    """
+
+    seconds: float
+    nbytes: float | None = None
+
+
+def compare(
+    parts: Sequence[Part],
+    predict: Callable[[Checked, Contender], Predicted | None],
+    judged: str,
+    within: float,
+    report: dict[str, Any],
+) -> list[str]:
+    """Print rows beside each other, fill the report, and return which are too far off.
+
+    Args:
+        parts: what was measured.
+        predict: says what a row would take; None if it cannot be simulated.
+        judged: the beginning of rows that have to be near.
+        within: how near, as a part of what the lab took.
+        report: by figure, name of the part and row: seconds and bytes of both, and how far off.
+    """
+    missed = []
+    for part in parts:
+        print(f"\n{part.title}\n{'row':58} {'lab, s':>8} {'virtual':>8} {'':>7} {'MB':>7}")
+        rows = report.setdefault(part.figure, {}).setdefault(part.name, {})
+        for text, found in part.rows.items():
+            checked, row = part.checked(text)
+            simulated = row.strategy is not None and checked.model.profile is not None
+            predicted = predict(checked, row) if simulated else None
+            if predicted is None:
+                print(f"{text:58} {found['iteration_s']:8.3f}        -", flush=True)
+                continue
+            rows[text] = _beside(found, predicted)
+            _show(text, rows[text])
+            if text.startswith(judged):
+                missed += [
+                    f"{part.title}: {text}: {what} {rows[text][off]:+.1%}; limit {within:.0%}"
+                    for what, off in (("seconds", "off"), ("bytes", "bytes_off"))
+                    if abs(rows[text].get(off, 0.0)) > within
+                ]
+    return missed
+
+
+def _beside(found: dict[str, Any], predicted: Predicted) -> dict[str, float]:
+    lab_s, virtual_s = float(found["iteration_s"]), predicted.seconds
+    row = {"lab_s": lab_s, "virtual_s": virtual_s, "off": virtual_s / lab_s - 1}
+    if predicted.nbytes is not None and found.get("bytes_per_iteration"):
+        lab = float(found["bytes_per_iteration"])
+        row |= {
+            "lab_bytes": lab, "virtual_bytes": predicted.nbytes,
+            "bytes_off": predicted.nbytes / lab - 1,
+        }  # fmt: skip
+    return row
+
+
+def _show(text: str, row: dict[str, float]) -> None:
+    line = f"{text:58} {row['lab_s']:8.3f} {row['virtual_s']:8.3f} {row['off']:+7.1%}"
+    if "bytes_off" in row:
+        line += f" {row['lab_bytes'] / 1e6:7.1f} {row['virtual_bytes'] / 1e6:7.1f}"
+        line += f" {row['bytes_off']:+7.1%}"
+    print(line, flush=True)
+
+
+def choices_of(row: Contender) -> Choices:
+    """Return the answers of a row that is wingbeat's."""
+    assert row.strategy is not None, "it was asked for"
+    return row.strategy.choices()
+
+
+def model_of(checked: Checked) -> simulator.Model:
+    """Return the paced model as it was measured, in slow motion."""
+    assert checked.model.profile is not None, "it was asked for"
+    return simulator.of_profile(checked.model.profile, checked.model.stretch)
+
+
+def links_of(checked: Checked) -> simulator.Links:
+    """Return the links as they were, less headers."""
+    return simulator.Links(
+        bytes_per_s=checked.lab.rate / 8 * GOODPUT,
+        count=checked.lab.rails,
+        priorities=checked.lab.prio > 0,
+    )
+
+
+def in_lockstep(checked: Checked, row: Contender, **options: Any) -> Predicted | None:
+    """Return what a row takes whose workers are in lockstep; None if that cannot be simulated."""
+    try:
+        run = simulator.simulate(
+            model_of(checked), choices_of(row), checked.workers, links_of(checked), **options
+        )
+    except UsageError as error:
+        print(f"{row.text}: {error}", file=sys.stderr)
+        return None
+    iterations_s = run.iterations_s[1:] or run.iterations_s
+    return Predicted(statistics.fmean(iterations_s))

@@ -1,0 +1,173 @@
+"""What `canary.py` has measured in the lab, beside the same in virtual time, row by row.
+
+    python benchmarks/canary.py --figures 23 20 --json out/canary.json
+    python benchmarks/canary_beside.py out/canary.json --json out/canary_beside.json
+
+Each part of the report says with which model, links, workers and slow workers it was measured;
+these are simulated (`wingbeat.simulator`), with the state machines of a real run, from a fresh
+start to as many applied gradients, timed as the lab times them: in slow motion as in the lab, so
+that what does not slow down with it counts as little. Processors are the simulator's defaults, and
+a sketch's are those of one core. With ``--cores`` all hosts' work waits for so many processors, as
+in a lab on one machine; ``--message`` is what a message costs a courier, in microseconds.
+
+Left out: hosts that pass on what other rows than Canary's send in a BCube, which for Ako is a
+third of all bytes; what a paced model's layers cost; and any other load of the machine.
+
+Exit code 1 if a row of Canary is more than 10% off (``--within``), in seconds or in bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import beside
+from common import run_and_judge
+
+from wingbeat import simulator, wires
+from wingbeat.bench import slow
+from wingbeat.bench.config import Checked
+from wingbeat.bench.contenders import Contender
+from wingbeat.errors import UsageError
+from wingbeat.simulator.worker import Sleeps
+from wingbeat.stale.pace import Pace
+from wingbeat.types import Choices
+
+FIGURES = ("23", "20")
+SPAN_S = 0.05
+ROUNDING = 1e-6
+AFTER = 3
+"""Iterations more than are timed, so that workers still train when the last of these is over."""
+
+
+def main() -> int:
+    """Print and judge what was measured beside what is predicted."""
+    args = arguments()
+    return run_and_judge(args.json, functools.partial(fill, args))
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = beside.parser(__doc__, "canary.py", "out/canary_beside.json")
+    parser.add_argument("--cores", type=int, help="that all hosts share (each has its own)")
+    parser.add_argument("--message", type=float, help="us that one costs a courier (30)")
+    return parser.parse_args()
+
+
+def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report, part by part, and return which rows are too far off."""
+    parts = beside.parts_of(args.measured, FIGURES, "canary.py")
+    predicted = functools.partial(predict, args)
+    return beside.compare(parts, predicted, "canary", args.within, report)
+
+
+def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> beside.Predicted | None:
+    """Return what a row would take; None if it cannot be simulated."""
+    choices, sleeps = beside.choices_of(row), sleeps_of(checked)
+    work = work_of(args, choices)
+    if choices.staleness is None:
+        count = checked.config.iterations
+        return beside.in_lockstep(checked, row, work=work, sleeps=sleeps, iterations=count)
+    lead, count = min(1, checked.config.warmup), checked.config.share(0)
+    workers, links = checked.workers, beside.links_of(checked)
+    traffic = simulator.Traffic(SPAN_S)
+    run = simulator.simulate_bounded(
+        beside.model_of(checked), pace_of_row(choices), workers, links,
+        gradients=(lead + count + AFTER) * workers,
+        network="bcube" if checked.lab.kind == "bcube" else "star",
+        coding=coding_of(choices), work=work, sleeps=sleeps, traffic=traffic, cores=args.cores,
+    )  # fmt: skip
+    begin, end = timed(run.begun, lead, count)
+    used = traffic.utilisation(1.0, end)[int(begin / SPAN_S) :]
+    # The lab's bytes are those of whole iterations, of which this may be one more or less.
+    made = statistics.fmean(sum(begin <= when < end for when, _ in each) for each in run.begun)
+    return beside.Predicted((end - begin) / count, sum(used) * SPAN_S / made)
+
+
+def timed(
+    begun: Sequence[Sequence[tuple[float, float]]], lead: int, count: int
+) -> tuple[float, float]:
+    """Return when so many iterations began and were over, as a bench has it.
+
+    Its workers each begin to count after ``lead`` iterations of their own, and have ``count`` of
+    them as soon as as many more are in their weights, between two of their own; the last of all
+    workers counts.
+
+    Args:
+        begun: by worker and iteration: when, and what was applied, as of `StaleRun`.
+    """
+    begins = [each[lead] for each in begun]
+    ends = [
+        next(when for when, applied in each if applied - before > count - ROUNDING)
+        for each, (_, before) in zip(begun, begins, strict=True)
+    ]
+    return max(when for when, _ in begins), max(ends)
+
+
+def pace_of_row(choices: Choices) -> Pace:
+    """Return the row's thresholds.
+
+    Raises:
+        UsageError: they are none.
+    """
+    staleness, colayers = choices.staleness, choices.fusion.layers
+    assert staleness is not None, "it was asked for"
+    p = colayers if staleness.p is None else staleness.p
+    return Pace(staleness.s, p, colayers, staleness.in_flight)
+
+
+def work_of(args: argparse.Namespace, choices: Choices) -> simulator.Work:
+    """Return what communication costs processors, encrypted if the row is."""
+    work = simulator.Work()
+    bounded = choices.staleness is not None
+    if bounded and args.message is not None:
+        work = replace(work, message_s=args.message * 1e-6)
+    if choices.staleness is not None and choices.staleness.encrypted:
+        per_byte = work.message_s_per_byte + work.encrypt_s_per_byte
+        work = replace(work, message_s_per_byte=per_byte)
+    return work
+
+
+def coding_of(choices: Choices) -> simulator.Coding:
+    """Return how the row's gradients travel.
+
+    Raises:
+        UsageError: by a codec of which nothing is known here.
+    """
+    if not choices.wire:
+        return simulator.Coding()
+    sketch = choices.wire
+    if isinstance(sketch, wires.Sketch) and sketch.bits == wires.MOST_BITS and not sketch.groups:
+        return simulator.SKETCH
+    raise UsageError(
+        f"wire={choices.wire!r}: only dense gradients and a sketch of 8 bits are simulated"
+    )
+
+
+def sleeps_of(checked: Checked) -> Sleeps | None:
+    """Return how long workers sleep, who draw as in the lab; None if nobody does."""
+    if not checked.slow:
+        return None
+    normal_s = sum(checked.model.compute_s() or ())
+    lead = min(1, checked.config.warmup)
+
+    def seconds(rank: int, iteration: int) -> float:
+        factor = slow.factor(
+            checked.slow, rank=rank, iteration=iteration - lead, workers=checked.workers,
+            seed=checked.config.seed,
+        )  # fmt: skip
+        return factor * normal_s
+
+    return seconds
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
