@@ -50,8 +50,11 @@ class Part:
         """
         for config in self.configs:
             if text in config["strategies"]:
-                plain = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
-                checked = BenchConfig(**(plain | {"strategies": (text,)})).check()
+                plain: dict[str, Any] = {
+                    key: tuple(value) if isinstance(value, list) else value
+                    for key, value in (config | {"strategies": [text]}).items()
+                }
+                checked = BenchConfig(**plain).check()
                 return checked, checked.rows[0]
         raise UsageError(f"{self.title}: no config has row {text!r}: measure it again")
 

@@ -39,7 +39,7 @@ def work(row: str, first: str) -> None:
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=120, interfaces=["eth0"] if first else None)
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    plain: Any = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     sgd = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
     model, optimizer = wingbeat.distribute(plain, sgd, strategies.parse(row))
     x = torch.randn(4, WIDTH)
