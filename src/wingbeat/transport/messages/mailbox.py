@@ -68,6 +68,9 @@ class Mailbox:
         self._ended = threading.Event()
         # The keeper must not keep alive what nobody else uses.
         self._forgotten = weakref.finalize(self, forget, self._ended, carrier)
+        # Not as the interpreter ends: another thread may be using the sockets, and libzmq ends a
+        # process in which that happens. The system closes them.
+        self._forgotten.atexit = False
         self._keeper = start(weakref.ref(self), self._ended)
 
     @property
