@@ -143,7 +143,7 @@ def digest(model: Any, optimizer: Any) -> str:
 
 def tell_strangers(world: Any, home: Path) -> None:
     """Write down where server 0 listens, and its key."""
-    for a, b in itertools.product(range(10), range(10)):
+    for a, b in itertools.product(range(100), range(10)):
         key = f"messages/servers/{a}.{b}/{world.size}"
         if world.store.has(key):
             (home / "server.new").write_text(world.store.get(key, 1.0))
