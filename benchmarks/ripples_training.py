@@ -35,8 +35,8 @@ from wingbeat.errors import LabError
 POINTS = 0.5
 LAST = 10
 """Iterations whose mean loss is compared with the target."""
-TRIED = 40
-"""Iterations by which it is found out how many fit into a time."""
+ASKED = 5
+"""Iterations after which workers that make the same number of them agree on the time."""
 ROWS = (
     "allreduce",
     "adpsgd",
@@ -189,9 +189,18 @@ def judged(found: dict[str, Any]) -> list[str]:
 
 
 def train(
-    task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float, counted: Path
+    task: accuracy.Task,
+    row: str,
+    seed: int,
+    length: int,
+    sleep_s: float,
+    counted: Path,
+    limit_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Train until all workers together have made ``length`` steps each, on the average."""
+    """Train until all workers together have made ``length`` steps each, on the average.
+
+    With ``limit_s`` until so many seconds have passed, whatever the steps.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     batches, contender = task.batches(rank, size, seed), contenders.parse(row)
     steps = SharedSteps(counted, rank, size)
@@ -199,13 +208,17 @@ def train(
     sgd = functools.partial(torch.optim.SGD, lr=task.rate, momentum=task.momentum)
     with attached(contender, task.network(seed), sgd) as made:
         dist.barrier()
-        begin = time.monotonic()
+        begin, share = time.monotonic(), 0.0
         while True:
             done = steps.total() / size if contender.averages else float(len(own))
-            if done >= length:
+            if limit_s and (contender.averages or len(own) % ASKED == 0):
+                share = passed(begin, limit_s, alike=not contender.averages)
+            elif not limit_s:
+                share = done / length
+            if share >= 1:
                 break
             for group in made.optimizer.param_groups:
-                group["lr"] = task.rate * accuracy.rate_at(int(done), length)
+                group["lr"] = task.rate * accuracy.rate_at(int(round(share * length, 6)), length)
             if rank == 1 and sleep_s:
                 time.sleep(sleep_s)
             made.optimizer.zero_grad()
@@ -235,12 +248,12 @@ def train(
     }
 
 
-def fitting(task: accuracy.Task, row: str, seconds: float, counted: Path) -> int:
-    """How many iterations fit into so many seconds, by a short training; the same on all."""
-    took = train(task, row, 0, TRIED, 0.0, counted)["s"] / TRIED
-    each: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(each, took)
-    return max(1, round(seconds / max(each)))
+def passed(begin: float, limit_s: float, *, alike: bool) -> float:
+    """The share of the time that has passed since ``begin``; if ``alike``, rank 0's, on all."""
+    share = torch.tensor((time.monotonic() - begin) / limit_s)
+    if alike:
+        dist.broadcast(share, 0)
+    return float(share)
 
 
 def worker() -> None:
@@ -259,15 +272,10 @@ def worker() -> None:
     # As in Fig. 19: of smart groups, where they are among the rows.
     usual = next((row for row in args.rows if "smart" in row), args.rows[0])
     sleep_s = args.slow * normal_s(task, usual) if args.slow else 0.0
-    lengths = dict.fromkeys(args.rows, args.length)
-    if args.seconds:
-        for number, row in enumerate(args.rows):
-            counted = args.json.parent / f"tried-{number}"
-            lengths[row] = fitting(task, row, args.seconds, counted)
     for seed in args.seeds:
         for number, row in enumerate(args.rows):
             counted = args.json.parent / f"steps-{seed}-{number}"
-            made = train(task, row, seed, lengths[row], sleep_s, counted)
+            made = train(task, row, seed, args.length, sleep_s, counted, args.seconds)
             if dist.get_rank() == 0:
                 with args.json.open("a") as file:
                     print(json.dumps(made), file=file)
