@@ -325,11 +325,23 @@ def _check_same_model(
         spec = spec_of(name, tensor)
         strides = strides_of(tensor) if trained else None
         mine.append([name, list(spec.shape), spec.dtype, trained, strides and list(strides)])
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    own = {"strategy": repr(strategy), "optimizer": kind, "tensors": mine}
+    own = {"strategy": repr(strategy), "optimizer": _family(optimizer), "tensors": mine}
     answers = world.exchange("model", own)
     for rank, answer in enumerate(answers):
         _compare(answers[0], answer, rank)
+
+
+def _family(optimizer: torch.optim.Optimizer) -> str:
+    """Name torch's class that this one is or was made from; else the one made from `Optimizer`.
+
+    One rank may have a class that also logs what it does, say; not Adam where others have SGD.
+    """
+    line = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)][
+        :-1
+    ]
+    torchs = [kind for kind in line if kind.__module__.startswith("torch.")]
+    found = (torchs or line[-1:] or [type(optimizer)])[0]
+    return f"{found.__module__}.{found.__qualname__}"
 
 
 def _compare(first: Any, other: Any, rank: int) -> None:
