@@ -144,7 +144,6 @@ class Executor:
 
     def _begin(self, command: machine.Begin[Job]) -> None:
         command.task.begin_ns = time.monotonic_ns()
-        command.task.cut()
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False when this thread is not needed any more."""

@@ -51,7 +51,7 @@ class Job(Task):
         self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
         self.packed: list[torch.Tensor] = []
         self.results: dict[Span, torch.Tensor] = {}
-        self._pieces: dict[int, torch.Tensor] = {}
+        self._pieces: dict[int, torch.Tensor] | None = None
         self._received, self._done = Latch(), Latch()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -61,17 +61,20 @@ class Job(Task):
             return f"{name} of bucket {self.bucket}"
         return f"{name} of {self.label}" if self.label else name
 
-    def cut(self) -> None:
+    def _cut(self) -> dict[int, torch.Tensor]:
         """Cut the buffer into the program's chunks, all in one call."""
         tiles = self.program.tiles
-        if tiles and self.packing is None:
-            sizes = [tile.stop - tile.start for tile in tiles]
-            rest = self.buffer.numel() - tiles[-1].stop
-            pieces = torch.split_with_sizes(self.buffer, [*sizes, rest])
-            self._pieces = {t.start: piece for t, piece in zip(tiles, pieces, strict=False)}
+        if not tiles or self.packing is not None:
+            return {}
+        sizes = [tile.stop - tile.start for tile in tiles]
+        rest = self.buffer.numel() - tiles[-1].stop
+        pieces = torch.split_with_sizes(self.buffer, [*sizes, rest])
+        return {tile.start: piece for tile, piece in zip(tiles, pieces, strict=False)}
 
     def piece(self, span: Span) -> torch.Tensor:
         """Return a chunk of the buffer, one of the program's."""
+        if self._pieces is None:  # not before a group's members have met, who are told of errors
+            self._pieces = self._cut()
         known = self._pieces.get(span.start)
         return self.buffer[span.start : span.stop] if known is None else known
 
@@ -107,7 +110,7 @@ class Job(Task):
         self.sends.clear()
         self.packed.clear()
         self.results.clear()
-        self._pieces.clear()
+        self._pieces = None
 
     def wait_received(self) -> None:
         """Block until the result can be read; it must not be written to before `wait` returns."""

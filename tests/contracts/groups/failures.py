@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -147,8 +148,13 @@ class _Poisoned(torch.Tensor):
     def __new__(cls, data: torch.Tensor) -> _Poisoned:
         return torch.Tensor._make_subclass(cls, data)
 
-    def __getitem__(self, index: object) -> torch.Tensor:
-        raise MemoryError("no memory left")
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ in ("split_with_sizes", "__getitem__"):
+            raise MemoryError("no memory left")
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def kill() -> None:
