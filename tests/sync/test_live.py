@@ -170,7 +170,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: st
     "strategy",
     [
         "diloco:every=2,encrypted=false",
-        "diloco:every=4,fragments=2,delay=1,encrypted=false",
+        pytest.param("diloco:every=4,fragments=2,delay=1,encrypted=false", marks=pytest.mark.slow),
         "localsgd:every=2,wire=topk@0.5,encrypted=false",
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -58,9 +59,11 @@ def test_weights_state_and_residuals_are_those_of_workers_that_update(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_parameters_of_another_dtype_than_the_sums(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    first = nn.Linear(9, 5).to(dtype)  # threads share torch's random numbers
+
     def outcome(world: Any, update: str) -> Any:
-        torch.manual_seed(1)
-        model = nn.Linear(9, 5).to(dtype)
+        model = copy.deepcopy(first)
         options = {"wire": WIRES["sketch"], "back": "dense", "update": update}
         model, optimizer = distributed(world, momentum(), model, **options)
         for step in range(3):
