@@ -123,7 +123,7 @@ class Intake:
                     self._skip_backward()
                     return
                 self._begin_backward()
-            elif self._backward is None or self._backward() is None:  # as `cut_short` has it
+            elif self.cut_short:
                 raise UsageError(
                     f"parameter {self.slots[index].name!r} got a gradient, but an exception has "
                     "cut the backward before this one short; call optimizer.zero_grad() after it"

@@ -181,13 +181,19 @@ def test_who_is_cut_off_for_good_is_named(closing: list[Mailbox]) -> None:
         a.post(1, 2)
 
 
-def test_who_is_connected_to_reaches_the_other_after_a_cut(closing: list[Mailbox]) -> None:
-    """The one that has connected has nothing to send, and must introduce itself all the same."""
+def cut_once(closing: list[Mailbox], **options: Any) -> tuple[Diverted, Mailbox, Mailbox]:
+    """Two mailboxes whose connections have just been cut, and may be made anew."""
     store = Diverted()
-    a, b = opened(store=store)
+    a, b = opened(store=store, **options)
     closing += [a, b]
     for relay in store.relays:
         relay.cut()
+    return store, a, b
+
+
+def test_who_is_connected_to_reaches_the_other_after_a_cut(closing: list[Mailbox]) -> None:
+    """The one that has connected has nothing to send, and must introduce itself all the same."""
+    store, a, b = cut_once(closing)
     begin = time.monotonic()
     b.wait([b.post(0, 7)], PATIENCE)
     assert a.receive(0).kind == 7
@@ -206,11 +212,7 @@ def test_packets_carry_the_class(closing: list[Mailbox]) -> None:
 
 def test_a_payload_is_not_copied(closing: list[Mailbox]) -> None:
     """What changes before it has left has changed for the receiver: nobody made a copy."""
-    store = Diverted()
-    a, b = opened(store=store, classes=1, encrypted=False)
-    closing += [a, b]
-    for relay in store.relays:
-        relay.cut()
+    _store, a, b = cut_once(closing, classes=1, encrypted=False)
     payload = np.zeros(1 << 20, np.uint8)
     sent = a.post(1, 1, payload)
     payload[:] = 7
@@ -447,11 +449,7 @@ def eth(name: str, address: str) -> Interface:
 
 
 def test_a_connection_that_is_made_anew_is_no_loss(closing: list[Mailbox]) -> None:
-    store = Diverted()
-    a, b = opened(store=store)
-    closing += [a, b]
-    for relay in store.relays:
-        relay.cut()
+    store, a, b = cut_once(closing)
     begin = time.monotonic()
     while not b._carrier.ended or b.unconnected():
         assert time.monotonic() < begin + PATIENCE
