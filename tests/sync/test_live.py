@@ -132,6 +132,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: st
         while left:
             left -= back.is_set()
             train(model, optimizer, range(1))
+        assert not engine(model).copied, "it has made steps of its own"
         wingbeat.consensus(model)
         model.load_state_dict(model.state_dict())  # with all the others
         optimizer.load_state_dict(optimizer.state_dict())
