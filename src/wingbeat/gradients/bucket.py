@@ -149,8 +149,8 @@ class UnderWay(Protocol):
 class Bucket:
     """Parameters of one dtype and device, whose gradients travel in one flat buffer.
 
-    Complex ones travel as real and imaginary parts in turn, which any collective can add, and any
-    wire of 16 bits can round. The buffer ends with one flag per parameter. A worker that has a
+    Complex ones travel as real and imaginary parts in turn, which any collective can add, and a
+    cast can round. The buffer ends with one flag per parameter. A worker that has a
     gradient for it adds 1, so that the sum tells, at no extra message, whether any worker used the
     parameter. After the flags come `TURNS` elements, of which each worker adds 1 to the one that
     its number of steps chooses.

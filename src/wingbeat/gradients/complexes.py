@@ -31,7 +31,7 @@ def check_complex(model: torch.nn.Module, choices: Choices, strategy: str) -> No
     if found is not None:
         raise UsageError(
             f"parameter {found!r} is complex, which is not possible {what} ({strategy}): use "
-            "wingbeat.AllReduce() or wingbeat.DeAR(), with or without a wire of 16 bits"
+            'wingbeat.AllReduce() or wingbeat.DeAR(), with or without wire="bf16"'
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import wingbeat
 from wingbeat.errors import UsageError
 
+from ..compare import assert_same_on_every_rank
 from ..models import adamw, cross_entropy, sgd, train
 from ..registry import BOTH, LARGE, MEASURED, Grid, Rig, check, scenario
 from ..sides import Side, bring_world_up
@@ -95,6 +96,23 @@ def complex_parameters_where_they_cannot_be(rig: Rig) -> None:
     with pytest.raises(UsageError, match=r"'filter' is complex.*use wingbeat.AllReduce\(\)"):
         wingbeat.distribute(model, adamw(model), rig.strategy)
     assert type(model) is Spectral
+
+
+@check(Grid(worlds=(2,), strategies=("allreduce",), mbs=(LARGE,)))
+def complex_parameters_through_wires_of_16_bits(rig: Rig) -> None:
+    """A cast rounds numbers one by one; fp16 has a scale for each parameter."""
+    bring_world_up()
+    model = Spectral()
+    with pytest.raises(UsageError, match=r"Half\(\).*with or without wire=\"bf16\""):
+        wingbeat.distribute(model, sgd(model), wingbeat.AllReduce(wire="fp16"))
+    optimizer = sgd(model)
+    wingbeat.distribute(model, optimizer, wingbeat.AllReduce(wire="bf16"))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 8), 0.1 * (rig.rank + 1))).square().mean().backward()
+        optimizer.step()
+    wingbeat.release(model, optimizer)
+    assert_same_on_every_rank(model.state_dict(), "through bf16")
 
 
 @check(Grid(worlds=(2,), strategies=("allreduce",), mbs=(LARGE,)))
