@@ -30,7 +30,7 @@ from wingbeat import lab
 from wingbeat.bench import contenders
 from wingbeat.bench.attach import attached
 from wingbeat.bench.steps import SharedSteps
-from wingbeat.errors import LabError
+from wingbeat.errors import LabError, UsageError
 
 POINTS = 0.5
 LAST = 10
@@ -70,6 +70,7 @@ def figure_16(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
     Raises:
         LabError: a lab cannot be made, or a worker failed.
+        UsageError: there is no such row, or no such time.
     """
     yield "0", _trained(args, list(LENGTHS), 0.0, "16: steps between averages")
 
@@ -79,6 +80,7 @@ def figure_18(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
     Raises:
         LabError: a lab cannot be made, or a worker failed.
+        UsageError: there is no such row, or no such time.
     """
     for factor in args.training_slowness:
         title = f"18: one worker sleeps {factor:g} iterations"
@@ -90,6 +92,7 @@ def figure_20(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
     Raises:
         LabError: a lab cannot be made, or a worker failed.
+        UsageError: there is no such row, or no such time.
     """
     title = f"20: {args.seconds:g} s of training"
     yield "0", _trained(args, args.training_rows, 0.0, title, args.seconds)
@@ -99,6 +102,10 @@ def _trained(
     args: argparse.Namespace, rows: list[str], slow: float, title: str, seconds: float = 0.0
 ) -> dict[str, Any]:
     spec = f"star:{args.hosts}@{args.slow_rate}"
+    for row in rows:
+        contenders.parse(row)  # not after a lab is made
+    if seconds < 0:
+        raise UsageError(f"--seconds {seconds:g}: allowed are numbers above 0")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.jsonl"
         words = [sys.executable, __file__, "--json", str(path), "--length", str(args.length)]

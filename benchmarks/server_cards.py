@@ -85,6 +85,8 @@ def measured(spec: str, row: str, first: str) -> dict[str, Any]:
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Measure each strategy both ways; return what is missed."""
     missed = []
+    for row in args.strategies:
+        strategies.parse(row)  # not after a lab is made
     report.update(lab=args.lab, rows={})
     for row in args.strategies:
         one, many = (measured(args.lab, row, first) for first in ("eth0", ""))
