@@ -462,6 +462,12 @@ def test_who_waits_gives_its_state_and_not_who_was_lost_doing_that() -> None:
         assert rig.heard(giver)[-1][1:3] == told[1:3]
         meetings.append(told.ids[2])
     assert meetings == [1, 2], "each is another"
+    rig.say(0, Kind.LEVEL)
+    rig.box.lost[1] = "has been silent"
+    rig.pass_(1.0)
+    rig.heard(2)
+    rig.say(2, Kind.FETCH, 0 + 1)
+    assert rig.heard(2)[-1].ids[:2] == (0, 2), "it may have been the connection: nobody else lives"
     rig.box.lost.update({0: "has been silent", 1: "has been silent"})
     rig.pass_(1.0)
     rig.heard(2)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
+from wingbeat.transport import gloo_groups
 from wingbeat.transport.blame import Blame, say_left
 from wingbeat.transport.gloo_groups import GlooGroups, _Board
 from wingbeat.transport.interfaces import Interface
@@ -270,6 +271,28 @@ def test_who_does_not_come_is_named_in_time(ranks: list[Rank]) -> None:
 
     for text in (text for text in together(group, act) if text):
         assert str(text).startswith("rank 1 did not come to group (0, 1, 2) of epoch 1 within 0.3")
+
+
+def test_a_connection_that_stays_silent_is_given_up_long_before_the_timeout(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, over, usual = Group((0, 1), 1), threading.Event(), gloo_groups._greet
+
+    def greet(link: Any, mine: int, *rest: Any) -> None:
+        if mine == 1:
+            assert over.wait(PATIENT)
+        usual(link, mine, *rest)
+
+    def act(rank: int) -> None:
+        begin = time.monotonic()
+        with pytest.raises(NotMet, match=f"rank {1 - rank} was lost while the members of group"):
+            ranks[rank].meet(group)
+        over.set()
+        assert time.monotonic() - begin < PATIENT / 2
+
+    monkeypatch.setattr(gloo_groups, "_CONNECTING_S", 0.5)
+    monkeypatch.setattr(gloo_groups, "_greet", greet)
+    together(group, act)
 
 
 @pytest.mark.parametrize("way", ["left", "given up"])

@@ -189,9 +189,10 @@ class GroupService:
     def _find_state(self, taker: int, lost: int) -> None:
         """Have somebody who takes part give its state to ``taker``."""
         generator = self._generator
-        here = [w for w in range(self._workers) if w in generator and w not in (taker, lost)]
-        # Who waits hears it at once, the others when their step is over.
-        here.sort(key=lambda worker: (worker in self._behind, not generator.waits(worker)))
+        here = [w for w in range(self._workers) if w in generator and w != taker]
+        # Who waits hears it at once, the others when their step is over. Who could not give it
+        # before may live.
+        here.sort(key=lambda w: (w == lost, w in self._behind, not generator.waits(w)))
         for giver in here:
             ids = (giver, taker, self._rooms.once(), 0)
             if self._post(giver, Kind.STATE, ids):

@@ -36,6 +36,10 @@ _LONG_S = 1.0
 _ASK_S = 0.1
 """Seconds after which whoever waits for a member looks whether it will still come."""
 
+_CONNECTING_S = 30.0
+"""Seconds in which members who have all come are connected. That takes moments, but gloo was seen
+to let both ends of a connection wait for the other one's first byte without end."""
+
 _IDLE_DEVICES = 8
 """Per interface; each is a thread and a socket."""
 
@@ -127,11 +131,11 @@ class GlooGroups:
         board = _Board(store, room, self._rank, group.ranks, meeting.wait_until)
         mine, size = group.ranks.index(self._rank), len(group.ranks)
         try:
-            # What gloo waits for once all are here takes moments.
             board.set(f"here/{mine}", "")
             board.wait([f"here/{member}" for member in range(size)])
-            link = _GroupLink(devices, board, mine, size, timeout)
-            _greet(link, mine, group, timeout)
+            connecting_s = min(timeout, _CONNECTING_S)
+            link = _GroupLink(devices, board, mine, size, connecting_s)
+            _greet(link, mine, group, connecting_s)
         except RendezvousError as err:
             raise NotMet(self._rank, f"{group}: {err}") from None
         finally:
