@@ -38,7 +38,8 @@ from killing import (
     trained,
 )  # fmt: skip
 
-from wingbeat import lab
+from wingbeat import lab, strategies
+from wingbeat.errors import UsageError
 from wingbeat.exchanges.average import GRACE_S
 from wingbeat.groups.config import SILENCE_S
 from wingbeat.groups.patience import FACTOR, LEAST_S
@@ -56,6 +57,20 @@ RETURNS = 5
 def main() -> int:
     """Run once, and print what was found."""
     return run_once(arguments(), run, show, judged)
+
+
+def check_returns(row: str) -> None:
+    """Refuse a row to which no worker comes back.
+
+    Raises:
+        UsageError: it averages with nobody, in pairs or by the static schedule.
+    """
+    averaging = strategies.parse(row).choices().averaging
+    if averaging is None or averaging.partners in ("pairs", "static"):
+        raise UsageError(
+            f"--row {row}: nobody comes back to it; allowed are ripples, localsgd and diloco with "
+            "groups that a generator makes"
+        )
 
 
 def arguments() -> argparse.Namespace:
@@ -76,7 +91,9 @@ def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 
     Raises:
         LabError: a lab cannot be made, or somebody failed.
+        UsageError: the row is none to which a worker comes back.
     """
+    check_returns(args.row)
     workers = lab.LabSpec.parse(args.lab).hosts
     killer = Killer(home, workers, args.kills, args.seed, spared=[0], last=0)
     lines = trained(args.lab, __file__, home, args.row, {}, killer)
@@ -155,7 +172,6 @@ def work(home: Path, row: str, life: int) -> None:
     import torch
 
     import wingbeat
-    from wingbeat import strategies
     from wingbeat.bench import digits
 
     torch.set_num_threads(1)
