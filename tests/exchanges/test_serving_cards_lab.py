@@ -9,7 +9,7 @@ import pytest
 from wingbeat import lab
 
 TRAIN = """if True:
-    import subprocess, sys, torch, wingbeat
+    import subprocess, sys, time, torch, wingbeat
     from wingbeat.lab import counters
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=float(sys.argv[1]))
@@ -59,11 +59,14 @@ TRAIN = """if True:
         print(far < 1e-5, *(s / sum(sent) - w for s, w in zip(sent, world.weights)), flush=True)
         wingbeat.release(model, optimizer)
     if len(sys.argv) > 2:
-        model, optimizer = wingbeat.distribute(*made(), wingbeat.Geryon())
+        model, optimizer = wingbeat.distribute(*made(), getattr(wingbeat, sys.argv[2])())
+        victim = int(sys.argv[3])
         try:
             for turn in range(1_000_000):
-                if turn == 3 and rank == 1:
+                if turn == 3 and rank == victim:
                     subprocess.run(["ip", "link", "set", "eth1", "down"], check=True)
+                elif turn == 3:  # longer than a server, and the other, wait with a dead card
+                    time.sleep(world.timeout * float(sys.argv[4]))
                 optimizer.zero_grad()
                 backward(model, turn, rank)
                 optimizer.step()
@@ -101,8 +104,12 @@ def test_both_cards_carry_their_part_and_weights_stay_those_of_ddp() -> None:
 
 @pytest.mark.slow
 @pytest.mark.lab
-def test_a_card_that_dies_is_named_on_all_workers() -> None:
-    for lines in run("25", "cut").values():
+@pytest.mark.parametrize(
+    ("strategy", "victim", "late"), [("Geryon", "1", "0"), ("TicTac", "0", "0.3")]
+)
+def test_a_card_that_dies_is_named_on_all_workers(strategy: str, victim: str, late: str) -> None:
+    """Also on one that has sent all it has to send, and waits for what others have."""
+    for lines in run("25", strategy, victim, late).values():
         check(lines[:3])
         assert len(lines) == 4, lines
         assert "gave no sign over interface eth1 (10.1.0." in lines[3], lines
