@@ -15,7 +15,8 @@ from wingbeat.groups.patience import Patience
 from wingbeat.groups.protocol import Kind, told_of
 from wingbeat.groups.returns import Back
 from wingbeat.groups.rules import Rules
-from wingbeat.groups.service import UNCONNECTED_S, GroupService
+from wingbeat.groups.service import GroupService
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 
 class Letter(NamedTuple):

@@ -14,13 +14,10 @@ from wingbeat.groups.protocol import WRAPS, Kind, Malformed, ids_of, payload_of
 from wingbeat.groups.returns import Back, Returns
 from wingbeat.groups.rooms import Rooms
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
 
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, steps that are late."""
-
-UNCONNECTED_S = 1.0
-"""Seconds in which a worker whose connection has ended may make it anew: a living one does."""
 
 _AT_ONCE = 256
 """Messages that are taken in between two looks."""
