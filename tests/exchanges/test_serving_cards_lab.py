@@ -37,7 +37,7 @@ TRAIN = """if True:
         for p in plain.parameters():
             p.grad /= 2
         reference.step()
-    for strategy in (
+    for strategy in [] if len(sys.argv) > 2 else (
         wingbeat.Geryon(), wingbeat.TicTac(), wingbeat.Geryon(update="server", pull="start"),
     ):
         model, optimizer = wingbeat.distribute(*made(), strategy)
@@ -109,7 +109,8 @@ def test_both_cards_carry_their_part_and_weights_stay_those_of_ddp() -> None:
 )
 def test_a_card_that_dies_is_named_on_all_workers(strategy: str, victim: str, late: str) -> None:
     """Also on one that has sent all it has to send, and waits for what others have."""
-    for lines in run("25", strategy, victim, late).values():
-        check(lines[:3])
-        assert len(lines) == 4, lines
-        assert "gave no sign over interface eth1 (10.1.0." in lines[3], lines
+    found = run("25", strategy, victim, late)
+    assert sorted(found) == [0, 1], found
+    for lines in found.values():
+        assert len(lines) == 1, lines
+        assert "gave no sign over interface eth1 (10.1.0." in lines[0], lines
