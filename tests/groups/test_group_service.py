@@ -406,6 +406,34 @@ def test_after_a_group_of_all_a_step_may_take_as_long_as_the_first() -> None:
     assert 2 not in rig.generator, "its steps are as short as before"
 
 
+def test_who_was_left_out_and_renews_takes_a_state_before_it_takes_part() -> None:
+    """It may be at another part of the model, so that a group with it would wait for ever."""
+    rig = Rig()
+    for worker in range(3):
+        rig.say(worker, Kind.ASK, 1)
+    run = rig.runs(0)[0]
+    for worker in range(3):
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    for worker in (0, 1):
+        rig.say(worker, Kind.ASK, 1)
+    rig.pass_(200.0)
+    again = rig.runs(0)[-1]
+    assert sorted(again.members) == [0, 1]
+    for worker in range(3):
+        rig.heard(worker)
+    for asked in (2, 3):  # however often it asks
+        rig.say(2, Kind.ASK, 1)
+        assert [(m.kind, m.ids[:2]) for m in rig.heard(2)] == [(Kind.OUT, (2, asked))]
+    assert 2 not in rig.generator
+    for worker in (0, 1):
+        rig.say(worker, Kind.DONE, again.number, again.epoch)
+    rig.say(2, Kind.FETCH, 0, 1)
+    assert 2 in rig.generator
+    for worker in range(3):
+        rig.say(worker, Kind.ASK, 1)
+    assert [sorted(run.members) for run in rig.runs(2)] == [[0, 1, 2]]
+
+
 def test_who_was_left_out_takes_part_again_by_levelling() -> None:
     rig = Rig()
     rig.say(0, Kind.ASK)

@@ -200,7 +200,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
     "strategy",
     [
         "diloco:every=2,encrypted=false",
-        pytest.param("diloco:every=4,fragments=2,delay=1,encrypted=false", marks=pytest.mark.slow),
+        "diloco:every=4,fragments=2,delay=1,encrypted=false",
         "localsgd:every=2,wire=topk@0.5,encrypted=false",
     ],
 )

@@ -116,6 +116,10 @@ class GroupService:
                 if worker in self._fetching:  # it has somebody's state by now
                     self._fetching.discard(worker)
                     self._behind.discard(worker)
+                if kind == Kind.ASK and ids[0] and worker in self._behind:
+                    # It may be at another part of the model, which no average can be made with.
+                    self._post(worker, Kind.OUT, (worker, self._asked[worker] % WRAPS, 0, 0))
+                    return []
                 if worker not in generator:
                     generator.joined(worker)
                     self._tell_all(Kind.IN, worker)
