@@ -47,8 +47,9 @@ class Client:
         fallen: why groups come without the generator, None if they do not.
         left_out: whether others have gone on without this worker since it met all of them, or
             fetched the state of one.
-        renews: whether this worker, if others have gone on without it, takes the state of one before
-            it is in a group again: then a step ends without an average. Else it is in the next.
+        renews: whether this worker, if others have gone on without it, takes the state of one
+            before it is in a group again: then a step ends without an average. Else it is in the
+            next.
         give: called with a worker that wants this one's state, and the number of their meeting,
             while this worker waits for a group.
     """

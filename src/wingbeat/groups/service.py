@@ -111,24 +111,10 @@ class GroupService:
         generator, now = self._generator, self._clock()
         self._probed.discard(worker)
         match kind:
-            case Kind.ASK | Kind.LEVEL:
-                self._asked[worker] += 1
-                if worker in self._fetching:  # it has somebody's state by now
-                    self._fetching.discard(worker)
-                    self._behind.discard(worker)
-                if kind == Kind.ASK and ids[0] and worker in self._behind:
-                    # It may be at another part of the model, which no average can be made with.
-                    self._post(worker, Kind.OUT, (worker, self._asked[worker] % WRAPS, 0, 0))
-                    return []
-                if worker not in generator:
-                    generator.joined(worker)
-                    self._tell_all(Kind.IN, worker)
-                if kind == Kind.ASK:
-                    self._patience.asked(worker, now)
-                    return generator.request(worker)
-                self._patience.waits(worker)
-                self._levels.add(worker)
-                return generator.level(worker)
+            case Kind.ASK:
+                return self._asks(worker, now, renews=bool(ids[0]))
+            case Kind.LEVEL:
+                return self._asks(worker, now, level=True)
             case Kind.DONE:
                 return self._done(worker, ids[0], ids[1], now)
             case Kind.LOST:
@@ -143,6 +129,32 @@ class GroupService:
             case Kind.ALIVE:
                 return []
         raise Malformed(f"a message of kind {kind}")
+
+    def _asks(
+        self, worker: int, now: float, *, renews: bool = False, level: bool = False
+    ) -> list[Run]:
+        """Let a worker ask for a group, or for one of all; if it was left out it joins again.
+
+        But not if it ``renews``: then it may be at another part of the model than the others, with
+        whom no average can be made.
+        """
+        generator = self._generator
+        self._asked[worker] += 1
+        if worker in self._fetching:  # it has somebody's state by now
+            self._fetching.discard(worker)
+            self._behind.discard(worker)
+        if renews and worker in self._behind:
+            self._post(worker, Kind.OUT, (worker, self._asked[worker] % WRAPS, 0, 0))
+            return []
+        if worker not in generator:
+            generator.joined(worker)
+            self._tell_all(Kind.IN, worker)
+        if not level:
+            self._patience.asked(worker, now)
+            return generator.request(worker)
+        self._patience.waits(worker)
+        self._levels.add(worker)
+        return generator.level(worker)
 
     def _fetches(self, worker: int, now: float, *, join: bool) -> None:
         """Let a worker take somebody's state; its next step comes after that."""
