@@ -203,6 +203,14 @@ def test_who_renews_has_a_step_without_an_average_when_it_was_left_out(heard: tu
     assert not one.left_out
 
 
+def test_who_renews_and_is_in_a_group_all_the_same_has_missed_nothing() -> None:
+    """As all others have gone meanwhile."""
+    one = client(Box(Letter(Kind.OUT, (1, 0, 0, 0)), told(9, 0, (1,), 1)))
+    one.renews = True
+    one.step(by(lambda run, alive: None))
+    assert not one.left_out
+
+
 def test_who_takes_part_again_is_not_absent() -> None:
     out, back = Letter(Kind.OUT, (3, 0, 0, 0)), Letter(Kind.IN, (3, 0, 0, 0))
     for letters, absent in (((out,), {3}), ((out, back), set())):

@@ -434,6 +434,18 @@ def test_who_was_left_out_and_renews_takes_a_state_before_it_takes_part() -> Non
     assert [sorted(run.members) for run in rig.runs(2)] == [[0, 1, 2]]
 
 
+def test_who_renews_and_is_the_last_one_left_has_missed_nothing() -> None:
+    rig = Rig(workers=2)
+    rig.say(0, Kind.ASK, 1)
+    rig.pass_(101.0)
+    assert 1 not in rig.generator
+    rig.box.left.add(0)
+    rig.pass_(1.0)
+    rig.heard(1)
+    rig.say(1, Kind.ASK, 1)
+    assert [run.members for run in rig.runs(1)] == [(1,)]
+
+
 def test_who_was_left_out_takes_part_again_by_levelling() -> None:
     rig = Rig()
     rig.say(0, Kind.ASK)

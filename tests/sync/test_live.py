@@ -184,11 +184,13 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
         world = again(world)
         model, optimizer = made()
         given = weights(model)
-        refuses_to_load(model, optimizer, states, tmp_path)
+        try:
+            refuses_to_load(model, optimizer, states, tmp_path)
+        finally:
+            back.set()
         for name, value in weights(model).items():
             assert torch.equal(value, given[name])
         assert optimizer.state, "the moments of another worker"
-        back.set()
         return goes_on(world, model, optimizer)
 
     for each in (found := on(3, body, timeout=PATIENCE)):

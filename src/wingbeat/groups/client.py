@@ -298,6 +298,8 @@ class Client:
             self._line.post(Kind.LOST, run.number, run.epoch, lost)
             return
         self._joins = False
+        if self.renews:  # else it was left out before, and would not be in a group
+            self.left_out = False
         self._member.done()
         self._line.post(Kind.DONE, run.number, run.epoch)
 

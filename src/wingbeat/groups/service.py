@@ -136,14 +136,14 @@ class GroupService:
         """Let a worker ask for a group, or for one of all; if it was left out it joins again.
 
         But not if it ``renews``: then it may be at another part of the model than the others, with
-        whom no average can be made.
+        whom no average can be made. If there are no others any more, it has missed nothing.
         """
         generator = self._generator
         self._asked[worker] += 1
         if worker in self._fetching:  # it has somebody's state by now
             self._fetching.discard(worker)
             self._behind.discard(worker)
-        if renews and worker in self._behind:
+        if renews and worker in self._behind and self._others(worker):
             self._post(worker, Kind.OUT, (worker, self._asked[worker] % WRAPS, 0, 0))
             return []
         if worker not in generator:
@@ -155,6 +155,10 @@ class GroupService:
         self._patience.waits(worker)
         self._levels.add(worker)
         return generator.level(worker)
+
+    def _others(self, worker: int) -> list[int]:
+        """Return who takes part beside ``worker``."""
+        return [w for w in range(self._workers) if w != worker and w in self._generator]
 
     def _fetches(self, worker: int, now: float, *, join: bool) -> None:
         """Let a worker take somebody's state; its next step comes after that."""
@@ -202,7 +206,7 @@ class GroupService:
     def _find_state(self, taker: int, lost: int) -> None:
         """Have somebody who takes part give its state to ``taker``."""
         generator = self._generator
-        here = [w for w in range(self._workers) if w in generator and w not in (taker, lost)]
+        here = [w for w in self._others(taker) if w != lost]
         # Who waits hears it at once, the others when their step is over.
         here.sort(key=lambda worker: (worker in self._behind, not generator.waits(worker)))
         for giver in here:
