@@ -254,12 +254,50 @@ def test_what_another_worker_tells_is_said_once_it_is_quiet() -> None:
     made.run()
     made.start()
     made.run()
-    made.clock.now = 1.4
+    made.clock.now = 1.2
     made.run()
-    made.clock.now = 1.6
+    made.clock.now = 1.3
     with pytest.raises(PeerError) as caught:
         made.run()
     assert str(caught.value) == "rank 0: server 2 (started by rank 1) has ended by signal 9"
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
+def test_a_card_over_which_nothing_comes_is_probed_by_who_waits(kind: Kind) -> None:
+    """What was pushed has arrived: without that nothing of this worker would be missed there."""
+    made = rig()
+    made.box.interfaces = lambda peer: (0, 1, 2)  # type: ignore[method-assign]
+    view = memoryview(made.memory).cast("B")
+    parts = [
+        Part(server, Ids(0, number, 0, wish_of(0, number, link)), view[:8], 1, number)
+        for number, (server, link) in enumerate([(1, 0), (2, 2), (2, 2)])
+    ]
+    for server in made.servers:
+        server.interfaces = made.box.interfaces  # type: ignore[method-assign]
+
+    def probed() -> list[tuple[int, int]]:
+        found = [(s._number, m) for s in made.servers for m in iter(s.poll, None)]
+        return sorted((n, m.interface) for n, m in found if m.kind == Kind.ALIVE)
+
+    made.client.start(kind, "float32", parts, "bucket 7")
+    made.run()
+    assert probed() == []
+    for made.clock.now in (0.3, 0.7):
+        made.client.step(None)  # and nothing has arrived in between
+    made.run()
+    assert probed() == [(1, 0), (2, 2)], "one at a time"
+    made.clock.now = 1.1
+    made.run()
+    assert probed() == [(1, 0), (2, 2)]
+    made.servers[0].post(0, Kind.ALIVE)
+    made.run()  # which is nothing
+
+
+def test_nobody_is_probed_for_whom_nothing_waits() -> None:
+    made = rig()
+    made.clock.now = 4.0
+    made.run()
+    assert [server.poll() for server in made.servers] == [None, None]
 
 
 def test_others_are_told_why_it_has_failed_without_its_own_name_before() -> None:

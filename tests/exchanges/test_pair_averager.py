@@ -179,17 +179,42 @@ def test_all_others_go_on_when_training_fails_on_one() -> None:
     assert found[0] == found[2] == found[4] == 6
 
 
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_worker_whose_process_dies_is_missed_when_its_connections_end(dead: int) -> None:
+    """Long before its silence; and by who has connected as by who was connected to."""
+
+    def body(world: World) -> object:
+        averager = made(world)
+        if world.rank == dead:
+            averager._pairing._mailbox.abandon()  # as the system closes what a process had
+        elif dead:
+            averager.begin(ALL)
+            with pytest.raises(PeerError, match=r"rank 0: nobody is left .*: rank 1 gave no sign"):
+                averager.end()
+        else:
+            eventually(lambda: averager._pairing.machine.lost == {0})
+        return None
+
+    begun = time.monotonic()
+    play(2, body)
+    assert time.monotonic() - begun < 50
+
+
 @pytest.mark.slow
-def test_a_worker_whose_process_dies_is_missed_by_its_silence() -> None:
+def test_a_worker_that_is_stopped_is_missed_by_its_silence() -> None:
+    over = threading.Event()
+
     def body(world: World) -> object:
         averager = made(world, silence=5.0)
         if world.rank == 1:
             eventually(lambda: averager.sections()[0].cells["queue"] == 1)
-            averager._pairing._mailbox.abandon()  # nothing more comes from it
+            with averager._pairing._mailbox._lock:  # connected, and nothing comes from it
+                assert over.wait(100)
             return None
         averager.begin(ALL)
         with pytest.raises(PeerError, match=r"rank 0: nobody is left .*: rank 1 gave no sign"):
             averager.end()
+        over.set()
         return None
 
     play(2, body)

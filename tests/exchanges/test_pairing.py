@@ -14,6 +14,7 @@ from wingbeat.exchanges.halves import Halves
 from wingbeat.exchanges.pairing import Pairing
 from wingbeat.pairs.protocol import Kind
 from wingbeat.pairs.worker import WINDOW, Worker
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 NUMEL = 40 * WINDOW
 """Elements; 16 a part, so not all parts are under way at once."""
@@ -143,6 +144,26 @@ def test_who_has_nobody_left_says_whom_it_has_lost() -> None:
         play.pairings[0].end()
     with pytest.raises(PeerError, match="rank 1, rank 3 gave no sign or failed; start all"):
         play.pairings[0].begin()
+
+
+def test_who_is_not_connected_any_more_is_gone_though_nobody_waits_for_it() -> None:
+    """But not at once: a process that lives makes its connection anew."""
+    play = Play(4, seed=1)
+    for rank in (0, 2):
+        play.office.boxes[rank].cut[1] = 0.9 * UNCONNECTED_S
+    play.time = 1.0
+    play.run()
+    assert not any(pairing.machine.lost for pairing in play.pairings)
+    play.office.boxes[0].cut[1] = play.office.boxes[2].cut[1] = 1.1 * UNCONNECTED_S
+    play.time = 1.2
+    play.run([0])
+    assert not play.pairings[0].machine.lost, "it has looked just now"
+    play.pairings[2].begin()
+    play.time = 2.0
+    play.run([0, 2])
+    assert [play.pairings[rank].machine.lost for rank in (0, 2)] == [{1}, {1}]
+    assert play.office.boxes[0].dropped == [1]
+    assert play.pairings[2].machine.behind() == (3,), "another one is asked"
 
 
 def test_who_trains_on_when_all_others_have_left_is_not_stopped() -> None:

@@ -188,6 +188,29 @@ def test_who_is_left_out_while_it_waits_asks_again() -> None:
     assert [kind for kind, *_ in box.posted] == [Kind.ASK, Kind.ASK, Kind.DONE]
 
 
+@pytest.mark.parametrize("heard", [(1,), (0, 1)])
+def test_who_renews_has_a_step_without_an_average_when_it_was_left_out(heard: tuple) -> None:
+    """Whether it was left out while it waits, or before, which is said again."""
+    box = Box(*(Letter(Kind.OUT, (1, asked, 0, 0)) for asked in heard))
+    one = client(box)
+    one.renews = True
+    one.step(by(lambda run, alive: pytest.fail("nothing to average")))
+    assert box.posted == [(Kind.ASK, 1, 0, 0)]
+    assert one.left_out
+    box.letters += [Letter(Kind.OUT, (1, 2, 0, 0)), told(9, 0, (1,), 1)]
+    one.level(by(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted[1:]] == [Kind.LEVEL, Kind.LEVEL, Kind.DONE]
+    assert not one.left_out
+
+
+def test_who_renews_and_is_in_a_group_all_the_same_has_missed_nothing() -> None:
+    """As all others have gone meanwhile."""
+    one = client(Box(Letter(Kind.OUT, (1, 0, 0, 0)), told(9, 0, (1,), 1)))
+    one.renews = True
+    one.step(by(lambda run, alive: None))
+    assert not one.left_out
+
+
 def test_who_takes_part_again_is_not_absent() -> None:
     out, back = Letter(Kind.OUT, (3, 0, 0, 0)), Letter(Kind.IN, (3, 0, 0, 0))
     for letters, absent in (((out,), {3}), ((out, back), set())):

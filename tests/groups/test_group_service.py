@@ -15,7 +15,8 @@ from wingbeat.groups.patience import Patience
 from wingbeat.groups.protocol import Kind, told_of
 from wingbeat.groups.returns import Back
 from wingbeat.groups.rules import Rules
-from wingbeat.groups.service import UNCONNECTED_S, GroupService
+from wingbeat.groups.service import GroupService
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 
 class Letter(NamedTuple):
@@ -403,6 +404,46 @@ def test_after_a_group_of_all_a_step_may_take_as_long_as_the_first() -> None:
     rig.say(1, Kind.ASK)
     rig.pass_(9.0)
     assert 2 not in rig.generator, "its steps are as short as before"
+
+
+def test_who_was_left_out_and_renews_takes_a_state_before_it_takes_part() -> None:
+    """It may be at another part of the model, so that a group with it would wait for ever."""
+    rig = Rig()
+    for worker in range(3):
+        rig.say(worker, Kind.ASK, 1)
+    run = rig.runs(0)[0]
+    for worker in range(3):
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    for worker in (0, 1):
+        rig.say(worker, Kind.ASK, 1)
+    rig.pass_(200.0)
+    again = rig.runs(0)[-1]
+    assert sorted(again.members) == [0, 1]
+    for worker in range(3):
+        rig.heard(worker)
+    for asked in (2, 3):  # however often it asks
+        rig.say(2, Kind.ASK, 1)
+        assert [(m.kind, m.ids[:2]) for m in rig.heard(2)] == [(Kind.OUT, (2, asked))]
+    assert 2 not in rig.generator
+    for worker in (0, 1):
+        rig.say(worker, Kind.DONE, again.number, again.epoch)
+    rig.say(2, Kind.FETCH, 0, 1)
+    assert 2 in rig.generator
+    for worker in range(3):
+        rig.say(worker, Kind.ASK, 1)
+    assert [sorted(run.members) for run in rig.runs(2)] == [[0, 1, 2]]
+
+
+def test_who_renews_and_is_the_last_one_left_has_missed_nothing() -> None:
+    rig = Rig(workers=2)
+    rig.say(0, Kind.ASK, 1)
+    rig.pass_(101.0)
+    assert 1 not in rig.generator
+    rig.box.left.add(0)
+    rig.pass_(1.0)
+    rig.heard(1)
+    rig.say(1, Kind.ASK, 1)
+    assert [run.members for run in rig.runs(1)] == [(1,)]
 
 
 def test_who_was_left_out_takes_part_again_by_levelling() -> None:

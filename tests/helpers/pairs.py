@@ -213,6 +213,7 @@ class Box:
         self.mail: deque[SimpleNamespace] = deque()
         self.lost: dict[int, str] = {}
         self.left: frozenset[int] = frozenset()
+        self.cut: dict[int, float] = {}
         self.dropped: list[int] = []
         self.late: deque[SimpleNamespace] = deque()
         """What a keeper has taken in meanwhile."""
@@ -225,6 +226,9 @@ class Box:
 
     def drop(self, peer: int) -> None:
         self.dropped.append(peer)
+
+    def unconnected(self) -> dict[int, float]:
+        return self.cut
 
     def poll(self) -> SimpleNamespace | None:
         return self.late.popleft() if self.late else None

@@ -45,10 +45,10 @@ class Rig:
             self.service.step(self.box.poll(keep=True))
 
     def heard(self, rank: int) -> list[Letter]:
-        out = []
-        while (letter := self.workers[rank].poll()) is not None:
-            out.append(letter)
-        return out
+        return [letter for letter in self.came(rank) if letter.kind != Kind.ALIVE]
+
+    def came(self, rank: int) -> list[Letter]:
+        return list(iter(self.workers[rank].poll, None))
 
     def reasons(self) -> list[list[str]]:
         found = [self.heard(rank) for rank in range(3)]
@@ -188,6 +188,42 @@ def test_a_worker_that_never_pushes_is_named_when_time_is_over() -> None:
     assert made.reasons() == [[], [], []]
     made.clock.now = 5.2
     assert_all_are_told(made, "no gradients of rank 0, 2 for slice 0 within 5 s")
+
+
+def test_workers_are_probed_over_the_cards_that_gradients_come_by_while_one_is_missed() -> None:
+    made = rig()
+    made.box.interfaces = lambda peer: (0, 1, 2)  # type: ignore[method-assign]
+
+    def probed() -> list[list[int]]:
+        found = [made.came(rank) for rank in range(3)]
+        return [sorted(m.interface for m in each if m.kind == Kind.ALIVE) for each in found]
+
+    for number, link in enumerate((0, 2)):
+        ids = (0, number, 0, wish_of(0, 0, link))
+        made.send(1, Kind.STORE, ids, payload=ONES, dtype="float32")
+    made.run(20)
+    made.clock.now = 0.2
+    made.run(20)
+    assert probed() == [[], [], []], "too early"
+    made.clock.now = 0.6
+    made.run(40)
+    assert probed() == [[0, 2]] * 3
+    made.send(2, Kind.ALIVE, (0, 0, 0, 0))  # which is nothing
+    made.box.gone.add(0)
+    made.clock.now = 1.2
+    made.run(40)
+    assert probed()[0] == [], "it has left"
+    assert made.reasons() == [[], [], []]
+
+
+def test_nobody_is_probed_while_no_sum_waits() -> None:
+    made = rig()
+    for rank in range(3):
+        made.push(rank)
+    made.run()
+    for made.clock.now in (1.0, 2.0, 4.0):
+        made.run(20)
+    assert [letter.kind for rank in range(3) for letter in made.came(rank)] == 3 * [Kind.SUM]
 
 
 def test_a_worker_that_is_ahead_may_push_what_its_window_holds_and_no_more() -> None:

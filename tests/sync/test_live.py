@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.groups import config
 from wingbeat.groups.patience import Patience
+from wingbeat.integrations import checkpoint, residuals
 from wingbeat.strategies import parse
 
 PATIENCE = 60.0
@@ -122,8 +125,34 @@ def test_a_state_of_another_training_is_refused() -> None:
     on(2, body, timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("strategy", ["ripples:encrypted=false", "diloco:every=3,encrypted=false"])
-def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: str) -> None:
+def refuses_to_load(model: Any, optimizer: Any, states: Any, folder: Path) -> None:
+    """All ways to load something, one at a time."""
+    ways: dict[str, Callable[[], object]] = {
+        r"load_residuals\(\)": lambda: optimizer.load_residuals([]),
+        r"load_shards\(\)": lambda: optimizer.load_shards([]),
+        r"checkpoint.load\(\)": lambda: checkpoint.load(model, optimizer, folder),
+    }
+    if engine(model).compression.residuals is not None:
+        ways["loading residuals"] = lambda: residuals.load(optimizer, folder)
+    for target, state in zip((model, optimizer), states, strict=True):
+        with pytest.raises(UsageError, match=r"load_state_dict\(\) on rank 2, which was started"):
+            target.load_state_dict(state)
+    for what, load in ways.items():
+        with pytest.raises(UsageError, match=rf"^{what} on rank 2, which was started again"):
+            load()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ripples:encrypted=false",
+        "diloco:every=3,encrypted=false",
+        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+    ],
+)
+def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
+    strategy: str, tmp_path: Path
+) -> None:
     """As a script does that loads its checkpoint whenever there is one."""
     back = threading.Event()
 
@@ -136,6 +165,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: st
         wingbeat.consensus(model)
         model.load_state_dict(model.state_dict())  # with all the others
         optimizer.load_state_dict(optimizer.state_dict())
+        residuals.load(optimizer, tmp_path)
         return weights(model)
 
     def body(world: Any) -> dict[str, Any]:
@@ -145,6 +175,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: st
             return sync.distribute(model, optimizer, parse(strategy), world=world)
 
         model, optimizer = made()
+        residuals.save(optimizer, tmp_path)
         if world.rank != 2:
             return goes_on(world, model, optimizer)
         states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -153,13 +184,13 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: st
         world = again(world)
         model, optimizer = made()
         given = weights(model)
-        for target, state in zip((model, optimizer), states, strict=True):
-            with pytest.raises(UsageError, match=r"load_state_dict\(\) on rank 2, which was start"):
-                target.load_state_dict(state)
+        try:
+            refuses_to_load(model, optimizer, states, tmp_path)
+        finally:
+            back.set()
         for name, value in weights(model).items():
             assert torch.equal(value, given[name])
         assert optimizer.state, "the moments of another worker"
-        back.set()
         return goes_on(world, model, optimizer)
 
     for each in (found := on(3, body, timeout=PATIENCE)):
@@ -171,7 +202,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(strategy: st
     "strategy",
     [
         "diloco:every=2,encrypted=false",
-        pytest.param("diloco:every=4,fragments=2,delay=1,encrypted=false", marks=pytest.mark.slow),
+        "diloco:every=4,fragments=2,delay=1,encrypted=false",
         "localsgd:every=2,wire=topk@0.5,encrypted=false",
     ],
 )

@@ -32,6 +32,16 @@ def culprits(waits: dict[int, int], size: int) -> dict[int, int]:
     return {rank: blames[rank].culprit(peer) for rank, peer in waits.items()}
 
 
+def test_who_has_waited_in_vain_has_not_finished() -> None:
+    """A script may catch what it was told, and end in an orderly way."""
+    store = Switchboard()
+    blame = Blame(store, 1, 2, timeout=0.1)
+    for rank in range(2):
+        say_left(store, rank, finished=True)
+    blame.publish(0)
+    assert [blame.finished(rank) for rank in range(2)] == [True, False]
+
+
 def test_in_a_circle_of_waits_nobody_blames_itself() -> None:
     assert culprits({0: 1, 1: 0}, 2) == {0: 1, 1: 0}
     assert culprits({0: 1, 1: 2, 2: 0}, 3) == {0: 1, 1: 2, 2: 0}

@@ -185,6 +185,22 @@ def test_messages_grow_to_16_mb_at_most(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(tried) == 16 << 20
 
 
+@pytest.mark.parametrize("late", [1, 2, 3, 12, 13])
+def test_a_host_that_is_busy_for_a_moment_makes_no_link_slow(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early on, when small messages travel, it would make a fast link a hundred times slower."""
+    count = dict.fromkeys(("lo0", "lo1"), 0)
+
+    def seconds(rank: int, link: str, nbytes: int) -> float:
+        count[link] += rank == 0
+        delayed = rank == 0 and link == "lo1" and count[link] in (late, late + 1)
+        return nbytes / 1e8 + 0.3 * delayed
+
+    assert speeds(monkeypatch, 2, seconds) == pytest.approx([1e8, 1e8])
+    assert max(count.values()) <= 14 + 2
+
+
 def test_a_send_that_nobody_reads_ends_the_measurement() -> None:
     class Unread:
         def wait(self, seconds: float) -> None:

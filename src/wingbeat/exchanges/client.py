@@ -15,6 +15,7 @@ from wingbeat.exchanges.part import Part
 from wingbeat.exchanges.request import Request
 from wingbeat.servers.documents import Document
 from wingbeat.servers.outbox import Flow, Order, Outbox
+from wingbeat.servers.probes import Probes, quiet_of
 from wingbeat.servers.protocol import SENT, UPDATES, Ids, Kind, interface_of, urgency_of
 from wingbeat.servers.sums import Refused
 from wingbeat.transport.messages.endpoint import Message
@@ -26,9 +27,6 @@ _QUICK_S = 1.0
 
 _LOOK_S = 0.1
 """Seconds between two looks at whether something is late."""
-
-_QUIET_S = 0.5
-"""Seconds without a sum after which it is asked whether another worker knows why."""
 
 _ASKED = frozenset({Kind.PULL, Kind.TAKE, Kind.FETCH, Kind.STATE})
 """What is asked for in a message without a payload."""
@@ -98,7 +96,8 @@ class Client:
         self._wanted: _Wanted = {}
         self._storing: list[Request] = []
         self._error: PeerError | None = None
-        self._looked = 0.0
+        self._probes, self._quiet = Probes(mailbox), quiet_of(timeout)
+        self._looked = self._probed = 0.0
         self._heard = clock()
         self._ending = self._quick = self._forgotten = self.failed = False
         self.sent: Counter[tuple[int, int]] = Counter()
@@ -270,6 +269,8 @@ class Client:
         server = self._name(message.peer)
         if message.kind == Kind.FAILED:
             raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
+        if message.kind == Kind.ALIVE:
+            return
         ids = Ids(*message.ids)
         # More of the state comes after what it has begun with.
         kind = Kind.STATE if message.kind == Kind.MORE else message.kind
@@ -332,9 +333,8 @@ class Client:
             raise PeerError(f"{self._me}: {self._name(server)} {why}")
         if not self._busy:
             return
-        told = self._hear() if now - self._heard > _QUIET_S else None
-        if told is not None:
-            raise PeerError(f"{self._me}: {told}")
+        if now - max(self._heard, self._probed) > self._quiet:
+            self._probe(now)
         left = self._mailbox.left
         while left and (message := self._mailbox.poll()) is not None:
             self._take(message)  # its last words may say why
@@ -350,6 +350,19 @@ class Client:
                 f"{self._timeout:g} s: check that it and all workers run, or allow more: "
                 "wingbeat.init(timeout=...)"
             )
+
+    def _probe(self, now: float) -> None:
+        """Find out why nothing comes: whether another worker knows, or a card has died.
+
+        Raises:
+            PeerError: another worker has told why.
+        """
+        self._probed = now
+        told = self._hear()
+        if told is not None:
+            raise PeerError(f"{self._me}: {told}")
+        for server, link in {(part.server, part.link) for _, part in self._wanted.values()}:
+            self._probes.send(server, [link])
 
     def _end(self) -> None:
         """Let all requests fail, and leave."""

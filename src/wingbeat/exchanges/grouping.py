@@ -125,6 +125,14 @@ class Grouping:
         """
         self.client.level(self.averages)
 
+    def renew(self) -> None:
+        """Have no group of this worker's from when others go on without it, until it does `fetch`.
+
+        A step ends without an average then, and `left_out` says so.
+        """
+        if isinstance(self.client, Client):
+            self.client.renews = True
+
     @property
     def left_out(self) -> bool:
         """Whether others went on without this worker since it met all, or fetched a state."""

@@ -20,7 +20,7 @@ from wingbeat.observe.log import log
 from wingbeat.pairs.protocol import Kind, Unexpected
 from wingbeat.pairs.worker import Adopt, Drop, Say, Worker
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
 from wingbeat.transport.text import first_line
 
 _LOOK_S = 0.5
@@ -75,7 +75,7 @@ class Pairing:
         self._interrupt = mailbox.interrupter()
         self._error: PeerError | None = None
         self._ending = self._quick = False
-        self._heard = self._probed = 0.0
+        self._heard = self._looked = 0.0
         self._over: dict[int, int] = {}  # of each part that is under way, the interface
         self._load: Counter[int] = Counter()
         self._thread = threading.Thread(target=self._run, name="wingbeat-pairs", daemon=True)
@@ -229,8 +229,8 @@ class Pairing:
                 elif peer in left:
                     stream.happened("left", (peer,))
                     self.machine.gone(peer, lost=False)
+            self._look()
             self._carry()
-            self._probe()
             self._changed.notify_all()
             missed = self.machine.lost - self._missed
         self._missed |= missed
@@ -333,15 +333,23 @@ class Pairing:
             if peer not in self._mailbox.lost and peer not in self._mailbox.left:
                 raise
 
+    def _look(self) -> None:
+        """See now and then who is gone without a word."""
+        now = self._clock()
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._carry()
+            for peer, seconds in self._mailbox.unconnected().items():
+                if seconds > UNCONNECTED_S and peer in self.machine.there:
+                    self._lose(peer, "has ended without a word")
+            self._probe()
+
     def _probe(self) -> None:
         """Send something to those who are waited for: if they are dead, it does not arrive.
 
         And to those who wait for their turn, while it is another's.
         """
-        now = self._clock()
-        if now - self._probed >= _LOOK_S:
-            self._probed = now
-            behind, queue = self.machine.behind(), self.machine.queue
-            waiting = queue if self.machine.served is not None else ()
-            for peer in self.machine.there if self.watching else (*behind, *waiting):
-                self._post(peer, Kind.ALIVE)
+        behind, queue = self.machine.behind(), self.machine.queue
+        waiting = queue if self.machine.served is not None else ()
+        for peer in self.machine.there if self.watching else (*behind, *waiting):
+            self._post(peer, Kind.ALIVE)

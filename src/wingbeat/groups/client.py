@@ -47,6 +47,9 @@ class Client:
         fallen: why groups come without the generator, None if they do not.
         left_out: whether others have gone on without this worker since it met all of them, or
             fetched the state of one.
+        renews: whether this worker, if others have gone on without it, takes the state of one
+            before it is in a group again: then a step ends without an average. Else it is in the
+            next.
         give: called with a worker that wants this one's state, and the number of their meeting,
             while this worker waits for a group.
     """
@@ -70,7 +73,7 @@ class Client:
         self._absent: set[int] = set()
         self._follower: Follower | None = None
         self.fallen: str | None = None
-        self.left_out = False
+        self.left_out = self.renews = False
         self.give: Callable[[int, int], None] | None = None
 
     @property
@@ -253,7 +256,8 @@ class Client:
                 # asks; it may have done so since, which was not heard yet.
                 if ids[1] == self._asked:
                     self._member = Member(self._worker, self._rules)
-                    self._request()
+                    if self._levels or not self.renews:
+                        self._request()
             case Kind.OUT | Kind.IN:
                 self._note_other(message.kind, ids[0])
             case Kind.STATE if ids[0] == self._worker and self.give is not None:
@@ -272,7 +276,10 @@ class Client:
         self._asked = (self._asked + 1) % WRAPS
         self._since = time.monotonic_ns()
         stream.happened("request")
-        self._line.post(Kind.LEVEL if self._levels else Kind.ASK)
+        if self._levels:
+            self._line.post(Kind.LEVEL)
+        else:
+            self._line.post(Kind.ASK, int(self.renews))
 
     def _run(self, told: Told, averages: Averages) -> None:
         run, lost = told.run, None
@@ -291,6 +298,8 @@ class Client:
             self._line.post(Kind.LOST, run.number, run.epoch, lost)
             return
         self._joins = False
+        if self.renews:  # else it was left out before, and would not be in a group
+            self.left_out = False
         self._member.done()
         self._line.post(Kind.DONE, run.number, run.epoch)
 

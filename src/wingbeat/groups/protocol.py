@@ -24,7 +24,8 @@ class Kind(enum.IntEnum):
     """
 
     ASK = 1
-    """A step is over. Whoever was left out takes part again."""
+    """A step is over. Whoever was left out takes part again, unless the first number is 1: then it
+    is told that it is out, and takes somebody's state before."""
     DONE = 2
     """The group's average is this worker's parameters."""
     LOST = 3

@@ -14,13 +14,10 @@ from wingbeat.groups.protocol import WRAPS, Kind, Malformed, ids_of, payload_of
 from wingbeat.groups.returns import Back, Returns
 from wingbeat.groups.rooms import Rooms
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
 
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, steps that are late."""
-
-UNCONNECTED_S = 1.0
-"""Seconds in which a worker whose connection has ended may make it anew: a living one does."""
 
 _AT_ONCE = 256
 """Messages that are taken in between two looks."""
@@ -114,20 +111,10 @@ class GroupService:
         generator, now = self._generator, self._clock()
         self._probed.discard(worker)
         match kind:
-            case Kind.ASK | Kind.LEVEL:
-                self._asked[worker] += 1
-                if worker in self._fetching:  # it has somebody's state by now
-                    self._fetching.discard(worker)
-                    self._behind.discard(worker)
-                if worker not in generator:
-                    generator.joined(worker)
-                    self._tell_all(Kind.IN, worker)
-                if kind == Kind.ASK:
-                    self._patience.asked(worker, now)
-                    return generator.request(worker)
-                self._patience.waits(worker)
-                self._levels.add(worker)
-                return generator.level(worker)
+            case Kind.ASK:
+                return self._asks(worker, now, renews=bool(ids[0]))
+            case Kind.LEVEL:
+                return self._asks(worker, now, level=True)
             case Kind.DONE:
                 return self._done(worker, ids[0], ids[1], now)
             case Kind.LOST:
@@ -142,6 +129,36 @@ class GroupService:
             case Kind.ALIVE:
                 return []
         raise Malformed(f"a message of kind {kind}")
+
+    def _asks(
+        self, worker: int, now: float, *, renews: bool = False, level: bool = False
+    ) -> list[Run]:
+        """Let a worker ask for a group, or for one of all; if it was left out it joins again.
+
+        But not if it ``renews``: then it may be at another part of the model than the others, with
+        whom no average can be made. If there are no others any more, it has missed nothing.
+        """
+        generator = self._generator
+        self._asked[worker] += 1
+        if worker in self._fetching:  # it has somebody's state by now
+            self._fetching.discard(worker)
+            self._behind.discard(worker)
+        if renews and worker in self._behind and self._others(worker):
+            self._post(worker, Kind.OUT, (worker, self._asked[worker] % WRAPS, 0, 0))
+            return []
+        if worker not in generator:
+            generator.joined(worker)
+            self._tell_all(Kind.IN, worker)
+        if not level:
+            self._patience.asked(worker, now)
+            return generator.request(worker)
+        self._patience.waits(worker)
+        self._levels.add(worker)
+        return generator.level(worker)
+
+    def _others(self, worker: int) -> list[int]:
+        """Return who takes part beside ``worker``."""
+        return [w for w in range(self._workers) if w != worker and w in self._generator]
 
     def _fetches(self, worker: int, now: float, *, join: bool) -> None:
         """Let a worker take somebody's state; its next step comes after that."""
@@ -189,7 +206,7 @@ class GroupService:
     def _find_state(self, taker: int, lost: int) -> None:
         """Have somebody who takes part give its state to ``taker``."""
         generator = self._generator
-        here = [w for w in range(self._workers) if w in generator and w != taker]
+        here = self._others(taker)
         # Who waits hears it at once, the others when their step is over. Who could not give it
         # before may live.
         here.sort(key=lambda w: (w == lost, w in self._behind, not generator.waits(w)))

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from wingbeat.errors import UsageError
 from wingbeat.sync import kept
 from wingbeat.sync.engine import Engine
+from wingbeat.sync.returned import refuse_loading
 from wingbeat.sync.upgrade import engine_of
 from wingbeat.updates.local import LocalUpdate
 
@@ -85,9 +86,10 @@ def load(
 
     Raises:
         UsageError: they are not distributed, or what was saved is of another model or not by
-            `state`.
+            `state`; or this worker has just come back to the others.
     """
     engine = _engine(model, optimizer, "load")
+    refuse_loading(engine, "checkpoint.load()")  # reading already writes to the parameters
     if storage_reader is None:
         if checkpoint_id is None:
             raise UsageError("checkpoint.load(): pass a folder, or a storage_reader")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.sync.returned import refuse_loading
 from wingbeat.sync.upgrade import engine_of
 
 log = logging.getLogger("wingbeat")
@@ -43,11 +44,13 @@ def load(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     """Take over residuals from a checkpoint's folder; after the optimizer's own state.
 
     Raises:
-        UsageError: some files are there and the one that is needed is not, or is damaged.
+        UsageError: some files are there and the one that is needed is not, or is damaged; or this
+            worker has just come back to the others.
     """
     engine = engine_of(optimizer)
     if engine is None or engine.compression.residuals is None:
         return
+    refuse_loading(engine, "loading residuals")
     name = f"residuals_{number}"
     parts = read(Path(folder), name, engine.world.rank, engine.world.size)
     if len(parts) == 1:

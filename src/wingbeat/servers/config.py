@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 from collections.abc import Callable
@@ -139,6 +140,9 @@ class ServerConfig:
     def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return what serves them while its argument says to."""
         sums = self.sums()  # before workers count on it
+        if self.optimizer:
+            # A busy host may take longer to load torch than a sum may take to come.
+            importlib.import_module("wingbeat.servers.applying")
         return functools.partial(self.serve, self.open(store), sums)
 
     def serve(self, mailbox: Mailbox, sums: Sums, parent: Callable[[], bool]) -> None:
@@ -167,7 +171,7 @@ class ServerConfig:
             )
 
     def _applier(self) -> Applies:
-        from wingbeat.servers.applying import Applier  # which needs torch: a second to load
+        from wingbeat.servers.applying import Applier  # which needs torch
 
         return Applier(json.loads(self.optimizer))
 

@@ -43,6 +43,8 @@ class Kind(enum.IntEnum):
     """Worker to server: send what the optimizer remembers of a slice; and the answer's begin."""
     EXPECT = 16
     """Never sent: parameters that come without being asked for, as a `STEP` has it."""
+    ALIVE = 17
+    """Either way: nothing. It has to arrive, so a card that has died is found out."""
 
 
 UPDATES = frozenset(

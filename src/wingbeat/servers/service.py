@@ -12,6 +12,7 @@ import numpy as np
 from wingbeat.errors import PeerError
 from wingbeat.servers.dtypes import Array
 from wingbeat.servers.outbox import Flow, Order, Outbox
+from wingbeat.servers.probes import Probes, quiet_of
 from wingbeat.servers.protocol import (
     TEXT,
     Ids,
@@ -139,7 +140,9 @@ class Service:
         self._pulls: dict[tuple[int, int], list[Answer]] = {}
         self._wants = [0] * workers
         self._most_wants = most // EACH
-        self._looked = clock()
+        self._probes, self._quiet = Probes(mailbox), quiet_of(timeout)
+        self._links: set[int] = set()  # that gradients have come by
+        self._looked = self._probed = clock()
         self._failed = False
 
     def run(self, parent: Callable[[], bool] = lambda: True) -> None:
@@ -204,6 +207,8 @@ class Service:
         try:
             if urgency_of(ids.wish) >= self._classes:
                 raise Refused(f"rank {worker} asks for class {urgency_of(ids.wish)}")
+            if message.kind == Kind.ALIVE:
+                return
             if message.kind == Kind.PULL:
                 self._pull(Answer(worker, ids))
             elif message.kind == Kind.TAKE:
@@ -219,6 +224,7 @@ class Service:
     def _push(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
         """Add gradients, and let the message ``free`` when that is done."""
         worker, key = message.peer, (ids.plan, ids.slice)
+        self._links.add(link_of(ids.wish))
         if message.kind == Kind.PUSH:
             self._want(Answer(worker, ids))
         # A worker that is ahead may push no more than its window holds until the others follow.
@@ -327,12 +333,26 @@ class Service:
         """
         if drained:
             self._look_for_gone()
+        if now - self._probed > self._quiet and self._waits(now - self._quiet):
+            self._probed = now
+            self._probe()
         late = self._sums.missing(now - self._timeout)
         if late is not None:
             ranks = ", ".join(map(str, sorted(late[1])))
             self._fail(
                 f"no gradients of rank {ranks} for slice {late[0][1]} within {self._timeout:g} s"
             )
+
+    def _waits(self, before: float) -> bool:
+        """Whether something has waited for a worker since before that moment."""
+        return self._sums.missing(before) is not None
+
+    def _probe(self) -> None:
+        """See whether the workers can be reached over every card that gradients come by."""
+        gone = self._mailbox.left.union(self._mailbox.lost)
+        for worker in range(self._workers):
+            if worker not in gone:
+                self._probes.send(worker, self._links)
 
     def _look_for_gone(self) -> None:
         left = dict.fromkeys(self._mailbox.left, "has ended")

@@ -98,5 +98,8 @@ class UpdatingService(Service):
             ranks = ", ".join(map(str, sorted(late[1])))
             self._fail(f"no {late[0]} of rank {ranks} within {self._timeout:g} s")
 
+    def _waits(self, before: float) -> bool:
+        return super()._waits(before) or self._updates.missing(before) is not None
+
     def _lacking(self, worker: int) -> bool:
         return super()._lacking(worker) or self._updates.lacking(worker)

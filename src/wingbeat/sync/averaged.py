@@ -91,11 +91,12 @@ def runtime_of(
         _leaves_with(update, averager, world)
         lives = LiveState(training, update)
         averager.grouping.offer = lives.written
-        if isinstance(update, OuterUpdate):
+        # Who shares one model with all takes part from the moment that it has it.
+        alike = averaging.outer is not None and averaging.partners == "all"
+        if alike and isinstance(update, OuterUpdate):
+            averager.grouping.renew()
             update.renew = functools.partial(_renew, averager.grouping, lives)
         if world.returned:
-            # Who shares one model with all takes part from the moment that it has it.
-            alike = averaging.outer is not None and averaging.partners == "all"
             lives.put(averager.grouping.fetch(join=alike))
     return runtime
 
@@ -121,7 +122,7 @@ def _renew(grouping: Grouping, lives: LiveState) -> None:
     """Take over another worker's state, if the others have gone on without this one."""
     if grouping.left_out:
         log.warning("others went on without this worker, which took too long: it takes their model")
-        lives.put(grouping.fetch())
+        lives.put(grouping.fetch(join=True))
 
 
 def _leaves_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:

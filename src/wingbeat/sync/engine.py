@@ -40,6 +40,7 @@ from wingbeat.sync.attach import Hooks, in_backward
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.entrance import Entrance
 from wingbeat.sync.hooks import WeakCall
+from wingbeat.sync.returned import refuse_loading
 from wingbeat.transport import leaving
 from wingbeat.types import Choices
 from wingbeat.updates.stepper import Stepper
@@ -377,13 +378,7 @@ class Engine(Entrance):
         Raises:
             UsageError: it would undo, on this worker alone, what that has copied from another.
         """
-        if self.copied:
-            raise UsageError(
-                f"load_state_dict() on rank {self.world.rank}, which was started again while the "
-                "others go on: distribute() has given it their model, the optimizer's state and "
-                "the number of steps, and an older state would undo that on this rank alone; load "
-                "before distribute(), or not where wingbeat.init().returned is true"
-            )
+        refuse_loading(self, "load_state_dict()")
         self.settle()
         self.level(always=False)
 

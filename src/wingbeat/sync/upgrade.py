@@ -21,6 +21,7 @@ from wingbeat.gradients.pending import PendingGradient
 from wingbeat.sync import checkpoint, kept
 from wingbeat.sync.engine import Engine
 from wingbeat.sync.joining import joined
+from wingbeat.sync.returned import refuse_loading
 from wingbeat.sync.wrapped import refuse_wrapping
 
 _KEY = "_wingbeat"
@@ -259,8 +260,10 @@ class DistributedOptimizer(_Distributed):
             parts: what ``residual_state_dict()`` returned on every worker, in any order.
 
         Raises:
-            UsageError: a part is missing, occurs twice, or belongs to something else.
+            UsageError: a part is missing, occurs twice, or belongs to something else; or this
+                worker has just come back to the others.
         """
+        refuse_loading(self._engine, "load_residuals()")
         self._engine.settle()
         self._engine.compression.load_parts(parts)
 
@@ -282,8 +285,10 @@ class DistributedOptimizer(_Distributed):
             parts: what ``shard_state_dict()`` returned on every worker, in any order.
 
         Raises:
-            UsageError: a part is missing, occurs twice, or belongs to something else.
+            UsageError: a part is missing, occurs twice, or belongs to something else; or this
+                worker has just come back to the others.
         """
+        refuse_loading(self._engine, "load_shards()")
         checkpoint.load(self._engine, parts, super().load_state_dict)  # type: ignore[misc]
 
     def add_param_group(self, group: dict[str, Any]) -> None:

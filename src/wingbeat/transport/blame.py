@@ -148,8 +148,8 @@ class Blame:
         return first if peer == self._rank else peer
 
     def finished(self, rank: int) -> bool:
-        """Whether ``rank`` has left in an orderly way."""
-        return has_finished(self._store, rank)
+        """Whether ``rank`` has left in an orderly way, and not because it waited in vain."""
+        return has_finished(self._store, rank) and self.whom(rank) is None
 
     def _waited(self, peer: int) -> int | None:
         """Return whom ``peer`` was waiting for; None if it does not say so."""

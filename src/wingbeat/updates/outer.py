@@ -58,8 +58,9 @@ class OuterUpdate(LocalUpdate):
     Where parameters have fewer bits than the shared model (bf16), how far they have come is counted
     from where they have set out, and not from what was rounded to that.
 
-    Where all share one model, a worker that the others have not waited for has missed outer steps.
-    After its next average it takes over the state of one of them, as one that comes back does.
+    Where all share one model, a worker that the others have not waited for has missed outer steps,
+    and may be at another fragment. In place of its next average it takes over the state of one of
+    them, as one that comes back does.
 
     Args:
         training: what it works on.
@@ -72,7 +73,8 @@ class OuterUpdate(LocalUpdate):
         alike: whether all workers are in each group, and share one model: then differences travel.
 
     Attributes:
-        renew: called after each average: takes over another's state if this worker was left out.
+        renew: called after each average, or where there was none because this worker was left out:
+            then it takes over another's state.
     """
 
     def __init__(

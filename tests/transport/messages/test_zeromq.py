@@ -451,11 +451,38 @@ def eth(name: str, address: str) -> Interface:
 def test_a_connection_that_is_made_anew_is_no_loss(closing: list[Mailbox]) -> None:
     store, a, b = cut_once(closing)
     begin = time.monotonic()
-    while not b._carrier.ended or b.unconnected():
-        assert time.monotonic() < begin + PATIENCE
-        b.next(0.01)
-    assert b.unconnected() == {}
+    for box in (a, b):  # who has connected, and who was connected to
+        while not box._carrier.ended or box.unconnected():
+            assert time.monotonic() < begin + PATIENCE
+            box.next(0.01)
+    assert a.unconnected() == b.unconnected() == {}
     a.post(1, 7, b"x")
     assert b.receive(PATIENCE).payload == b"x"
     for relay in store.relays:
         relay.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_is_gone_is_not_connected_any_more(
+    dead: int, encrypted: bool, closing: list[Mailbox]
+) -> None:
+    """To who has connected to it as to who was connected to; and it may come again."""
+    boxes = opened(classes=2, encrypted=encrypted)
+    closing += boxes
+    left = boxes[1 - dead]
+    assert left.unconnected() == {}
+    boxes[dead].abandon()
+    until(lambda: left.unconnected().get(dead, 0.0) > 0.05)
+    left.drop(dead)
+    assert left.unconnected() == {}
+
+
+def test_a_process_that_has_left_is_not_said_to_be_unconnected(closing: list[Mailbox]) -> None:
+    for number in (0, 1):
+        boxes = opened()
+        closing += boxes
+        threading.Thread(target=boxes[number].close).start()
+        other = boxes[1 - number]
+        until(lambda other=other: other.poll() is None and other.left and other._carrier.ended)
+        assert other.unconnected() == {}

@@ -33,11 +33,14 @@ class Admission:
 
     Attributes:
         ended: how many connections have ended.
+        cut: the endpoints where the last connection has ended, as whoever has connected to them
+            names them.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self._failed: Counter[str] = Counter()
         self._begun = self._succeeded = self.ended = 0
+        self.cut: set[str] = set()
         self._keys: Mapping[bytes, int] = {}
         self._context = context
         self._ended = False
@@ -117,7 +120,12 @@ class Admission:
 
     def _count(self, watched: Any) -> None:
         with contextlib.suppress(zmq.ZMQError):
-            event = int.from_bytes(watched.recv_multipart(zmq.DONTWAIT)[0][:2], "little")
+            said, endpoint = watched.recv_multipart(zmq.DONTWAIT)
+            event = int.from_bytes(said[:2], "little")
+            if event == _ENDED:
+                self.cut.add(endpoint.decode())
+            elif event == _SUCCEEDED:
+                self.cut.discard(endpoint.decode())
             self._begun += event in _BEGUN
             self._succeeded += event == _SUCCEEDED
             self.ended += event == _ENDED

@@ -57,6 +57,12 @@ class Carrier(Protocol):
     def ended(self) -> int:
         """How many connections have ended by now; peers may have made new ones since."""
 
+    def cut(self, place: Place) -> bool:
+        """Whether a connection that this process has made there has ended, and is not made anew.
+
+        Sending does not show that: what is sent waits for the new one.
+        """
+
     def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
         """Connect to a peer's interface number ``theirs``; None if the peer connects to us."""
 

@@ -152,7 +152,7 @@ class Endpoint:
         lost: what to say of peers that have fallen silent.
         left: the peers that have ended in an orderly way.
         waiting: how many messages there are to be taken.
-        down: since when nobody is connected at the end of a flow, as sending has shown.
+        down: since when nobody is connected at the end of a flow.
     """
 
     def __init__(
@@ -284,6 +284,14 @@ class Endpoint:
         for route, flow in self.flows.items():
             if flow.met and flow.up and route.peer not in self.left:
                 self._introduce_self(route, now)
+
+    def look(self, cut: Callable[[Place], bool], now: float) -> None:
+        """Note which flows' connections have ended, where sending does not show that: `down`."""
+        for route, place in self._place.items():
+            if cut(place):
+                self.down.setdefault(route, now)
+            elif self.flows[route].up:
+                self.down.pop(route, None)
 
     def due(self) -> float:
         """When `tick` is to be called at the latest, if nothing arrives before."""

@@ -160,6 +160,10 @@ class LoopbackCarrier:
         """As `Carrier.ended`: of all processes."""
         return self._network.ended
 
+    def cut(self, place: Place) -> bool:  # noqa: ARG002
+        """As `Carrier.cut`: sending shows it."""
+        return False
+
     def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
         """As `Carrier.place`."""
         return None if peer < self._number else Place(interface, urgency, (peer, theirs))

@@ -24,6 +24,9 @@ from wingbeat.transport.messages.routes import Routes
 CLOSING = 5.0
 """Seconds that a peer may take to hear that this end leaves."""
 
+UNCONNECTED_S = 1.0
+"""Seconds in which a process whose connection has ended may make it anew: a living one does."""
+
 _LINGER_S = 1.0
 """Seconds that the last words may take to leave, after everything else has arrived."""
 
@@ -207,8 +210,7 @@ class Mailbox:
         """Return who is not connected any more, and for how many seconds: a process that has died.
 
         Or one whose connection has broken, which it makes anew within moments. Nobody has to fall
-        silent for that, so a process that is slow, or stopped, is not among them. Of two processes
-        the one with the lower number connects, and only the other one finds out here.
+        silent for that, so a process that is slow, or stopped, is not among them.
         """
         endpoint, ended = self._endpoint, self._carrier.ended
         if ended != self._ended_before:
@@ -216,6 +218,8 @@ class Mailbox:
             endpoint.greet(self._clock())
             self._go_over(self._clock())
         now, found = self._clock(), dict[int, float]()
+        if ended:
+            endpoint.look(self._carrier.cut, now)
         for route, since in endpoint.down.items():
             if route.peer not in endpoint.left:
                 found[route.peer] = max(now - since, found.get(route.peer, 0.0))

@@ -125,7 +125,8 @@ class ZeroMQCarrier:
         self._context.max_sockets = 1024
         self._admission = Admission(self._context)
         self._peers: dict[int, Reach] = {}
-        self._connected: dict[int, list[tuple[zmq.Socket[bytes], str]]] = {}
+        self._connected: dict[int, list[Place]] = {}
+        self._ends: dict[Place, str] = {}
         self._renewals = 0
         self._sockets: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
@@ -158,6 +159,10 @@ class ZeroMQCarrier:
         """How many connections have ended by now; peers may have made new ones since."""
         return self._admission.ended
 
+    def cut(self, place: Place) -> bool:
+        """Whether a connection that this process has made there has ended, and is not made anew."""
+        return self._ends.get(place) in self._admission.cut
+
     def admit(self, peers: Mapping[int, Reach]) -> None:
         """Say who may connect, and where they listen. Until then nobody may."""
         self._peers = dict(peers)
@@ -165,8 +170,8 @@ class ZeroMQCarrier:
 
     def forget(self, peer: int) -> None:
         """Let a peer whose process has ended connect no more, nor try to connect to it."""
-        for socket, endpoint in self._connected.pop(peer, ()):
-            socket.disconnect(endpoint)
+        for place in self._connected.pop(peer, ()):
+            self._sockets[place[:2]].disconnect(self._ends.pop(place))
         self._renewals += 1
         self.admit({n: reach for n, reach in self._peers.items() if n != peer})
 
@@ -202,8 +207,10 @@ class ZeroMQCarrier:
             socket.curve_serverkey = reach.public
         endpoint = reach.endpoints[theirs][urgency]
         socket.connect(endpoint)
-        self._connected.setdefault(peer, []).append((socket, endpoint))
-        return Place(interface, urgency, name)
+        made = Place(interface, urgency, name)
+        self._connected.setdefault(peer, []).append(made)
+        self._ends[made] = endpoint
+        return made
 
     def send(self, place: Place, parts: Sequence[Buffer]) -> bool:
         """Hand over one frame without waiting; False if nobody is connected there now."""
