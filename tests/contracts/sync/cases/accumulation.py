@@ -227,6 +227,25 @@ def gradients_replaced(side: Side) -> None:
         optimizer.step()
 
 
+def _exchanged(halves: int) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        bare = mlp(width=24)
+        model, optimizer = side.setup(bare, sgd(bare))
+        first, second = bare[0].weight, bare[2][0].weight  # type: ignore[index]
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            for half in range(halves):
+                cross_entropy(model, *side.batch(10 * step + half, width=24)).backward()
+                first.grad, second.grad = second.grad, first.grad
+            optimizer.step()
+
+    return play
+
+
+add(_exchanged(1), "gradients_exchanged_between_parameters")
+add(_exchanged(2), "gradients_exchanged_and_added_to")
+
+
 @scenario()
 def gradients_removed_by_hand(side: Side) -> None:
     """Some parameters are left out of some steps by setting their gradient to None."""
