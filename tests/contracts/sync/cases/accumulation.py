@@ -229,13 +229,13 @@ def gradients_replaced(side: Side) -> None:
 
 def _exchanged(halves: int) -> Callable[[Side], None]:
     def play(side: Side) -> None:
-        bare = mlp(width=24)
+        bare = mlp()
         model, optimizer = side.setup(bare, sgd(bare))
-        first, second = bare[0].weight, bare[2][0].weight  # type: ignore[index]
+        first, second = bare[0].bias, bare[2][0].bias  # type: ignore[index]
         for step in range(3):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             for half in range(halves):
-                cross_entropy(model, *side.batch(10 * step + half, width=24)).backward()
+                cross_entropy(model, *side.batch(10 * step + half)).backward()
                 first.grad, second.grad = second.grad, first.grad
             optimizer.step()
 
