@@ -140,12 +140,15 @@ def test_a_step_uses_the_gradients_up() -> None:
         with pytest.raises(UsageError, match=r"optimizer\.step\(\): .*zero_grad\(\)"):
             optimizer.step()
         backward(model, world.rank, 2)
-        assert all(p.grad is None for p in model.parameters()), "a sum that lacks its first part"
+        for param in model.parameters():  # a sum that lacks its first part
+            with pytest.raises(UsageError, match=r"a gradient was read: .*zero_grad"):
+                param.grad.sum()
         with pytest.raises(UsageError, match="zero_grad"):
             optimizer.clip_grad_norm_(1.0)
         with pytest.raises(UsageError, match="zero_grad"):
             optimizer.step()
-        backward(model, world.rank, 3)
+        with pytest.raises(UsageError, match="zero_grad"):
+            backward(model, world.rank, 3)
         with pytest.raises(UsageError, match="zero_grad"):
             optimizer.step()
         train(model, optimizer, range(2, 4))
@@ -396,6 +399,26 @@ def test_hooks_of_all_optimizers_run_once_a_step_and_see_the_users_optimizer() -
     whole = [len(list(net().parameters()))]
     for thread in threads:
         assert [sizes for where, sizes in calls if where == thread] == [whole] * 6
+
+
+def test_another_optimizer_hears_that_a_step_has_used_gradients_up() -> None:
+    """It would find none, and train nothing."""
+
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world)
+        train(model, optimizer, [0])
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        other.zero_grad()
+        backward(model, world.rank, 1)
+        with pytest.raises(UsageError, match="read: with shard_optimizer a step uses the grad"):
+            other.step()
+        before = weights(model)
+        optimizer.zero_grad()
+        backward(model, world.rank, 2)
+        other.step()
+        assert not torch.equal(before["head.bias"], weights(model)["head.bias"])
+
+    on(2, body)
 
 
 def test_a_backward_cut_short_on_one_rank_after_a_step_that_used_gradients_up() -> None:

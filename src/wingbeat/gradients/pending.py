@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 """What a GradScaler calls on gradients. Each worker's own blocks suffice for that."""
 
+_GONE = (
+    "a gradient was read that no worker has whole any more, after optimizer.step() or "
+    'zero_grad(); with a divided optimizer (shard_optimizer, update="server") read '
+    "gradients before, or keep a clone()"
+)
+
 
 class Gatherer(Protocol):
     """Who makes gradients whole."""
@@ -42,7 +48,7 @@ class PendingGradient(torch.Tensor):
     _view: torch.Tensor
     _slot: weakref.ref[Slot]
     _gatherer: weakref.ref[Gatherer]
-    _dropped: bool
+    _dropped: str
 
     @staticmethod
     def __new__(cls, slot: Slot, gatherer: weakref.ref[Gatherer]) -> PendingGradient:
@@ -55,7 +61,7 @@ class PendingGradient(torch.Tensor):
         made._view = view
         made._slot = weakref.ref(slot)
         made._gatherer = gatherer
-        made._dropped = False
+        made._dropped = ""
         return made
 
     def __init__(self, *_args: Any) -> None:
@@ -90,9 +96,9 @@ class PendingGradient(torch.Tensor):
         current = slot is not None and slot.pending is self and not self.__dict__["_dropped"]
         return slot if current else None
 
-    def drop(self) -> None:
-        """From now on refuse to be read: what it stands for has gone without being gathered."""
-        self.__dict__["_dropped"] = True
+    def drop(self, why: str = "") -> None:
+        """From now on refuse to be read, for this reason: nobody will have what it stands for."""
+        self.__dict__["_dropped"] = why or _GONE
 
     def whole(self) -> torch.Tensor:
         """Return the whole gradient, which all workers have by then.
@@ -104,11 +110,7 @@ class PendingGradient(torch.Tensor):
         slot = self.__dict__["_slot"]()
         view: torch.Tensor = self.__dict__["_view"]
         if self.__dict__["_dropped"]:
-            raise UsageError(
-                "a gradient was read that no worker has whole any more, after optimizer.step() or "
-                'zero_grad(); with a divided optimizer (shard_optimizer, update="server") read '
-                "gradients before, or keep a clone()"
-            )
+            raise UsageError(self.__dict__["_dropped"])
         if gatherer is not None and slot is not None and slot.pending is self:
             gatherer.show_gradient(slot)
             if slot.pending is self:

@@ -49,6 +49,9 @@ class Views(Protocol):
     def drop(self) -> None:
         """Have nobody take what is in the buffers for gradients."""
 
+    def lose(self, slot: Slot, why: str) -> None:
+        """Have the gradient of ``slot``, which nobody will have, refuse to be read: ``why``."""
+
     def adding_to(self, slot: Slot | None) -> contextlib.AbstractContextManager[None]:
         """Leave ``slot`` as it is inside: autograd, which is adding to it, must find it so."""
 
@@ -62,7 +65,8 @@ class ShownGradients:
         self._bucketing = bucketing
 
     def begin(self) -> None:
-        """Nothing: autograd adds to what all workers have alike."""
+        """Autograd adds to what all workers have alike."""
+        keep_displaced(self._bucketing)
 
     def zeroed(self) -> None:
         """Nothing to forget."""
@@ -87,6 +91,10 @@ class ShownGradients:
 
     def drop(self) -> None:
         """Nothing: what is shown is a gradient."""
+
+    def lose(self, slot: Slot, why: str) -> None:  # noqa: ARG002
+        """Have no gradient."""
+        slot.param.grad = None
 
     def adding_to(self, slot: Slot | None) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         """Nothing: it is shown."""
@@ -150,7 +158,8 @@ class HiddenGradients:
         self._added_to: Slot | None = None
 
     def begin(self) -> None:
-        """Nothing: autograd adds to what all workers have alike."""
+        """Autograd adds to what all workers have alike."""
+        keep_displaced(self._bucketing)
 
     def zeroed(self) -> None:
         """Nothing to forget."""
@@ -205,6 +214,12 @@ class HiddenGradients:
                 slot.pending = PendingGradient(slot, self._gatherer)
             if shown:
                 slot.param.grad = slot.pending
+
+    def lose(self, slot: Slot, why: str) -> None:
+        """Leave in ``p.grad`` what refuses to be read."""
+        slot.pending.drop(why)
+        slot.param.grad = slot.pending
+        slot.pending = PendingGradient(slot, self._gatherer)
 
 
 class SentGradients(HiddenGradients):
@@ -297,6 +312,24 @@ class _Sent:
 
 _SENT = _Sent()
 """The only one: what refers to it does so weakly."""
+
+
+def keep_displaced(bucketing: Bucketing) -> None:
+    """Give gradients new memory that the user has given to other parameters than they are of.
+
+    Their places in the buffers are about to be written to, in any order.
+    """
+    places: set[int] = set()
+    with torch._C.DisableTorchFunctionSubclass():  # nothing here reads a parameter
+        for slot in bucketing.slots:
+            grad = slot.param.grad
+            if grad is None or slot.holds(grad) or grad.layout is not torch.strided:
+                continue
+            if isinstance(grad, PendingGradient):
+                grad = grad.whole()
+            places = places or {b.flat.untyped_storage()._cdata for b in bucketing.buckets}
+            if grad.untyped_storage()._cdata in places:
+                slot.param.grad = grad.detach().clone()
 
 
 def replaced(slots: Sequence[Slot], owns: Callable[[torch.Tensor], bool]) -> bool:

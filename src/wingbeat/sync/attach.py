@@ -120,12 +120,15 @@ def on_backward_end(engine: Any, method: str = "end_backward") -> weakref.ref[An
     return weakref.ref(callback)
 
 
+# `torch.compile` would compile what a backward calls, if a compiled function of the user runs it.
+@torch._disable_dynamo
 def _on_grad(engine: weakref.ref[Hooked], index: int, _param: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive.on_grad(index)
 
 
+@torch._disable_dynamo
 def _on_backward_end(engine: weakref.ref[Hooked], method: str) -> None:
     alive = engine()
     if alive is not None:

@@ -149,7 +149,8 @@ class BufferSync:
         self._root = root
         if self._rank == root:
             sent = self._sent
-            self._news[0] = sent is None or not all(sent.equal(self.tensors()))
+            now = self.tensors()
+            self._news[0] = sent is None or not (sent.fits(now) and all(sent.equal(now)))
         self._asked = self._own.broadcast(self._news, root, label="news of buffers")
 
     def apply(self) -> None:
@@ -157,9 +158,11 @@ class BufferSync:
         handle, self._handle = self._handle, None
         if handle is not None and self._sent is not None:
             handle.wait()
-            if self._rank != self._root and self._before is not None:
-                # What somebody has written since is this worker's until the next forward.
-                self._sent.unpack(self.tensors(), self._before)
+            # What somebody has written since, given another shape or removed (as `prune.remove`
+            # does with masks), is this worker's until the next forward.
+            now = self.tensors()
+            if self._rank != self._root and self._before is not None and self._sent.fits(now):
+                self._sent.unpack(now, self._before)
         asked, self._asked = self._asked, None
         if asked is None or self._own is None:
             return

@@ -185,7 +185,10 @@ class Engine(Entrance):
         self.tell(BackwardEnds(looked_at=bool(others) and not blind, lost=lost))
         if lost:
             for slot in self.slots:
-                slot.param.grad = None
+                if self.stepper.owns(slot.param):
+                    self.views.lose(slot, self.update.why_lost("a gradient was read"))
+                else:
+                    slot.param.grad = None
         elif others and not blind:
             self.views.show(others)
         self.meter.enter("other")

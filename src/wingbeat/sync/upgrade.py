@@ -83,6 +83,7 @@ class _Model(_Distributed):
         self._engine.settle()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`, without waiting for what is under way."""
         self._engine.zero_grad(set_to_none)
@@ -166,8 +167,12 @@ class DistributedModel(_Model):
 
 
 class DistributedOptimizer(_Distributed):
-    """What `distribute` adds to an optimizer's class."""
+    """What `distribute` adds to an optimizer's class.
 
+    `torch.compile` leaves these methods alone: it may run what it compiles twice, or not at all.
+    """
+
+    @torch._disable_dynamo
     def step(self, closure: Any = None) -> Any:
         """Run one step; with `DeAR`, parameters are updated as the next forward needs them.
 
@@ -184,6 +189,7 @@ class DistributedOptimizer(_Distributed):
     # The optimizer's hooks are run by its own step, which the engine calls.
     step.hooked = True  # type: ignore[attr-defined]
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`, without waiting for what is under way."""
         self._engine.zero_grad(set_to_none)
@@ -192,6 +198,7 @@ class DistributedOptimizer(_Distributed):
         if plain_class(self).zero_grad is not torch.optim.Optimizer.zero_grad:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    @torch._disable_dynamo
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the averaged gradients of all the optimizer's parameters by their global norm.
 
@@ -358,10 +365,12 @@ def _zero(params: Iterable[torch.Tensor], set_to_none: bool) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:
             grad = param.grad
-            if grad is None or isinstance(grad, PendingGradient):
+            if grad is None:
                 continue
             if set_to_none:
                 param.grad = None
+            elif isinstance(grad, PendingGradient):  # another parameter's, or an old one
+                param.grad = torch.zeros_like(param)
             elif grad.grad_fn:
                 grad.detach_().zero_()
             else:

@@ -130,14 +130,18 @@ class DividedUpdate:
         """Whether a backward has added to gradients that a step has used up."""
         return bool(self._spent)
 
+    def why_lost(self, what: str) -> str:
+        """Say why ``what``, which needs gradients that a step has used up, is not possible."""
+        return (
+            f"{what}: with {self.option} a step uses the gradients up, and nothing can be "
+            "added to them; call optimizer.zero_grad() between step() and backward(), and "
+            "backward() before each step()"
+        )
+
     def refuse_lost(self, what: str) -> None:
         """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
         if self._spent:
-            raise UsageError(
-                f"{what}: with {self.option} a step uses the gradients up, and nothing can be "
-                "added to them; call optimizer.zero_grad() between step() and backward(), and "
-                "backward() before each step()"
-            )
+            raise UsageError(self.why_lost(what))
 
     # -- state ----------------------------------------------------------------------------
 

@@ -103,6 +103,9 @@ class Update(Protocol):
     def lost(self) -> bool:
         """Whether a backward has added to gradients that a step has used up."""
 
+    def why_lost(self, what: str) -> str:
+        """Say why ``what``, which needs gradients that a step has used up, is not possible."""
+
     def refuse_lost(self, what: str) -> None:
         """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
 

@@ -2,6 +2,7 @@
 
 from . import (
     accumulation,
+    compiled,
     complexes,
     digits,
     errors,
@@ -24,6 +25,7 @@ from . import (
 
 __all__ = [
     "accumulation",
+    "compiled",
     "complexes",
     "digits",
     "errors",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import BOTH, Grid, add, scenario
+from ..registry import ALL, BOTH, CODED, Grid, add, scenario
 from ..sides import Side
 
 
@@ -225,6 +225,26 @@ def gradients_replaced(side: Side) -> None:
             assert p.grad is not None
             p.grad = p.grad * 0.5 + 0.01
         optimizer.step()
+
+
+def _exchanged(halves: int) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        bare = mlp()
+        model, optimizer = side.setup(bare, sgd(bare))
+        first, second = bare[0].bias, bare[2][0].bias  # type: ignore[index]
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            for half in range(halves):
+                cross_entropy(model, *side.batch(10 * step + half)).backward()
+                first.grad, second.grad = second.grad, first.grad
+            optimizer.step()
+
+    return play
+
+
+_HERE = Grid(strategies=(*ALL, *CODED))  # where servers update it is not right yet
+add(_exchanged(1), "gradients_exchanged_between_parameters", _HERE)
+add(_exchanged(2), "gradients_exchanged_and_added_to", _HERE)
 
 
 @scenario()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import wingbeat
@@ -18,7 +18,7 @@ from wingbeat.errors import UsageError
 
 from ..compare import assert_same_on_every_rank
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import ALL, CODED, TINY, Grid, Rig, add, check, scenario
+from ..registry import ALL, CODED, TINY, Grid, Rig, check, scenario
 from ..sides import Side, WingbeatSide, bring_world_up
 
 
@@ -238,31 +238,6 @@ def a_whole_model_compiled_by_torchscript(rig: Rig) -> None:
         wingbeat.distribute(model, sgd(model), rig.strategy)
 
 
-def _compiled(what: str) -> Callable[[Side], None]:
-    """As ``torch.compile`` does it; "aot_eager" is all of it but the code generator."""
-
-    def play(side: Side) -> None:
-        torch.compiler.reset()
-        model: Any = nn.Sequential(mlp(classes=8), nn.Tanh(), nn.Linear(8, 3))
-        options = {"backend": "aot_eager"}
-        if side.is_subject and what == "a_part":
-            model[0].compile(**options)
-        if side.is_subject and what == "in_place":
-            model.compile(**options)
-        model, optimizer = side.setup(model, adamw(model))
-        run = torch.compile(model, **options) if side.is_subject and what == "after" else model
-        for step in range(5):
-            optimizer.zero_grad()
-            cross_entropy(run, *side.batch(step)).backward()
-            optimizer.step()
-
-    return play
-
-
-for _what in ("a_part", "in_place", "after"):
-    add(_compiled(_what), f"compiled_{_what}", Grid(worlds=(2,), mbs=(TINY,)), find_unused=False)
-
-
 # -- buffers ------------------------------------------------------------------------------
 
 
@@ -291,6 +266,22 @@ def buffers_given_new_tensors(side: Side) -> None:
     model: Any = Remembering()
     model, optimizer = side.setup(model, sgd(model))
     train(side, model, optimizer)
+
+
+@scenario(reference="plain")  # DDP fails once no buffer is left
+def buffers_that_are_removed(side: Side) -> None:
+    """As pruning does: masks are buffers from `prune.l1_unstructured` to `prune.remove`."""
+    model: Any = mlp()
+    parts = [model[0], model[3]]
+    for part in parts:
+        prune.l1_unstructured(part, "weight", 0.4)  # type: ignore[no-untyped-call]
+    model, optimizer = side.setup(model, sgd(model))
+    for step in range(6):
+        optimizer.zero_grad()
+        cross_entropy(model, *side.batch(step)).backward()
+        optimizer.step()
+        if step % 2 and parts:
+            prune.remove(parts.pop(), "weight")  # type: ignore[no-untyped-call]
 
 
 def _written(side: Side, who: Any) -> None:
