@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from wingbeat.gradients.bucket import Bucket
-from wingbeat.gradients.views import Views
+from wingbeat.gradients.views import Views, keep_displaced
 from wingbeat.observe.events import stream
 from wingbeat.schedules.events import (
     Defer,
@@ -155,8 +155,11 @@ class ServedUpdate(DividedUpdate):
 
     def _finals(self, used: frozenset[int], active: list[int], rank: int) -> list[Holding]:
         """Put final gradients into the buffers; return the slices that this worker is to send."""
-        for bucket in self._training.bucketing.buckets:
+        buckets = self._training.bucketing.buckets
+        for bucket in buckets:
             bucket.settle()
+        keep_displaced(self._training.bucketing)
+        for bucket in buckets:
             self._leave_kept(bucket)
             for slot in bucket.slots:
                 grad = slot.param.grad

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import ALL, BOTH, CODED, Grid, add, scenario
+from ..registry import BOTH, Grid, add, scenario
 from ..sides import Side
 
 
@@ -242,9 +242,8 @@ def _exchanged(halves: int) -> Callable[[Side], None]:
     return play
 
 
-_HERE = Grid(strategies=(*ALL, *CODED))  # where servers update it is not right yet
-add(_exchanged(1), "gradients_exchanged_between_parameters", _HERE)
-add(_exchanged(2), "gradients_exchanged_and_added_to", _HERE)
+add(_exchanged(1), "gradients_exchanged_between_parameters")
+add(_exchanged(2), "gradients_exchanged_and_added_to")
 
 
 @scenario()
