@@ -137,7 +137,8 @@ def test_a_step_uses_the_gradients_up() -> None:
             UsageError, match=r'update="server" a step uses .* optimizer\.zero_grad'
         ):
             optimizer.clip_grad_norm_(1.0)
-        backward(model, world.rank, 3)
+        with pytest.raises(UsageError, match="zero_grad"):
+            backward(model, world.rank, 3)
         with pytest.raises(UsageError, match="zero_grad"):
             optimizer.step()
         train(model, optimizer, range(2, 4))

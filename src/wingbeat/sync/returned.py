@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from wingbeat.errors import UsageError
 
 if TYPE_CHECKING:
-    from wingbeat.sync.engine import Engine
+    from wingbeat.transport.world import World
 
 
-def refuse_loading(engine: Engine, what: str) -> None:
+class MayHaveReturned(Protocol):
+    """A model's engine on a worker.
+
+    Attributes:
+        world: all workers.
+        copied: whether this one has another's model, and has made no step since.
+    """
+
+    world: World
+    copied: bool
+
+
+def refuse_loading(engine: MayHaveReturned, what: str) -> None:
     """Refuse to load anything over what a worker has copied and not used yet.
 
     Residuals, too: the others may have had what they hold back, before this worker was gone.
