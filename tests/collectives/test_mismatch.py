@@ -86,7 +86,8 @@ def test_in_a_group_all_that_must_be_alike_tells_calls_apart(mine: str, theirs: 
     said = loopback.run(members, body)
     for world in members:
         world.close()
-    assert all("in group (0, 1) of epoch 0" in text for text in said) or mine == theirs, said
+    # The other may have given up the group before this one was at it.
+    assert all("group (0, 1) of epoch 0" in text for text in said) or mine == theirs, said
 
 
 def test_channels_do_not_meet() -> None:
