@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "ending.h"
 #include "loops.h"
 #include "merge.h"
 #include "messages.h"
@@ -19,6 +20,20 @@
 namespace nb = nanobind;
 
 namespace {
+
+// Lets other threads use the interpreter while a kernel runs.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    wingbeat::or_wait_for_the_end([this] { PyEval_RestoreThread(state_); });
+  }
+
+ private:
+  PyThreadState* state_;
+};
 
 template <class T>
 T* at(std::uintptr_t address) {
@@ -82,7 +97,7 @@ std::tuple<std::vector<std::int64_t>, double, bool> best_merge(
                                    at<const double>(delay)};
   wingbeat::Merged found;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     found = wingbeat::best_merge(costs, {tie, width, room, growth, work});
   }
   return {std::move(found.stops), found.least, found.proven};
@@ -91,13 +106,13 @@ std::tuple<std::vector<std::int64_t>, double, bool> best_merge(
 }  // namespace
 
 NB_MODULE(_native, module) {
-  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
-  module.def("sketch_encode", &sketch_encode, Unlocked());
-  module.def("sketch_decode", &sketch_decode, Unlocked());
-  module.def("topk_encode", &topk_encode, Unlocked());
-  module.def("topk_decode", &topk_decode, Unlocked());
-  module.def("add_half", &add_half, Unlocked());
-  module.def("narrow_half", &narrow_half, Unlocked());
+  const nb::call_guard<Unlocked> unlocked;
+  module.def("sketch_encode", &sketch_encode, unlocked);
+  module.def("sketch_decode", &sketch_decode, unlocked);
+  module.def("topk_encode", &topk_encode, unlocked);
+  module.def("topk_decode", &topk_decode, unlocked);
+  module.def("add_half", &add_half, unlocked);
+  module.def("narrow_half", &narrow_half, unlocked);
   module.def("best_merge", &best_merge);
   module.def("instructions", [] { return wingbeat::loops().name; });
   module.def("prefer_portable", &wingbeat::prefer_portable);

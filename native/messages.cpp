@@ -9,6 +9,7 @@
 #include <cstring>
 #include <string>
 
+#include "ending.h"
 #include "flow.h"
 
 namespace nb = nanobind;
@@ -102,7 +103,13 @@ void flush(Flow& flow, nb::handle send, nb::handle place, double now) {
   while (true) {
     const Frame frame = flow.next(now);
     if (frame.header == nullptr) return;
-    if (!nb::cast<bool>(send(place, parts_of(frame)))) return flow.down();
+    const nb::list parts = parts_of(frame);
+    PyObject* const arguments[] = {place.ptr(), parts.ptr()};
+    // It uses sockets, during which the interpreter is others'.
+    const auto taken = nb::steal(wingbeat::or_wait_for_the_end(
+        [&] { return PyObject_Vectorcall(send.ptr(), arguments, 2, nullptr); }));
+    if (!taken.is_valid()) throw nb::python_error();
+    if (!nb::cast<bool>(taken)) return flow.down();
     flow.sent(frame, now);
   }
 }

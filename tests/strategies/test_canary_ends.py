@@ -27,7 +27,7 @@ print("trained")
 
 
 def test_the_process_ends_without_a_word() -> None:
-    """Threads that still say goodbye then use sockets, which nobody may close under their hands."""
+    """Threads that still use sockets are ended by the interpreter in the midst of C++."""
     command = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "trained\n", "")
