@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from common import at_least_one
 from killing import (
     PATIENCE_S,
     Killer,
@@ -53,7 +54,7 @@ def arguments() -> argparse.Namespace:
         "--row", default="canary:s=8,p=2,colayers=4,encrypted=False",
         help="(canary:s=8,p=2,colayers=4,encrypted=False)",
     )  # fmt: skip
-    parser.add_argument("--kills", type=int, default=20, help="(20)")
+    parser.add_argument("--kills", type=at_least_one, default=20, help="(20)")
     parser.add_argument("--seed", type=int, default=0, help="of whom and when (0)")
     parser.add_argument("--json", type=Path, default=Path("out/canary_kills.json"), metavar="FILE")
     return parser.parse_args()

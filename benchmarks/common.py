@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import sys
@@ -41,6 +42,17 @@ def refuse_unwritable(path: Path) -> None:
     except UsageError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def at_least_one(text: str) -> int:
+    """Return a number of the command line that has to be 1 or more.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from 1 on")
+    return int(text)
 
 
 def measured_before(path: Path, key: str, remedy: str) -> list[Any]:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import refuse_unwritable, write
+from common import at_least_one, refuse_unwritable, write
 
 WORKERS, SERVERS = 3, 2
 MARK = "WINGBEAT_KILLS"
@@ -461,7 +461,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=at_least_one, default=20)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--every", type=int, default=5, help="iterations between two checkpoints")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds slept in an iteration")

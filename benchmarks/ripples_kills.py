@@ -24,6 +24,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from common import at_least_one
 from killing import (
     PATIENCE_S,
     Killer,
@@ -80,7 +81,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lab", default="star:4@100mbit", help="(star:4@100mbit)")
     parser.add_argument("--row", default="ripples", help="(ripples)")
-    parser.add_argument("--kills", type=int, default=20, help="(20)")
+    parser.add_argument("--kills", type=at_least_one, default=20, help="(20)")
     parser.add_argument("--seed", type=int, default=0, help="of whom and when (0)")
     parser.add_argument("--json", type=Path, default=Path("out/ripples_kills.json"), metavar="FILE")
     return parser.parse_args()

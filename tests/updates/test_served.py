@@ -152,6 +152,21 @@ def test_changed_gradients_are_what_servers_use() -> None:
     compare(3, adamw, body)
 
 
+def test_gradients_given_to_another_parameter() -> None:
+    """Each is still in the place of the one that it was made for, when all are put in theirs."""
+
+    def body(model: Any, optimizer: Any, rank: int) -> None:
+        model.use_spare = True
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            backward(model, rank, step)
+            one, other = model.second.bias, model.spare.bias
+            one.grad, other.grad = other.grad, (other if step == 3 else one).grad
+            optimizer.step()
+
+    compare(2, adamw, body, mb=25.0)
+
+
 @pytest.mark.parametrize("reader", [0, 1, 2])
 def test_gradients_read_on_one_rank_are_whole(reader: int) -> None:
     """Others clip, step, add to them or drop them meanwhile."""
