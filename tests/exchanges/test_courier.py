@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from unittest.mock import Mock
 
 import pytest
@@ -147,8 +148,8 @@ def test_bsp_is_the_synchronous_result() -> None:
 @pytest.mark.parametrize(
     ("kind", "payload"),
     [(BEGIN, b"{}"), (BEGIN, b"\xff"), (MORE, b"abc"), (7, b""),
-     (BEGIN, b'{"nbytes": 0, "kind": "pull", "life": 0, "applied": -2, "view": [0, 0]}'),
-     (BEGIN, b'{"nbytes": 99999999999999}')],
+     (BEGIN, struct.pack("<IIQ5i", 4, 5, 0, 5, 0, -2, 0, 0)),
+     (BEGIN, struct.pack("<IIQ", 4, 0, 99999999999999))],
 )  # fmt: skip
 def test_whoever_sends_nonsense_is_named(kind: int, payload: bytes) -> None:
     crew = Crew(0, 2, Pace(0, 1, 1), iterations=1)

@@ -15,7 +15,7 @@ from helpers.pieces import cut
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.pieces import Pieces
 from wingbeat.exchanges.replica import TorchReplica, pace_of
-from wingbeat.stale.letters import message_of, words_of
+from wingbeat.stale.letters import message_of, numbers_of
 from wingbeat.stale.messages import Round
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import whole
@@ -104,7 +104,7 @@ def play(
     """Let whatever may happen next happen, as drawn from a seed, until all have settled."""
     chance = random.Random(seed)
     crew = [Trainee(rank, n, pace, make) for rank in range(n)]
-    mail: dict[tuple[int, int], deque[tuple[str, Any]]] = {}
+    mail: dict[tuple[int, int], deque[tuple[list[int], Any]]] = {}
     speed = [chance.choice((1, 1, 4)) for _ in crew]
     for _ in range(20_000):
         if all(one.machine.settled for one in crew):
@@ -115,16 +115,15 @@ def play(
         for each in crew:
             while each.machine.posts:
                 post = each.machine.posts.popleft()
-                words = json.dumps(words_of(post.message, 0) | {"nbytes": 0})
+                numbers = numbers_of(post.message, 0)
                 payload = getattr(post.message, "payload", None)
                 for to in post.to:
-                    mail.setdefault((each.rank, to), deque()).append((words, payload))
+                    mail.setdefault((each.rank, to), deque()).append((numbers, payload))
         ways = [way for way, letters in mail.items() if letters]
         if ways:
             way = chance.choice(ways)
-            text, payload = mail[way].popleft()
-            read = {key: word for key, word in json.loads(text).items() if key != "nbytes"}
-            life, said = message_of(read, n, pace.colayers, payload)
+            numbers, payload = mail[way].popleft()
+            life, said = message_of(numbers, n, pace.colayers, payload)
             crew[way[1]].machine.receive(way[0], life, said)
     assert all(one.machine.settled for one in crew), [one.machine.at for one in crew]
     for one in crew:

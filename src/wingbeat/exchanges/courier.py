@@ -17,15 +17,14 @@ from typing import Any, Protocol
 
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.attendance import Attendance
-from wingbeat.exchanges.lanes.lanes import BEGIN, Lanes
+from wingbeat.exchanges.incoming import Incoming
+from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.exchanges.lanes.order import Astray
 from wingbeat.exchanges.outgoing import Outgoing
 from wingbeat.exchanges.presence import Back, Gone, Presence
 from wingbeat.observe.log import log
-from wingbeat.servers.documents import Document
-from wingbeat.servers.sums import Refused
 from wingbeat.stale.journal import Journal, Unwritten
-from wingbeat.stale.letters import Malformed, message_of
+from wingbeat.stale.letters import Malformed
 from wingbeat.stale.messages import Post, Round
 from wingbeat.stale.worker import Worker
 from wingbeat.transport.messages.endpoint import Message
@@ -108,7 +107,7 @@ class Courier:
         self._changed = threading.Condition()
         self._interrupt = mailbox.interrupter()
         self._outgoing = Outgoing(machine, lanes)
-        self._documents: dict[int, Document] = {}
+        self._incoming: dict[int, Incoming] = {}
         self._error: PeerError | None = None
         self._ending = False
         self._count = 0  # of what has happened, so that nothing is missed between two looks
@@ -330,7 +329,7 @@ class Courier:
         self._lanes.forget(worker)
         if worker not in self._mailbox.left:  # else it still hears the last words
             self._mailbox.drop(worker)
-        self._documents.pop(worker, None)
+        self._incoming.pop(worker, None)
         self._outgoing.forget(worker, gone.life)
         if gone.missed:
             self.machine.lost(worker, gone.life)
@@ -358,19 +357,13 @@ class Courier:
 
     def _hear(self, source: int, kind: int, payload: Any) -> None:
         """Take in the next part of what a worker says."""
+        incoming = self._incoming.get(source)
+        if incoming is None:
+            incoming = self._incoming[source] = Incoming(self._workers, self._colayers, self._most)
         try:
-            if kind == BEGIN:
-                self._documents[source] = Document(payload, self._most)
-            else:
-                self._documents[source].add(payload)
-            document = self._documents[source]
-            if document.complete:
-                del self._documents[source]
-                words = {key: word for key, word in document.words.items() if key != "nbytes"}
-                data = document.data or None
-                life, said = message_of(words, self._workers, self._colayers, data)
+            for life, said in incoming.take(kind, payload):
                 self.machine.receive(source, life, said)
-        except (Refused, Malformed, KeyError) as error:
+        except Malformed as error:
             raise PeerError(
                 f"{self._me}: {self._name(source)} sent a malformed message: {error}"
             ) from None

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from wingbeat.exchanges.lanes.lanes import BEGIN, MORE, Lanes
-from wingbeat.servers.documents import messages
-from wingbeat.stale.letters import words_of
+from wingbeat.stale.letters import Letter, letter_of
 from wingbeat.stale.messages import Message, Report
 from wingbeat.stale.worker import Worker
 
 
+class _Waiting(NamedTuple):
+    """A letter to a worker, in that life."""
+
+    life: int
+    letter: Letter
+
+
 class Outgoing:
-    """Messages by whom they are for, cut into parts.
+    """Letters by whom they are for; short ones leave together, long ones in parts.
 
     Args:
         machine: whose ``posts`` are sent.
@@ -23,7 +29,8 @@ class Outgoing:
 
     def __init__(self, machine: Worker, lanes: Lanes) -> None:
         self._machine, self._lanes = machine, lanes
-        self._waiting: dict[int, deque[tuple[int, Iterator[tuple[int, Any]]]]] = {}
+        self._waiting: dict[int, deque[_Waiting]] = {}
+        self._rest: dict[int, Iterator[memoryview]] = {}  # of a long letter that has begun
         self._held: dict[int, tuple[int, Any]] = {}
         self._last = machine.rank  # to whom a part went last
 
@@ -35,7 +42,8 @@ class Outgoing:
     def forget(self, worker: int, life: int) -> None:
         """Drop what is for a life that is over; what is for a later one waits for it."""
         self._held.pop(worker, None)
-        later = deque(item for item in self._waiting.pop(worker, ()) if item[0] > life)
+        self._rest.pop(worker, None)
+        later = deque(each for each in self._waiting.pop(worker, ()) if each.life > life)
         if later:
             self._waiting[worker] = later
 
@@ -47,11 +55,11 @@ class Outgoing:
         """
         while self._machine.posts:
             post = self._machine.posts.popleft()
+            letter = letter_of(post.message, self._machine.life)
             for worker in post.to:
                 life = self._life(worker, post.message)
                 if life >= 0:
-                    item = life, self._cut(post.message)
-                    self._waiting.setdefault(worker, deque()).append(item)
+                    self._waiting.setdefault(worker, deque()).append(_Waiting(life, letter))
         # A part to each by turns, first to who comes next: so not all send to one at a time.
         turns = deque(sorted(self._waiting, key=lambda worker: (worker <= self._last, worker)))
         while turns:
@@ -59,9 +67,8 @@ class Outgoing:
             if self._post(worker):
                 self._last = worker
                 turns.append(worker)
-            if not self._waiting[worker]:
+            elif not self._waiting[worker] and worker not in self._held:
                 del self._waiting[worker]
-                turns = deque(each for each in turns if each != worker)
 
     def _life(self, worker: int, message: Message) -> int:
         """Return which life of a worker a message is for; -1 if there is none.
@@ -74,26 +81,46 @@ class Outgoing:
             return now
         return max(known, now) if isinstance(message, Report) else known
 
-    def _cut(self, message: Message) -> Iterator[tuple[int, Any]]:
-        payload = getattr(message, "payload", None)
-        arrays = [] if payload is None else [memoryview(payload).cast("B")]
-        words = words_of(message, self._machine.life)
-        for number, each in enumerate(messages(words, arrays, self._lanes.largest)):
-            yield (MORE if number else BEGIN), each
-
     def _post(self, worker: int) -> bool:
         """Post the next part to a worker; return whether there was one, and room for it."""
+        part = self._held.pop(worker, None) or self._next(worker)
+        if part is None:
+            return False
+        if not self._lanes.send(worker, *part):
+            self._held[worker] = part
+            return False
+        return True
+
+    def _next(self, worker: int) -> tuple[int, Any] | None:
+        """Return the kind of the next part, and the part; None if there is none."""
+        rest = self._rest.get(worker)
+        if rest is not None:
+            piece = next(rest, None)
+            if piece is not None:
+                return MORE, piece
+            del self._rest[worker]
         waiting, life = self._waiting[worker], self._lanes.life(worker)
-        while waiting and life >= waiting[0][0]:  # else it has come again, and is not met yet
-            if life > waiting[0][0]:
-                waiting.popleft()
-                continue
-            item = self._held.pop(worker, None) or next(waiting[0][1], None)
-            if item is None:
-                waiting.popleft()
-            elif self._lanes.send(worker, *item):
-                return True
-            else:
-                self._held[worker] = item
-                return False
-        return False
+        while waiting and life > waiting[0].life:
+            waiting.popleft()
+        if not waiting or life < waiting[0].life:  # it has come again, and is not met yet
+            return None
+        said, payload = waiting.popleft().letter
+        largest = self._lanes.largest
+        if payload and len(said) + len(payload) > largest:
+            self._rest[worker] = _cut(payload, largest)
+            return BEGIN, said
+        room = largest - len(said) - len(payload)
+        together: list[bytes | memoryview] = [said, payload]
+        while waiting and waiting[0].life == life:
+            said, payload = waiting[0].letter
+            room -= len(said) + len(payload)
+            if room < 0:
+                break
+            waiting.popleft()
+            together += said, payload
+        return BEGIN, b"".join(together)
+
+
+def _cut(payload: memoryview, largest: int) -> Iterator[memoryview]:
+    for start in range(0, len(payload), largest):
+        yield payload[start : start + largest]

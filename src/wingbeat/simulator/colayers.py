@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,14 +11,14 @@ from wingbeat.plans.colayers import LayerProperties, colayers
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model, TimedLayer
-from wingbeat.stale.letters import words_of
+from wingbeat.stale.letters import letter_of
 from wingbeat.stale.messages import Here, Message, Piece, Round
 from wingbeat.stale.view import whole
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.wires import Coded, Half, Sketch
 
 _TYPICAL = 100
-"""An iteration, as long in JSON as most are."""
+"""An iteration like most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +203,11 @@ class Letters:
 
 
 def _words(message: Message) -> int:
-    return len(json.dumps({**words_of(message, 0), "nbytes": 10**6}))
+    return len(letter_of(message, 0).said)
 
 
 def _letter(words: int, payload: int) -> Letter:
-    parts = 1 + -(-payload // LIMITS.message)
+    parts = 1
+    if words + payload > LIMITS.message:
+        parts += -(-payload // LIMITS.message)
     return Letter(words + payload + FIXED * parts, parts)

@@ -34,6 +34,7 @@ class Gei:
     """The matrix Q of one worker.
 
     Attributes:
+        workers: how many there may be.
         retired: rows before this one are complete and gone; each had the integers in ``history``
             if these are kept.
         counted: contributions that are in the parameters, of all workers, one for each piece of
@@ -42,7 +43,7 @@ class Gei:
     """
 
     def __init__(self, workers: int, colayers: int, *, keep: bool = False) -> None:
-        self._workers, self._colayers, self._keep = workers, colayers, keep
+        self.workers, self._colayers, self._keep = workers, colayers, keep
         self.retired = self.counted = 0
         self.history: list[tuple[int, ...]] = []
         self._pieces: dict[int, list[list[int]]] = {}  # row: colayer: piece: mask of workers
@@ -112,7 +113,7 @@ class Gei:
 
     def _of(self, iteration: int) -> list[list[int]]:
         if iteration not in self._pieces:
-            self._pieces[iteration] = [[0] * self._workers for _ in range(self._colayers)]
+            self._pieces[iteration] = [[0] * self.workers for _ in range(self._colayers)]
         return self._pieces[iteration]
 
     def applied(self) -> Gei:
@@ -129,11 +130,10 @@ class Gei:
         self._own = {i: mask for i, mask in self._own.items() if i >= self.retired}
         self.enter(other.zeta)
 
-    def to_plain(self) -> Mapping[str, object]:
-        """Return it in numbers, lists and strings, to be written down as JSON."""
-        rows = {str(i): [[hex(m) for m in c] for c in p] for i, p in self._pieces.items()}
-        plain = {"retired": self.retired, "counted": self.counted, "zeta": self._zeta}
-        return {**plain, "rows": rows}
+    @property
+    def rows(self) -> Mapping[int, Sequence[Sequence[int]]]:
+        """By iteration, colayer and piece: whose pieces have arrived, a bit for each worker."""
+        return self._pieces
 
     @classmethod
     def of(
@@ -145,7 +145,7 @@ class Gei:
         counted: int,
         rows: Mapping[int, Sequence[Sequence[int]]],
     ) -> Gei:
-        """Make the matrix of which `to_plain` tells, without its history.
+        """Make a matrix with these ``rows``, and without a history.
 
         Args:
             workers: how many there may be.
@@ -153,7 +153,7 @@ class Gei:
             retired: rows that are complete and gone.
             zeta: the last row.
             counted: contributions that are in the parameters.
-            rows: by iteration, colayer and piece: whose pieces have arrived.
+            rows: as `rows`.
         """
         out = cls(workers, colayers)
         out.retired, out._zeta, out.counted = retired, zeta, counted

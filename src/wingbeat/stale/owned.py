@@ -26,6 +26,8 @@ class Owned:
         self.next = [first] * colayers
         self._waiting: list[dict[Entry, Any]] = [{} for _ in range(colayers)]
         self._said = [[-1] * workers for _ in range(colayers)]
+        self._changed = set(range(colayers))  # those of which somebody has said more, or is gone
+        self._members: tuple[int, ...] = ()
 
     def add(self, worker: int, iteration: int, colayer: int, payload: Any) -> None:
         """Take in a contribution; it answers for the round of its iteration."""
@@ -39,7 +41,9 @@ class Owned:
 
     def _hear(self, colayer: int, worker: int, number: int) -> None:
         said = self._said[colayer]
-        said[worker] = max(said[worker], number)
+        if number > said[worker]:
+            said[worker] = number
+            self._changed.add(colayer)
 
     def forget(self, worker: int) -> None:
         """Drop what waits of a worker whose life is over, and what it has said."""
@@ -64,7 +68,12 @@ class Owned:
             members: the workers that must have answered.
         """
         members = tuple(members)
-        for colayer, said in enumerate(self._said):
+        if members != self._members:
+            self._members = members
+            self._changed.update(range(len(self.next)))
+        changed, self._changed = sorted(self._changed), set()
+        for colayer in changed:
+            said = self._said[colayer]
             limit = min(said[worker] for worker in members)
             while self.next[colayer] <= limit:
                 number = self.next[colayer]

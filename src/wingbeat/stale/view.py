@@ -6,6 +6,7 @@ Two workers that have learned different things merge them by taking the larger n
 
 from __future__ import annotations
 
+import functools
 from typing import NewType
 
 View = NewType("View", tuple[int, ...])
@@ -41,11 +42,13 @@ def with_life(view: View, worker: int, life: int) -> View:
     return View((*view[:worker], max(view[worker], 2 * life), *view[worker + 1 :]))
 
 
+@functools.lru_cache(maxsize=64)
 def members(view: View) -> tuple[int, ...]:
     """Return those that live."""
     return tuple(worker for worker, number in enumerate(view) if number % 2 == 0)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def owner(view: View, piece: int) -> int:
     """Return who adds up a piece: the worker of its number, or the next that lives."""
     n = len(view)
