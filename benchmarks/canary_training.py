@@ -185,7 +185,7 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
     curve = [{"s": s, "done": at, "accuracy": judge(task, seed, state)} for s, at, state in kept]
     found = {"row": row, "seed": seed, "s": seconds, "same_weights": same, "curve": curve}
     each = [after - before for before, after in itertools.pairwise(ends)]
-    return {**found, "median_s": statistics.median(each)}
+    return {**found, "median_s": statistics.median(each) if each else seconds}
 
 
 def judge(task: accuracy.Task, seed: int, state: dict[str, Any]) -> float:
