@@ -17,7 +17,7 @@ import torch
 
 from wingbeat.codecs import Coding
 from wingbeat.collectives import Encoded
-from wingbeat.exchanges.pieces import Array, Pieces
+from wingbeat.exchanges.pieces import Array, Payload, Pieces
 from wingbeat.types import Span
 
 
@@ -52,7 +52,7 @@ class CodedPieces(Pieces):
         ]
         self._lock = threading.Lock()
 
-    def take_back(self, colayer: int, flat: torch.Tensor, payloads: Sequence[bytes]) -> None:
+    def take_back(self, colayer: int, flat: torch.Tensor, payloads: Sequence[Payload]) -> None:
         """Undo what `cut` has done to the residual, as its pieces were not sent after all.
 
         The gradients in them are dropped by the rule, but not what earlier ones have left.
@@ -62,29 +62,34 @@ class CodedPieces(Pieces):
             return
         for piece, payload in enumerate(payloads):
             span = self._spans[colayer][piece]
-            values, flags = self._read(colayer, piece, payload, piece)
+            values = np.empty(len(span), np.float32)
+            flags = self._read(colayer, piece, payload, piece, values)
             back = torch.from_numpy(values) - flat[span.start : span.stop].float()
             with self._lock:
                 for start, stop in self._places(colayer, span, flags.tobytes(), used=True):
                     residual[span.start + start : span.start + stop] += back[start:stop]
 
-    def _written(self, colayer: int, piece: int, values: Array, flags: bytes) -> bytes:
+    def _written(self, colayer: int, piece: int, values: Array, flags: bytes) -> Payload:
         codings = self._codings[colayer]
         if codings is None:
             return super()._written(colayer, piece, values, flags)
         span, coding = self._spans[colayer][piece], codings[piece]
         whole = Span(0, len(span))
-        payload = torch.zeros(coding.room(whole), dtype=torch.uint8)
+        room = coding.room(whole)
+        out = bytearray(room + len(flags))
+        out[room:] = flags
         residual = self._residuals[colayer]
         with self._lock:
             part = None if residual is None else residual[span.start : span.stop]
             before = None if part is None or all(flags) else part.clone()
-            coding.encode(torch.from_numpy(np.ascontiguousarray(values)), whole, payload, part)
+            if room:
+                payload = torch.frombuffer(out, dtype=torch.uint8, count=room)
+                coding.encode(torch.from_numpy(np.ascontiguousarray(values)), whole, payload, part)
             if part is not None and before is not None:
                 # Nobody is going to use what has been sent of these parameters.
                 for start, stop in self._places(colayer, span, flags, used=False):
                     part[start:stop] = before[start:stop]
-        return payload.numpy().tobytes() + flags
+        return out
 
     def _places(
         self, colayer: int, span: Span, flags: bytes, *, used: bool
@@ -104,12 +109,12 @@ class CodedPieces(Pieces):
             return super()._nbytes(colayer, piece)
         return codings[piece].room(Span(0, len(self._spans[colayer][piece])))
 
-    def _values(self, colayer: int, piece: int, payload: Any, worker: int) -> Array:
+    def _decode(self, colayer: int, piece: int, payload: Any, out: Array, *, add: bool) -> None:
         codings = self._codings[colayer]
         if codings is None:
-            return super()._values(colayer, piece, payload, worker)
-        numel, nbytes = len(self._spans[colayer][piece]), self._nbytes(colayer, piece)
-        out = torch.empty(numel)
-        coded = torch.frombuffer(bytearray(payload[:nbytes]), dtype=torch.uint8) if nbytes else out
-        codings[piece].decode(coded, out, Span(0, numel))  # any bytes of this size mean something
-        return out.numpy()
+            super()._decode(colayer, piece, payload, out, add=add)
+        elif nbytes := self._nbytes(colayer, piece):
+            # Any bytes of this size mean something. Nothing writes to them.
+            coded = torch.frombuffer(payload, dtype=torch.uint8, count=nbytes)
+            span = Span(0, len(out))
+            codings[piece].decode(coded, torch.from_numpy(out), span, add=add)

@@ -122,7 +122,7 @@ class Courier:
             self._attendance.start(self._interrupt)
         self._thread.start()
 
-    def computed(self, colayer: int, payloads: Sequence[bytes | None]) -> bool:
+    def computed(self, colayer: int, payloads: Sequence[bytes | bytearray | None]) -> bool:
         """Send a colayer's pieces; see `Worker.computed`.
 
         Raises:

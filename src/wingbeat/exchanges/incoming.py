@@ -39,7 +39,7 @@ class Incoming:
                     self._data, self._filled = bytearray(come.nbytes), 0
                 else:
                     # A copy: in a part numbers lie at any address, which kernels cannot read.
-                    yield self._read(come, bytes(come.payload) or None)
+                    yield self._read(come, bytearray(come.payload) or None)
             return
         letter = self._begun
         assert letter is not None
@@ -52,5 +52,5 @@ class Incoming:
             data, self._begun, self._data = self._data, None, bytearray()
             yield self._read(letter, data)
 
-    def _read(self, letter: Read, payload: bytes | bytearray | None) -> tuple[int, Message]:
+    def _read(self, letter: Read, payload: bytearray | None) -> tuple[int, Message]:
         return message_of(letter.numbers, self._workers, self._colayers, payload)

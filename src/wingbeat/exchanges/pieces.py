@@ -25,6 +25,7 @@ _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 """What can be summed, by its owner, as it is."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Payload = bytes | bytearray
 
 
 class Pieces:
@@ -57,7 +58,7 @@ class Pieces:
         """How many colayers there are."""
         return len(self._shapes)
 
-    def cut(self, colayer: int, flat: torch.Tensor, used: Sequence[bool]) -> list[bytes]:
+    def cut(self, colayer: int, flat: torch.Tensor, used: Sequence[bool]) -> list[Payload]:
         """Return the pieces of this worker's gradients; they do not change with these.
 
         Args:
@@ -71,23 +72,21 @@ class Pieces:
             for piece, span in enumerate(self._spans[colayer])
         ]
 
-    def summed(self, colayer: int, piece: int, waiting: Mapping[Entry, Any]) -> bytes | None:
+    def summed(self, colayer: int, piece: int, waiting: Mapping[Entry, Any]) -> Payload | None:
         """Add contributions up, in the order that they have; None if there is none.
 
         Raises:
             PeerError: one of them is none of this piece; names who sent it.
         """
-        total: Array | None = None
-        used: Array | None = None
-        for (_, worker), payload in waiting.items():
-            values, flags = self._read(colayer, piece, payload, worker)
-            total = values.copy() if total is None else np.add(total, values, out=total)
-            used = flags if used is None else used | flags
-        if total is None or used is None:
+        if not waiting:
             return None
+        total = np.empty(len(self._spans[colayer][piece]), self._dtypes[colayer])
+        used = np.zeros(len(self._shapes[colayer]), np.uint8)
+        for number, ((_, worker), payload) in enumerate(waiting.items()):
+            used |= self._read(colayer, piece, payload, worker, total, add=number > 0)
         return self._written(colayer, piece, total, used.tobytes())
 
-    def _written(self, colayer: int, piece: int, values: Array, flags: bytes) -> bytes:  # noqa: ARG002
+    def _written(self, colayer: int, piece: int, values: Array, flags: bytes) -> Payload:  # noqa: ARG002
         """Return what travels of the values of a piece: a worker's own, or a sum."""
         return values.tobytes() + flags
 
@@ -104,10 +103,11 @@ class Pieces:
         used = [np.zeros(len(shapes), np.uint8) for shapes in self._shapes]
         for part in parts:
             if part.payload is not None:
-                values, flags = self._read(part.colayer, part.piece, part.payload, part.piece)
                 span = self._spans[part.colayer][part.piece]
-                flats[part.colayer][span.start : span.stop] = values
-                used[part.colayer] |= flags
+                out = flats[part.colayer][span.start : span.stop]
+                used[part.colayer] |= self._read(
+                    part.colayer, part.piece, part.payload, part.piece, out
+                )
         return [
             [grad if flag else None for grad, flag in zip(self._views(z, flat), flags, strict=True)]
             for z, (flat, flags) in enumerate(zip(flats, used, strict=True))
@@ -118,7 +118,10 @@ class Pieces:
         blocks = torch.from_numpy(flat).split([shape.numel() for shape in shapes])
         return [block.view(shape) for block, shape in zip(blocks, shapes, strict=True)]
 
-    def _read(self, colayer: int, piece: int, payload: Any, worker: int) -> tuple[Array, Array]:
+    def _read(
+        self, colayer: int, piece: int, payload: Any, worker: int, out: Array, *, add: bool = False
+    ) -> Array:
+        """Write or add a payload's values, and return for each parameter if it has a gradient."""
         flags = len(self._shapes[colayer])
         wanted, found = self._nbytes(colayer, piece) + flags, len(payload or b"")
         if wanted != found:
@@ -132,16 +135,20 @@ class Pieces:
                 f"{self._name(worker)} sent piece {piece} of colayer {colayer} with marks other "
                 "than 0 and 1; check that it runs the same version"
             )
-        return self._values(colayer, piece, payload, worker), used
+        self._decode(colayer, piece, payload, out, add=add)
+        return used
 
     def _nbytes(self, colayer: int, piece: int) -> int:
         """The bytes of a piece's values."""
         return len(self._spans[colayer][piece]) * self._dtypes[colayer].itemsize
 
-    def _values(self, colayer: int, piece: int, payload: Any, worker: int) -> Array:  # noqa: ARG002
-        """Return the values in a payload of the right size."""
-        count = len(self._spans[colayer][piece])
-        return np.frombuffer(payload, self._dtypes[colayer], count=count)
+    def _decode(self, colayer: int, piece: int, payload: Any, out: Array, *, add: bool) -> None:  # noqa: ARG002
+        """Write or add the values in a payload of the right size."""
+        values = np.frombuffer(payload, self._dtypes[colayer], count=len(out))
+        if add:
+            out += values
+        else:
+            out[:] = values
 
 
 def _check(colayer: Mapping[str, torch.Tensor]) -> None:

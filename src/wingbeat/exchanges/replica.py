@@ -14,7 +14,7 @@ import torch
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.copied import Copy, written
 from wingbeat.exchanges.options import Form, Groups, Options
-from wingbeat.exchanges.pieces import Pieces
+from wingbeat.exchanges.pieces import Payload, Pieces
 from wingbeat.stale.messages import Entry, Round
 from wingbeat.stale.pace import IN_FLIGHT, Pace
 
@@ -46,7 +46,7 @@ class Sums:
     def __init__(self, pieces: Pieces, form: Form, name: Callable[[int], str]) -> None:
         self._pieces, self._form, self._name = pieces, form, name
 
-    def combine(self, colayer: int, piece: int, waiting: Mapping[Entry, Any]) -> bytes | None:
+    def combine(self, colayer: int, piece: int, waiting: Mapping[Entry, Any]) -> Payload | None:
         """Add contributions up; of options take the latest.
 
         Raises:

@@ -1,0 +1,134 @@
+"""What a letter between workers under bounded staleness costs the processor.
+
+    python benchmarks/letters.py --json out/letters.json
+    python benchmarks/letters.py --workers 4 --colayers 4
+
+Real workers in a lab train a small network in lockstep with `Canary`, one iteration a second or so:
+nothing waits, and nothing is long. Measured is the processor time of each worker's courier, a
+thread beside training, for each letter that it sends or takes (of each round, for each other
+worker: a piece and a sum of each colayer, both ways; one more colayer has the optimizer's options),
+and of the whole process, computing included. The price of a letter is what the simulator takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import at_least_one, refuse_unwritable, write
+from torch import nn
+
+import wingbeat
+from wingbeat import lab
+from wingbeat.bench import machine
+from wingbeat.errors import LabError
+
+FEATURES, BATCH = 128, 8
+PAUSE_S = 0.25
+"""Between two iterations."""
+
+
+def main() -> int:
+    """Measure in a lab, or be one of its workers."""
+    args = arguments()
+    if args.worker:
+        return worker(args)
+    refuse_unwritable(args.json)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        words = [sys.executable, __file__, "--worker", "--json", str(path)]
+        words += ["--workers", str(args.workers), "--colayers", str(args.colayers)]
+        words += ["--iterations", str(args.iterations)]
+        ended = lab.run(
+            f"star:{args.workers}@1gbit",
+            words,
+            on_line=lambda rank, line: print(f"[{rank}] {line}"),
+        )
+        if ended.exit_code:
+            raise LabError(f"{ended.first_failure or ended.exit_code}")
+        found = json.loads(path.read_text())
+    write(args.json, {"machine": machine.describe(), "command": sys.argv, **found})
+    courier, whole = (statistics.median(found[name]) for name in ("courier_s", "process_s"))
+    print(
+        f"{args.workers} workers, {args.colayers} colayers: {found['letters']} letters a round, "
+        f"{1e6 * courier / found['letters']:.0f} us each; {1e3 * courier:.1f} ms of a courier and "
+        f"{1e3 * whole:.1f} ms of a worker's process a round"
+    )
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=at_least_one, default=9, help="2 or more (9)")
+    parser.add_argument("--colayers", type=at_least_one, default=10, help="k (10)")
+    parser.add_argument("--iterations", type=at_least_one, default=40, help="timed ones (40)")
+    parser.add_argument("--json", type=Path, default=Path("out/letters.json"), metavar="FILE")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.workers < 2:
+        parser.error("--workers 1: a letter takes two")
+    return args
+
+
+def worker(args: argparse.Namespace) -> int:
+    """Train; rank 0 keeps what all have found."""
+    torch.set_num_threads(1)
+    wingbeat.init(timeout=120.0)
+    layers = [nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(args.colayers)]
+    model: nn.Module = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    canary = wingbeat.Canary(s=2, colayers=args.colayers, encrypted=False)
+    model, optimizer = wingbeat.distribute(model, optimizer, canary)
+    x = torch.randn(BATCH, FEATURES)
+    for _ in range(2):
+        iterate(model, optimizer, x)
+    clock = courier_clock()
+    before, begin = clock(), time.process_time()
+    for _ in range(args.iterations):
+        iterate(model, optimizer, x)
+    own = torch.tensor([clock() - before, time.process_time() - begin]) / args.iterations
+    every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    if dist.get_rank() == 0:
+        letters = 4 * (args.workers - 1) * (args.colayers + 1)
+        courier_s, process_s = zip(*(each.tolist() for each in every), strict=True)
+        found: dict[str, Any] = {"letters": letters, "courier_s": courier_s}
+        args.json.write_text(json.dumps({**found, "process_s": process_s}))
+    model.flush()
+    wingbeat.shutdown()
+    return 0
+
+
+def iterate(
+    model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, x: torch.Tensor
+) -> None:
+    """Train once, and pause."""
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    time.sleep(PAUSE_S)
+
+
+def courier_clock() -> Any:
+    """Return a clock of the processor time of this process's courier, in seconds."""
+    (courier,) = (t for t in threading.enumerate() if t.name == "wingbeat-courier")
+    assert courier.ident is not None, "it runs"
+    return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(courier.ident))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
