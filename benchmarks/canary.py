@@ -19,10 +19,10 @@
 The model's scale shrinks bytes and rates together; the stretch slows computation and links down
 together, until two cores can do the work of all hosts. Rows take turns.
 
-Exit code 1 if a limit is missed. 23: Canary slower than 0.98 of BML with equal workers, or less
-than 1.61 times as fast with slow ones; its bytes more than 0.3 of BML's; its busiest window not
-below BML's. 19: accuracy more than 0.5 points below BSP's, or not the first there with a slow
-worker. ``benchmarks/sketch.py`` has Figs. 22 and 25 to 27.
+Exit code 1 if a limit is missed. 23: a row of Canary slower than 0.98 of BML with equal workers,
+or less than 1.61 times as fast with slow ones, or its busiest window not below BML's; the bytes of
+the row that sends least more than 0.3 of BML's. 19: accuracy more than 0.5 points below BSP's, or
+not the first there with a slow worker. ``benchmarks/sketch.py`` has Figs. 22 and 25 to 27.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from wingbeat.bench.results import Report
 
 FIGURES = ("23", "20", "19")
 BML, CANARY, AKO, SERVER = "bml", "canary:s=18,p=6,colayers=10,wire=sketch", "ako", "vanillaps"
+SIX_BITS = f"{CANARY}@6"
 SERVERS = f"{SERVER}:servers=1,encrypted=False"
 SLOW: dict[str, tuple[str, ...]] = {"equal": (), "random": ("random:+2x",), "one": ("1=+2x",)}
 IMAGES = 64
@@ -86,7 +87,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", default=["2x2", "3x2", "4x2"], help="in Fig. 20")
     parser.add_argument("--model", default="vgg19_v100", help="the profile (vgg19_v100)")
     parser.add_argument("--rate", default="10gbit", help="of an interface (10gbit)")
-    parser.add_argument("--rows", nargs="+", default=[BML, CANARY, AKO], help="on the BCube")
+    parser.add_argument(
+        "--rows", nargs="+", default=[BML, CANARY, SIX_BITS, AKO], help="on the BCube"
+    )
     parser.add_argument("--star-rows", nargs="*", default=[SERVERS], help="on a star")
     parser.add_argument("--iterations", type=int, default=30, help="timed ones of each row (30)")
     parser.add_argument("--rounds", type=int, default=2, help="how often rows take turns (2)")
@@ -190,20 +193,24 @@ def judged_23(found: dict[str, Any]) -> list[str]:
     missed = []
     for name, part in found.items():
         rows = part["rows"]
-        ours = next((rows[row] for row in rows if row.startswith("canary")), None)
+        ours = {row: own for row, own in rows.items() if row.startswith("canary")}
         bml = rows.get(BML)
-        if ours is None or bml is None:
+        if not ours or bml is None:
             continue
-        faster = bml["iteration_s"] / ours["iteration_s"]
         asked = NOT_SLOWER if name == "equal" else FASTER
-        if faster < asked:
-            missed.append(f"23, {name}: {faster:.2f} times as fast as BML; limit {asked}")
-        share = ours["bytes_per_iteration"] / bml["bytes_per_iteration"]
+        for row, own in ours.items():
+            faster = bml["iteration_s"] / own["iteration_s"]
+            if faster < asked:
+                missed.append(f"23, {name}: {row} {faster:.2f} times as fast as BML; limit {asked}")
+            peaks = own["traffic"]["peak"], bml["traffic"]["peak"]
+            if peaks[0] >= peaks[1]:
+                missed.append(
+                    f"23, {name}: {row}: busiest window {peaks[0]:.0%}, BML's {peaks[1]:.0%}"
+                )
+        least = min(own["bytes_per_iteration"] for own in ours.values())
+        share = least / bml["bytes_per_iteration"]
         if share > OF_BYTES:
             missed.append(f"23, {name}: sends {share:.2f} of BML's bytes; limit {OF_BYTES}")
-        peaks = ours["traffic"]["peak"], bml["traffic"]["peak"]
-        if peaks[0] >= peaks[1]:
-            missed.append(f"23, {name}: busiest window {peaks[0]:.0%}, BML's {peaks[1]:.0%}")
     return missed
 
 

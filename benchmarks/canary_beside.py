@@ -29,11 +29,10 @@ from typing import Any
 import beside
 from common import run_and_judge
 
-from wingbeat import simulator, wires
+from wingbeat import simulator
 from wingbeat.bench import slow
 from wingbeat.bench.config import Checked
 from wingbeat.bench.contenders import Contender
-from wingbeat.errors import UsageError
 from wingbeat.simulator.worker import Sleeps
 from wingbeat.stale.pace import Pace
 from wingbeat.types import Choices
@@ -80,7 +79,8 @@ def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> besid
         beside.model_of(checked), pace_of_row(choices), workers, links,
         gradients=(lead + count + AFTER) * workers,
         network="bcube" if checked.lab.kind == "bcube" else "star",
-        coding=coding_of(choices), work=work, sleeps=sleeps, traffic=traffic, cores=args.cores,
+        coding=simulator.coding_of(choices.wire), work=work, sleeps=sleeps, traffic=traffic,
+        cores=args.cores,
     )  # fmt: skip
     begin, end = timed(run.begun, lead, count)
     used = traffic.utilisation(1.0, end)[int(begin / SPAN_S) :]
@@ -131,22 +131,6 @@ def work_of(args: argparse.Namespace, choices: Choices) -> simulator.Work:
         per_byte = work.message_s_per_byte + work.encrypt_s_per_byte
         work = replace(work, message_s_per_byte=per_byte)
     return work
-
-
-def coding_of(choices: Choices) -> simulator.Coding:
-    """Return how the row's gradients travel.
-
-    Raises:
-        UsageError: by a codec of which nothing is known here.
-    """
-    if not choices.wire:
-        return simulator.Coding()
-    sketch = choices.wire
-    if isinstance(sketch, wires.Sketch) and sketch.bits == wires.MOST_BITS and not sketch.groups:
-        return simulator.SKETCH
-    raise UsageError(
-        f"wire={choices.wire!r}: only dense gradients and a sketch of 8 bits are simulated"
-    )
 
 
 def sleeps_of(checked: Checked) -> Sleeps | None:

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def worker(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     layers = [nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(args.colayers)]
-    model: nn.Module = nn.Sequential(*layers)
+    model: Any = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     canary = wingbeat.Canary(s=2, colayers=args.colayers, encrypted=False)
     model, optimizer = wingbeat.distribute(model, optimizer, canary)
@@ -113,9 +112,7 @@ def worker(args: argparse.Namespace) -> int:
     return 0
 
 
-def iterate(
-    model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, x: torch.Tensor
-) -> None:
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
     """Train once, and pause."""
     optimizer.zero_grad()
     model(x).sum().backward()

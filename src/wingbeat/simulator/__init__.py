@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wingbeat.simulator.bounded import simulate_bounded
 from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.colayers import SKETCH, Coding
+from wingbeat.simulator.colayers import SKETCH, Coding, coding_of
 from wingbeat.simulator.groups import GroupRun, simulate_groups
 from wingbeat.simulator.model import Model, TimedLayer, of_profile
 from wingbeat.simulator.run import Run, simulate
@@ -24,6 +24,7 @@ __all__ = [
     "TimedLayer",
     "Traffic",
     "Work",
+    "coding_of",
     "of_profile",
     "simulate",
     "simulate_bounded",
