@@ -50,6 +50,10 @@ class Box:
         self.posted: list[tuple[int, ...]] = []
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}
+        self.cut: dict[int, float] = {}
+
+    def unconnected(self) -> dict[int, float]:
+        return self.cut
 
     def receive(self, seconds: float, *, of: list[int]) -> Letter:
         assert of == [GENERATOR]

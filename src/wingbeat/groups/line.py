@@ -9,10 +9,13 @@ from collections import deque
 from wingbeat.errors import PeerError
 from wingbeat.groups.protocol import Kind
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import Mailbox
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
 
-_LOOK_S = 1.0
+_LOOK_S = 0.25
 """Seconds between two looks at whether the generator lives, while a group is waited for."""
+
+_PROBE_S = 1.0
+"""Seconds between two messages that are sent only to see whether they arrive."""
 
 
 class Dead(Exception):
@@ -35,12 +38,20 @@ class Line:
     def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
         self._mailbox, self._worker, self._generator = mailbox, worker, generator
         self._timeout, self._probed = timeout, 0.0
+        self._dead = False
         self.heard: deque[Message] = deque()
 
     @property
     def dead(self) -> bool:
-        """Whether the generator has left or is lost."""
-        return self._generator in self._mailbox.left or self._generator in self._mailbox.lost
+        """Whether the generator has left, is lost or has ended without a word: then for good."""
+        if not self._dead:
+            mailbox, generator = self._mailbox, self._generator
+            self._dead = (
+                generator in mailbox.left
+                or generator in mailbox.lost
+                or mailbox.unconnected().get(generator, 0.0) > UNCONNECTED_S
+            )
+        return self._dead
 
     def post(self, kind: Kind, *ids: int) -> None:
         """Tell the generator.
@@ -68,13 +79,13 @@ class Line:
                 return self._mailbox.receive(_LOOK_S, of=[self._generator])
             except PeerError as error:
                 if self.dead:
-                    raise Dead(str(error)) from None
+                    raise Dead(self._why(error)) from None
             if time.monotonic() >= deadline:
                 raise PeerError(
                     f"rank {self._worker}: no group came from the group generator within "
                     f"{self._timeout:g} s; check that the others still train"
                 )
-            self.post(Kind.ALIVE)  # which has to arrive
+            self._ask_for_sign()
 
     def listen(self) -> None:
         """Take in what the generator has said by now."""
@@ -83,8 +94,17 @@ class Line:
 
     def probe(self) -> None:
         """Ask for a sign of the generator, now and then: if it is dead, this does not arrive."""
+        with contextlib.suppress(Dead):
+            self._ask_for_sign()
+
+    def _ask_for_sign(self) -> None:
         now = time.monotonic()
-        if now - self._probed >= _LOOK_S:
+        if now - self._probed >= _PROBE_S:
             self._probed = now
-            with contextlib.suppress(Dead):
-                self.post(Kind.ALIVE)
+            self.post(Kind.ALIVE)
+
+    def _why(self, error: PeerError) -> str:
+        """Return what to say of the generator, which is dead, after a wait that ended so."""
+        if self._generator in self._mailbox.left or self._generator in self._mailbox.lost:
+            return str(error)
+        return "it has ended without a word"
