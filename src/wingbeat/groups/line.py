@@ -72,6 +72,7 @@ class Line:
             Dead: it is gone.
             PeerError: none came in time.
         """
+        self._probed = time.monotonic()
         while True:
             if self.heard:
                 return self.heard.popleft()
