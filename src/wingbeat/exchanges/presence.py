@@ -193,7 +193,6 @@ class Presence:
             return self._excuse(worker)
         missed = life is not None
         self._excused.pop(worker, None)
-        self._unconnected.pop(worker, None)
         if missed:
             self._fail_unless_survived({worker: how}, worker)
             self._say(f"{self._me}: {self._name(worker)} {how}; the others go on without it")

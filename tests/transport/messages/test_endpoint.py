@@ -367,6 +367,26 @@ def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
     assert end.unmet == [Route(1, 0, 0)]
 
 
+def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> None:
+    end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[Place]()
+    places = {Route(p, i, u): Place(i, u, b"%d" % p) for p in (1, 2) for i in (0, 1) for u in (0, 1)}
+    for route, place in places.items():
+        end.add(route, place, 0.0)
+    for now, place in enumerate(place for route, place in places.items() if route.peer == 1):
+        end.look(cut.__contains__, float(now))
+        assert end.unconnected(9.0) == {}
+        cut.add(place)
+    end.look(cut.__contains__, 4.0)
+    assert end.unconnected(4.0) == {1: 0.0}
+    assert end.unconnected(9.0) == {1: 5.0}
+    cut.discard(places[Route(1, 1, 0)])
+    end.look(cut.__contains__, 9.0)
+    assert end.unconnected(9.0) == {}, "it has made one of them anew"
+    end.look(set(places.values()).__contains__, 10.0)
+    end.left.add(2)
+    assert end.unconnected(11.0) == {1: 1.0}
+
+
 @pytest.mark.parametrize("forgiving", [False, True])
 def test_who_forgives_loses_nobody(forgiving: bool) -> None:
     limits = Limits(silence=5.0)
