@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -369,7 +370,8 @@ def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
 
 def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> None:
     end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[Place]()
-    places = {Route(p, i, u): Place(i, u, b"%d" % p) for p in (1, 2) for i in (0, 1) for u in (0, 1)}
+    routes = [Route(*each) for each in itertools.product((1, 2), (0, 1), (0, 1))]
+    places = {each: Place(each.interface, each.urgency, b"%d" % each.peer) for each in routes}
     for route, place in places.items():
         end.add(route, place, 0.0)
     for now, place in enumerate(place for route, place in places.items() if route.peer == 1):
