@@ -165,6 +165,24 @@ def test_who_is_killed_ends_training_in_a_second_where_all_are_needed() -> None:
     assert party.ended[0].startswith(said)
 
 
+def test_who_was_killed_is_named_and_not_who_has_left_because_of_that() -> None:
+    party = Party(3, survives=False).run(2.0)
+    party.cards.kill(2)
+    party.run(0.9)
+    party.cards.boxes[0].left = party.cards.boxes[2].left = frozenset({1})  # has found out first
+    party.run(0.1)
+    assert party.ended[0].startswith("rank 0: before all had settled, rank 2 has ended without")
+
+
+def test_who_leaves_is_named_though_a_connection_has_just_ended() -> None:
+    party = Party(3, survives=False).run(2.0)
+    party.cards.kill(2)
+    party.run(0.3)
+    party.cards.boxes[0].left = frozenset({1})
+    party.run(0.1)
+    assert party.ended[0].startswith("rank 0: before all had settled, rank 1 has left")
+
+
 def test_nobody_is_dead_whose_connection_has_ended_and_who_makes_it_anew() -> None:
     """Also again and again; or who is heard otherwise, for whatever reason."""
     party = Party(3).run(2.0)

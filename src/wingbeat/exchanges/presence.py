@@ -18,6 +18,8 @@ from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 STORE_S = 10.0
 """Seconds that the store may take to say who is gone."""
 
+_ENDED = "has ended without a word"
+
 _LOOK_S = 0.25
 """Seconds between two looks at whose connections have ended."""
 
@@ -100,7 +102,7 @@ class Presence:
         found |= dict.fromkeys(self._mailbox.left, "has left")
         found |= self._mailbox.lost
         found |= self._lanes.silent()
-        found |= dict.fromkeys(self._ended(), "has ended without a word")
+        found |= dict.fromkeys(self._ended(), _ENDED)
         return {worker: how for worker, how in found.items() if worker not in self.gone}
 
     def look(self, missing: Mapping[int, str]) -> Iterator[Gone | Back]:
@@ -145,11 +147,14 @@ class Presence:
                 worker: before.get(worker, now - seconds if worker in reached else NEVER)
                 for worker, seconds in self._mailbox.unconnected().items()
             }
-        latest = now - UNCONNECTED_S
+        return self._unconnected_since(now - UNCONNECTED_S)
+
+    def _unconnected_since(self, when: float) -> list[int]:
+        """Return whose connections had ended ``when``, and who has not been heard since then."""
         return [
             worker
             for worker, since in self._unconnected.items()
-            if since < latest and not self._lanes.heard_since(worker, latest)
+            if since < when and not self._lanes.heard_since(worker, when)
         ]
 
     def _check_own(self, begun: bool, life: int, by: int) -> None:
@@ -210,7 +215,10 @@ class Presence:
 
     def _fail_unless_survived(self, missing: Mapping[int, str], worker: int) -> None:
         if not self._survives:
+            # Who has left may have been the first to miss one who is about to be missed here.
+            ended = self._unconnected_since(self._clock() - UNCONNECTED_S / 2)
+            worker, how = (min(ended), _ENDED) if ended else (worker, missing[worker])
             raise PeerError(
-                f"{self._me}: before all had settled, {self._name(worker)} {missing[worker]}; "
+                f"{self._me}: before all had settled, {self._name(worker)} {how}; "
                 "start the job again from a checkpoint"
             )
