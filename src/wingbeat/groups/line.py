@@ -72,7 +72,7 @@ class Line:
             Dead: it is gone.
             PeerError: none came in time.
         """
-        self._probed = time.monotonic()
+        asked = time.monotonic()
         while True:
             if self.heard:
                 return self.heard.popleft()
@@ -81,12 +81,15 @@ class Line:
             except PeerError as error:
                 if self.dead:
                     raise Dead(self._why(error)) from None
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 raise PeerError(
                     f"rank {self._worker}: no group came from the group generator within "
                     f"{self._timeout:g} s; check that the others still train"
                 )
-            self._ask_for_sign()
+            if now - asked >= _PROBE_S:
+                asked = now
+                self.post(Kind.ALIVE)  # which has to arrive
 
     def listen(self) -> None:
         """Take in what the generator has said by now."""
@@ -95,14 +98,11 @@ class Line:
 
     def probe(self) -> None:
         """Ask for a sign of the generator, now and then: if it is dead, this does not arrive."""
-        with contextlib.suppress(Dead):
-            self._ask_for_sign()
-
-    def _ask_for_sign(self) -> None:
         now = time.monotonic()
         if now - self._probed >= _PROBE_S:
             self._probed = now
-            self.post(Kind.ALIVE)
+            with contextlib.suppress(Dead):
+                self.post(Kind.ALIVE)
 
     def _why(self, error: PeerError) -> str:
         """Return what to say of the generator, which is dead, after a wait that ended so."""
