@@ -42,12 +42,12 @@ from killing import (
 from wingbeat import lab, strategies
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.average import GRACE_S
-from wingbeat.groups.config import SILENCE_S
 from wingbeat.groups.patience import FACTOR, LEAST_S
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 LOOKS_S = 1.0
 """In which the generator looks who is late, and tells the others, who look too."""
-FALLING_S = SILENCE_S + GRACE_S
+FALLING_S = UNCONNECTED_S + LOOKS_S + GRACE_S
 """Until workers know that the generator is dead, and those in a group that others do not come."""
 RECENT = 20
 """Steps whose mean loss a worker tells."""

@@ -91,9 +91,9 @@ TRAIN = """if True:
 """
 
 AGAIN = """if True:
-    import subprocess, sys
+    import subprocess, sys, time
     while subprocess.run([sys.executable, "-c", *sys.argv[1:]]).returncode == -9:
-        pass
+        time.sleep(2.5)  # the others miss it first
 """
 
 
@@ -106,7 +106,7 @@ def test_a_card_is_cut_and_mended_and_a_process_killed_and_started_again(tmp_pat
         "bcube:2x2@200mbit",
         [sys.executable, "-c", AGAIN, TRAIN, str(tmp_path), tests],
         on_line=lambda rank, line: lines.setdefault(rank, []).append(line),
-        fail="5s h1.eth1 down; 9s h1.eth1 up",
+        fail="12s h1.eth1 down; 16s h1.eth1 up",
         timeout=180,
     )
     assert result.exit_code == 0, lines
@@ -114,6 +114,12 @@ def test_a_card_is_cut_and_mended_and_a_process_killed_and_started_again(tmp_pat
     for rank in (0, 1, 3):
         back = [line for line in lines[rank] if "rank 2 is back" in line]
         assert back == [f"rank {rank}: rank 2 is back"], lines[rank]
+    ended = "rank 2 has ended without a word; the others go on without it"
+    assert any(f"rank {rank}: {ended}" in lines[rank] for rank in (0, 3)), lines
+    assert not any("gave no sign" in line for rank in range(4) for line in lines[rank]), lines
+    assert [line for line in lines[1] if "rank 2 was missed by" in line], "it has no way there"
+    assert not any("ended without" in line and ended not in line for rank in range(4)
+                   for line in lines[rank]), lines  # fmt: skip
     cut = [line for line in lines[1] if line.startswith("rank 1: eth1")]
     assert len(cut) == 2, lines[1]
     assert "has had no sign of rank 3" in cut[0]

@@ -233,8 +233,11 @@ def test_threads_over_sockets_settle_and_go_on() -> None:
     assert isinstance(states[0], bytes)
 
 
-def test_the_others_go_on_when_a_process_is_gone_without_a_word() -> None:
-    made = opened(3, Pace(0, 2, 2), silence=1.0)
+def test_the_others_go_on_when_a_process_is_gone_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One finds out by its connections, and tells the other if that has not yet."""
+    made = opened(3, Pace(0, 2, 2), silence=60.0)
 
     def work(courier: Courier, replica: Numbers, box: Mailbox) -> bytes:
         trained(courier, 3, 2, 3)
@@ -253,3 +256,5 @@ def test_the_others_go_on_when_a_process_is_gone_without_a_word() -> None:
     states = in_threads([lambda m=m: work(*m) for m in made])
     assert states[0] == states[2] != b""
     assert made[0][1].steps >= 6
+    said = "rank 1 has ended without a word; the others go on without it"
+    assert {f"rank 0: {said}", f"rank 2: {said}"} & set(caplog.messages)

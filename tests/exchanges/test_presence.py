@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Sequence
 from unittest.mock import Mock
 
 import pytest
 
-from helpers.cards import Cards, star
+from helpers.cards import Cards, bcube, star
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.exchanges.attendance import Attendance, News, announce, arrive
 from wingbeat.exchanges.presence import Back, Gone, Presence
@@ -33,10 +34,16 @@ class Store(Switchboard):
 
 
 class Party:
-    """Workers that only look who is there."""
+    """Workers that only look who is there; over one interface each if ``reach`` is not said."""
 
-    def __init__(self, n: int, *, survives: bool = True) -> None:
-        self.cards = Cards(star(n, 1), patience=5.0)
+    def __init__(
+        self,
+        n: int,
+        *,
+        survives: bool = True,
+        reach: Sequence[Sequence[Collection[int]]] | None = None,
+    ) -> None:
+        self.cards = Cards(star(n, 1) if reach is None else reach, patience=5.0)
         self.store, self.lines = Store(), list[str]()
         self.hidden = Store()
         self.hidden.unreachable = True
@@ -81,9 +88,21 @@ class Party:
         self.cards.run(seconds, 0.1, self.look)
         return self
 
-    def split(self, *halves: tuple[int, ...]) -> None:
+    def split(self, *halves: tuple[int, ...], resets: bool = False) -> None:
+        """Let no half reach another; with ``resets`` connections end, as by some firewalls."""
         for a, b in itertools.combinations(halves, 2):
-            self.cards.apart |= {frozenset(pair) for pair in itertools.product(a, b)}
+            pairs = {frozenset(pair) for pair in itertools.product(a, b)}
+            self.cards.apart |= pairs
+            if resets:
+                self.cards.ended |= dict.fromkeys(pairs, self.cards.clock.now)
+
+    def mend(self) -> None:
+        """Let all reach each other again, over new connections."""
+        self.cards.apart.clear()
+        self.cards.ended.clear()
+        for way, flow in self.cards._flows.items():
+            if flow:
+                self.cards._later(way)
 
 
 def test_who_is_gone_is_named_once_by_each() -> None:
@@ -99,10 +118,135 @@ def test_who_is_gone_is_named_once_by_each() -> None:
     assert all(line.endswith("; the others go on without it") for line in party.lines)
 
 
+def test_who_is_killed_is_missed_a_second_after_its_connections_have_ended() -> None:
+    """And not before: a process that lives makes them anew."""
+    party = Party(3).run(2.0)
+    party.cards.kill(2)
+    party.run(0.9)
+    assert not any(party.gone.values())
+    party.run(1.1)
+    assert party.ended == {}
+    assert party.gone[0] == party.gone[1] == [Gone(2, 0, missed=True)]
+    said = "rank 2 has ended without a word; the others go on without it"
+    assert sorted(party.lines) == [f"rank {worker}: {said}" for worker in (0, 1)]
+    assert party.rolls[0].roll.entries == 1
+
+
+def test_who_is_killed_is_missed_by_its_neighbours_and_gone_for_all() -> None:
+    """Of 8 hosts with three interfaces each 3 are joined to one: the roll tells the others."""
+    party = Party(8, reach=bcube(2, 3)).run(2.0)
+    party.cards.kill(5)
+    party.run(2.5)
+    assert party.ended == {}
+    for worker in set(range(8)) - {5}:
+        assert party.gone[worker] == [Gone(5, 0, missed=True)]
+    knew = {int(line[5]) for line in party.lines if "rank 5 has ended without a word" in line}
+    assert {1, 4, 7} >= knew != set()
+    told = {int(line[5]) for line in party.lines if "rank 5 was missed by rank" in line}
+    assert knew | told == set(range(8)) - {5}
+
+
+def test_two_that_are_killed_together_are_both_missed() -> None:
+    party = Party(5).run(2.0)
+    party.cards.kill(1)
+    party.cards.kill(4)
+    party.run(2.0)
+    assert party.ended == {}
+    for worker in (0, 2, 3):
+        assert {event.worker for event in party.gone[worker]} == {1, 4}
+
+
+def test_who_is_killed_ends_training_in_a_second_where_all_are_needed() -> None:
+    party = Party(3, survives=False).run(2.0)
+    party.cards.kill(2)
+    party.run(2.0)
+    assert set(party.ended) == {0, 1}
+    said = "rank 0: before all had settled, rank 2 has ended without a word"
+    assert party.ended[0].startswith(said)
+
+
+def test_who_was_killed_is_named_and_not_who_has_left_because_of_that() -> None:
+    party = Party(3, survives=False).run(2.0)
+    party.cards.kill(2)
+    party.run(0.9)
+    party.cards.boxes[0].left = party.cards.boxes[2].left = frozenset({1})  # has found out first
+    party.run(0.1)
+    assert party.ended[0].startswith("rank 0: before all had settled, rank 2 has ended without")
+
+
+def test_who_leaves_is_named_though_a_connection_has_just_ended() -> None:
+    party = Party(3, survives=False).run(2.0)
+    party.cards.kill(2)
+    party.run(0.3)
+    party.cards.boxes[0].left = frozenset({1})
+    party.run(0.1)
+    assert party.ended[0].startswith("rank 0: before all had settled, rank 1 has left")
+
+
+def test_nobody_is_dead_whose_connection_has_ended_and_who_makes_it_anew() -> None:
+    """Also again and again; or who is heard otherwise, for whatever reason."""
+    party = Party(3).run(2.0)
+    for _ in range(8):
+        party.split((0,), (1,), resets=True)
+        party.run(0.7)
+        party.mend()
+        party.run(0.3)
+    party.cards.ended[frozenset((0, 2))] = 0.0
+    party.run(10.0)
+    assert party.ended == {}
+    assert party.lines == []
+
+
+def test_a_network_that_is_cut_is_no_death() -> None:
+    """After a minute without an answer connections end as well: who speaks over others lives."""
+    party = Party(3).run(2.0)
+    party.split((0,), (1,))
+    party.run(60.0)
+    party.split((0,), (1,), resets=True)
+    party.cards.dead.add(1)  # it computes, and none of its threads gets to say a word
+    party.run(3.0)
+    party.cards.dead.clear()
+    party.mend()
+    party.split((0,), (1,), resets=True)
+    party.run(10.0)
+    assert party.ended == {}
+    assert party.lines == []
+
+
+def test_who_is_stopped_keeps_its_connections_and_is_waited_for() -> None:
+    party = Party(3).run(2.0)
+    party.cards.dead.add(2)
+    party.run(4.0)
+    assert not any(party.gone.values())
+    party.run(4.0)
+    assert party.gone[0] == party.gone[1] == [Gone(2, 0, missed=True)]
+    assert all("rank 2 gave no sign for" in line for line in party.lines)
+
+
+def test_who_comes_again_is_not_taken_for_the_one_that_was_killed() -> None:
+    party = Party(3).run(2.0)
+    party.cards.kill(2)
+    party.run(2.0)
+    for worker in (0, 1):
+        party.rolls[worker]._news.append(News(Change(2, 1, True, 2), Mock(Card)))
+    party.cards.ended.clear()
+    party.cards.dead.clear()
+    party.run(0.1)
+    for worker in (0, 1):
+        assert [type(event) for event in party.gone[worker]] == [Gone, Back]
+        party.cards.lanes[worker].renew(2, 1)
+    party.cards.dead.add(2)  # it has much to load before it says a word
+    party.run(20.0)
+    assert [len(events) for events in party.gone.values()] == [2, 2, 0]
+
+
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("halves", [((0, 1), (2, 3, 4)), ((0, 1, 2, 3), (4,)), ((0,), (1, 2))])
-def test_of_two_halves_one_goes_on(halves: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_of_two_halves_one_goes_on(
+    halves: tuple[tuple[int, ...], tuple[int, ...]], resets: bool
+) -> None:
     party = Party(sum(map(len, halves))).run(2.0)
-    party.split(*halves)
+    party.split(*halves, resets=resets)
     party.run(20.0)
     goes_on = [half for half in halves if not set(half) & set(party.ended)]
     assert len(goes_on) == 1, party.ended
@@ -199,10 +343,7 @@ def test_one_that_is_heard_again_stays() -> None:
     party.cards.apart.add(frozenset((0, 2)))
     party.cards.apart.add(frozenset((0, 1)))  # so nothing is decided before all are missed
     party.run(4.0)
-    party.cards.apart.clear()
-    for way, flow in party.cards._flows.items():
-        if flow:
-            party.cards._later(way)
+    party.mend()
     party.run(10.0)
     assert party.ended == {}
     assert all(not events for events in party.gone.values())

@@ -50,6 +50,10 @@ class Box:
         self.posted: list[tuple[int, ...]] = []
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}
+        self.cut: dict[int, float] = {}
+
+    def unconnected(self) -> dict[int, float]:
+        return self.cut
 
     def receive(self, seconds: float, *, of: list[int]) -> Letter:
         assert of == [GENERATOR]
@@ -140,6 +144,40 @@ def test_who_is_done_as_the_generator_dies_does_not_average_twice() -> None:
         does(one, by(average))
         assert one.fallen
         assert [run.number for run in runs] == [7]
+
+
+def test_a_generator_whose_connections_have_ended_is_dead_after_a_second() -> None:
+    """Unless it is connected again by then; and dead it stays, whatever connects there later."""
+    signs: list[float] = [0.3, 0.9, 0.0, 0.4, 1.1, 0.0]
+
+    class Silent(Box):
+        def receive(self, seconds: float, *, of: list[int]) -> Letter:
+            self.cut = {GENERATOR: sign} if (sign := signs.pop(0)) else {}
+            raise PeerError(f"no message within {seconds:g} s")
+
+    one = client(Silent(), Rules.everyone())
+    runs: list[Run] = []
+    one.step(by(lambda run, alive: runs.append(run)))
+    assert signs == [0.0]
+    assert one.fallen == "it has ended without a word"
+    assert [run.members for run in runs] == [(0, 1, 2, 3)]
+    one._line._mailbox.unconnected().clear()  # type: ignore[attr-defined]
+    assert one._line.dead
+
+
+def test_who_is_in_a_group_as_the_generator_dies_looks_whether_the_others_come() -> None:
+    box = Box(told(7, 0, (0, 1), 0))
+    one = client(box)
+    found: list[Coming] = []
+
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
+        found.append(coming())
+        box.cut[GENERATOR] = 1.1
+        found.append(coming())
+        return None
+
+    one.step(by(average))
+    assert found == [Coming.MAYBE, Coming.PAST]
 
 
 def test_everyone_is_one_group_too_when_the_generator_is_dead() -> None:
@@ -489,7 +527,8 @@ def test_a_worker_that_dies_while_all_level_is_left_out(running: list[Started]) 
 def test_when_the_generator_is_killed_training_goes_on_without_it(
     running: list[Started], rules: Rules
 ) -> None:
-    store, settings = Switchboard(), config(4, rules)
+    # They find out by their connections, long before its silence.
+    store, settings = Switchboard(), config(4, rules, silence=10 * PATIENCE)
     hall = Hall([0.0, 1.0, 2.0, 3.0])
     generator = InProcess(settings, store)
     running.append(generator)

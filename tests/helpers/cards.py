@@ -49,6 +49,7 @@ class Cards:
         self.slow: dict[tuple[int, int], float] = {}  # by worker and interface
         self.apart: set[frozenset[int]] = set()  # pairs that do not reach each other
         self.clock, self.down, self.dead = Clock(), set[tuple[int, int]](), set[int]()
+        self.ended: dict[frozenset[int], float] = {}  # since when, of pairs' connections
         self.sent: Counter[tuple[int, int]] = Counter()
         self._flows: dict[tuple[int, int, int], deque[Letter]] = {}
         self._agenda: list[tuple[float, int, tuple[int, int, int]]] = []
@@ -80,6 +81,12 @@ class Cards:
         delay = self.slow.get(way[:2], self.delay)
         when = self.clock.now + self.chance.random() * delay
         heapq.heappush(self._agenda, (when, next(self._count), way))
+
+    def kill(self, worker: int) -> None:
+        """End a process; the kernel ends its connections."""
+        self.dead.add(worker)
+        for peer in self.boxes[worker].peers:
+            self.ended[frozenset((worker, peer))] = self.clock.now
 
     def cut(self, worker: int, interface: int) -> None:
         self.down.add((worker, interface))
@@ -143,6 +150,11 @@ class Box:
         self.lost: dict[int, str] = {}
         self.left: frozenset[int] = frozenset()
         self.peers = tuple(sorted(set().union(*cards.reach[number]) - {number}))
+
+    def unconnected(self) -> dict[int, float]:
+        now, ended = self._cards.clock.now, self._cards.ended
+        pairs = {peer: frozenset((self._number, peer)) for peer in self.peers}
+        return {peer: now - ended[pair] for peer, pair in pairs.items() if pair in ended}
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
         cards = enumerate(self._cards.reach[self._number])

@@ -135,6 +135,9 @@ class Box:
     def interrupter(self) -> Callable[[], None]:
         return lambda: None
 
+    def unconnected(self) -> dict[int, float]:
+        return {}
+
     @property
     def peers(self) -> tuple[int, ...]:
         return tuple(number for number in self._office.boxes if number != self._number)

@@ -12,9 +12,16 @@ from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.stale.view import View
 from wingbeat.stale.worker import Worker
 from wingbeat.transport.messages.card import Card
+from wingbeat.transport.messages.flow import NEVER
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 STORE_S = 10.0
 """Seconds that the store may take to say who is gone."""
+
+_ENDED = "has ended without a word"
+
+_LOOK_S = 0.25
+"""Seconds between two looks at whose connections have ended."""
 
 
 class Gone(NamedTuple):
@@ -42,12 +49,14 @@ class Heard(Protocol):
     @property
     def left(self) -> frozenset[int]: ...  # noqa: D102
 
+    def unconnected(self) -> Mapping[int, float]: ...  # noqa: D102
+
 
 class Presence:
     """One worker's view of who is there.
 
     Args:
-        mailbox: knows who has left.
+        mailbox: knows who has left, and whose connections have ended.
         lanes: know who is silent.
         machine: knows who takes part.
         attendance: decides; None if each worker does by itself.
@@ -77,6 +86,8 @@ class Presence:
         self._workers = len(lanes.known) + 1
         self._since: dict[int, float] = {}
         self._excused: dict[int, int] = {}  # lives that ended when all had settled
+        self._looked = float("-inf")
+        self._unconnected: dict[int, float] = {}  # since when, if reached until then; else NEVER
         self.gone: set[int] = set()
         if attendance is not None:
             view = attendance.roll.view
@@ -91,6 +102,7 @@ class Presence:
         found |= dict.fromkeys(self._mailbox.left, "has left")
         found |= self._mailbox.lost
         found |= self._lanes.silent()
+        found |= dict.fromkeys(self._ended(), _ENDED)
         return {worker: how for worker, how in found.items() if worker not in self.gone}
 
     def look(self, missing: Mapping[int, str]) -> Iterator[Gone | Back]:
@@ -121,6 +133,29 @@ class Presence:
                 self._say(f"{self._me}: {self._name(change.worker)} is back")
                 yield Back(change.worker, change.life, card)
         yield from self._miss({w: how for w, how in missing.items() if w not in self.gone})
+
+    def _ended(self) -> list[int]:
+        """Return whose processes have ended, as their connections and their silence say.
+
+        A network that is cut ends connections as well, but later: long after a worker was last
+        reached over one. Who is heard by way of others lives.
+        """
+        now = self._clock()
+        if now >= self._looked + _LOOK_S:
+            self._looked, before, reached = now, self._unconnected, self._lanes.reached
+            self._unconnected = {
+                worker: before.get(worker, now - seconds if worker in reached else NEVER)
+                for worker, seconds in self._mailbox.unconnected().items()
+            }
+        return self._unconnected_since(now - UNCONNECTED_S)
+
+    def _unconnected_since(self, when: float) -> list[int]:
+        """Return whose connections had ended ``when``, and who has not been heard since then."""
+        return [
+            worker
+            for worker, since in self._unconnected.items()
+            if since < when and not self._lanes.heard_since(worker, when)
+        ]
 
     def _check_own(self, begun: bool, life: int, by: int) -> None:
         own = self._machine.life
@@ -180,7 +215,10 @@ class Presence:
 
     def _fail_unless_survived(self, missing: Mapping[int, str], worker: int) -> None:
         if not self._survives:
+            # Who has left may have been the first to miss one who is about to be missed here.
+            ended = self._unconnected_since(self._clock() - UNCONNECTED_S / 2)
+            worker, how = (min(ended), _ENDED) if ended else (worker, missing[worker])
             raise PeerError(
-                f"{self._me}: before all had settled, {self._name(worker)} {missing[worker]}; "
+                f"{self._me}: before all had settled, {self._name(worker)} {how}; "
                 "start the job again from a checkpoint"
             )

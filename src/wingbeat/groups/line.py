@@ -9,10 +9,13 @@ from collections import deque
 from wingbeat.errors import PeerError
 from wingbeat.groups.protocol import Kind
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import Mailbox
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
 
-_LOOK_S = 1.0
+_LOOK_S = 0.25
 """Seconds between two looks at whether the generator lives, while a group is waited for."""
+
+_PROBE_S = 1.0
+"""Seconds between two messages that are sent only to see whether they arrive."""
 
 
 class Dead(Exception):
@@ -35,12 +38,20 @@ class Line:
     def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
         self._mailbox, self._worker, self._generator = mailbox, worker, generator
         self._timeout, self._probed = timeout, 0.0
+        self._dead = False
         self.heard: deque[Message] = deque()
 
     @property
     def dead(self) -> bool:
-        """Whether the generator has left or is lost."""
-        return self._generator in self._mailbox.left or self._generator in self._mailbox.lost
+        """Whether the generator has left, is lost or has ended without a word: then for good."""
+        if not self._dead:
+            mailbox, generator = self._mailbox, self._generator
+            self._dead = (
+                generator in mailbox.left
+                or generator in mailbox.lost
+                or mailbox.unconnected().get(generator, 0.0) > UNCONNECTED_S
+            )
+        return self._dead
 
     def post(self, kind: Kind, *ids: int) -> None:
         """Tell the generator.
@@ -61,6 +72,7 @@ class Line:
             Dead: it is gone.
             PeerError: none came in time.
         """
+        asked = time.monotonic()
         while True:
             if self.heard:
                 return self.heard.popleft()
@@ -68,13 +80,16 @@ class Line:
                 return self._mailbox.receive(_LOOK_S, of=[self._generator])
             except PeerError as error:
                 if self.dead:
-                    raise Dead(str(error)) from None
-            if time.monotonic() >= deadline:
+                    raise Dead(self._why(error)) from None
+            now = time.monotonic()
+            if now >= deadline:
                 raise PeerError(
                     f"rank {self._worker}: no group came from the group generator within "
                     f"{self._timeout:g} s; check that the others still train"
                 )
-            self.post(Kind.ALIVE)  # which has to arrive
+            if now - asked >= _PROBE_S:
+                asked = now
+                self.post(Kind.ALIVE)  # which has to arrive
 
     def listen(self) -> None:
         """Take in what the generator has said by now."""
@@ -84,7 +99,13 @@ class Line:
     def probe(self) -> None:
         """Ask for a sign of the generator, now and then: if it is dead, this does not arrive."""
         now = time.monotonic()
-        if now - self._probed >= _LOOK_S:
+        if now - self._probed >= _PROBE_S:
             self._probed = now
             with contextlib.suppress(Dead):
                 self.post(Kind.ALIVE)
+
+    def _why(self, error: PeerError) -> str:
+        """Return what to say of the generator, which is dead, after a wait that ended so."""
+        if self._generator in self._mailbox.left or self._generator in self._mailbox.lost:
+            return str(error)
+        return "it has ended without a word"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -365,6 +366,27 @@ def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
     end.know(1, 77)
     end.add(Route(1, 0, 0), None, play.clock.now)
     assert end.unmet == [Route(1, 0, 0)]
+
+
+def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> None:
+    end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[Place]()
+    routes = [Route(*each) for each in itertools.product((1, 2), (0, 1), (0, 1))]
+    places = {each: Place(each.interface, each.urgency, b"%d" % each.peer) for each in routes}
+    for route, place in places.items():
+        end.add(route, place, 0.0)
+    for now, place in enumerate(place for route, place in places.items() if route.peer == 1):
+        end.look(cut.__contains__, float(now))
+        assert end.unconnected(9.0) == {}
+        cut.add(place)
+    end.look(cut.__contains__, 4.0)
+    assert end.unconnected(4.0) == {1: 0.0}
+    assert end.unconnected(9.0) == {1: 5.0}
+    cut.discard(places[Route(1, 1, 0)])
+    end.look(cut.__contains__, 9.0)
+    assert end.unconnected(9.0) == {}, "it has made one of them anew"
+    end.look(set(places.values()).__contains__, 10.0)
+    end.left.add(2)
+    assert end.unconnected(11.0) == {1: 1.0}
 
 
 @pytest.mark.parametrize("forgiving", [False, True])

@@ -217,6 +217,11 @@ class Lanes:
             if now - lane.heard > lane.allowed
         }
 
+    @property
+    def reached(self) -> set[int]:
+        """The workers that are reached directly now: over an interface that is not cut."""
+        return self._ways.neighbours
+
     def heard_since(self, worker: int, when: float) -> bool:
         """Whether a worker has given a sign after ``when``, by this worker's clock."""
         lane = self._lanes.get(worker)

@@ -293,6 +293,18 @@ class Endpoint:
             elif self.flows[route].up:
                 self.down.pop(route, None)
 
+    def unconnected(self, now: float) -> dict[int, float]:
+        """Return for how many seconds all flows of a peer have been `down`, where they are."""
+        since: dict[int, float] = {}
+        for route in self.flows.keys() if self.down else ():
+            down = self.down.get(route, NEVER)
+            since[route.peer] = max(down, since.get(route.peer, down))
+        return {
+            peer: now - down
+            for peer, down in since.items()
+            if down < NEVER and peer not in self.left
+        }
+
     def due(self) -> float:
         """When `tick` is to be called at the latest, if nothing arrives before."""
         return self._next

@@ -209,21 +209,20 @@ class Mailbox:
     def unconnected(self) -> Mapping[int, float]:
         """Return who is not connected any more, and for how many seconds: a process that has died.
 
-        Or one whose connection has broken, which it makes anew within moments. Nobody has to fall
-        silent for that, so a process that is slow, or stopped, is not among them.
+        Or one whose connections have broken, over all interfaces, which it makes anew within
+        moments. Nobody has to fall silent for that, so a process that is slow, or stopped, is not
+        among them. But of a peer that has not answered for a minute, as its process is stopped or
+        the network is cut, connections end as well.
         """
         endpoint, ended = self._endpoint, self._carrier.ended
         if ended != self._ended_before:
             self._ended_before = ended
             endpoint.greet(self._clock())
             self._go_over(self._clock())
-        now, found = self._clock(), dict[int, float]()
+        now = self._clock()
         if ended:
             endpoint.look(self._carrier.cut, now)
-        for route, since in endpoint.down.items():
-            if route.peer not in endpoint.left:
-                found[route.peer] = max(now - since, found.get(route.peer, 0.0))
-        return found
+        return endpoint.unconnected(now)
 
     @alone
     def drop(self, peer: int) -> None:
