@@ -68,7 +68,7 @@ class ShownGradients:
         """Autograd adds to what all workers have alike."""
         keep_displaced(self._bucketing)
 
-    def zeroed(self, set_to_none: bool) -> None:  # noqa: ARG002
+    def zeroed(self, set_to_none: bool) -> None:
         """Nothing to forget."""
 
     def taken(self, slot: Slot) -> None:
@@ -161,7 +161,7 @@ class HiddenGradients:
         """Autograd adds to what all workers have alike."""
         keep_displaced(self._bucketing)
 
-    def zeroed(self, set_to_none: bool) -> None:  # noqa: ARG002
+    def zeroed(self, set_to_none: bool) -> None:
         """Nothing to forget."""
 
     def taken(self, slot: Slot) -> None:
