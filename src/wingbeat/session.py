@@ -64,7 +64,9 @@ class CanarySession:
                 "start the workers in that order"
             )
         self._epoch = next(_sessions.setdefault(world, itertools.count()))
-        self._machine, self._colayers = (None, 0) if model is None else _trained(model)
+        self._machine: Worker | None = None
+        if model is not None:
+            self._machine, self._colayers = _trained(model)
         self._closed = False
         self._whole: Collectives | None = None
         self._cubes: dict[tuple[int, int], Collectives] = {}
@@ -158,7 +160,7 @@ class CanarySession:
                 direct = len(self._world.links) == self._levels and self._world.size > 1
                 self._whole = Collectives(self._world, self._cube if direct else Ring())
             return self._whole
-        key = _numbers("cube_id", cube_id, count=2)
+        key = _pair("cube_id", cube_id)
         if self._closed:
             raise UsageError(
                 f"cube_id={key}: the cubes of this session are closed; make another CanarySession, "
@@ -305,15 +307,20 @@ def _number(name: str, value: Any) -> int:
     raise UsageError(f"{name}={value!r:.60}: allowed are whole numbers")
 
 
-def _numbers(name: str, values: Any, count: int | None = None) -> tuple[int, ...]:
+def _numbers(name: str, values: Any) -> tuple[int, ...]:
     try:
-        found = tuple(_number(name, value) for value in values)
+        return tuple(_number(name, value) for value in values)
     except (TypeError, UsageError):  # not even a sequence
-        found = ()
-    if not found or count not in (None, len(found)):
-        many = "" if count is None else f"{count} "
-        raise UsageError(f"{name}={values!r:.60}: allowed are {many}whole numbers, as in (0, 0)")
-    return found
+        raise UsageError(
+            f"{name}={values!r:.60}: allowed are whole numbers, as in (0, 0)"
+        ) from None
+
+
+def _pair(name: str, values: Any) -> tuple[int, int]:
+    found = _numbers(name, values)
+    if len(found) != 2:
+        raise UsageError(f"{name}={values!r:.60}: allowed are 2 whole numbers, as in (0, 0)")
+    return found[0], found[1]
 
 
 def _check_pieces(name: str, count: int) -> None:
