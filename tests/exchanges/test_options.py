@@ -95,6 +95,11 @@ def test_nonsense_is_refused_and_its_sender_named(payload: bytes, said: str) -> 
         Options(adam()).form.read(payload, "rank 1")
 
 
-def test_a_flag_may_be_left_open() -> None:
-    found = Options(adam()).form.read(changed(foreach=True), "rank 1")
+def test_what_was_left_open_may_be_chosen_and_given_up() -> None:
+    found = Options(adam()).form.read(changed(foreach=True, weight_decay=None), "rank 1")
     assert found[0]["foreach"] is True
+    assert found[0]["weight_decay"] is None
+    adafactor = torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(2))])
+    options = Options(adafactor)
+    adafactor.param_groups[0]["eps"] = (1e-30, None)
+    assert options.form.read(options.written(), "rank 1")[0]["eps"] == (1e-30, None)

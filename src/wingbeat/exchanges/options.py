@@ -162,8 +162,9 @@ def _value(worker: str, name: str, mine: Any, theirs: Any) -> Any:
         both = zip(mine, theirs, strict=True)
         return type(mine)(_value(worker, name, a, b) for a, b in both)
     number = type(mine) in (int, float) and type(theirs) in (int, float)
-    flag = type(mine) in (bool, type(None)) and type(theirs) in (bool, type(None))
-    if number or flag or (type(mine) is str and type(theirs) is str):
+    # What is not chosen may be later, and what is chosen may be given up.
+    either = None in (mine, theirs) and type(theirs) in _SIMPLE
+    if number or either or (type(mine) in (bool, str) and type(theirs) is type(mine)):
         return theirs
     raise _malformed(worker, f"{name}={theirs!r:.40}, where this worker has {mine!r:.40}")
 
