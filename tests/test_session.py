@@ -60,6 +60,23 @@ def test_tensors_are_gathered_in_the_order_of_ports(pieces: int) -> None:
         assert torch.equal(column, expected[[rank % 2, rank % 2 + 2]])
 
 
+def test_tensors_of_all_kinds() -> None:
+    """What needs a gradient, as parameters do, what is empty, and a cube in a list."""
+
+    def body(world: World) -> Any:
+        with CanarySession([world.rank], world=world) as session:
+            param = nn.Parameter(torch.ones(3))
+            assert session.all_reduce(param, piece_level=2) is param
+            gathered = session.all_gather(param, [0, 0], pieces=2)  # type: ignore[arg-type]
+            empty = session.all_gather(torch.ones(0, 4))
+        with pytest.raises(UsageError, match="the cubes of this session are closed"):
+            session.all_reduce(torch.ones(1), (0, 0))
+        assert session.all_reduce(torch.ones(1)) == 2.0
+        return param.tolist(), gathered.tolist(), empty.shape
+
+    assert on(2, body) == [([2.0] * 3, [[2.0] * 3] * 2, (2, 0, 4))] * 2
+
+
 def test_what_is_not_contiguous_is_reduced_in_place() -> None:
     def body(world: World) -> Any:
         tensor = torch.full((3, 2), 1.0 + world.rank).t()
@@ -93,6 +110,19 @@ def test_a_worker_alone_has_everything() -> None:
         (lambda s, w: s.all_reduce(torch.ones(1), (0, 1 - w.rank // 2)), "which is in \\(0, "),
         (lambda s, w: s.all_reduce(torch.ones(1), piece_level=0), "piece_level=0: allowed"),
         (lambda s, w: s.all_gather(torch.ones(1), pieces=True), "pieces=True: allowed"),
+        (lambda s, w: s.all_reduce(torch.ones(1), 0), "cube_id=0: allowed are whole numbers"),
+        (lambda s, w: s.all_reduce(torch.ones(1), (0, "a")), "cube_id=.* allowed are whole"),
+        (lambda s, w: s.all_gather(torch.ones(1), (0, 0, 0)), "cube_id=.*allowed are 2 whole"),
+        (lambda s, w: s.all_reduce([1.0]), "tensor=list: allowed is a torch.Tensor"),
+        (lambda s, w: s.all_gather(torch.eye(2).to_sparse()), "layout torch.sparse_coo on cpu"),
+        (lambda s, w: s.all_reduce(torch.ones(2, device="meta")), "torch.strided on meta"),
+        (lambda s, w: s.all_reduce(torch.ones(1).expand(3)), r"pass tensor.clone\(\)"),
+        (lambda s, w: s.calc_proportion(3), "row=3: allowed are whole numbers"),
+        (lambda s, w: s.check_staleness(1.5, 2), "staleness=1.5: allowed are whole numbers"),
+        (lambda s, w: s.check_staleness(1, "2"), "threshold='2': allowed are whole numbers"),
+        (lambda s, w: s.check_proportion(True, 1), "proportion=True: allowed are whole"),
+        (lambda s, w: CanarySession(3, world=w), "worker_id=3: allowed are whole numbers"),  # type: ignore[arg-type]
+        (lambda s, w: CanarySession(model="m", world=w), r"CanarySession\(model=str\): allowed"),  # type: ignore[arg-type]
         (lambda s, w: s.gei_matrix(), "without a model has no index"),
         (lambda s, w: CanarySession((1 - w.rank // 2, 0), world=w), "leave it out, or start"),
         (lambda s, w: CanarySession(model=nn.Linear(1, 1), world=w), "wingbeat.Canary"),
@@ -119,9 +149,13 @@ def test_the_index_of_a_model_in_training() -> None:
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
         own = session.gei_row_vector()
+        for value in (0.5, "0"):
+            with pytest.raises(UsageError, match=r"iteration=.*: allowed are whole numbers"):
+                session.calc_staleness(value)  # type: ignore[arg-type]
         optimizer.zero_grad()
         torch.autograd.backward(model(torch.ones(1, 3)).sum())
         sent = session.gei_row_vector()
+        assert len(sent) == 2, "the colayers alone, not what carries options"
         found = (
             session.calc_staleness(), session.calc_staleness(0),
             session.calc_proportion(own), session.calc_proportion(sent), session.gei_matrix(),
@@ -135,7 +169,7 @@ def test_the_index_of_a_model_in_training() -> None:
     for staleness, first, before, after, matrix in on(2, body):
         assert staleness in (0, 1)  # the other may want the next already
         assert first == staleness + 3
-        assert (before, after) == (0, 2)  # of two colayers and one of options, sent at the step
+        assert (before, after) == (0, 2)
         assert set(matrix) in ({3}, {3, 4})
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -51,17 +53,21 @@ class CanarySession:
         world: World | None = None,
     ) -> None:
         world = world or current()
-        levels = max(1, len(world.links)) if worker_id is None else len(worker_id)
+        digits = None if worker_id is None else _numbers("worker_id", worker_id)
+        levels = max(1, len(world.links)) if digits is None else len(digits)
         self._world, self._cube = world, BCube().fitted(world.size, levels)
         self._levels = levels
-        if worker_id is not None and tuple(worker_id) != self.worker_id:
+        if digits is not None and digits != self.worker_id:
             raise UsageError(
-                f"CanarySession(worker_id={tuple(worker_id)}) on rank {world.rank}, which is "
+                f"CanarySession(worker_id={digits}) on rank {world.rank}, which is "
                 f"{self.worker_id} in {self._cube or 'a world of one worker'}: leave it out, or "
                 "start the workers in that order"
             )
         self._epoch = next(_sessions.setdefault(world, itertools.count()))
-        self._machine = None if model is None else _machine_of(model)
+        self._machine: Worker | None = None
+        if model is not None:
+            self._machine, self._colayers = _trained(model)
+        self._closed = False
         self._whole: Collectives | None = None
         self._cubes: dict[tuple[int, int], Collectives] = {}
 
@@ -85,7 +91,7 @@ class CanarySession:
         """Sum a tensor over the workers of a cube, in place.
 
         Args:
-            tensor: of any shape, the same on all members.
+            tensor: dense, of any shape, the same on all members.
             cube_id: the level, and which of its cubes, counted from 0; this worker is to be in it.
                 None: all workers, over all interfaces.
             piece_level: into how many pieces each interface's part is cut; the next is on its way
@@ -95,13 +101,14 @@ class CanarySession:
             The tensor.
 
         Raises:
-            UsageError: a cube that there is not or that this worker is not in, or a number of
-                pieces out of range.
+            UsageError: a cube that there is not or that this worker is not in, a number of pieces
+                out of range, or a tensor that cannot be sent or written to.
             PeerError: another worker failed.
         """
         _check_pieces("piece_level", piece_level)
+        _check_tensor(tensor, written=True)
         collectives = self._of(cube_id)
-        flat = tensor.contiguous().view(-1)
+        flat = tensor.detach().contiguous().view(-1)
         for handle in [collectives.all_reduce(piece) for piece in flat.chunk(piece_level)]:
             handle.wait()
         if flat.data_ptr() != tensor.data_ptr():
@@ -134,17 +141,18 @@ class CanarySession:
             PeerError: another worker failed.
         """
         _check_pieces("pieces", pieces)
+        _check_tensor(tensor)
         collectives = self._of(cube_id)
-        mine = collectives.world.rank
+        mine, members = collectives.world.rank, collectives.world.size
         parts, handles = [], []
-        for piece in tensor.contiguous().view(-1).chunk(pieces):
-            rows = piece.new_empty((collectives.world.size, piece.numel()))
+        for piece in tensor.detach().contiguous().view(-1).chunk(pieces):
+            rows = piece.new_empty((members, piece.numel()))
             rows[mine] = piece
             handles.append(collectives.all_gather(rows.view(-1)))
             parts.append(rows)
         for handle in handles:
             handle.wait()
-        return torch.cat(parts, dim=1).view(-1, *tensor.shape)
+        return torch.cat(parts, dim=1).view(members, *tensor.shape)
 
     def _of(self, cube_id: tuple[int, int] | None) -> Collectives:
         if cube_id is None or self._world.size == 1:
@@ -152,12 +160,18 @@ class CanarySession:
                 direct = len(self._world.links) == self._levels and self._world.size > 1
                 self._whole = Collectives(self._world, self._cube if direct else Ring())
             return self._whole
-        if cube_id not in self._cubes:
-            self._cubes[cube_id] = self._open(cube_id)
-        return self._cubes[cube_id]
+        key = _pair("cube_id", cube_id)
+        if self._closed:
+            raise UsageError(
+                f"cube_id={key}: the cubes of this session are closed; make another CanarySession, "
+                "on all workers"
+            )
+        if key not in self._cubes:
+            self._cubes[key] = self._open(*key)
+        return self._cubes[key]
 
-    def _open(self, cube_id: tuple[int, int]) -> Collectives:
-        level, number = cube_id
+    def _open(self, level: int, number: int) -> Collectives:
+        cube_id = level, number
         cube, world = self._cube, self._world
         if not (0 <= level < cube.levels and 0 <= number < cube.workers // cube.ports):
             raise UsageError(
@@ -191,13 +205,13 @@ class CanarySession:
             UsageError: no worker has entered it, it is retired, or there is no model.
         """
         machine = self._worker()
-        row = machine.at if iteration is None else iteration
+        row = machine.at if iteration is None else _number("iteration", iteration)
         if not machine.gei.retired <= row <= max(machine.gei.zeta, machine.at):
             raise UsageError(
                 f"iteration={row}: the index has rows {machine.gei.retired} to {machine.gei.zeta}; "
                 "those before are complete"
             )
-        return machine.gei.row(row, own=machine.rank)
+        return machine.gei.row(row, own=machine.rank)[: self._colayers]
 
     def gei_matrix(self) -> dict[int, tuple[int, ...]]:
         """Return Q: the rows that are not complete, by iteration; the last is the fastest's.
@@ -220,7 +234,8 @@ class CanarySession:
             UsageError: there is no model.
         """
         machine = self._worker()
-        return max(0, machine.zeta - (machine.at if iteration is None else iteration))
+        at = machine.at if iteration is None else _number("iteration", iteration)
+        return max(0, machine.zeta - at)
 
     def calc_proportion(self, row: Sequence[int]) -> int:
         """Return of how many colayers this worker's own bit is set (Pseudocode 1, lines 7 to 17).
@@ -229,16 +244,28 @@ class CanarySession:
 
         Args:
             row: of `gei_row_vector`.
+
+        Raises:
+            UsageError: it is none.
         """
-        return sum(mask >> self._world.rank & 1 for mask in row)
+        return sum(mask >> self._world.rank & 1 for mask in _numbers("row", row))
 
     def check_staleness(self, staleness: int, threshold: int | None) -> bool:
-        """Return whether it is within s (Pseudocode 1, line 19); None is no bound."""
-        return threshold is None or staleness <= threshold
+        """Return whether it is within s (Pseudocode 1, line 19); None is no bound.
+
+        Raises:
+            UsageError: these are no whole numbers.
+        """
+        staleness = _number("staleness", staleness)
+        return threshold is None or staleness <= _number("threshold", threshold)
 
     def check_proportion(self, proportion: int, threshold: int) -> bool:
-        """Return whether at least p colayers were exchanged (Pseudocode 1, line 22)."""
-        return proportion >= threshold
+        """Return whether at least p colayers were exchanged (Pseudocode 1, line 22).
+
+        Raises:
+            UsageError: these are no whole numbers.
+        """
+        return _number("proportion", proportion) >= _number("threshold", threshold)
 
     def _worker(self) -> Worker:
         if self._machine is None:
@@ -250,6 +277,7 @@ class CanarySession:
 
     def close(self) -> None:
         """Close the cubes' connections; `shutdown` does too."""
+        self._closed = True
         for collectives in self._cubes.values():
             collectives.world.close()
         self._cubes.clear()
@@ -261,16 +289,57 @@ class CanarySession:
         self.close()
 
 
-def _machine_of(model: nn.Module) -> Worker:
-    exchange = bounded_exchange(model)
+def _trained(model: nn.Module) -> tuple[Worker, int]:
+    """Return the machine of a model in training, and how many colayers the model has."""
+    exchange = bounded_exchange(model) if isinstance(model, nn.Module) else None
     if exchange is None:
         raise UsageError(
             f"CanarySession(model={type(model).__name__}): allowed is a model that "
             "distribute() has returned with wingbeat.Canary(), of two workers or more"
         )
-    return exchange.machine
+    return exchange.machine, exchange.colayers
+
+
+def _number(name: str, value: Any) -> int:
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise UsageError(f"{name}={value!r:.60}: allowed are whole numbers")
+
+
+def _numbers(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        return tuple(_number(name, value) for value in values)
+    except (TypeError, UsageError):  # not even a sequence
+        raise UsageError(
+            f"{name}={values!r:.60}: allowed are whole numbers, as in (0, 0)"
+        ) from None
+
+
+def _pair(name: str, values: Any) -> tuple[int, int]:
+    found = _numbers(name, values)
+    if len(found) != 2:
+        raise UsageError(f"{name}={values!r:.60}: allowed are 2 whole numbers, as in (0, 0)")
+    return found[0], found[1]
 
 
 def _check_pieces(name: str, count: int) -> None:
     if type(count) is not int or not 1 <= count <= _MOST_PIECES:
         raise UsageError(f"{name}={count!r}: allowed are whole numbers, 1 to {_MOST_PIECES}")
+
+
+def _check_tensor(tensor: Any, *, written: bool = False) -> None:
+    """Refuse here what would fail amid a collective, and end it on all."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"tensor={type(tensor).__name__}: allowed is a torch.Tensor")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise UsageError(
+            f"a tensor with layout {tensor.layout} on {tensor.device} cannot be sent: allowed are "
+            "dense tensors that have values, such as tensor.to_dense()"
+        )
+    twice = any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if written and (twice or tensor.is_inference()):
+        raise UsageError(
+            "all_reduce writes to its tensor, and this one is expanded or was made in "
+            "inference_mode: pass tensor.clone()"
+        )

@@ -84,6 +84,15 @@ class Settings:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._refuse(key, f"whole numbers, {low} to {high}")
 
+    def check_count_if_any(self, key: str, low: int, high: int) -> None:
+        """Raise a `UsageError` unless the option is None, or a whole number in this range."""
+        if getattr(self, key) is None:
+            return
+        try:
+            self.check_count(key, low, high)
+        except UsageError:
+            raise self._refuse(key, f"whole numbers, {low} to {high}, and None") from None
+
     def check_flag(self, key: str) -> None:
         """Raise a `UsageError` unless the option is True or False."""
         if not isinstance(getattr(self, key), bool):
@@ -193,7 +202,7 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
     except UsageError:  # it says more
         raise
     except ValueError:
-        kind_name = getattr(kind, "__name__", "value")
+        kind_name = getattr(kind, "__name__", "value").removesuffix("_of")
         raise UsageError(f"option {key}={value!r} in {where!r} is no valid {kind_name}") from None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.options import Options
 
 
-def adam(lr: float | torch.Tensor = 0.1) -> torch.optim.Adam:
+def adam(lr: float | np.floating[Any] | torch.Tensor = 0.1) -> torch.optim.Adam:
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     return torch.optim.Adam([{"params": params[:1], "lr": lr}, {"params": params[1:]}], lr=0.3)
 
@@ -23,6 +25,18 @@ def test_what_one_writes_another_reads() -> None:
     assert [group["lr"] for group in found] == [0.1, 0.3]
     assert found[1]["betas"] == (0.5, 0.25)
     assert found[0]["betas"] == (0.9, 0.999)
+
+
+def test_numbers_of_numpy_and_lists_are_sent_as_pythons() -> None:
+    """As schedules compute them with NumPy, and as settings come out of a file."""
+    mine = adam(lr=np.float64(0.25))
+    mine.param_groups[1] |= {"lr": np.float32(0.5), "betas": [np.float64(0.5), 0.25]}
+    other = adam()
+    other.param_groups[1]["betas"] = [0.1, 0.2]
+    found = Options(other).form.read(Options(mine).written(), "rank 1")
+    assert [group["lr"] for group in found] == [0.25, 0.5]
+    assert [type(group["lr"]) for group in found] == [float, float]
+    assert found[1]["betas"] == [0.5, 0.25]
 
 
 def test_what_a_schedule_keeps_beside_them_does_not_travel() -> None:
@@ -81,6 +95,11 @@ def test_nonsense_is_refused_and_its_sender_named(payload: bytes, said: str) -> 
         Options(adam()).form.read(payload, "rank 1")
 
 
-def test_a_flag_may_be_left_open() -> None:
-    found = Options(adam()).form.read(changed(foreach=True), "rank 1")
+def test_what_was_left_open_may_be_chosen_and_given_up() -> None:
+    found = Options(adam()).form.read(changed(foreach=True, weight_decay=None), "rank 1")
     assert found[0]["foreach"] is True
+    assert found[0]["weight_decay"] is None
+    adafactor = torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(2))])
+    options = Options(adafactor)
+    adafactor.param_groups[0]["eps"] = (1e-30, None)
+    assert options.form.read(options.written(), "rank 1")[0]["eps"] == (1e-30, None)

@@ -186,6 +186,16 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
     assert all(param.grad is None for params in one.params for param in params)
 
 
+def test_gradients_of_the_next_iteration_are_left_alone() -> None:
+    """As zeros are, which zero_grad(set_to_none=False) has left before a flush."""
+    one = Trainee(0, 2, pace_of(1, 1, K))
+    zeros = one.params[0][0].grad = torch.zeros(3, 2)
+    one.replica.step(a_round(one, 0))
+    assert one.params[0][0].grad is zeros
+    assert not torch.equal(one.params[0][0], torch.zeros(3, 2)), "it has used the round's"
+    assert one.params[0][1].grad is None
+
+
 def test_a_round_of_nothing_is_no_step() -> None:
     one = Trainee(0, 2, pace_of(1, 1, K))
     one.replica.step([Round(z, q, 0, (), (), whole(2)) for z in range(K + 1) for q in range(2)])

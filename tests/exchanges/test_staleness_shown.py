@@ -36,6 +36,14 @@ def test_what_is_dropped_is_counted() -> None:
     assert staleness.cells == {"iteration": 4, "fastest": 4, "behind": 0, "dropped": 1}
 
 
+def test_nobody_is_ahead_of_the_fastest() -> None:
+    machine = Worker(1, 2, Pace(1, 2, 3), nothing)
+    machine.begin()
+    machine.finish()
+    staleness, _ = shown(machine, 2, 3)
+    assert staleness.cells == {"iteration": 1, "fastest": 1, "behind": 0, "dropped": 0}
+
+
 def test_of_many_workers_their_number_is_shown() -> None:
     assert bits(0, 16) == "." * 16
     assert bits((1 << 17) - 1, 17) == "17/17"

@@ -40,7 +40,7 @@ def test_what_was_exchanged_must_be_dropped_first() -> None:
 
 def test_what_the_optimizer_has_zeroed_in_place_may_be_added_to() -> None:
     views, slots = shown()
-    views.zeroed()
+    views.zeroed(set_to_none=False)
     with pytest.raises(UsageError, match="'p1'"):
         views.begin()
     slots[1].param.grad = None

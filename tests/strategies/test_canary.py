@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
@@ -176,6 +177,31 @@ def test_parameters_that_some_do_not_use_and_that_nobody_does() -> None:
     first, *others = on(2, body)
     for other in others:
         assert_same(other, first)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_gradients_that_are_set_to_zero_are_gradients(used: bool) -> None:
+    """What nobody uses any more goes on with its momentum, as under DDP; not what nobody has."""
+
+    def trained(model: Any, optimizer: Any, ranks: Sequence[int]) -> dict[str, Tensor]:
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            for rank in ranks:
+                model.use_spare = used and step == 0 and rank == 1
+                (model(batch(step, rank)).square().mean() / len(ranks)).backward()
+            optimizer.step()
+        return weights(model)
+
+    def body(world: Any) -> Any:
+        model, optimizer = made(world)
+        found = trained(model, optimizer, [world.rank])
+        sync.release(model, optimizer)
+        return found
+
+    model = net()
+    wanted = trained(model, sgd(model.parameters()), [0, 1])
+    for found in on(2, body):
+        assert_same(found, wanted, 1e-5)
 
 
 # -- apart --------------------------------------------------------------------------------
@@ -487,6 +513,18 @@ def twice(model: Any, optimizer: Any) -> None:
     backward(model, 0, 0)
 
 
+def stepped_twice(model: Any, optimizer: Any) -> None:
+    train(model, optimizer, [0], 0)
+    optimizer.step()
+
+
+def checkpointed_reentrantly(model: Any, optimizer: Any) -> None:
+    hidden = torch.tanh(model.first(batch(0, 0)))
+    for layer in (model.second, model.head):
+        hidden = checkpoint(layer, hidden, use_reentrant=True)
+    hidden.sum().backward()
+
+
 def without_zero_grad(model: Any, optimizer: Any) -> None:
     train(model, optimizer, [0], 0)
     backward(model, 0, 0)
@@ -561,7 +599,9 @@ REFUSED: dict[Callable[[Any, Any], None], str] = {
     replaced: "gradients were changed or dropped after backward",
     dropped: "a second backward before optimizer.step",
     dropped_and_stepped: "gradients were changed or dropped after backward",
-    twice: "was read, changed or added to after backward",
+    twice: "a backward has added to the gradient of parameter '.*', or read it",
+    checkpointed_reentrantly: r"a backward has added to .*use checkpoint\(.*use_reentrant=False",
+    stepped_twice: r"a second optimizer.step\(\) after one backward",
     without_zero_grad: r"without zero_grad\(\)",
     only_under_no_sync: r"has not been sent: the last backward .* outside of no_sync\(\)",
     scaled: "GradScaler under bounded staleness",
@@ -609,6 +649,22 @@ def test_weights_may_be_changed_where_all_have_the_same(s: int) -> None:
     first, second = on(2, body)
     assert_same(first, second)
     assert max(float(weight.abs().max()) for weight in first.values()) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("s", [0, 2])
+def test_other_param_groups_are_refused_on_all(s: int, groups: int) -> None:
+    def body(world: Any) -> None:
+        model, optimizer = made(world, canary(s=s))
+        train(model, optimizer, [0])
+        (group,) = optimizer.param_groups
+        first, *others = group["params"]
+        parts = [[*others, first]] if groups == 1 else [[first], others]
+        optimizer.param_groups = [{**group, "params": part} for part in parts]
+        with pytest.raises(UsageError, match="hold other parameters than at distribute"):
+            train(model, optimizer, [1])
+
+    on(2, body)
 
 
 class Counting(torch.optim.SGD):

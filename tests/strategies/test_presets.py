@@ -81,9 +81,11 @@ def test_a_tuned_all_reduce_is_spelled_as_dear_is() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"s": -1}, "Canary(s=-1): allowed are whole numbers, 0 to"),
+        ({"s": -1}, "Canary(s=-1): allowed are whole numbers, 0 to 1000000, and None"),
         ({"s": 1.5}, "Canary(s=1.5)"),
-        ({"p": 0}, "Canary(p=0): allowed are whole numbers, 1 to"),
+        ({"p": 0}, "Canary(p=0): allowed are whole numbers, 1 to 10 (colayers), and None"),
+        ({"p": True}, "Canary(p=True): allowed are whole numbers"),
+        ({"in_flight": 0}, "Canary(in_flight=0): allowed are whole numbers, 1 to 1000000,"),
         ({"p": 11}, "Canary(p=11): allowed are whole numbers, 1 to 10 (colayers), and None"),
         ({"s": None, "p": 3}, "Canary(s=None, p=3): without a bound nobody is out of date"),
         ({"colayers": 0}, "Canary(colayers=0)"),
@@ -100,6 +102,8 @@ def test_thresholds_that_cannot_be_are_refused(options: dict[str, Any], words: s
 
 def test_thresholds_are_spelled_with_none() -> None:
     assert parse("canary:s=18,p=6") == wingbeat.Canary(s=18, p=6)
+    with pytest.raises(UsageError, match=r"option s='x' in 'canary:s=x' is no valid count$"):
+        parse("canary:s=x")
     assert parse("canary:s=none,colayers=4") == wingbeat.Canary(s=None, colayers=4)
     assert parse("strategy:exchange=bounded@none,schedule=stale,plan=colayers").choices() == (
         wingbeat.Canary(s=None).choices()

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from wingbeat.errors import PeerError, UsageError
@@ -67,20 +68,33 @@ class Options:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._names = tuple(optimizer.defaults)
-        self.written()
-        self.form = Form(self._own())
+        self._members = self._grouped()
+        self.form = Form(self._sent())
 
     def _own(self) -> Groups:
         groups = self._optimizer.param_groups
         return [{name: group[name] for name in self._names} for group in groups]
 
+    def _grouped(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self._optimizer.param_groups]
+
     def written(self) -> bytes:
         """Return them as they are now, for the other workers.
 
         Raises:
-            UsageError: as the class.
+            UsageError: as the class; or the groups have other parameters than they had, which
+                workers would find in different rounds.
         """
-        own = self._own()
+        if self._grouped() != self._members:
+            raise UsageError(
+                "the optimizer's param groups hold other parameters than at distribute(), which is "
+                "not possible under bounded staleness (Canary): call wingbeat.release(model, "
+                "optimizer), change them, and distribute() again"
+            )
+        return json.dumps(self._sent()).encode()
+
+    def _sent(self) -> Groups:
+        own = [{name: _plain(value) for name, value in group.items()} for group in self._own()]
         for number, group in enumerate(own):
             for name, value in group.items():
                 if not _is_simple(value):
@@ -90,7 +104,7 @@ class Options:
                         "staleness are numbers, names and flags, such as lr=0.1 in place of a "
                         "tensor"
                     )
-        return json.dumps(own).encode()
+        return own
 
     @contextlib.contextmanager
     def using(self, groups: Groups) -> Iterator[None]:
@@ -123,8 +137,15 @@ class Options:
             group.update(values)
 
 
+def _plain(value: Any) -> Any:
+    """Return a number as Python has it, also if it is NumPy's, as many schedules compute them."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _is_simple(value: Any) -> bool:
-    if type(value) is tuple:
+    if type(value) in (tuple, list):
         return all(type(item) in _SIMPLE for item in value)
     return type(value) in _SIMPLE
 
@@ -137,11 +158,13 @@ def _merged(worker: str, mine: dict[str, Any], theirs: Any) -> dict[str, Any]:
 
 def _value(worker: str, name: str, mine: Any, theirs: Any) -> Any:
     """Return another worker's value of an option, of the same kind as this one's."""
-    if type(mine) is tuple and type(theirs) is list and len(theirs) == len(mine):
-        return tuple(_value(worker, name, a, b) for a, b in zip(mine, theirs, strict=True))
+    if type(mine) in (tuple, list) and type(theirs) is list and len(theirs) == len(mine):
+        both = zip(mine, theirs, strict=True)
+        return type(mine)(_value(worker, name, a, b) for a, b in both)
     number = type(mine) in (int, float) and type(theirs) in (int, float)
-    flag = type(mine) in (bool, type(None)) and type(theirs) in (bool, type(None))
-    if number or flag or (type(mine) is str and type(theirs) is str):
+    # What is not chosen may be later, and what is chosen may be given up.
+    either = None in (mine, theirs) and type(theirs) in _SIMPLE
+    if number or either or (type(mine) in (bool, str) and type(theirs) is type(mine)):
         return theirs
     raise _malformed(worker, f"{name}={theirs!r:.40}, where this worker has {mine!r:.40}")
 

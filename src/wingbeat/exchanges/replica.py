@@ -117,7 +117,7 @@ class TorchReplica:
 
         A round without options, as when all its iterations were dropped before they had any, has
         those of the round before, and at first those that the optimizer began with. Parameters
-        without a gradient are left alone, and afterwards none has one.
+        without a gradient are left alone; ``p.grad`` is afterwards what it was.
 
         Raises:
             PeerError: a sum is malformed; names the worker that its piece belongs to.
@@ -133,14 +133,15 @@ class TorchReplica:
         ]
         if all(grad is None for _, grad in pairs):
             return
+        before = [param.grad for param, _ in pairs]
         for param, grad in pairs:
             param.grad = grad
         try:
             with self._options.using(self._last):
                 self._step()
         finally:
-            for param, _ in pairs:
-                param.grad = None
+            for (param, _), grad in zip(pairs, before, strict=True):
+                param.grad = grad
 
     def put(self, payload: Any) -> None:
         """Take over parameters, the optimizer's state and the other tensors of another worker.

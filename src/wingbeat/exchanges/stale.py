@@ -216,6 +216,11 @@ class StaleExchange:
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     @property
+    def colayers(self) -> int:
+        """How many colayers have gradients; behind them, the machine has one of options."""
+        return len(self._pieces)
+
+    @property
     def applied(self) -> float:
         """Iterations' worth of all workers' gradients that are in the parameters here."""
         world, machine = self._world, self.machine
@@ -223,7 +228,7 @@ class StaleExchange:
 
     def sections(self) -> Sequence[Section]:
         """Return how far this worker is, what was dropped, and what it has of the others."""
-        return shown(self.machine, self._world.size, len(self._pieces))
+        return shown(self.machine, self._world.size, self.colayers)
 
 
 class _Held:

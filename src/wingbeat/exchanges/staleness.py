@@ -20,11 +20,12 @@ def shown(machine: Worker, workers: int, colayers: int) -> list[Section]:
         workers: how many there are.
         colayers: of how many columns to show; one for each.
     """
-    at, fastest = machine.at, machine.zeta
+    at = machine.at
+    fastest = max(at, machine.zeta)  # between two iterations it is about to enter ``at``
     rows: dict[str, Cell] = {
         "iteration": at,
         "fastest": fastest,
-        "behind": max(fastest - at, 0),
+        "behind": fastest - at,
         "dropped": len(machine.dropped),
     }
     row = machine.gei.retired

@@ -31,7 +31,7 @@ class Views(Protocol):
             UsageError: they were added to ones that nothing can be added to.
         """
 
-    def zeroed(self) -> None:
+    def zeroed(self, set_to_none: bool) -> None:
         """The user drops the gradients, or sets them to zero."""
 
     def taken(self, slot: Slot) -> None:
@@ -68,7 +68,7 @@ class ShownGradients:
         """Autograd adds to what all workers have alike."""
         keep_displaced(self._bucketing)
 
-    def zeroed(self) -> None:
+    def zeroed(self, set_to_none: bool) -> None:
         """Nothing to forget."""
 
     def taken(self, slot: Slot) -> None:
@@ -132,7 +132,7 @@ class MixedGradients(ShownGradients):
                 f"{where}.zero_grad(), and accumulate under no_sync()"
             )
 
-    def zeroed(self) -> None:
+    def zeroed(self, set_to_none: bool) -> None:  # noqa: ARG002
         """From now on the optimizer's gradients are this worker's own."""
         self._mixed = [slot for slot in self._mixed if not self._owns(slot.param)]
 
@@ -161,7 +161,7 @@ class HiddenGradients:
         """Autograd adds to what all workers have alike."""
         keep_displaced(self._bucketing)
 
-    def zeroed(self) -> None:
+    def zeroed(self, set_to_none: bool) -> None:
         """Nothing to forget."""
 
     def taken(self, slot: Slot) -> None:
@@ -233,13 +233,14 @@ class SentGradients(HiddenGradients):
 
     Attributes:
         sent: whether gradients of a backward were sent, and no step has followed.
+        spent: whether a step has followed, and no ``zero_grad``.
     """
 
     hidden = False
 
     def __init__(self, bucketing: Bucketing) -> None:
         super().__init__(bucketing, _SENT)
-        self.sent = self._spent = False
+        self.sent = self.spent = False
 
     def begin(self) -> None:
         """Refuse a backward whose gradients would be added to ones that were sent.
@@ -254,16 +255,21 @@ class SentGradients(HiddenGradients):
                 "they were made (Canary); call step() after each backward, and accumulate under "
                 "no_sync()"
             )
-        if self._spent:
+        if self.spent:
             raise UsageError(
                 "a backward after optimizer.step() without zero_grad(): its gradients would be "
                 "added to ones that other workers have used (Canary); call optimizer.zero_grad() "
-                "before each backward, or model.zero_grad()"
+                "before each backward, or model.zero_grad(), and forward and backward under "
+                "no_sync() where only another model is to learn, as a GAN's generator"
             )
 
-    def zeroed(self) -> None:
-        """From now on gradients are new ones."""
-        self._spent = False
+    def zeroed(self, set_to_none: bool) -> None:
+        """From now on gradients are new ones, or zeros, which are sent where no others come."""
+        if self.spent and not set_to_none:
+            for slot in self._bucketing.slots:
+                if slot.used and slot.param.grad is None:
+                    slot.param.grad = torch.zeros_like(slot.param)
+        self.spent = False
 
     def hide(self) -> None:
         """Hide all, which have been sent."""
@@ -274,7 +280,7 @@ class SentGradients(HiddenGradients):
         """Have no gradients: a step has followed."""
         for slot in self._bucketing.slots:
             slot.param.grad = None
-        self.sent, self._spent = False, True
+        self.sent, self.spent = False, True
 
     def renewed(self, bucket: Bucket) -> None:
         """Have what somebody has kept of the old gradients refuse to be read as ever."""
@@ -291,6 +297,13 @@ class _Sent:
     """Refuses to make gradients whole that have been sent."""
 
     def show_gradient(self, slot: Slot) -> None:
+        if torch._C._current_graph_task_id() != -1:  # most likely autograd itself
+            raise UsageError(
+                f"a backward has added to the gradient of parameter {slot.name!r}, or read it, "
+                "when it had been sent to the other workers (Canary): call optimizer.step() after "
+                "each backward, accumulate with forward and backward under no_sync(), and use "
+                "checkpoint(..., use_reentrant=False)"
+            )
         raise UsageError(
             f"the gradient of parameter {slot.name!r} was read, changed or added to after "
             "backward: under bounded staleness (Canary) it is this worker's own, and has been "

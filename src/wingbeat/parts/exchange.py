@@ -285,12 +285,9 @@ class Bounded(Part, Settings):
 
 def check_thresholds(options: Any) -> None:
     """Raise a `UsageError` unless the thresholds are some of bounded staleness."""
-    if options.s is not None:
-        options.check_count("s", 0, 1_000_000)
-    if options.p is not None:
-        options.check_count("p", 1, 100_000)
-    if options.in_flight is not None:
-        options.check_count("in_flight", 1, 1_000_000)
+    options.check_count_if_any("s", 0, 1_000_000)
+    options.check_count_if_any("p", 1, 100_000)
+    options.check_count_if_any("in_flight", 1, 1_000_000)
     if options.s is None and options.p is not None:
         raise UsageError(
             f"{type(options).__name__}(s=None, p={options.p!r}): without a bound nobody is out of "

@@ -56,11 +56,11 @@ class Canary(Preset):
     in_flight: int | None = field(default=2, metadata={READ: count_of})
 
     def __post_init__(self) -> None:
-        check_thresholds(self)
         self.check_count("colayers", 1, 10_000)
-        self.check_flag("encrypted")
-        if self.p is not None and self.p > self.colayers:
+        if self.p not in (None, *range(1, self.colayers + 1)):
             raise self._refuse("p", f"whole numbers, 1 to {self.colayers} (colayers), and None")
+        check_thresholds(self)
+        self.check_flag("encrypted")
         self.compose()
 
     def compose(self) -> Strategy:

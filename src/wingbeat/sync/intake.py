@@ -298,7 +298,7 @@ class Intake:
         """Drop or zero the gradients, also those that only exist in the buckets."""
         self.recover()
         self.discard()
-        self.views.zeroed()
+        self.views.zeroed(set_to_none)
         # Nothing here reads a parameter, so those whose update is due need not be asked.
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:

@@ -61,7 +61,8 @@ class BoundedUpdate(WholeUpdate):
         """Do what a call of the user's ``optimizer.step`` asks for.
 
         Raises:
-            UsageError: gradients were changed since they were sent, or have not been sent.
+            UsageError: gradients were changed since they were sent, have not been sent, or were
+                used up by the step before.
             PeerError: others were waited for in vain; names them.
         """
         if closure is not None:
@@ -78,6 +79,12 @@ class BoundedUpdate(WholeUpdate):
                     f"optimizer.step(): the gradient of parameter {slot.name!r} has not been sent: "
                     "the last backward before a step has to be outside of no_sync(), and after "
                     "zero_grad() there has to be one"
+                )
+            if self._views.spent:
+                raise UsageError(
+                    "a second optimizer.step() after one backward: the first has used its "
+                    "gradients up (Canary); call step() once after each backward, and zero_grad() "
+                    f"before the next, {_OTHERS}"
                 )
             return None
         if replaced(slots, owns):
