@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wingbeat.arguments import check_count, check_tensor, number, numbers, pair
 from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.stale.worker import Worker
@@ -53,7 +52,7 @@ class CanarySession:
         world: World | None = None,
     ) -> None:
         world = world or current()
-        digits = None if worker_id is None else _numbers("worker_id", worker_id)
+        digits = None if worker_id is None else numbers("worker_id", worker_id)
         levels = max(1, len(world.links)) if digits is None else len(digits)
         self._world, self._cube = world, BCube().fitted(world.size, levels)
         self._levels = levels
@@ -105,8 +104,8 @@ class CanarySession:
                 out of range, or a tensor that cannot be sent or written to.
             PeerError: another worker failed.
         """
-        _check_pieces("piece_level", piece_level)
-        _check_tensor(tensor, written=True)
+        check_count("piece_level", piece_level, _MOST_PIECES)
+        check_tensor(tensor, written=True)
         collectives = self._of(cube_id)
         flat = tensor.detach().contiguous().view(-1)
         for handle in [collectives.all_reduce(piece) for piece in flat.chunk(piece_level)]:
@@ -140,8 +139,8 @@ class CanarySession:
             UsageError: as `all_reduce`.
             PeerError: another worker failed.
         """
-        _check_pieces("pieces", pieces)
-        _check_tensor(tensor)
+        check_count("pieces", pieces, _MOST_PIECES)
+        check_tensor(tensor)
         collectives = self._of(cube_id)
         mine, members = collectives.world.rank, collectives.world.size
         parts, handles = [], []
@@ -160,7 +159,7 @@ class CanarySession:
                 direct = len(self._world.links) == self._levels and self._world.size > 1
                 self._whole = Collectives(self._world, self._cube if direct else Ring())
             return self._whole
-        key = _pair("cube_id", cube_id)
+        key = pair("cube_id", cube_id)
         if self._closed:
             raise UsageError(
                 f"cube_id={key}: the cubes of this session are closed; make another CanarySession, "
@@ -205,7 +204,7 @@ class CanarySession:
             UsageError: no worker has entered it, it is retired, or there is no model.
         """
         machine = self._worker()
-        row = machine.at if iteration is None else _number("iteration", iteration)
+        row = machine.at if iteration is None else number("iteration", iteration)
         if not machine.gei.retired <= row <= max(machine.gei.zeta, machine.at):
             raise UsageError(
                 f"iteration={row}: the index has rows {machine.gei.retired} to {machine.gei.zeta}; "
@@ -234,7 +233,7 @@ class CanarySession:
             UsageError: there is no model.
         """
         machine = self._worker()
-        at = machine.at if iteration is None else _number("iteration", iteration)
+        at = machine.at if iteration is None else number("iteration", iteration)
         return max(0, machine.zeta - at)
 
     def calc_proportion(self, row: Sequence[int]) -> int:
@@ -248,7 +247,7 @@ class CanarySession:
         Raises:
             UsageError: it is none.
         """
-        return sum(mask >> self._world.rank & 1 for mask in _numbers("row", row))
+        return sum(mask >> self._world.rank & 1 for mask in numbers("row", row))
 
     def check_staleness(self, staleness: int, threshold: int | None) -> bool:
         """Return whether it is within s (Pseudocode 1, line 19); None is no bound.
@@ -256,8 +255,8 @@ class CanarySession:
         Raises:
             UsageError: these are no whole numbers.
         """
-        staleness = _number("staleness", staleness)
-        return threshold is None or staleness <= _number("threshold", threshold)
+        staleness = number("staleness", staleness)
+        return threshold is None or staleness <= number("threshold", threshold)
 
     def check_proportion(self, proportion: int, threshold: int) -> bool:
         """Return whether at least p colayers were exchanged (Pseudocode 1, line 22).
@@ -265,7 +264,7 @@ class CanarySession:
         Raises:
             UsageError: these are no whole numbers.
         """
-        return _number("proportion", proportion) >= _number("threshold", threshold)
+        return number("proportion", proportion) >= number("threshold", threshold)
 
     def _worker(self) -> Worker:
         if self._machine is None:
@@ -298,48 +297,3 @@ def _trained(model: nn.Module) -> tuple[Worker, int]:
             "distribute() has returned with wingbeat.Canary(), of two workers or more"
         )
     return exchange.machine, exchange.colayers
-
-
-def _number(name: str, value: Any) -> int:
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(value)
-    raise UsageError(f"{name}={value!r:.60}: allowed are whole numbers")
-
-
-def _numbers(name: str, values: Any) -> tuple[int, ...]:
-    try:
-        return tuple(_number(name, value) for value in values)
-    except (TypeError, UsageError):  # not even a sequence
-        raise UsageError(
-            f"{name}={values!r:.60}: allowed are whole numbers, as in (0, 0)"
-        ) from None
-
-
-def _pair(name: str, values: Any) -> tuple[int, int]:
-    found = _numbers(name, values)
-    if len(found) != 2:
-        raise UsageError(f"{name}={values!r:.60}: allowed are 2 whole numbers, as in (0, 0)")
-    return found[0], found[1]
-
-
-def _check_pieces(name: str, count: int) -> None:
-    if type(count) is not int or not 1 <= count <= _MOST_PIECES:
-        raise UsageError(f"{name}={count!r}: allowed are whole numbers, 1 to {_MOST_PIECES}")
-
-
-def _check_tensor(tensor: Any, *, written: bool = False) -> None:
-    """Refuse here what would fail amid a collective, and end it on all."""
-    if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"tensor={type(tensor).__name__}: allowed is a torch.Tensor")
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        raise UsageError(
-            f"a tensor with layout {tensor.layout} on {tensor.device} cannot be sent: allowed are "
-            "dense tensors that have values, such as tensor.to_dense()"
-        )
-    twice = any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if written and (twice or tensor.is_inference()):
-        raise UsageError(
-            "all_reduce writes to its tensor, and this one is expanded or was made in "
-            "inference_mode: pass tensor.clone()"
-        )
