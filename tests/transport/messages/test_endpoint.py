@@ -368,6 +368,24 @@ def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
     assert end.unmet == [Route(1, 0, 0)]
 
 
+def test_nothing_is_due_for_a_peer_that_has_left_and_is_not_there_to_be_told() -> None:
+    """Else whoever waits until something is due does not wait at all."""
+    play = Play(2)
+    while play.step():
+        pass
+    end, now = play.ends[1], play.clock.now
+    play.post(0, 1, message(1))
+    while not end.waiting:
+        assert play.step()
+    end.left.add(0)
+    end.tick(now + 1e6)
+    assert end.busy, "it is told what has arrived"
+    end.post(Route(0, 0, 0), message(2), lambda *_: False, now + 1e6)
+    assert 0 in {route.peer for route in end.down}
+    end.tick(now + 2e6)
+    assert end.due() == float("inf")
+
+
 def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> None:
     end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[Place]()
     routes = [Route(*each) for each in itertools.product((1, 2), (0, 1), (0, 1))]

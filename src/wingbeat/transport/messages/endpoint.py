@@ -323,7 +323,10 @@ class Endpoint:
                 continue
             if flow.up and (flow.pending or flow.tell_at <= now):
                 self._busy[route] = None
-            due = flow.tell_at if route.peer in self.left else flow.due
+            if route.peer not in self.left:
+                due = flow.due
+            else:  # and when its connections have ended nothing is due any more
+                due = flow.tell_at if flow.up else NEVER
             self._next = min(self._next, max(due, now))
 
     def tell(self, now: float) -> None:
