@@ -67,7 +67,7 @@ def test_a_bench_counts_between_iterations_of_its_own(beside: ModuleType) -> Non
 
 def test_what_cannot_be_simulated_is_refused(beside: ModuleType, tmp_path: Path) -> None:
     row = OURS + ",wire=lowrank"
-    with pytest.raises(UsageError, match="how small .* makes gradients depends on which they are"):
+    with pytest.raises(UsageError, match=r"how small .* makes gradients depends on which they are"):
         beside.fill(given(tmp_path / "lab.json", rows=(row,)), {})
     (tmp_path / "lab.json").write_text('{"23": {"equal": {"rows": {}}}}')
     with pytest.raises(UsageError, match="has no rows of figures 23, 20"):

@@ -323,10 +323,9 @@ class Endpoint:
                 continue
             if flow.up and (flow.pending or flow.tell_at <= now):
                 self._busy[route] = None
-            if route.peer not in self.left:
-                due = flow.due
-            else:  # and when its connections have ended nothing is due any more
-                due = flow.tell_at if flow.up else NEVER
+            # And nothing is due for one that has left when its connections have ended.
+            told = flow.tell_at if flow.up else NEVER
+            due = told if route.peer in self.left else flow.due
             self._next = min(self._next, max(due, now))
 
     def tell(self, now: float) -> None:
