@@ -47,6 +47,16 @@ def test_each_life_gets_its_own() -> None:
     assert cards.from_(0, 1) == [b"new"]
 
 
+def test_what_is_for_the_next_life_does_not_leave_with_what_is_for_this_one() -> None:
+    lane, machine = OneLane(100), Worker(0, 2, Pace(1, 1, 1), lambda *_: None)
+    machine.posts.clear()
+    out = Outgoing(machine, lane)
+    out._waiting[1] = deque([letter(0, b"a"), letter(0, b"b"), letter(1, b"next")])
+    out.send()
+    assert lane.parts == [(BEGIN, b"ab")]
+    assert out.busy
+
+
 def test_who_comes_back_is_heard_by_those_who_have_come_back_before() -> None:
     """It does not know yet that theirs is not their first life, and nobody else tells them."""
     cards = Cards(star(3, 1))
