@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wingbeat.exchanges.lanes.lanes import BEGIN
-from wingbeat.stale.letters import Malformed, Read, letters_in, message_of
+from wingbeat.servers.documents import InParts
+from wingbeat.servers.sums import Refused
+from wingbeat.stale.letters import Malformed, letters_in, message_of
 from wingbeat.stale.messages import Message
 
 
@@ -21,8 +23,8 @@ class Incoming:
 
     def __init__(self, workers: int, colayers: int, most: int) -> None:
         self._workers, self._colayers, self._most = workers, colayers, most
-        self._begun: Read | None = None
-        self._data, self._filled = bytearray(), 0
+        self._numbers: Sequence[int] = ()  # of a letter whose payload is still to come
+        self._payload: InParts | None = None
 
     def take(self, kind: int, part: Any) -> Iterator[tuple[int, Message]]:
         """Yield the sender's life and what it says, for each message that is whole now.
@@ -30,27 +32,24 @@ class Incoming:
         Raises:
             Malformed: no worker of this job sends such a part.
         """
-        if (kind == BEGIN) != (self._begun is None):
-            raise Malformed(f"a part of kind {kind}, while {self._filled} bytes of a letter are in")
-        if kind == BEGIN:
-            for come in letters_in(part, self._most):
-                if len(come.payload) < come.nbytes:
-                    self._begun = come
-                    self._data, self._filled = bytearray(come.nbytes), 0
+        if (kind == BEGIN) != (self._payload is None):
+            raise Malformed(f"a part of kind {kind} in the wrong place")
+        if self._payload is None:
+            for letter in letters_in(part, self._most):
+                if len(letter.payload) < letter.nbytes:
+                    self._numbers, self._payload = letter.numbers, InParts(letter.nbytes)
                 else:
                     # A copy: in a part numbers lie at any address, which kernels cannot read.
-                    yield self._read(come, bytearray(come.payload) or None)
+                    yield self._read(letter.numbers, bytearray(letter.payload) or None)
             return
-        letter = self._begun
-        assert letter is not None
-        end = self._filled + len(part)
-        if end > letter.nbytes or not len(part):
-            raise Malformed(f"{len(part)} bytes came where {letter.nbytes - self._filled} were due")
-        self._data[self._filled : end] = part
-        self._filled = end
-        if end == letter.nbytes:
-            data, self._begun, self._data = self._data, None, bytearray()
-            yield self._read(letter, data)
+        payload = self._payload
+        try:
+            payload.add(part)
+        except Refused as error:
+            raise Malformed(str(error)) from None
+        if payload.complete:
+            self._payload = None
+            yield self._read(self._numbers, payload.data)
 
-    def _read(self, letter: Read, payload: bytearray | None) -> tuple[int, Message]:
-        return message_of(letter.numbers, self._workers, self._colayers, payload)
+    def _read(self, numbers: Sequence[int], payload: bytearray | None) -> tuple[int, Message]:
+        return message_of(numbers, self._workers, self._colayers, payload)

@@ -26,37 +26,22 @@ def messages(words: dict[str, Any], arrays: Sequence[memoryview], largest: int) 
             yield array[start : start + largest]
 
 
-class Document:
-    """What such messages say, as they come.
+class InParts:
+    """Bytes that come in parts.
 
     Args:
-        payload: of the first.
-        most: bytes that the arrays may take.
+        nbytes: how many in all.
 
     Attributes:
-        words: what the first one says.
-        data: the arrays, one after the other; not all is there before it is `complete`.
-
-    Raises:
-        Refused: it begins no such messages, or there would be more than ``most`` bytes.
+        data: what has come, one part after the other; not all is there before it is `complete`.
     """
 
-    def __init__(self, payload: Any, most: int) -> None:
-        try:
-            words = json.loads(bytes(payload))
-            nbytes = words[NBYTES]
-            if type(nbytes) is not int or nbytes < 0:
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise Refused(f"{bytes(payload[:40])!r} says nothing of arrays that follow") from None
-        if nbytes > most:
-            raise Refused(f"{nbytes} bytes would follow, and there is room for {most}")
-        self.words: dict[str, Any] = words
+    def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
         self._filled = 0
 
     def add(self, payload: Any) -> None:
-        """Take the next message.
+        """Take the next part.
 
         Raises:
             Refused: it has more than was to come.
@@ -73,3 +58,31 @@ class Document:
     def complete(self) -> bool:
         """Whether all has come."""
         return self._filled == len(self.data)
+
+
+class Document(InParts):
+    """What such messages say, as they come.
+
+    Args:
+        payload: of the first.
+        most: bytes that the arrays may take.
+
+    Attributes:
+        words: what the first one says.
+
+    Raises:
+        Refused: it begins no such messages, or there would be more than ``most`` bytes.
+    """
+
+    def __init__(self, payload: Any, most: int) -> None:
+        try:
+            words = json.loads(bytes(payload))
+            nbytes = words[NBYTES]
+            if type(nbytes) is not int or nbytes < 0:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise Refused(f"{bytes(payload[:40])!r} says nothing of arrays that follow") from None
+        if nbytes > most:
+            raise Refused(f"{nbytes} bytes would follow, and there is room for {most}")
+        super().__init__(nbytes)
+        self.words: dict[str, Any] = words
