@@ -103,7 +103,7 @@ def numbers_of(message: Message, life: int) -> list[int]:
     kind = type(message)
     out = [_KINDS.index(kind), life]
     for name in _FIELDS[kind]:
-        out += _SAID[name](getattr(message, name))
+        out += _HOW[name][0](getattr(message, name))
     return out
 
 
@@ -178,7 +178,7 @@ def message_of(
     read = _Reader(numbers, workers, colayers)
     kind = _KINDS[read.number("kind", end=len(_KINDS))]
     life = read.number("life")
-    fields = {name: _READ[name](read, name) for name in _FIELDS[kind]}
+    fields = {name: _HOW[name][1](read, name) for name in _FIELDS[kind]}
     read.end()
     if kind in (Piece, Round, Parameters):
         fields["payload"] = payload
@@ -267,44 +267,25 @@ class _Reader:
         return mask
 
 
-_SAID: Mapping[str, Callable[[Any], Iterable[int]]] = {
-    "view": tuple,
-    "at": _one,
-    "first": tuple,
-    "said": _one,
-    "applied": _one,
-    "complete": _one,
-    "ended": _one,
-    "zeta": _one,
-    "iteration": _one,
-    "number": _one,
-    "rounds": _one,
-    "colayer": _one,
-    "piece": _one,
-    "entries": _entries,
-    "marks": _marks,
-    "numbers": tuple,
-    "gei": _gei,
+_NUMBER = _one, _Reader.number
+_MAY_LACK = _one, _Reader.may_lack
+_HOW: Mapping[str, tuple[Callable[[Any], Iterable[int]], Callable[[_Reader, str], Any]]] = {
+    "view": (tuple, _Reader.view),
+    "at": _NUMBER,
+    "first": (tuple, _Reader.places),
+    "said": _MAY_LACK,
+    "applied": _MAY_LACK,
+    "complete": _MAY_LACK,
+    "ended": (_one, _Reader.flag),
+    "zeta": _NUMBER,
+    "iteration": _NUMBER,
+    "number": _NUMBER,
+    "rounds": _NUMBER,
+    "colayer": (_one, _Reader.colayer),
+    "piece": (_one, _Reader.worker),
+    "entries": (_entries, _Reader.entries),
+    "marks": (_marks, _Reader.marks),
+    "numbers": (tuple, _Reader.by_colayer),
+    "gei": (_gei, _Reader.gei),
 }
-"""How each field is said, whatever message it is in."""
-
-_READ: Mapping[str, Callable[[_Reader, str], Any]] = {
-    "view": _Reader.view,
-    "at": _Reader.number,
-    "first": _Reader.places,
-    "said": _Reader.may_lack,
-    "applied": _Reader.may_lack,
-    "complete": _Reader.may_lack,
-    "ended": _Reader.flag,
-    "zeta": _Reader.number,
-    "iteration": _Reader.number,
-    "number": _Reader.number,
-    "rounds": _Reader.number,
-    "colayer": _Reader.colayer,
-    "piece": _Reader.worker,
-    "entries": _Reader.entries,
-    "marks": _Reader.marks,
-    "numbers": _Reader.by_colayer,
-    "gei": _Reader.gei,
-}
-"""How it is read."""
+"""How each field is said and read, whatever message it is in."""
