@@ -48,7 +48,6 @@ def members(view: View) -> tuple[int, ...]:
     return tuple(worker for worker, number in enumerate(view) if number % 2 == 0)
 
 
-@functools.lru_cache(maxsize=1 << 12)
 def owner(view: View, piece: int) -> int:
     """Return who adds up a piece: the worker of its number, or the next that lives."""
     n = len(view)
