@@ -183,7 +183,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-p", type=int, default=6, help="colayers to be exchanged (6)")
     parser.add_argument("--colayers", type=int, default=10, help="k (10)")
     parser.add_argument("--rounds", type=int, default=60, help="contributions of a worker (60)")
-    parser.add_argument("--few", type=int, default=20, help="the same where it takes long (20)")
+    parser.add_argument(
+        "--few",
+        type=int,
+        default=20,
+        help="the same where it takes long; twice as many in check (20)",
+    )
     parser.add_argument(
         "--workers", nargs="+", type=int, default=[4, 9, 16, 25, 1000], metavar="N",
         help="of fig20 (4 9 16 25 1000)",

@@ -3,11 +3,11 @@
     python benchmarks/letters.py --json out/letters.json
     python benchmarks/letters.py --workers 4 --colayers 4
 
-Real workers in a lab train a small network in lockstep with `Canary`, one iteration a second or so:
-nothing waits, and nothing is long. Measured is the processor time of each worker's courier, a
-thread beside training, for each letter that it sends or takes (of each round, for each other
-worker: a piece and a sum of each colayer, both ways; one more colayer has the optimizer's options),
-and of the whole process, computing included. The price of a letter is what the simulator takes.
+Real workers in a lab train a small network with `Canary` and pause after each iteration, so nothing
+waits, and nothing is long. Measured is the processor time of each worker's courier, a thread beside
+training, for each letter that it sends or takes (of each round, for each other worker: a piece and
+a sum of each colayer, both ways; one more colayer has the optimizer's options), and of the whole
+process, computing included. ``canary_beside.py --message`` takes the price of a letter.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import at_least_one, refuse_unwritable, write
+from common import at_least_one, run_and_judge, write
 from torch import nn
 
 import wingbeat
 from wingbeat import lab
-from wingbeat.bench import machine
 from wingbeat.errors import LabError
 
 FEATURES, BATCH = 128, 8
@@ -43,28 +42,33 @@ def main() -> int:
     args = arguments()
     if args.worker:
         return worker(args)
-    refuse_unwritable(args.json)
+    return run_and_judge(args.json, functools.partial(fill, args))
+
+
+def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report and print it; nothing is judged.
+
+    Raises:
+        LabError: the lab cannot be made, or a worker failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         words = [sys.executable, __file__, "--worker", "--json", str(path)]
         words += ["--workers", str(args.workers), "--colayers", str(args.colayers)]
         words += ["--iterations", str(args.iterations)]
-        ended = lab.run(
-            f"star:{args.workers}@1gbit",
-            words,
-            on_line=lambda rank, line: print(f"[{rank}] {line}"),
-        )
+        spec = f"star:{args.workers}@1gbit"
+        ended = lab.run(spec, words, on_line=lambda rank, line: print(f"[{rank}] {line}"))
         if ended.exit_code:
-            raise LabError(f"{ended.first_failure or ended.exit_code}")
-        found = json.loads(path.read_text())
-    write(args.json, {"machine": machine.describe(), "command": sys.argv, **found})
-    courier, whole = (statistics.median(found[name]) for name in ("courier_s", "process_s"))
+            raise LabError(f"{spec}: {ended.first_failure or ended.exit_code}")
+        report.update(json.loads(path.read_text()))
+    write(args.json, report)
+    courier, whole = (statistics.median(report[name]) for name in ("courier_s", "process_s"))
     print(
-        f"{args.workers} workers, {args.colayers} colayers: {found['letters']} letters a round, "
-        f"{1e6 * courier / found['letters']:.0f} us each; {1e3 * courier:.1f} ms of a courier and "
+        f"{args.workers} workers, {args.colayers} colayers: {report['letters']} letters a round, "
+        f"{1e6 * courier / report['letters']:.0f} us each; {1e3 * courier:.1f} ms of a courier and "
         f"{1e3 * whole:.1f} ms of a worker's process a round"
     )
-    return 0
+    return []
 
 
 def arguments() -> argparse.Namespace:
