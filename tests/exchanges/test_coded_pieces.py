@@ -127,6 +127,15 @@ def test_a_colayer_of_dense_groups_travels_as_it_is() -> None:
     pieces.take_back(0, grad, sent)
 
 
+def test_a_colayer_of_dense_groups_is_summed_as_it_is() -> None:
+    params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    pieces, grads = CodedPieces([params], W, [None]), [gradients(w) for w in range(W)]
+    sent = [pieces.cut(0, grad, [True] * 3) for grad in grads]
+    sums = [pieces.summed(0, q, {(0, w): sent[w][q] for w in range(W)}) for q in range(W)]
+    parts = [Round(0, q, 0, (), (), whole(W), each) for q, each in enumerate(sums)]
+    assert torch.equal(flat(pieces.joined(parts)[0]), grads[0] + grads[1] + grads[2])
+
+
 def test_a_double_gradient_comes_back_as_one() -> None:
     wire = CODECS["half"]
     coding = Coding(list(regions(wire, [("w", torch.Size((10,)))], 0)))
