@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError
 from wingbeat.transport.interfaces import Interface
+from wingbeat.transport.listener import Listener, open_device
 from wingbeat.transport.meeting import NotMet
 from wingbeat.transport.text import first_line
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class GlooLink:
     """All peers over one interface, each by a TCP connection of its own.
 
-    ``device`` is what gloo listens with, where the caller has one.
+    ``device`` is what gloo listens with, where the caller has one. It listens until all peers are
+    connected.
 
     Raises:
         RendezvousError: a peer could not be reached; names rank, address, interface and wait.
@@ -34,7 +36,7 @@ class GlooLink:
         size: int,
         interface: Interface,
         timeout: float,
-        device: dist.ProcessGroupGloo.Device | None = None,
+        device: tuple[dist.ProcessGroupGloo.Device, Listener] | None = None,
     ) -> None:
         self._name = interface.name
         options = dist.ProcessGroupGloo._Options()
@@ -42,11 +44,12 @@ class GlooLink:
         begin = time.monotonic()
         try:
             if device is None:
-                device = dist.ProcessGroupGloo.create_device(hostname=interface.address)
+                device = open_device(interface.address)
             else:
                 options._threads = 0  # those are for gloo's own collectives
-            options._devices = [device]
+            options._devices = [device[0]]
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            device[1].block()  # gloo has waited until this rank is connected to each other one
         except NotMet:  # raised by the store of a group's members
             raise
         except RuntimeError as err:

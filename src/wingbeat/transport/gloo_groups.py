@@ -13,15 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from wingbeat.errors import RendezvousError
+from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.transport import descriptors
 from wingbeat.transport.blame import Blame
 from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link, Pending
+from wingbeat.transport.listener import Listener, open_device
 from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import SharedStore, TorchStore, read
@@ -50,6 +53,9 @@ _GREETING_TAG = (1 << 31) - 1
 _NEVER_SENT_TAG = _GREETING_TAG - 1
 _AT_ONCE_S = 0.001
 """The shortest that gloo can wait, in seconds."""
+
+
+_Device: TypeAlias = tuple[dist.ProcessGroupGloo.Device, Listener]
 
 
 class GlooGroups:
@@ -131,12 +137,15 @@ class GlooGroups:
         board = _Board(store, room, self._rank, group.ranks, meeting.wait_until)
         mine, size = group.ranks.index(self._rank), len(group.ranks)
         try:
+            descriptors.require(
+                descriptors.GLOO_DEVICE + size - 1, f"rank {self._rank}: connecting {group}"
+            )
             board.set(f"here/{mine}", "")
             board.wait([f"here/{member}" for member in range(size)])
             connecting_s = min(timeout, _CONNECTING_S)
             link = _GroupLink(devices, board, mine, size, connecting_s)
             _greet(link, mine, group, connecting_s)
-        except RendezvousError as err:
+        except (RendezvousError, UsageError) as err:
             raise NotMet(self._rank, f"{group}: {err}") from None
         finally:
             board.clear()
@@ -148,23 +157,26 @@ class _Devices:
 
     A member that comes after this one has given the meeting up must find nobody listening: gloo
     would tell a connection that is no more, which ends the process. So a device of a meeting that
-    failed is never used again. The others are, as one takes 10 ms to end.
+    failed is never used again. The others are, as one takes 10 ms to end. A device listens only
+    while a group meets on it.
     """
 
     def __init__(self, interface: Interface) -> None:
         self.interface = interface
         self._changing = threading.Lock()
-        self._idle: list[dist.ProcessGroupGloo.Device] = []
+        self._idle: list[_Device] = []
         self._closed = False
 
-    def take(self) -> dist.ProcessGroupGloo.Device:
-        """Return one that no open group has."""
+    def take(self) -> _Device:
+        """Return one that no open group has, and that listens."""
         with self._changing:
             if self._idle:
-                return self._idle.pop()
-        return dist.ProcessGroupGloo.create_device(hostname=self.interface.address)
+                device, listener = self._idle.pop()
+                listener.unblock()
+                return device, listener
+        return open_device(self.interface.address)
 
-    def give(self, device: dist.ProcessGroupGloo.Device) -> None:
+    def give(self, device: _Device) -> None:
         """Take back one on which a whole group had met."""
         with self._changing:
             if not self._closed and len(self._idle) < _IDLE_DEVICES:

@@ -12,19 +12,21 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 # Its functions have the default group as a default argument: imported only after the group is
 # made (as the first optimizer does), it would keep the group, and its open port, for ever.
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed.nn.functional
 
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import speak
+from wingbeat.transport import descriptors, launchers, leaving
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport import launchers, leaving
 from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.gloo_groups import GlooGroups
+from wingbeat.transport.listener import listening
 from wingbeat.transport.native import nccl_group
 from wingbeat.transport.speed import measure_speeds
 from wingbeat.transport.store import Store
@@ -63,6 +65,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     """
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
+    descriptors.raise_limit()
     before = world_module.set_current(None)
     if before is not None:
         world_module.set_current(before)  # whoever catches this goes on with it
@@ -86,8 +89,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     elif size > 1:
         _connect(world, store, interfaces)
     elif not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        world._close = functools.partial(_end_default_group, dist.group.WORLD)
+        _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
     world_module.set_current(world)
     if rank == 0:
         speak()
@@ -150,6 +152,11 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
     chosen = _chosen(world, world.exchange("interfaces", nic.local().to_json()), named)
     world.networks = _networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
+    descriptors.require(
+        # The default group's device too; each rank has a second connection to the store, at rank 0.
+        (1 + len(chosen)) * (descriptors.GLOO_DEVICE + size - 1) + 1 + size * (rank == 0),
+        f"rank {rank}: connecting {size} ranks",
+    )
     _start_default_group(store, world, chosen)
     world.links = tuple(
         GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, world.timeout)
@@ -248,8 +255,8 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
         return
     with _environment("GLOO_SOCKET_IFNAME", chosen[0].name):
         try:
-            dist.init_process_group(
-                "gloo",
+            _init_default_group(
+                world,
                 store=dist.PrefixStore("default", store),
                 rank=world.rank,
                 world_size=world.size,
@@ -261,7 +268,23 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
                 f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}: {first_line(err)}; check "
                 "that every host has this interface, and can reach the others over it"
             ) from None
-    world._close = functools.partial(_end_default_group, dist.group.WORLD)
+
+
+def _init_default_group(world: World, **options: Any) -> None:
+    """Start torch's default group, which listens only until its ranks are connected.
+
+    `torch.distributed.split_group` would meet on the same port, and wait for its whole timeout:
+    without a device it fails at once. `torch.distributed.new_group` listens on a port of its own.
+    """
+    devices = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    _, listener = listening(
+        functools.partial(dist.init_process_group, "gloo", **options), count=devices
+    )
+    group = dist.group.WORLD
+    world._close = functools.partial(_end_default_group, group)
+    if listener.known and "TORCH_GLOO_LAZY_INIT" not in os.environ:  # with it they connect later
+        listener.block()
+        group._get_backend(torch.device("cpu")).options._devices = []
 
 
 @contextlib.contextmanager

@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import zmq
+
 from wingbeat.errors import RendezvousError, UsageError, unknown
+from wingbeat.transport import descriptors
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.carrier import CLASSES
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Route
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.reach import pairs, usable
-from wingbeat.transport.messages.zeromq import Keys, Reach, ZeroMQCarrier
+from wingbeat.transport.messages.zeromq import Keys, Reach, ZeroMQCarrier, opens
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
@@ -59,7 +62,7 @@ def open_mailbox(
 
     Raises:
         UsageError: a value that cannot work, or not with what a peer has given, or a mailbox that
-            was opened before.
+            was opened before, or too few file descriptors.
         RendezvousError: a peer did not come, or sent something malformed.
         PeerError: a peer came, and could not be reached over one of the interfaces.
     """
@@ -74,9 +77,16 @@ def open_mailbox(
     deadline = time.monotonic() + seconds
     own, mine = _own_interfaces(interfaces)
     keys = Keys.make() if encrypted else None
-    carrier = ZeroMQCarrier(
-        number, [i.address for i in mine], classes, message=limits.message, keys=keys
-    )
+    what, sockets = f"{name(number)}: opening a mailbox in room {room!r}", len(mine) * classes
+    descriptors.require(opens(sockets, len(others), encrypted=encrypted), what)
+    try:
+        carrier = ZeroMQCarrier(
+            number, [i.address for i in mine], classes, message=limits.message, keys=keys
+        )
+    except zmq.ZMQError as err:
+        if err.errno != zmq.EMFILE:
+            raise
+        raise descriptors.too_few(what) from None  # other threads have opened the rest since
     try:
         reach = carrier.reach
         key = "" if keys is None else keys.public.decode()

@@ -95,6 +95,24 @@ class Listener:
         return known
 
 
+_CONTEXT, _IO_THREAD, _ADMISSION, _SOCKET, _ALARM = 3, 2, 3, 4, 2
+"""File descriptors of libzmq's context, of each thread of it that reads and writes, of `Admission`,
+of each socket that listens (its own two and the two of its monitor), and of `Alarm`."""
+
+_FREES = 7
+"""File descriptors of the context by which pyzmq hears that a buffer has been sent."""
+
+
+def opens(sockets: int, peers: int, *, encrypted: bool) -> int:
+    """Return how many file descriptors a `ZeroMQCarrier` with connections to all peers takes."""
+    own = _CONTEXT + _IO_THREAD * _io_threads(encrypted) + _ADMISSION + _ALARM + _FREES
+    return own + sockets * (_SOCKET + peers)
+
+
+def _io_threads(encrypted: bool) -> int:
+    return 2 if encrypted else 1
+
+
 class ZeroMQCarrier:
     """`Carrier` over ZeroMQ.
 
@@ -121,7 +139,7 @@ class ZeroMQCarrier:
         self._number = number
         self._classes = classes
         self._keys = keys
-        self._context = zmq.Context(io_threads=2 if keys is not None else 1)
+        self._context = zmq.Context(io_threads=_io_threads(keys is not None))
         self._context.max_sockets = 1024
         self._admission = Admission(self._context)
         self._peers: dict[int, Reach] = {}

@@ -11,8 +11,12 @@ from collections.abc import Callable
 from typing import IO, ClassVar, Protocol
 
 from wingbeat.errors import RendezvousError
+from wingbeat.transport import descriptors
 from wingbeat.transport.services.pipes import answer
 from wingbeat.transport.store import Store
+
+_PIPES = 6
+"""File descriptors that are open while a process is started: both ends of three pipes."""
 
 
 class Serves(Protocol):
@@ -59,10 +63,14 @@ class InProcess:
     Args:
         config: what it is told.
         store: where it meets the workers; asked by a thread of its own.
+
+    Raises:
+        UsageError: too few file descriptors.
     """
 
     def __init__(self, config: Serves, store: Store) -> None:
         self._config, self._store = config, store
+        descriptors.require(_PIPES, f"starting {config.me}")
         self._process = subprocess.Popen(
             [sys.executable, "-m", config.module, config.to_json()],
             stdin=subprocess.PIPE,
