@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,7 +85,7 @@ def open_mailbox(
             number, [i.address for i in mine], classes, message=limits.message, keys=keys
         )
     except zmq.ZMQError as err:
-        if err.errno != zmq.EMFILE:
+        if err.errno != errno.EMFILE:
             raise
         raise descriptors.too_few(what) from None  # other threads have opened the rest since
     try:
