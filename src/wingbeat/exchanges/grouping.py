@@ -44,7 +44,7 @@ class Grouping:
             needs no generator.
         wire: what parameters travel as; as they are if None.
         seed: of random groups.
-        encrypted: whether messages to the generator are.
+        encrypted: whether messages to the generator are. Parameters never are.
 
     Attributes:
         offer: returns what a worker that comes back is to have, in a state between two steps;

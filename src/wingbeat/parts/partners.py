@@ -50,7 +50,8 @@ class Groups(PartnersPart):
         threshold: C_thres of the slowdown filter (5.3), of ``"smart"``; None (``none`` on the
             command line): no filter.
         seed: of random choices.
-        encrypted: whether messages to the generator are.
+        encrypted: whether requests to the generator, and its answers, are. Parameters never are:
+            they travel over links that are neither authenticated nor encrypted.
 
     Raises:
         UsageError: a value out of range.
@@ -84,7 +85,8 @@ class Pairs(PartnersPart):
 
     Args:
         seed: of random choices.
-        encrypted: whether messages, parameters among them, are.
+        encrypted: whether messages between workers, parameters among them, are.
+            `wingbeat.consensus` is not: it goes over the links of collectives.
 
     Raises:
         UsageError: a value out of range.

@@ -38,7 +38,8 @@ class Canary(Preset):
         wire: what pieces travel as: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
             ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``; it
             is not tried whether that is faster. All but fp32 are not exact.
-        encrypted: whether messages are.
+        encrypted: whether messages between workers, gradients and the model for a worker that
+            comes back among them, are.
         in_flight: rounds that a worker may be ahead of the sums, as far as ``s`` allows, while
             another is slow; one while nobody is, so that what waits for links makes no gradients
             late. None (``none``): as many as ``s``, as in the paper; with ``s=None`` there is then

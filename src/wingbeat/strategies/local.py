@@ -38,7 +38,9 @@ class Ripples(Preset):
         average_state: whether what the optimizer remembers of each element of a parameter (a
             momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
             own.
-        encrypted: whether messages to the generator are.
+        encrypted: whether requests to the generator, and its answers, are. Parameters never are:
+            they travel over links that are neither authenticated nor encrypted. Without effect for
+            ``"static"``.
 
     Raises:
         UsageError: a value out of range.
@@ -91,7 +93,8 @@ class ADPSGD(Preset):
         average_state: whether what the optimizer remembers of each element of a parameter (a
             momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
             own.
-        encrypted: whether messages, parameters among them, are.
+        encrypted: whether messages between workers, parameters among them, are.
+            `wingbeat.consensus` is not: it goes over the links of collectives.
 
     Raises:
         UsageError: a value out of range.
@@ -134,7 +137,9 @@ class LocalSGD(Preset):
         average_state: whether what the optimizer remembers of each element of a parameter (a
             momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
             own.
-        encrypted: whether messages to the generator are, who knows which workers are there.
+        encrypted: whether messages to the generator, which knows the workers that are there, are.
+            Parameters never are: they travel over links that are neither authenticated nor
+            encrypted.
 
     Raises:
         UsageError: a value out of range.
@@ -194,7 +199,9 @@ class DiLoCo(Preset):
         wire: what differences travel as: ``"fp32"`` (as they are), ``"bf16"``, or a codec, such as
             ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al., 2025); what
             that loses goes along the next time.
-        encrypted: whether messages to the generator are, who knows which workers are there.
+        encrypted: whether messages to the generator, which knows the workers that are there, are.
+            Parameters never are: they travel over links that are neither authenticated nor
+            encrypted.
 
     Raises:
         UsageError: a value out of range.

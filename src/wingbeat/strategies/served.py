@@ -49,7 +49,8 @@ class ParameterServer(Preset):
             ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         back: what sums come back as then: ``"wire"``, the same; or ``"dense"``, in float32. With
             ``update="server"`` parameters do, always in their own dtype.
-        encrypted: whether messages are.
+        encrypted: whether messages between workers and servers, gradients and what comes back
+            among them, are.
 
     Raises:
         UsageError: a value out of range.
