@@ -214,6 +214,7 @@ void bind_flow(nb::module_& module) {
       .def("take", &Flow::take)
       .def("tell", &Flow::tell)
       .def("tick", &Flow::tick)
+      .def("resume", &Flow::resume)
       .def("flush", &flush);
 }
 

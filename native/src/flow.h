@@ -7,6 +7,7 @@
 // of one clock.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -115,6 +116,8 @@ class Flow {
   double due() const;
   // Lets time pass; true if the peer has been silent for too long.
   bool tick(double now);
+  // Begins to count the peer's silence anew: this process was stopped, and heard nobody meanwhile.
+  void resume(double now) { heard_ = std::max(heard_, now); }
 
  private:
   struct Answer {

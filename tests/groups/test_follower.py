@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from helpers.hall import PATIENCE, Hall, by
+from wingbeat.errors import PeerError
 from wingbeat.groups.averages import GIVEN_UP, STATIC_MEETINGS, Coming
 from wingbeat.groups.board import Board, Sign
 from wingbeat.groups.follower import Follower
@@ -185,7 +186,9 @@ def test_a_kept_connection_that_another_had_to_close_is_opened_anew() -> None:
     assert one.absent == set()
 
 
-def test_who_is_given_up_by_the_others_trains_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_given_up_by_the_others_trains_alone_and_has_no_mean_of_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = Switchboard()
     one = follower(0, store, everyone=True)
 
@@ -196,7 +199,8 @@ def test_who_is_given_up_by_the_others_trains_alone(caplog: pytest.LogCaptureFix
     averages = by(average)
     for _ in range(3):
         one.step(averages)
-    one.level(averages)
+    with pytest.raises(PeerError, match="no other worker takes part in the mean of all models"):
+        one.level(averages)
     assert len(averages.met) == 1
     assert "rank 0: the others go on without this worker" in caplog.text
 

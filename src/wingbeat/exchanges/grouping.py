@@ -135,8 +135,14 @@ class Grouping:
 
     @property
     def left_out(self) -> bool:
-        """Whether others went on without this worker since it met all, or fetched a state."""
-        return isinstance(self.client, Client) and self.client.left_out
+        """Whether this worker has to `fetch` before it is in a group again.
+
+        Others went on without it since it met all, or fetched a state, and it renews or was silent.
+        """
+        client = self.client
+        if not isinstance(client, Client) or client.fallen is not None:
+            return False
+        return client.stale or (client.renews and client.left_out)
 
     def fetch(self, most: int | None = None, *, join: bool = False) -> bytearray:
         """Return what a worker that takes part offers: for one that has come back, before a step.

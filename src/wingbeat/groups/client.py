@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.groups.averages import GIVEN_UP, Averages, Coming
 from wingbeat.groups.board import Board
-from wingbeat.groups.follower import Follower
+from wingbeat.groups.follower import Follower, alone_text
 from wingbeat.groups.generator import Run, Unexpected
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.line import Dead, Line
 from wingbeat.groups.member import Member
-from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, told_of
+from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, Why, told_of, why_of
 from wingbeat.groups.rules import Rules
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.messages.endpoint import Message
@@ -25,6 +25,12 @@ from wingbeat.transport.messages.mailbox import Mailbox
 _log = logging.getLogger(__name__)
 
 Blob = TypeVar("Blob")
+
+_WHY = {
+    Why.LATE: "took too long for a step, or for an average",
+    Why.SILENT: "has given no sign for long",
+    Why.LEFT: "has left",
+}
 
 
 class Client:
@@ -47,6 +53,8 @@ class Client:
         fallen: why groups come without the generator, None if they do not.
         left_out: whether others have gone on without this worker since it met all of them, or
             fetched the state of one.
+        stale: whether it was silent for so long that it has to fetch the state of another before
+            it is in a group again: a step ends without an average meanwhile.
         renews: whether this worker, if others have gone on without it, takes the state of one
             before it is in a group again: then a step ends without an average. Else it is in the
             next.
@@ -70,16 +78,17 @@ class Client:
         self._member = Member(worker, rules)
         self._levels = self._joins = False
         self._asked = self._since = 0
-        self._absent: set[int] = set()
+        self._absent: dict[int, Why] = {}
+        self._met: tuple[int, ...] = ()
         self._follower: Follower | None = None
         self.fallen: str | None = None
-        self.left_out = self.renews = False
+        self.left_out = self.stale = self.renews = False
         self.give: Callable[[int, int], None] | None = None
 
     @property
     def absent(self) -> set[int]:
         """The workers that take no part, as far as this one has heard."""
-        return self._absent if self._follower is None else self._follower.absent
+        return set(self._absent) if self._follower is None else self._follower.absent
 
     def step(self, averages: Averages) -> None:
         """Take part in averages until the next step may begin.
@@ -99,10 +108,12 @@ class Client:
         gone is left out. Afterwards all have the same parameters.
 
         Raises:
-            PeerError: the generator has given no sign in time, or sent what it never sends.
+            PeerError: the generator has given no sign in time, or sent what it never sends; or
+                no other worker takes part, and not all of them have died.
         """
         if self._follower is None and self._asks(averages, level=True):
-            self.left_out = False
+            self._check_alone()
+            self.left_out = self.stale = False
             return
         assert self._follower is not None
         self._follower.level(averages)
@@ -120,7 +131,7 @@ class Client:
         Raises:
             PeerError: nobody takes part, or gave it in time, or the generator is dead.
         """
-        self._joins, self.left_out = join, False
+        self._joins, self.left_out, self.stale = join, False, False
         lost, deadline = -1, time.monotonic() + self._timeout
         try:
             while True:
@@ -164,34 +175,43 @@ class Client:
         """Hear what the generator says between two steps."""
         match message.kind:
             case Kind.OUT if message.ids[0] == self._worker:
-                self._note_own()
+                self._note_own(message.ids[2])
             case Kind.OUT | Kind.IN:
-                self._note_other(message.kind, message.ids[0])
+                self._note_other(message.kind, message.ids)
             case Kind.STATE if message.ids[0] == self._worker and self.give is not None:
                 self.give(message.ids[1], message.ids[2])
 
-    def _note_other(self, kind: int, worker: int) -> None:
-        """Note that another worker takes part no more, or again."""
-        if (kind == Kind.OUT) == (worker in self._absent):
-            return
+    def _note_other(self, kind: int, ids: Sequence[int]) -> None:
+        """Note that another worker takes part no more, and why; or that it does again."""
+        worker, known = ids[0], ids[0] in self._absent
         if kind == Kind.OUT:
-            self._absent.add(worker)
+            self._absent[worker] = why_of(ids[2])
         else:
-            self._absent.discard(worker)
-        stream.happened("left" if kind == Kind.OUT else "joined", (worker,))
+            self._absent.pop(worker, None)
+        if known != (kind == Kind.OUT):
+            stream.happened("left" if kind == Kind.OUT else "joined", (worker,))
 
-    def _note_own(self) -> None:
+    def _note_own(self, why: int) -> None:
         """Note that others have gone on without this worker.
 
         Raises:
             PeerError: it copies their state.
         """
         self.left_out = True
+        self.stale |= why == Why.SILENT
         if self._joins:
             raise PeerError(
                 f"rank {self._worker}: the others went on without this worker before it had their "
                 "state; start it again, or give it more time: wingbeat.init(timeout=...)"
             )
+
+    def _check_alone(self) -> None:
+        """Raise a `PeerError` if a mean over all was of this worker alone while others may live."""
+        there = {w: why for w, why in self._absent.items() if why != Why.ENDED}
+        if len(self._met) > 1 or not there:
+            return
+        names = "; ".join(f"rank {w} {_WHY[why]}" for w, why in sorted(there.items()))
+        raise PeerError(alone_text(self._worker, names))
 
     def leave(self) -> None:
         """Let nobody wait for this worker any more, if there is no generator who does."""
@@ -251,15 +271,15 @@ class Client:
                 if self._member.hear(told.run):
                     self._run(told, averages)
             case Kind.OUT if ids[0] == self._worker:
-                self._note_own()
+                self._note_own(ids[2])
                 # Nobody waits for this worker any more, whatever it is in. It comes back when it
                 # asks; it may have done so since, which was not heard yet.
                 if ids[1] == self._asked:
                     self._member = Member(self._worker, self._rules)
-                    if self._levels or not self.renews:
+                    if self._levels or not (self.renews or self.stale):
                         self._request()
             case Kind.OUT | Kind.IN:
-                self._note_other(message.kind, ids[0])
+                self._note_other(message.kind, ids)
             case Kind.STATE if ids[0] == self._worker and self.give is not None:
                 self.give(ids[1], ids[2])
             case Kind.REFUSED:
@@ -283,6 +303,7 @@ class Client:
 
     def _run(self, told: Told, averages: Averages) -> None:
         run, lost = told.run, None
+        self._met = run.members
         stream.record(
             "group_wait", self._since, time.monotonic_ns(), lane=AVERAGES, group=run.members
         )
@@ -316,6 +337,8 @@ class Client:
         return Coming.NEVER if any(last < run.number for last in lasts) else Coming.PAST
 
     def _is_later(self, run: Run, message: Message) -> bool:
-        """Whether the generator says that the group runs again, without a member."""
+        """Whether the generator says that the group runs again, without a member; or this one."""
         number, epoch = message.ids[:2]
+        if message.kind == Kind.OUT:
+            return number == self._worker and epoch == self._asked
         return message.kind == Kind.RUN and number == run.number and epoch > run.epoch

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Collection
 
+from wingbeat.errors import PeerError
 from wingbeat.groups.averages import GIVEN_UP, STATIC, STATIC_MEETINGS, Averages, Coming
 from wingbeat.groups.board import Board, Sign
 from wingbeat.groups.generator import Run
@@ -24,6 +25,20 @@ _PAUSE_S = 0.05
 
 _SAY_S = 1.0
 """Seconds between two words on how far this worker is."""
+
+
+def alone_text(worker: int, others: str) -> str:
+    """Return the error of a mean over all workers that was of one alone.
+
+    Args:
+        worker: its rank.
+        others: who took no part, and why.
+    """
+    return (
+        f"rank {worker}: no other worker takes part in the mean of all models: {others}; this "
+        "rank's weights are its own alone: start the job again from a checkpoint, or save them "
+        "with model.state_dict() if the others' are not needed"
+    )
 
 
 class Follower:
@@ -88,7 +103,11 @@ class Follower:
             self._say()
 
     def level(self, averages: Averages) -> None:
-        """Average with all that take part, when all of them have called this."""
+        """Average with all that take part, when all of them have called this.
+
+        Raises:
+            PeerError: no other worker takes part any more.
+        """
         self._sign = self._sign._replace(levelling=True)
         self._wait_for_all()
         # All have said how far they are before anybody is through.
@@ -99,6 +118,10 @@ class Follower:
         self._met.clear()
         self._sign = Sign(self._sign.levels + 1, False, last + 1, self._sign.broken)
         self._say()
+        others = set(range(self._layout.workers)) - {self._worker}
+        if others and (others <= self.absent or self._worker in self.absent):
+            names = ", ".join(f"rank {each}" for each in sorted(others))
+            raise PeerError(alone_text(self._worker, f"{names} could not be reached"))
 
     def leave(self) -> None:
         """Let nobody wait for this worker any more."""

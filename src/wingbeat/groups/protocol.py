@@ -40,7 +40,8 @@ class Kind(enum.IntEnum):
     OUT = 7
     """The first number is a worker that takes no part any more; the second, how often it has asked.
 
-    So it knows whether it has asked again since, which lets it take part again.
+    So it knows whether it has asked again since, which lets it take part again. The third says why,
+    a `Why`.
     """
     IN = 8
     """The first number is a worker that takes part again."""
@@ -56,8 +57,27 @@ class Kind(enum.IntEnum):
     """
 
 
+class Why(enum.IntEnum):
+    """Why a worker takes no part."""
+
+    LATE = 0
+    """Its step, or an average with it, took too long."""
+    SILENT = 1
+    """Nothing came from it for long: its process was stopped, or the network was cut. Its model is
+    old, so it takes another's state before it is in a group again."""
+    ENDED = 2
+    """Its connections have ended without a word: its process has died."""
+    LEFT = 3
+    """It has left in an orderly way."""
+
+
 class Malformed(Exception):
     """A message that nobody of this job has sent; says what is wrong with it."""
+
+
+def why_of(number: int) -> Why:
+    """Return the third number of a `Kind.OUT`; `Why.LATE` if it means nothing."""
+    return Why(number) if number in Why._value2member_map_ else Why.LATE
 
 
 class Told(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.groups.generator import Generator, Run, Unexpected
 from wingbeat.groups.patience import Patience
-from wingbeat.groups.protocol import WRAPS, Kind, Malformed, ids_of, payload_of
+from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Why, ids_of, payload_of
 from wingbeat.groups.returns import Back, Returns
 from wingbeat.groups.rooms import Rooms
 from wingbeat.transport.messages.endpoint import Message
@@ -55,6 +55,8 @@ class GroupService:
         self._returns = returns
         self._looked = clock()
         self._gone: set[int] = set()  # for good: nothing comes from there any more
+        self._silent: set[int] = set()  # nothing comes from there, but may again
+        self._stale: set[int] = set()  # were silent, and have not fetched a state since
         self._probed: set[int] = set()
         self._levels: set[int] = set()  # their group of all is not done
         self._behind: set[int] = set()  # others have gone on without them
@@ -66,7 +68,7 @@ class GroupService:
 
     def run(self, parent: Callable[[], bool] = lambda: True, host: int = 0) -> None:
         """Serve until every worker has left, or the one that started it, ``host``, is gone."""
-        while len(self._gone) < self._workers and parent():
+        while len(self._gone | self._silent) < self._workers and parent():
             self.step(self._mailbox.next(_LOOK_S))
         if not parent() and host not in self._gone:
             self._leave(host)  # otherwise each of the others would have to find that out
@@ -93,6 +95,8 @@ class GroupService:
     def _take(self, worker: int, kind: int, ids: Sequence[int]) -> None:
         if worker in self._gone:
             return
+        if worker in self._silent:
+            self._hear_again(worker)
         try:
             runs = self._heard(worker, kind, ids)
         except (Unexpected, Malformed) as error:
@@ -119,8 +123,7 @@ class GroupService:
                 return self._done(worker, ids[0], ids[1], now)
             case Kind.LOST:
                 if generator.runs(worker, ids[0], ids[1], ids[2]):
-                    self._out(ids[2])
-                    return generator.gone(ids[2])
+                    return self._without(ids[2])
                 return []  # The others go on without it already.
             case Kind.FETCH:
                 self._fetches(worker, now, join=bool(ids[1]))
@@ -136,15 +139,18 @@ class GroupService:
         """Let a worker ask for a group, or for one of all; if it was left out it joins again.
 
         But not if it ``renews``: then it may be at another part of the model than the others, with
-        whom no average can be made. If there are no others any more, it has missed nothing.
+        whom no average can be made; and not if it was silent, as its model is old. If there are no
+        others any more, it has missed nothing.
         """
         generator = self._generator
         self._asked[worker] += 1
         if worker in self._fetching:  # it has somebody's state by now
             self._fetching.discard(worker)
             self._behind.discard(worker)
-        if renews and worker in self._behind and self._others(worker):
-            self._post(worker, Kind.OUT, (worker, self._asked[worker] % WRAPS, 0, 0))
+            self._stale.discard(worker)
+        fetches = worker in self._stale or (renews and worker in self._behind)
+        if fetches and not level and self._others(worker):
+            self._tell_out(worker, worker)
             return []
         if worker not in generator:
             generator.joined(worker)
@@ -183,6 +189,7 @@ class GroupService:
         elif worker in self._levels:
             self._levels.discard(worker)
             self._behind.discard(worker)
+            self._stale.discard(worker)
             patience.pauses(worker, now)
         else:
             patience.freed(worker, now)
@@ -197,6 +204,8 @@ class GroupService:
         while due:
             run = due.popleft()
             meeting = self._rooms.meeting(run.members) if len(run.members) > 1 else 0
+            if len(run.members) == 1 and run.members[0] in self._levels:
+                self._tell_absent(run.members[0])  # why, as it is known by now
             for member in run.members:
                 payload = payload_of(run.members, self._rooms.closed(member))
                 if not self._post(member, Kind.RUN, ids_of(run, meeting), payload):
@@ -228,14 +237,29 @@ class GroupService:
         self._gone.discard(worker)
         self._probed.discard(worker)
         self._asked[worker] = 0
+        self._silent.discard(worker)
+        self._stale.discard(worker)
+        self._tell_absent(worker)
+        returns.met(back)
+
+    def _hear_again(self, worker: int) -> None:
+        """Let a worker that was silent hear what it has missed; it takes part when it asks."""
+        self._silent.discard(worker)
+        self._tell_absent(worker)
+        for other in self._others(worker):
+            self._tell_out(worker, other, Kind.IN)
+        self._tell_out(worker, worker)
+
+    def _tell_absent(self, worker: int) -> None:
+        """Tell a worker which others take no part."""
         for other in range(self._workers):
             if other != worker and other not in self._generator:
-                self._post(worker, Kind.OUT, (other, self._asked[other] % WRAPS, 0, 0))
-        returns.met(back)
+                self._tell_out(worker, other)
 
     def _leave(self, worker: int) -> None:
         """Let a worker be gone for good."""
         self._gone.add(worker)
+        self._silent.discard(worker)
         self._tell(self._without(worker))
 
     def _without(self, worker: int) -> list[Run]:
@@ -255,7 +279,20 @@ class GroupService:
     def _tell_all(self, kind: Kind, worker: int) -> None:
         """Tell all workers, this one too, who takes part."""
         for other in range(self._workers):
-            self._post(other, kind, (worker, self._asked[worker] % WRAPS, 0, 0))
+            self._tell_out(other, worker, kind)
+
+    def _tell_out(self, to: int, worker: int, kind: Kind = Kind.OUT) -> None:
+        """Tell one worker that ``worker`` takes no part any more, and why; or that it does again."""
+        ids = (worker, self._asked[worker] % WRAPS, self._why(worker) if kind == Kind.OUT else 0, 0)
+        self._post(to, kind, ids)
+
+    def _why(self, worker: int) -> Why:
+        """Return why a worker takes no part, as far as is known now."""
+        if worker in self._mailbox.left:
+            return Why.LEFT
+        if worker in self._mailbox.unconnected():
+            return Why.ENDED
+        return Why.SILENT if worker in self._silent | self._stale else Why.LATE
 
     def _post(
         self, worker: int, kind: Kind, ids: Sequence[int] = (0, 0, 0, 0), payload: bytes = b""
@@ -271,8 +308,15 @@ class GroupService:
 
     def _look_after(self, now: float) -> None:
         """Find workers that are gone, and those for whom others have waited long enough."""
-        for worker in {*self._mailbox.left, *self._mailbox.lost} - self._gone:
+        for worker in self._mailbox.left - self._gone:
             self._leave(worker)
+        lost = set(self._mailbox.lost) - self._gone
+        for worker in self._silent - lost:
+            self._hear_again(worker)
+        for worker in lost - self._silent:
+            self._silent.add(worker)
+            self._stale.add(worker)
+            self._tell(self._without(worker))
         unconnected = self._mailbox.unconnected()
         for worker in range(self._workers):
             closed = unconnected.get(worker, 0.0) > UNCONNECTED_S

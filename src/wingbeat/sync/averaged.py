@@ -95,7 +95,7 @@ def runtime_of(
         alike = averaging.outer is not None and averaging.partners == "all"
         if alike and isinstance(update, OuterUpdate):
             averager.grouping.renew()
-            update.renew = functools.partial(_renew, averager.grouping, lives)
+        update.renew = functools.partial(_renew, averager.grouping, lives, join=alike)
         if world.returned:
             lives.put(averager.grouping.fetch(join=alike))
     return runtime
@@ -118,11 +118,11 @@ _in_groups: Any = weakref.WeakKeyDictionary()
 """By world of all workers: a reference to the update of the model averaged in groups of some."""
 
 
-def _renew(grouping: Grouping, lives: LiveState) -> None:
+def _renew(grouping: Grouping, lives: LiveState, *, join: bool) -> None:
     """Take over another worker's state, if the others have gone on without this one."""
     if grouping.left_out:
         log.warning("others went on without this worker, which took too long: it takes their model")
-        lives.put(grouping.fetch(join=True))
+        lives.put(grouping.fetch(join=join))
 
 
 def _leaves_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:

@@ -38,6 +38,8 @@ class LocalUpdate(WholeUpdate):
     Attributes:
         waited: told for how many nanoseconds others were waited for.
         left: whether it meets nobody any more.
+        renew: called after each average, or where there was none because this worker was left out:
+            then it takes over another's state.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class LocalUpdate(WholeUpdate):
         super().__init__(training)
         self._model, self._averager, self._schedule = model, averager, schedule
         self.waited: Callable[[int], None] = lambda _: None
+        self.renew: Callable[[], None] = lambda: None
         self._under_way: tuple[int, int] | None = None
         self._begun = 0  # how many steps were made when that was begun
         self._sent: torch.Tensor | None = None
@@ -200,6 +203,7 @@ class LocalUpdate(WholeUpdate):
         members = self._averager.members
         stream.record("take_over", begin, time.monotonic_ns(), group=members)
         self._averager.taken()
+        self.renew()
 
     def _wait_again(self) -> None:
         """Wait for what Ctrl-C has cut a wait for short: the flat model is in use until then."""

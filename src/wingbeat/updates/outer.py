@@ -72,9 +72,6 @@ class OuterUpdate(LocalUpdate):
         momentum: Nesterov's, 0 for none.
         alike: whether all workers are in each group, and share one model: then differences travel.
 
-    Attributes:
-        renew: called after each average, or where there was none because this worker was left out:
-            then it takes over another's state.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class OuterUpdate(LocalUpdate):
         # The same tensor unless it is different: most models have one dtype.
         self._start = next(copies) if model.narrow else self._shared
         self._known = self._given = False
-        self.renew: Callable[[], None] = lambda: None
         self._begun_with: int | None = None  # a digest of the first shared model, until compared
 
     def step(self, host: Host, closure: Closure) -> object:
@@ -235,12 +231,6 @@ class OuterUpdate(LocalUpdate):
             mean = self._trained.clone()
             self._model.read(0, len(self._model.spans))
             self._start.add_(self._trained).sub_(mean)
-
-    def _adopt(self) -> None:
-        met = self._under_way is not None
-        super()._adopt()
-        if met and self._alike:
-            self.renew()
 
     def _offer(self, first: int, last: int) -> None:
         """Put into the flat model how far this worker has come, or its model."""

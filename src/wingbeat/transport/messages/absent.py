@@ -34,6 +34,7 @@ class Absent:
             for peer in wanted:
                 self.check(peer, "wait for a message of it")
             return
+        self._reported &= self._endpoint.lost.keys()  # others were heard again
         for peer in self._endpoint.lost.keys() - self._reported:
             self._reported.add(peer)
             self.check(peer, "wait for messages")

@@ -149,7 +149,7 @@ class Endpoint:
 
     Attributes:
         refused: how many frames were dropped, by the reason.
-        lost: what to say of peers that have fallen silent.
+        lost: what to say of peers that have fallen silent; a peer that is heard again is not lost.
         left: the peers that have ended in an orderly way.
         waiting: how many messages there are to be taken.
         down: since when nobody is connected at the end of a flow.
@@ -309,6 +309,11 @@ class Endpoint:
         """When `tick` is to be called at the latest, if nothing arrives before."""
         return self._next
 
+    def resume(self, now: float) -> None:
+        """Count no silence of peers from before ``now``: this process was stopped until then."""
+        for flow in self.flows.values():
+            flow.resume(now)
+
     def tick(self, now: float) -> None:
         """Let time pass: ask, tell, and find out who is lost."""
         if now < self._next:
@@ -357,6 +362,7 @@ class Endpoint:
             self._check_sender(header, arrival)
             route = self._introduced(route, header, arrival.place)
         payload = _payload(header, arrival)
+        self.lost.pop(route.peer, None)  # it was stopped, or the network was cut, and goes on
         flow, kind = self.flows[route], header.type
         renewed = kind == _HELLO and self._place.get(route) != arrival.place
         if flow.accept(header, now, renewed):

@@ -30,6 +30,9 @@ UNCONNECTED_S = 1.0
 _LINGER_S = 1.0
 """Seconds that the last words may take to leave, after everything else has arrived."""
 
+STOPPED_S = 1.0
+"""Seconds without a turn of the keeper after which this process counts as having been stopped."""
+
 _AT_ONCE = 64
 """Frames that are taken in before anything else is looked at: more may come without end."""
 
@@ -64,6 +67,7 @@ class Mailbox:
         self._closed = False
         self._broken: Exception | None = None
         self._heard = 0.0
+        self._ran, self._stopped = time.monotonic(), False
         self._ended_before = 0
         self._routes = Routes(endpoint.flows, endpoint.membership.number, name)
         self._absent = Absent(endpoint, self._routes)
@@ -350,6 +354,7 @@ class Mailbox:
 
     def go_on(self) -> float:
         """Do what is to be done while the user does something else; when to look again."""
+        self._note_stop()
         if not self._lock.acquire(blocking=False):
             return BUSY_S  # whoever is in here does it
         try:
@@ -388,9 +393,21 @@ class Mailbox:
                     break
         self._go_over(now)
 
+    def _note_stop(self) -> None:
+        """Note whether this process was stopped (SIGSTOP, a paused machine) until just now.
+
+        By the system's own clock, whatever the deadlines go by.
+        """
+        before, self._ran = self._ran, time.monotonic()
+        self._stopped |= self._ran - before > STOPPED_S
+
     def _go_over(self, now: float) -> None:
         """Do what is due, and send what that has led to."""
         endpoint = self._endpoint
+        self._note_stop()
+        if self._stopped:  # peers were not silent: nobody listened
+            self._stopped = False
+            endpoint.resume(now)
         if now >= endpoint.due():
             endpoint.tick(now)
         if endpoint.busy:
