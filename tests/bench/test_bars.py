@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers.disk import room_for
 from wingbeat.bench import bars
 from wingbeat.bench.clocks import Rates
 from wingbeat.bench.results import Quantiles, Report, Run
@@ -55,5 +56,14 @@ def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot write .*missing"):
-        bars.draw_png(report(DEAR), tmp_path / "missing" / "bars.png")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write .*bars\.png"):
+        bars.draw_png(report(DEAR), tmp_path / "file" / "bars.png")
+
+
+def test_picture_cut_short_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "bars.png"
+    path.write_bytes(b"good")
+    with room_for(1000), pytest.raises(UsageError, match=r"cannot write .*bars\.png.*too large"):
+        bars.draw_png(report(DEAR), path)
+    assert path.read_bytes() == b"good"

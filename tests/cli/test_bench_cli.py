@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from helpers.disk import room_for
 from wingbeat.bench import contenders
-from wingbeat.cli.bench import spread
+from wingbeat.cli.bench import spread, write
+from wingbeat.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 TUNED = "dear:trials=1,steps=1"
@@ -26,6 +29,21 @@ def wingbeat(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str
         stdin=subprocess.DEVNULL,
         check=False,
     )
+
+
+def test_figures_cut_short_leave_the_old_file_and_are_one_line(tmp_path: Path) -> None:
+    class Figures:
+        runs = ()
+
+        def to_json(self) -> dict[str, str]:
+            return {"figures": "x" * 100_000}
+
+    path = tmp_path / "figures.json"
+    path.write_text("good")
+    outcome: Any = SimpleNamespace(report=Figures(), events=[])
+    with room_for(1000), pytest.raises(UsageError, match=r"^cannot write .*figures\.json'.*$"):
+        write(outcome, path, None, None)
+    assert path.read_text() == "good"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from helpers.refusals import assert_said
 from integrations import accelerate_cases as cases
 from wingbeat import testing
 from wingbeat.errors import UsageError
-from wingbeat.integrations import residuals
 from wingbeat.integrations.accelerate.refusing import warn_of_one
 from wingbeat.integrations.libraries import library
 
@@ -194,18 +193,3 @@ def test_something_that_a_library_needs_is_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(ModuleNotFoundError, match="yaml"):
         library("accelerate", "1.0")
-
-
-def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
-    for rank in (0, 1, 3):
-        residuals.write({"rank": rank}, tmp_path, "residuals_0", rank, 4)
-    assert residuals.read(tmp_path, "residuals_0", 1, 4) == [{"rank": 1}]
-    assert residuals.read(tmp_path, "residuals_1", 1, 4) == []
-    for rank, size in ((2, 4), (0, 2)):
-        with pytest.raises(UsageError, match="has residuals of 3 of 4 workers, and not"):
-            residuals.read(tmp_path, "residuals_0", rank, size)
-    residuals.write({"rank": 0}, tmp_path, "residuals_0", 0, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["wingbeat_residuals_0_0_of_2.pt"]
-    next(tmp_path.iterdir()).write_bytes(b"PK nonsense")
-    with pytest.raises(UsageError, match="cannot be read"):
-        residuals.read(tmp_path, "residuals_0", 0, 2)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.disk import room_for
 from wingbeat.errors import UsageError
 from wingbeat.observe import trace
 from wingbeat.observe.events import WHATS, Event
@@ -39,6 +40,13 @@ def test_a_part_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     trace.save(events, tmp_path / "new" / "part.json")
     assert trace.load(tmp_path / "new" / "part.json") == events
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["part.json"]
+
+
+def test_part_cut_short_leaves_the_old_one(part: tuple[Path, dict[str, Any]]) -> None:
+    path, content = part
+    with room_for(1000), pytest.raises(UsageError, match=r"cannot write .*part\.json.*too large"):
+        trace.save([event("forward", i, i + 1) for i in range(1000)], path)
+    assert json.loads(path.read_text()) == content
 
 
 SPOILED_EVENTS = [

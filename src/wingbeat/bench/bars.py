@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from wingbeat.bench.protocol import WHOLE
 from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
+from wingbeat.files import replacing
 from wingbeat.observe.breakdown import Parts
-from wingbeat.observe.figure import blank, writing
+from wingbeat.observe.figure import blank
 from wingbeat.observe.timeline import COLOURS
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ def draw_png(report: Report, path: Path) -> None:
     _title(axes, f"{report.model} on {report.lab}, {report.workers} workers")
     _legend(axes, drawn)
     figure.tight_layout()
-    with writing(path):
-        figure.savefig(path, format="png", bbox_inches="tight")
+    with replacing(path) as file:
+        figure.savefig(file, format="png", bbox_inches="tight")
 
 
 def _draw(axes: Axes, drawn: Sequence[Sequence[Bar]]) -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wingbeat.files import replacing
 from wingbeat.observe import trace
 from wingbeat.observe.events import COLLECTIVES, Event
 from wingbeat.observe.exposed import Interval, clip, iterations, union
-from wingbeat.observe.figure import blank, writing
+from wingbeat.observe.figure import blank
 from wingbeat.observe.timeline import COLOURS
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def draw_png(
     axes.set_title(f"{title}: {last} iterations of worker 0", loc="left", fontweight="bold", pad=30)
     _legend(axes, {event.what for own in events for event in own})
     figure.tight_layout()
-    with writing(path):
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def write_trace(names: Sequence[str], events: Sequence[Sequence[Event]], path: Path) -> None:
@@ -68,7 +69,8 @@ def write_trace(names: Sequence[str], events: Sequence[Sequence[Event]], path: P
         if entry["ph"] == "M" and entry["name"] == "process_name":
             row, worker = divmod(entry["pid"], workers)
             entry["args"]["name"] = f"{names[row]}, worker {worker}"
-    path.write_text(json.dumps(written), encoding="utf-8")
+    with replacing(path) as file:
+        file.write(json.dumps(written).encode())
 
 
 def _draw_row(axes: Axes, row: int, name: str, events: Sequence[Event], last: int) -> float:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from wingbeat.bench.sent import Sent
 from wingbeat.errors import UsageError
+from wingbeat.files import replacing
 from wingbeat.lab.spec import LabSpec
-from wingbeat.observe.figure import blank, writing
+from wingbeat.observe.figure import blank
 
 WINDOW_S = 0.5
 """Seconds over which traffic is averaged, of a cluster without slow motion: as `nload` does, with
@@ -137,5 +138,5 @@ def draw_png(rows: Sequence[tuple[str, Traffic]], path: Path, *, title: str) -> 
     axes[-1].set_xlabel("seconds of training, all rounds; mean over hosts")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     figure.tight_layout()
-    with writing(path):
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")

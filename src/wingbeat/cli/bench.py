@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from wingbeat.errors import UsageError
+from wingbeat.files import replacing
 
 if TYPE_CHECKING:
     from wingbeat.bench.runner import Outcome
@@ -233,7 +234,8 @@ def write(outcome: Outcome, json_out: Path | None, png: Path | None, trace: Path
     """Write what was asked for, and say where it is."""
     if json_out is not None:
         text = json.dumps(outcome.report.to_json(), indent=2)
-        json_out.write_text(text + "\n", encoding="utf-8")
+        with replacing(json_out) as file:
+            file.write(text.encode() + b"\n")
         print(f"figures: {json_out}")
     names = [run.strategy for run in outcome.report.runs]
     if png is not None:

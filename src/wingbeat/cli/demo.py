@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from wingbeat.cli.bench import check_writable, measure, need_matplotlib
+from wingbeat.files import replacing
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +50,8 @@ def demo(
     picture.draw_png(names, outcome.events, png, title=f"{paced.model} on {paced.lab}")
     picture.write_trace(names, outcome.events, trace)
     text = json.dumps(demo_bench.to_json(plan, digits, paced), indent=2)
-    figures.write_text(text + "\n", encoding="utf-8")
+    with replacing(figures) as file:
+        file.write(text.encode() + b"\n")
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print()
     console.print(demo_bench.render(digits, paced))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from wingbeat.errors import UsageError
+from wingbeat.files import replacing
 from wingbeat.sync.returned import refuse_loading
 from wingbeat.sync.upgrade import engine_of
 
@@ -60,37 +60,49 @@ def load(optimizer: Any, folder: str | Path, number: int = 0) -> None:
 
 
 def write(part: Part, folder: Path, name: str, rank: int, size: int) -> None:
-    """Write one worker's part, and remove those of an earlier run of another size."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for saved_by, path in _found(folder, name):
-        if saved_by != size:
-            path.unlink(missing_ok=True)
-    torch.save(part, _path(folder, name, rank, size))
+    """Write one worker's part; the last of all removes those of an earlier run of another size.
+
+    Raises:
+        UsageError: it cannot be written; the parts that were there are as before.
+    """
+    with replacing(_path(folder, name, rank, size)) as file:
+        try:
+            torch.save(part, file)
+        except RuntimeError as error:
+            # On a full disk torch's writer complains of its format, after the error of the disk.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    found = list(_found(folder, name))
+    if sum(saved_by == size for saved_by, _ in found) == size:
+        for saved_by, path in found:
+            if saved_by != size:
+                path.unlink(missing_ok=True)
 
 
 def read(folder: Path, name: str, rank: int, size: int) -> list[Part]:
     """Return this worker's part alone, if as many workers have saved; else all parts, or none.
 
+    The newest file tells how many workers saved last. Files of other sizes are left over where not
+    all of those could write, or where hosts have a folder each.
+
     Raises:
         UsageError: some files are there and the one that is needed is not, or is damaged.
     """
-    files: dict[int, list[Path]] = defaultdict(list)
-    for saved_by, path in _found(folder, name):
-        files[saved_by].append(path)
-    if not files:
+    found = list(_found(folder, name))
+    if not found:
         log.info("%s has no residuals: what gradients were still to be sent begins anew", folder)
         return []
     own = _path(folder, name, rank, size)
-    if own in files[size]:
+    latest, _ = max(found, key=lambda each: each[1].stat().st_mtime_ns)
+    parts = sorted(path for saved_by, path in found if saved_by == latest)
+    if own in parts:
         return [_load(own)]
-    saved_by = max(files, key=lambda count: len(files[count]))
-    if saved_by == size or len(files[saved_by]) != saved_by:
+    if latest == size or len(parts) != latest:
         raise UsageError(
-            f"{folder} has residuals of {len(files[saved_by])} of {saved_by} workers, and not "
+            f"{folder} has residuals of {len(parts)} of {latest} workers, and not "
             f"{own.name}: copy all hosts' wingbeat_*.pt into it on every host, or remove them, to "
             "begin without residuals"
         )
-    return [_load(path) for path in sorted(files[saved_by])]
+    return [_load(path) for path in parts]
 
 
 def _path(folder: Path, name: str, rank: int, size: int) -> Path:

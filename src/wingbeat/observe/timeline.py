@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import UsageError
+from wingbeat.files import replacing
 from wingbeat.observe.events import COLLECTIVES, Event
 from wingbeat.observe.exposed import (
     Interval,
@@ -22,7 +22,7 @@ from wingbeat.observe.exposed import (
     iterations,
     union,
 )
-from wingbeat.observe.figure import blank, writing
+from wingbeat.observe.figure import blank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -275,6 +275,5 @@ def _legend(figure: Figure, seen: set[str]) -> None:
 
 
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    with writing(path):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")

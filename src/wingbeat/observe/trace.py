@@ -19,7 +19,6 @@ A part may come from another machine, so nothing in it is believed before it was
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from wingbeat.errors import UsageError, unknown
+from wingbeat.files import replacing
 from wingbeat.observe.events import WHATS, Event
 
 FORMAT = "wingbeat-events"
@@ -194,16 +194,8 @@ def _boot_id() -> str:
 
 def _write(value: Any, path: AnyPath) -> None:
     """Write JSON whole or not at all: a reader never sees half a file."""
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(value, separators=(",", ":")), encoding="utf-8")
-        draft.replace(target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+    with replacing(path) as file:
+        file.write(json.dumps(value, separators=(",", ":")).encode())
 
 
 def _read(path: AnyPath) -> tuple[str, int, list[Event]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wingbeat.observe.figure import blank, writing
+from wingbeat.files import replacing
+from wingbeat.observe.figure import blank
 from wingbeat.plans.result import Result, as_mb, counted
 
 if TYPE_CHECKING:
@@ -214,6 +214,5 @@ def _write_nothing(figure: Figure, axes: Axes, result: Result, title: str) -> No
 
 
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    with writing(path):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from wingbeat.errors import UsageError
+from wingbeat.files import replacing
 
 _Content = TypeVar("_Content")
 _Box = TypeVar("_Box", dict[str, Any], list[Any])
@@ -56,20 +55,8 @@ class Kind:
         if not target.absolute().parent.is_dir():
             folder = str(target.absolute().parent)
             raise UsageError(f"cannot write {name}: there is no folder {folder!r}")
-        # A name that nobody can guess, and a file that was not there before: in a folder that
-        # others may write to, a link laid in the way must not lead to another file.
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-        try:
-            with part.open("x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
-        except OSError as err:
-            if not isinstance(err, FileExistsError):  # else it is somebody else's
-                with contextlib.suppress(OSError):  # what hinders writing may hinder this too
-                    part.unlink()
-            raise UsageError(f"cannot write {name}: {err.strerror or err}") from None
+        with replacing(path, name) as file:
+            file.write(text.encode())
 
     def read(
         self, path: str | os.PathLike[str], understand: Callable[[dict[str, Any]], _Content]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wingbeat.costs import Line, Sorting
-from wingbeat.observe.figure import blank, writing
+from wingbeat.files import replacing
+from wingbeat.observe.figure import blank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,6 +130,5 @@ def _words(fit: Fit) -> str:
 
 
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    with writing(path):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wingbeat.observe.figure import blank, writing
+from wingbeat.files import replacing
+from wingbeat.observe.figure import blank
 from wingbeat.plans.thresholds.cuts import Cuts, levels_of
 from wingbeat.plans.thresholds.line import Line
 from wingbeat.plans.thresholds.result import Result, written
@@ -44,9 +44,8 @@ def draw_png(result: Result, path: str | os.PathLike[str], *, title: str = "") -
         place = (0.07 + number * room, 0.12, room - 0.05, 0.70)
         drawn = figure.add_axes(place, sharey=drawn)
         _draw_line(drawn, result, base)
-    with writing(path):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def _outcome(result: Result) -> str:
