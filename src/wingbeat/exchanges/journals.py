@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 
-from wingbeat.errors import UsageError
+from wingbeat.observe.log import log
 from wingbeat.stale.journal import Journal, Unwritten
 from wingbeat.stale.pace import Pace
 
@@ -19,6 +20,8 @@ def opened(
 ) -> Journal:
     """Return the journal of one life: a file of its own, of whole lines even if it is killed.
 
+    What cannot be written, now or later, is warned of once, and training goes on without it.
+
     Args:
         name: of the training, different for each in one job.
         rank: whose.
@@ -26,18 +29,37 @@ def opened(
         workers: how many there may be.
         pace: the thresholds.
         env: names the folder; without it nothing is written.
-
-    Raises:
-        UsageError: nothing can be written there.
     """
     folder = env.get(FOLDER, "")
     if not folder:
         return Unwritten()
-    path = Path(folder) / f"{name}-{rank}.{life}.jsonl"
     try:
-        file = path.open("w", buffering=1, encoding="utf-8")
+        file = (Path(folder) / f"{name}-{rank}.{life}.jsonl").open("wb", buffering=0)
     except OSError as error:
-        raise UsageError(
-            f"{FOLDER}={folder}: {error.strerror}; name a folder that exists and can be written"
-        ) from None
-    return Journal(file.write, rank, life, workers, pace)
+        _warn(folder, rank, error)
+        return Unwritten()
+    return Journal(_Lines(file, folder, rank).write, rank, life, workers, pace)
+
+
+class _Lines:
+    """Writes lines for as long as that is possible."""
+
+    def __init__(self, file: FileIO, folder: str, rank: int) -> None:
+        self._file, self._folder, self._rank = file, folder, rank
+
+    def write(self, line: str) -> None:
+        left = memoryview(line.encode())
+        try:
+            while left and not self._file.closed:
+                # A disk that is nearly full takes a part, and refuses what follows.
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            _warn(self._folder, self._rank, error)
+            self._file.close()
+
+
+def _warn(folder: str, rank: int, error: OSError) -> None:
+    log.warning(
+        "%s=%s: %s: the journal of rank %d ends here; training goes on",
+        FOLDER, folder, error.strerror or error, rank,
+    )  # fmt: skip
