@@ -8,6 +8,8 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -154,7 +156,7 @@ def test_strangers_that_send_garbage_or_nothing_or_go_at_once(
             except OSError:
                 pass
             writer.close()
-        assert running.made._visitors == 0
+        assert not running.made._visitors
         assert (await running.http(b"GET /job HTTP/1.1\r\n\r\n"))[0] == "HTTP/1.1 200 OK"
 
     play(visit, Places(str(folder), port=0), lines=1)
@@ -173,30 +175,81 @@ def test_a_visitor_that_never_reads_is_left(folder: Path, monkeypatch: pytest.Mo
             if not running.made._visitors:
                 break
             await asyncio.sleep(0.01)
-        assert running.made._visitors == 0
+        assert not running.made._visitors
         stuck.close()
 
     play(visit, Places(str(folder)))
 
 
-def test_too_many_visitors_are_turned_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_AT_ONCE", 2)
+@pytest.mark.parametrize("said", [b"", b"GET /met"])
+def test_connections_that_ask_nothing_keep_no_scrape_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """More of them than are kept, and none reaches its time limit meanwhile."""
+    monkeypatch.setattr(supervisor, "ASKING_S", 600.0)
+    most = supervisor._AT_ONCE
 
     async def visit(running: Running) -> None:
-        port = running.port
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        while running.made._visitors < 2:
-            await asyncio.sleep(0.01)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /job HTTP/1.1\r\n\r\n")
-        answer = b""
-        with contextlib.suppress(ConnectionResetError):
-            answer = await asyncio.wait_for(reader.read(), 10)
-        assert answer == b""
-        for each in (writer, *(writer for _, writer in idle)):
-            each.close()
+        idle = []
+        for _ in range(most + 30):
+            idle.append(await asyncio.open_connection("127.0.0.1", running.port))
+            idle[-1][1].write(said)
+        for _ in range(3):
+            assert (await running.http(b"GET /metrics HTTP/1.1\r\n\r\n"))[0].endswith("200 OK")
+        assert (await running.ask())["name"] == "train-1"
+        assert len(running.made._visitors) <= most
+        for reader, _ in idle[:30]:  # those that were open longest
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+        for _, writer in idle:
+            writer.close()
 
     play(visit, Places(str(folder), port=0), lines=1)
+
+
+def test_request_that_comes_byte_by_byte_has_the_same_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "ASKING_S", 0.2)
+
+    async def visit(running: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        answer = asyncio.ensure_future(reader.read())
+        for _ in range(1000):
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+            if answer.done():
+                break
+        assert answer.done()
+        with contextlib.suppress(ConnectionResetError):
+            assert answer.result() == b""
+        writer.close()
+
+    play(visit, Places(str(folder), port=0), lines=1)
+
+
+@pytest.mark.parametrize(("port", "loaded"), [(None, False), (0, True)])
+def test_library_for_metrics_is_loaded_only_where_there_is_a_port(
+    folder: Path, port: int | None, loaded: bool
+) -> None:
+    script = f"""
+import asyncio, sys
+from wingbeat.monitor.supervisor import Places, Supervisor
+
+async def main():
+    reports = asyncio.StreamReader()
+    reports.feed_eof()
+    await Supervisor("x-1", Places({str(folder)!r}, port={port}), print).run(reports, lambda: True)
+
+
+asyncio.run(main())
+print(*({{"torch", "numpy", "prometheus_client"}} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ("prometheus_client" if loaded else "")
 
 
 @pytest.mark.parametrize(

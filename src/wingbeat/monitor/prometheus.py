@@ -1,35 +1,49 @@
-"""A job in Prometheus' text exposition format, version 0.0.4."""
+"""A job as metrics for Prometheus, in its text format, version 0.0.4.
+
+The supervisor loads this only where it has a port: the library takes 20 ms.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client import Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from wingbeat.monitor.report import Report
 from wingbeat.monitor.snapshot import Job
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+__all__ = ["CONTENT_TYPE", "exposition"]
 
 _Sample: TypeAlias = "tuple[Mapping[str, str], float]"
 
-_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
-
-def exposition(job: Job) -> str:
+def exposition(job: Job) -> bytes:
     """Return the page that Prometheus reads.
 
-    >>> print(exposition(Job("train-1", 3.0, 0.0, ())), end="")
+    >>> print(exposition(Job("train-1", 3.0, 0.0, ())).decode(), end="")
     # HELP wingbeat_workers Workers of the job.
     # TYPE wingbeat_workers gauge
-    wingbeat_workers{job="train-1"} 0
+    wingbeat_workers{job="train-1"} 0.0
     """
-    lines: list[str] = []
-    for name, kind, text, samples in _families(job):
-        listed = list(samples)
-        if listed:
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            lines += [f"{name}{_labels(job, labels)} {value:.15g}" for labels, value in listed]
-    return "".join(f"{line}\n" for line in lines)
+    return generate_latest(_Collector(job))
+
+
+class _Collector(Collector):
+    """The metrics of one job at one moment; families without samples are left out."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def collect(self) -> Iterable[Metric]:
+        for name, kind, text, samples in _families(self._job):
+            family = Metric(name.removesuffix("_total"), text, kind)
+            for labels, value in samples:
+                family.add_sample(name, {"job": self._job.name, **labels}, value)
+            if family.samples:
+                yield family
 
 
 def _families(job: Job) -> Iterator[tuple[str, str, str, Iterator[_Sample]]]:
@@ -79,8 +93,3 @@ def _cells(report: Report, grows: bool) -> Iterator[_Sample]:
         for name, cell in section.cells.items():
             if bool(section.unit) is grows and not isinstance(cell, str):
                 yield {**_who(report), "table": section.name, "column": name}, cell
-
-
-def _labels(job: Job, labels: Mapping[str, str]) -> str:
-    named = {"job": job.name, **labels}
-    return "{" + ",".join(f'{k}="{v.translate(_ESCAPED)}"' for k, v in named.items()) + "}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -18,18 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wingbeat.monitor.place import SUFFIX, NoPlace, made
-from wingbeat.monitor.prometheus import CONTENT_TYPE, exposition
 from wingbeat.monitor.report import LARGEST
 from wingbeat.monitor.watch import Watch
 
 ASKING_S = 2.0
-"""Seconds that whoever looks has for asking and for taking the answer."""
+"""Seconds that a connection has in all: for its request and for taking the answer."""
 
 _REQUEST = 8 << 10
 """Bytes of a request."""
 
-_AT_ONCE = 32
-"""Visitors at the same time; others are turned away."""
+_AT_ONCE = 128
+"""Connections at the same time: with one more, that which is open longest is closed.
+
+More than the 100 that asyncio accepts in one go, so a request that comes with its connection is
+answered, however many others say nothing.
+"""
 
 _BIND_S = 5.0
 """Seconds to try for a port: when a job is started again, the one before may have it still."""
@@ -64,7 +68,7 @@ class Supervisor:
     def __init__(self, name: str, places: Places, tell: Callable[[str], None]) -> None:
         self._name, self._places, self._tell = name, places, tell
         self._watch = Watch(name, time.monotonic())
-        self._visitors = 0
+        self._visitors: dict[asyncio.WriteTransport, None] = {}  # in the order of their coming
         self._socket: Path | None = None
         self._inode = 0
 
@@ -126,9 +130,8 @@ class Supervisor:
 
     async def _show(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Whoever may connect is shown everything at once: there is nothing to ask."""
-        async with self._visit(writer) as welcome:
-            if welcome:
-                writer.write(self._page())
+        async with self._visit(writer):
+            writer.write(self._page())
 
     # -- HTTP ---------------------------------------------------------------------------------
 
@@ -136,6 +139,7 @@ class Supervisor:
         host, port = self._places.host, self._places.port
         if port is None:
             return None
+        importlib.import_module("wingbeat.monitor.prometheus")  # a missing library ends this now
         deadline = time.monotonic() + _BIND_S
         while True:
             try:
@@ -151,10 +155,9 @@ class Supervisor:
         return server
 
     async def _http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with self._visit(writer) as welcome:
-            if welcome:
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), ASKING_S)
-                writer.write(self._response(head.split(b"\r\n", 1)[0].split()))
+        async with self._visit(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            writer.write(self._response(head.split(b"\r\n", 1)[0].split()))
 
     def _response(self, words: list[bytes]) -> bytes:
         if (
@@ -165,8 +168,10 @@ class Supervisor:
             return _http_text("400 Bad Request", "text/plain", b"GET /metrics or /job\n")
         page = words[1].split(b"?")[0]
         if page == b"/metrics":
+            from wingbeat.monitor import prometheus
+
             job = self._watch.job(time.monotonic(), time.time())
-            text, kind = exposition(job).encode(), CONTENT_TYPE
+            text, kind = prometheus.exposition(job), prometheus.CONTENT_TYPE
         elif page == b"/job":
             text, kind = self._page(), "application/json"
         else:
@@ -174,22 +179,26 @@ class Supervisor:
         return _http_text("200 OK", kind, text, only_head=words[0] == b"HEAD")
 
     @contextlib.asynccontextmanager
-    async def _visit(self, writer: asyncio.StreamWriter) -> AsyncIterator[bool]:
-        """Bear with a visitor who may go at any moment, ask anything, or never take the answer.
-
-        Yields whether there is room for one more.
-        """
-        self._visitors += 1
+    async def _visit(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+        """Bear with a visitor who may go at any moment, ask anything, or never take the answer."""
+        mine = writer.transport
+        if len(self._visitors) >= _AT_ONCE:
+            longest = next(iter(self._visitors))
+            del self._visitors[longest]
+            longest.abort()
+        self._visitors[mine] = None
+        deadline = asyncio.get_running_loop().call_later(ASKING_S, mine.abort)
         try:
-            yield self._visitors <= _AT_ONCE
-            await asyncio.wait_for(writer.drain(), ASKING_S)
+            yield
+            await writer.drain()
             writer.close()
-            await asyncio.wait_for(writer.wait_closed(), ASKING_S)
-        except (OSError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError):
+            await writer.wait_closed()
+        except (OSError, EOFError, asyncio.LimitOverrunError):  # an abort is an end of file
             pass
         finally:
-            self._visitors -= 1
-            writer.transport.abort()
+            deadline.cancel()
+            self._visitors.pop(mine, None)
+            mine.abort()
 
 
 def _plain(err: OSError) -> str:
