@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -231,6 +232,41 @@ def test_threads_over_sockets_settle_and_go_on() -> None:
     assert not any(box.drop.called for _, _, box in made)  # type: ignore[attr-defined]
     assert len(set(states)) == 1
     assert isinstance(states[0], bytes)
+
+
+def test_who_has_ended_settles_again_with_those_that_only_settled() -> None:
+    made = opened(3, Pace(1, 2, 2), silence=20.0)
+    ended: set[int] = set()
+
+    def work(courier: Courier, replica: Numbers) -> bytes:
+        rank = courier.machine.rank
+        for _ in range(0 if rank == 1 else 2):
+            trained(courier, 3, 2, 5)
+            courier.settle()
+        courier.end()
+        ended.add(rank)
+        courier.stay(lambda: len(ended) == 3)
+        courier.close()
+        return replica.copied()
+
+    for _, _, box in made:
+        box.drop = Mock()  # type: ignore[method-assign]
+    states = in_threads([lambda c=c, r=r: work(c, r) for c, r, _ in made])
+    assert not any(box.drop.called for _, _, box in made)  # type: ignore[attr-defined]
+    assert len(set(states)) == 1
+
+
+def test_who_ends_long_before_the_others_says_for_whom_it_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    crew = Crew(1, 2, Pace(1, 1, 1), iterations=2)
+    courier = crew.couriers[0]
+    courier._timeout = 0.2
+    courier._clock = time.monotonic
+    with pytest.raises(PeerError, match="rank 0: may not end after"):
+        courier.end(told_s=0.05)
+    said = "rank 0: has ended its training after 0 iterations, and makes sums for those that still"
+    assert [m for m in caplog.messages if m.startswith(said)] == [f"{said} train: rank 1"]
 
 
 def test_the_others_go_on_when_a_process_is_gone_without_a_word(

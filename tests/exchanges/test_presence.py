@@ -11,6 +11,7 @@ import pytest
 from helpers.cards import Cards, bcube, star
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.exchanges.attendance import Attendance, News, announce, arrive
+from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.presence import Back, Gone, Presence
 from wingbeat.stale.letters import Malformed
 from wingbeat.stale.messages import Report
@@ -18,6 +19,7 @@ from wingbeat.stale.pace import Pace
 from wingbeat.stale.roll import Change, Entry, Roll
 from wingbeat.stale.view import View, whole
 from wingbeat.stale.worker import Worker
+from wingbeat.transport.blame import say_failed
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages.card import Card
 
@@ -42,9 +44,11 @@ class Party:
         *,
         survives: bool = True,
         reach: Sequence[Sequence[Collection[int]]] | None = None,
+        said: Store | None = None,
     ) -> None:
         self.cards = Cards(star(n, 1) if reach is None else reach, patience=5.0)
         self.store, self.lines = Store(), list[str]()
+        self.said = said
         self.hidden = Store()
         self.hidden.unreachable = True
         self.machines = [Worker(w, n, Pace(1, 1, 1), lambda *_: None) for w in range(n)]
@@ -54,8 +58,8 @@ class Party:
         self.presences = [
             Presence(
                 self.cards.boxes[w], self.cards.lanes[w], self.machines[w], self.rolls[w],
-                survives=survives, me=f"rank {w}", name="rank {}".format, say=self.lines.append,
-                clock=self.cards.clock,
+                survives=survives, me=f"rank {w}", name="rank {}".format, clock=self.cards.clock,
+                departures=Departures(self.said, f"rank {w}", n, say=self.lines.append),
             )
             for w in range(n)
         ]  # fmt: skip
@@ -103,6 +107,20 @@ class Party:
         for way, flow in self.cards._flows.items():
             if flow:
                 self.cards._later(way)
+
+
+def test_who_failed_by_an_exception_is_named_where_none_may_be_missing() -> None:
+    """Not the one that is noticed first, which had waited for it."""
+    party = Party(3, survives=False, said=Store()).run(2.0)
+    assert party.said is not None
+    say_failed(party.said, 2, ValueError("boom"))
+    say_failed(party.said, 1, PeerError("rank 1: rank 2 failed"))
+    party.cards.dead.add(1)
+    party.run(12.0)
+    assert party.ended[0] == (
+        "rank 0: before all had settled, rank 2 failed with ValueError: boom; start the job again "
+        "from a checkpoint"
+    )
 
 
 def test_who_is_gone_is_named_once_by_each() -> None:

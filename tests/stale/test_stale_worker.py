@@ -180,11 +180,13 @@ def test_one_that_has_not_gone_on_yet_keeps_its_place_while_another_ends_again()
         worker.end()
     settle()
     quick, slow = pair
+    assert not slow.resumed_elsewhere
     quick.resume()
     quick.begin()
     quick.end()
     deliver()
     assert not quick.settled, "the other has not ended again"
+    assert slow.resumed_elsewhere
     slow.resume()
     at = slow.begin()
     slow.computed(0, [1.0, 1.0])

@@ -4,8 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from wingbeat.errors import PeerError
 from wingbeat.transport import blame as blame_module
-from wingbeat.transport.blame import Blame, say_left
+from wingbeat.transport.blame import (
+    Blame,
+    failure_of,
+    first_failed,
+    say_failed,
+    say_left,
+)
 from wingbeat.transport.loopback import Switchboard
 
 
@@ -109,3 +116,41 @@ def test_in_a_room_the_others_are_given_their_time_once() -> None:
     Blame(store, 1, 3, timeout=0.05, room="group/1/").publish(2)
     assert Blame(store, 0, 3, timeout=float("inf"), room="group/1/").culprit(1) == 1
     assert Blame(store, 0, 3, timeout=0.05, room="group/2/").culprit(2) == 2
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("mine")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("boom\nsecond line"), "ValueError: boom"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (Unprintable(), "Unprintable"),
+        (ValueError("\x1b[31mred\udc80"), "ValueError: [31mred"),
+        (ValueError("x" * 10_000), ("ValueError: " + "x" * 10_000)[:200]),
+    ],
+)
+def test_an_exception_is_told_in_one_printable_line_of_bounded_length(
+    error: BaseException, told: str
+) -> None:
+    store = Switchboard()
+    assert failure_of(store, 1) == ""
+    say_failed(store, 1, error)
+    assert failure_of(store, 1) == told
+
+
+def test_what_stands_in_the_store_as_an_exception_is_cut_and_made_printable() -> None:
+    store = Switchboard()
+    store.set("failed/1", "\x1b[2J\n" + "y" * 10_000)
+    assert failure_of(store, 1) == "[2J" + "y" * 195
+
+
+def test_the_first_that_failed_is_none_that_waited_for_another() -> None:
+    store = Switchboard()
+    say_failed(store, 0, PeerError("rank 0: rank 2 failed"))
+    assert first_failed(store, range(3)) is None
+    say_failed(store, 2, KeyError("k"))
+    assert first_failed(store, range(3)) == (2, "KeyError: 'k'")

@@ -48,6 +48,11 @@ def explain(blame: Blame, rank: int, lost: LostPeer, where: str, group: Group | 
     through = "" if culprit == lost.peer else f" (noticed through rank {lost.peer})"
     if lost.missed_by is None and blame.finished(culprit):
         return PeerError(_finished(rank, culprit, where + through, group))
+    if failure := blame.failure(culprit):
+        return PeerError(
+            f"rank {rank}: rank {culprit} failed with {failure} (noticed in {where} "
+            f"after {lost.seconds:.1f} s{through})"
+        )
     theirs = blame.doing(culprit)
     if theirs and theirs != str(lost.job):
         return PeerError(
@@ -70,6 +75,6 @@ def _finished(rank: int, finished: int, waiting_in: str, group: Group | None) ->
     if group is None:
         return finished_text(rank, finished, waiting_in)
     return (
-        f"rank {rank}: rank {finished} has finished (its script ended, or called "
+        f"rank {rank}: rank {finished} has finished (its script ended, or called sys.exit() or "
         f"wingbeat.shutdown()) while this rank waits for it in {waiting_in}"
     )

@@ -62,6 +62,7 @@ class Client:
         watch: says which server's process has ended, and how, if one has.
         tell: has the other workers know why this one has failed.
         hear: says what another worker has told.
+        blame: says which worker an exception has ended, and which, if one has said so.
         after: ends what nobody else will end, once a client that was forgotten has left.
 
     Attributes:
@@ -82,6 +83,7 @@ class Client:
         watch: Callable[[], str | None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
         hear: Callable[[], str | None] = lambda: None,
+        blame: Callable[[], str | None] = lambda: None,
         after: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,6 +92,7 @@ class Client:
         self._me, self._name = me, name
         self._timeout = timeout
         self._watch, self._tell, self._hear, self._after = watch, tell, hear, after
+        self._blame = blame
         self._clock = clock
         self._new: deque[Request] = deque()
         self._outbox: Outbox[tuple[Request, Part]] = Outbox(order)
@@ -179,6 +182,9 @@ class Client:
             self._after()
 
     def _fail(self, error: PeerError) -> None:
+        if (blamed := self._blame()) is not None:
+            noticed = str(error).removeprefix(f"{self._me}: ")
+            error = PeerError(f"{self._me}: {blamed} (noticed as: {noticed})")
         self.failed, self._error = True, error
         self._tell(str(error).removeprefix(f"{self._me}: "))
 

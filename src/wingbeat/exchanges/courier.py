@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.attendance import Attendance
+from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.incoming import Incoming
 from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.exchanges.lanes.order import Astray
@@ -32,6 +33,9 @@ from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
 
 _LOOK_S = 0.1
 """Seconds between two looks at who is gone."""
+
+_STAY_S = 0.02
+"""Seconds between two looks at whether the others have ended."""
 
 _QUICK_S = 1.0
 """Seconds that the last words may take after a failure."""
@@ -73,6 +77,7 @@ class Courier:
         journal: where it is written down what this worker does, to be audited; None for nowhere.
         survives: whether training goes on without workers that are gone. If not it ends on all, so
             two halves of a network that fell apart do not both go on.
+        departures: logs who is gone and who is back.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Courier:
         most: int = 1 << 36,
         clock: Callable[[], float] = time.monotonic,
         survives: bool = True,
+        departures: Departures | None = None,
         lanes: Lanes | None = None,
         attendance: Attendance | None = None,
         journal: Journal | None = None,
@@ -102,7 +108,7 @@ class Courier:
         self._journal = Unwritten() if journal is None else journal
         self._presence = Presence(
             mailbox, lanes, machine, attendance, survives=survives, me=me, name=name,
-            say=log.warning, clock=clock,
+            departures=departures or Departures(None, me, name=name), clock=clock,
         )  # fmt: skip
         self._changed = threading.Condition()
         self._interrupt = mailbox.interrupter()
@@ -169,20 +175,50 @@ class Courier:
         with self._using():
             self.machine.resume()
 
-    def end(self) -> None:
+    def end(self, told_s: float = math.inf) -> None:
         """As `settle`, and train no more: whoever has `close`d after that is not missed.
+
+        Args:
+            told_s: seconds after which it is logged who is waited for.
 
         Raises:
             PeerError: as `settle`.
         """
         with self._using():
             self.machine.end()
-        self._until(self._settled, "may not end")
+        self._until(self._settled, "may not end", told_s)
         if self._journal.kept:
             digest = None
             with contextlib.suppress(UsageError):  # if the model has not been forgotten meanwhile
                 digest = hashlib.sha256(self._replica.copied()).hexdigest()
             self._journal.settled(self.machine.applied, digest)
+
+    def stay(self, over: Callable[[], bool], told_s: float = math.inf) -> None:
+        """After `end`, settle again with workers that train on, until ``over``.
+
+        They have called `settle` where this worker has called `end`.
+
+        Args:
+            over: whether all have ended for good; asked again and again.
+            told_s: as for `end`.
+
+        Raises:
+            PeerError: the others neither trained nor ended in time.
+        """
+        deadline = self._clock() + self._timeout
+        while self.undisturbed and not over():
+            if self.machine.resumed_elsewhere:
+                with self._using():
+                    self.machine.resume()
+                self.end(told_s)
+                deadline = self._clock() + self._timeout
+            elif self._clock() >= deadline:
+                raise PeerError(
+                    f"{self._me}: the other workers did not end within {self._timeout:g} s; check "
+                    "that all still train, or allow more: wingbeat.init(timeout=...)"
+                )
+            else:
+                time.sleep(_STAY_S)
 
     def advance(self) -> int | None:
         """Apply what has come, and enter the next iteration if that is possible now.
@@ -225,8 +261,8 @@ class Courier:
                 message = self.machine.parameters(self._replica.copied())
                 self.machine.posts.append(Post((worker,), message))
 
-    def _until(self, what: Callable[[], Any], said: str) -> Any:
-        deadline = self._clock() + self._timeout
+    def _until(self, what: Callable[[], Any], said: str, told_s: float = math.inf) -> Any:
+        deadline, told = self._clock() + self._timeout, self._clock() + told_s
         while True:
             with self._changed:
                 before = self._count
@@ -234,15 +270,23 @@ class Courier:
             if found is not None:
                 return found
             with self._changed:
-                left = deadline - self._clock()
+                now = self._clock()
+                left = deadline - now
                 if left <= 0:
                     raise PeerError(
                         f"{self._me}: {said} after {self._timeout:g} s: waits for "
                         f"{', '.join(map(self._name, self.machine.behind())) or 'sums'}; check "
                         "that all still train, or allow more: wingbeat.init(timeout=...)"
                     )
+                if now >= told:
+                    told = math.inf
+                    log.warning(
+                        f"{self._me}: has ended its training after {self.machine.at} "
+                        "iterations, and makes sums for those that still train: "
+                        f"{', '.join(map(self._name, self.machine.behind()))}"
+                    )
                 if self._count == before:
-                    self._changed.wait(left)
+                    self._changed.wait(min(left, told - now))
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.average import GroupAverage
+from wingbeat.exchanges.departures import departures_of
 from wingbeat.exchanges.states import Giving, Lost, take
 from wingbeat.groups.client import Client
 from wingbeat.groups.config import GeneratorConfig
@@ -86,6 +87,7 @@ class Grouping:
         self._first = (serial - 1) * SERIES
         self.averages = GroupAverage(world, buffer, wire, first=self._first)
         self.client: Client | Follower
+        departures = departures_of(world)
         if rules is None:
             if world.returned:
                 raise UsageError(
@@ -93,12 +95,14 @@ class Grouping:
                     "schedule lets nobody come back; use Rules(), or start all workers again"
                 )
             self.client = config.follower(store, world.rank)
+            self.client.lost = departures.lost
             return
         try:
             if world.rank == config.host and not world.returned:
                 self._started = (InThread if world.threads else InProcess)(config, store)
             self._mailbox, self.client = config.client(store, world.rank, world.returned)
             self.client.give = self._give
+            self.client.lost, self.client.back = departures.lost, departures.back
         except BaseException as error:
             self._end(quick=True)
             if isinstance(error, OSError) and not isinstance(error, WingbeatError):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.client import Client
+from wingbeat.exchanges.departures import departures_of
 from wingbeat.exchanges.news import News
 from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.outbox import Order
@@ -153,6 +154,7 @@ class Hosting:
             watch=functools.partial(_ended, started),
             tell=news.tell,
             hear=news.hear,
+            blame=departures_of(world).blame,
             after=functools.partial(_end, news, started, world.timeout),
         ).serve()
 

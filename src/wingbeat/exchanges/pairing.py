@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
+from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.halves import Halves
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.observe.log import log
 from wingbeat.pairs.protocol import Kind, Unexpected
 from wingbeat.pairs.worker import Adopt, Drop, Say, Worker
 from wingbeat.transport.messages.endpoint import Message
@@ -43,6 +43,7 @@ class Pairing:
         me: what messages call this worker.
         timeout: seconds that training may wait without anything being heard.
         gone: called with each worker that is lost, in this thread.
+        departures: logs who is lost.
         name: what messages call the worker of a rank.
         clock: seconds.
 
@@ -61,12 +62,14 @@ class Pairing:
         me: str,
         timeout: float,
         gone: Callable[[int], None] = lambda _: None,
+        departures: Departures | None = None,
         name: Callable[[int], str] = "rank {}".format,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.machine, self._mailbox, self._halves = machine, mailbox, halves
         self._me, self._name, self._timeout, self._clock = me, name, timeout, clock
         self._gone, self._missed = gone, set[int]()
+        self._departures = departures or Departures(None, me, name=name)
         self.waits = 0
         self.watching = False
         self.members: tuple[int, ...] = ()
@@ -155,9 +158,9 @@ class Pairing:
             raise PeerError(str(self._error))
         lost = self.machine.lost
         if lost and not self.machine.there:
+            how = ", ".join(f"{self._name(p)} {self._departures.how(p)}" for p in sorted(lost))
             raise PeerError(
-                f"{self._me}: nobody is left to average parameters with: "
-                f"{', '.join(map(self._name, sorted(lost)))} gave no sign or failed; "
+                f"{self._me}: nobody is left to average parameters with: {how}; "
                 "start all workers again"
             )
 
@@ -258,7 +261,7 @@ class Pairing:
             stream.record("group_wait", self._asked_ns, now, lane=AVERAGES, group=group)
         if not counts or not carries:
             if kind == Kind.FAILED:
-                log.warning("%s: training has failed on %s", self._me, self._name(peer))
+                self._departures.lost(peer, "has failed")
         elif kind == Kind.PIECE:
             self._over[piece] = message.route.interface
             self._halves.meet(piece, payload)
@@ -267,7 +270,7 @@ class Pairing:
             self._halves.take(piece, payload)
 
     def _lose(self, peer: int, how: str) -> None:
-        log.warning("%s: %s %s; the others go on without it", self._me, self._name(peer), how)
+        self._departures.lost(peer, how)
         self._mailbox.drop(peer)
         stream.happened("left", (peer,))
         self.machine.gone(peer, lost=True)

@@ -15,6 +15,7 @@ import torch
 
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.exchanges.average import GroupAverage
+from wingbeat.exchanges.departures import departures_of
 from wingbeat.exchanges.grouping import next_serial
 from wingbeat.exchanges.halves import Halves
 from wingbeat.exchanges.pairing import Pairing
@@ -87,6 +88,7 @@ class PairAverager:
         self._follower = Follower(
             world.rank, Layout.even(1, world.size), world.timeout, board, everyone=True
         )
+        self._follower.lost = departures_of(world).lost
         self._begun = self._left = False
         self._pairing: Pairing | None = None
         if world.size > 1:
@@ -266,5 +268,6 @@ def _joined(
         seconds=world.timeout,
     )
     return Pairing(
-        machine, mailbox, halves, me=f"rank {world.rank}", timeout=world.timeout, gone=gone
-    )
+        machine, mailbox, halves, me=f"rank {world.rank}", timeout=world.timeout, gone=gone,
+        departures=departures_of(world),
+    )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.attendance import Attendance
+from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.stale.view import View
 from wingbeat.stale.worker import Worker
@@ -63,7 +64,7 @@ class Presence:
         survives: whether training goes on without workers that are gone.
         me: what messages call this worker.
         name: what messages call the worker of a rank.
-        say: hears of each worker that is gone or back, one line.
+        departures: logs each worker that is gone or back.
         clock: seconds.
     """
 
@@ -77,12 +78,12 @@ class Presence:
         survives: bool,
         me: str,
         name: Callable[[int], str],
-        say: Callable[[str], None],
+        departures: Departures,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mailbox, self._lanes, self._machine = mailbox, lanes, machine
         self._attendance, self._survives = attendance, survives
-        self._me, self._name, self._say, self._clock = me, name, say, clock
+        self._me, self._name, self._departures, self._clock = me, name, departures, clock
         self._workers = len(lanes.known) + 1
         self._since: dict[int, float] = {}
         self._excused: dict[int, int] = {}  # lives that ended when all had settled
@@ -130,7 +131,7 @@ class Presence:
             elif card is not None:
                 self.gone.discard(change.worker)
                 self._excused.pop(change.worker, None)
-                self._say(f"{self._me}: {self._name(change.worker)} is back")
+                self._departures.back(change.worker)
                 yield Back(change.worker, change.life, card)
         yield from self._miss({w: how for w, how in missing.items() if w not in self.gone})
 
@@ -200,7 +201,7 @@ class Presence:
         self._excused.pop(worker, None)
         if missed:
             self._fail_unless_survived({worker: how}, worker)
-            self._say(f"{self._me}: {self._name(worker)} {how}; the others go on without it")
+            self._departures.lost(worker, how)
         self.gone.add(worker)
         return Gone(worker, self._life(worker) if life is None else life, missed)
 
@@ -218,7 +219,8 @@ class Presence:
             # Who has left may have been the first to miss one who is about to be missed here.
             ended = self._unconnected_since(self._clock() - UNCONNECTED_S / 2)
             worker, how = (min(ended), _ENDED) if ended else (worker, missing[worker])
+            blamed = self._departures.blame() or f"{self._name(worker)} {how}"
             raise PeerError(
-                f"{self._me}: before all had settled, {self._name(worker)} {how}; "
+                f"{self._me}: before all had settled, {blamed}; "
                 "start the job again from a checkpoint"
             )

@@ -19,6 +19,7 @@ from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.exchanges.arriving import Arrived, come
 from wingbeat.exchanges.coded import CodedPieces
 from wingbeat.exchanges.courier import Courier
+from wingbeat.exchanges.departures import departures_of
 from wingbeat.exchanges.journals import opened
 from wingbeat.exchanges.pieces import Pieces
 from wingbeat.exchanges.replica import TorchReplica, pace_of
@@ -34,6 +35,9 @@ from wingbeat.types import Span, Staleness
 
 PATIENCE_S = 10.0
 """Seconds without a sign, at least, after which a worker is missed."""
+
+_TOLD_S = 5.0
+"""Seconds that a script may have ended before it is logged why its process has not."""
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
@@ -157,6 +161,7 @@ class StaleExchange:
             timeout=world.timeout,
             # What says that it trains as DDP does ends as DDP does.
             survives=self.apart,
+            departures=departures_of(world),
             lanes=arrived.lanes,
             attendance=arrived.attendance,
             journal=opened(f"training{world.serial}", world.rank, life, world.size, pace),
@@ -300,10 +305,14 @@ class _Ending:
     def _end(self) -> None:
         quick = True
         try:
-            self._courier.end()
+            self._courier.end(_TOLD_S)
             if self._courier.undisturbed:
                 # Nobody leaves before all know that all have ended.
-                self._world.exchange("end", None)
+                world = self._world
+                world.publish("end", None)
+                self._courier.stay(
+                    lambda: all(world.said("end", peer) for peer in range(world.size)), _TOLD_S
+                )
             quick = False
         except WingbeatError as error:
             log.warning("%s", error)

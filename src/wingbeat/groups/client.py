@@ -58,6 +58,8 @@ class Client:
         renews: whether this worker, if others have gone on without it, takes the state of one
             before it is in a group again: then a step ends without an average. Else it is in the
             next.
+        lost: called with each worker that takes no part any more.
+        back: called with each that takes part again.
         give: called with a worker that wants this one's state, and the number of their meeting,
             while this worker waits for a group.
     """
@@ -83,6 +85,8 @@ class Client:
         self._follower: Follower | None = None
         self.fallen: str | None = None
         self.left_out = self.stale = self.renews = False
+        self.lost: Callable[[int], None] = lambda _: None
+        self.back: Callable[[int], None] = lambda _: None
         self.give: Callable[[int, int], None] | None = None
 
     @property
@@ -189,6 +193,7 @@ class Client:
         else:
             self._absent.pop(worker, None)
         if known != (kind == Kind.OUT):
+            (self.lost if kind == Kind.OUT else self.back)(worker)
             stream.happened("left" if kind == Kind.OUT else "joined", (worker,))
 
     def _note_own(self, why: int) -> None:
@@ -241,6 +246,7 @@ class Client:
             self._worker, self._layout, self._timeout, self._board,
             everyone=everyone, absent=self._absent,
         )  # fmt: skip
+        self._follower.lost = self.lost
         _log.warning(
             "rank %d: the group generator is gone (%s); groups %s from now on",
             self._worker,

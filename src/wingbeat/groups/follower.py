@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from wingbeat.errors import PeerError
 from wingbeat.groups.averages import GIVEN_UP, STATIC, STATIC_MEETINGS, Averages, Coming
@@ -60,6 +60,7 @@ class Follower:
         fallen: None: there is no generator that could have died.
         absent: the workers that take no part, as far as this one has heard.
         silent: those among them that gave no sign while all waited to be levelled.
+        lost: called with each worker that takes no part any more.
         steps: how many it has made.
     """
 
@@ -82,6 +83,7 @@ class Follower:
         self.fallen: str | None = None
         self.absent = set(absent)
         self.silent: set[int] = set()
+        self.lost: Callable[[int], None] = lambda _: None
 
     @property
     def steps(self) -> int:
@@ -183,6 +185,7 @@ class Follower:
     def _miss(self, workers: Collection[int]) -> None:
         for worker in sorted(set(workers) - self.absent):
             self.absent.add(worker)
+            self.lost(worker)
             stream.happened("left", (worker,))
 
     def _away(self) -> set[int]:

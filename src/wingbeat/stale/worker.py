@@ -113,6 +113,12 @@ class Worker(Core):
             self._settled.get(worker) == mine for worker in self._peers()
         )
 
+    @property
+    def resumed_elsewhere(self) -> bool:
+        """Whether another worker has resumed since all settled, so that this one has to as well."""
+        mine = self._settled.get(self.rank)
+        return mine is not None and self.zeta >= mine
+
     def resume(self) -> None:
         """Go on after all have settled: with the same iteration everywhere."""
         self.at = self._settled[self.rank]

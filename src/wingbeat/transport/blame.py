@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from wingbeat.transport.text import LONGEST_ERROR, described, printable
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
@@ -32,6 +35,33 @@ def say_left(store: Store, rank: int, finished: bool) -> None:
         store.set(f"left/{rank}", _FINISHED if finished else _FAILED)
 
 
+def say_failed(store: Store, rank: int, error: BaseException) -> None:
+    """Tell the others that an exception ends ``rank``; before it closes anything."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"failed/{rank}", described(error))
+
+
+def failure_of(store: Store, rank: int) -> str:
+    """Return the exception that has ended ``rank``, as it has said; empty if it has not."""
+    if not store.has(f"failed/{rank}"):
+        return ""
+    try:
+        # It goes into a message of one line, and anybody may write to the store.
+        return printable(store.get(f"failed/{rank}", PATIENCE), LONGEST_ERROR)
+    except TimeoutError:
+        return ""
+
+
+def first_failed(store: Store, ranks: Iterable[int]) -> tuple[int, str] | None:
+    """Return the first of ``ranks`` that failed by itself, and its exception; None if none did.
+
+    One that ended by a `PeerError` had waited for another.
+    """
+    failures = ((rank, failure_of(store, rank)) for rank in ranks)
+    own = (each for each in failures if each[1] and not each[1].startswith("PeerError"))
+    return next(own, None)
+
+
 def has_left(store: Store, rank: int) -> bool:
     """Whether ``rank`` has said that it leaves, in whatever way."""
     return store.has(f"left/{rank}")
@@ -50,10 +80,10 @@ def has_finished(store: Store, rank: int) -> bool:
 def finished_text(rank: int, finished: int, waiting_in: str) -> str:
     """Return what ``rank`` says when it waits for one that will send nothing any more."""
     return (
-        f"rank {rank}: rank {finished} has finished (its script ended, or called "
+        f"rank {rank}: rank {finished} has finished (its script ended, or called sys.exit() or "
         f"wingbeat.shutdown()) while this rank still trains and waits for it in {waiting_in}: "
-        "the workers had different numbers of batches; give each as many, or train inside "
-        "`with model.join():`"
+        f"see what rank {finished} wrote last; if it had fewer batches, give each worker as many, "
+        "or train inside `with model.join():`"
     )
 
 
@@ -115,8 +145,7 @@ class Blame:
             return ""
         try:
             said = self._store.get(f"{self._room}waited/{rank}", self._patience)
-            # It goes into a message of one line, and anybody may write to the store.
-            return "".join(filter(str.isprintable, said.partition(" ")[2][:_LONGEST]))
+            return printable(said.partition(" ")[2], _LONGEST)
         except TimeoutError:
             return ""
 
@@ -146,6 +175,10 @@ class Blame:
                 return peer
             peer = further
         return first if peer == self._rank else peer
+
+    def failure(self, rank: int) -> str:
+        """Return the exception that has ended ``rank``, as it has said; empty if it has not."""
+        return failure_of(self._store, rank)
 
     def finished(self, rank: int) -> bool:
         """Whether ``rank`` has left in an orderly way, and not because it waited in vain."""

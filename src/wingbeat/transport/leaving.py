@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from wingbeat.transport.blame import PATIENCE, has_left, say_left
+import zmq.utils.garbage  # noqa: F401 (see `at_the_end`)
+
+from wingbeat.transport.blame import PATIENCE, has_left, say_failed, say_left
 from wingbeat.transport.world import World
 
 LAST = 10.0
@@ -22,6 +24,9 @@ _POLL = 0.02
 
 def close(world: World) -> None:
     """Close a world, and tell the others before whether this rank has finished or failed."""
+    error = failure()
+    if error is not None:
+        say_failed(world.store, world.rank, error)  # first: a peer that misses this rank asks why
     # The last callback: by then everything that was queued is sent, and nothing is closed yet.
     world.on_close(lambda: say_left(world.store, world.rank, not failing()))
     world.close()
@@ -30,7 +35,9 @@ def close(world: World) -> None:
 def at_the_end(world: World, shutdown: Callable[[], None]) -> None:
     """Have ``shutdown`` called when this process ends; it does nothing if it has been called.
 
-    Threads that still use gloo's sockets while the interpreter ends would crash it.
+    Threads that still use gloo's sockets while the interpreter ends would crash it. It is called
+    before pyzmq ends the thread that frees what was sent without a copy, as functions of atexit are
+    called in reverse order: pyzmq's module is imported first.
     """
     _End.of = _End(world, shutdown)
     atexit.unregister(_end)
@@ -73,10 +80,17 @@ def _end() -> None:
 
 def failing() -> bool:
     """Whether an exception is about to end this process, or the block that shuts down."""
+    return failure() is not None
+
+
+def failure() -> BaseException | None:
+    """Return the exception that is about to end this process, or the block that shuts down."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
-    if error is not None:
-        return True
-    # The interpreter leaves it there for functions of atexit, which are called after `except`.
-    return _End.begun and getattr(sys, "last_value", None) is not None
+        if error.code in (None, 0):
+            return None
+        return error.__context__ or error  # as in `except ...: sys.exit(1)`
+    if error is None and _End.begun:
+        # The interpreter leaves it there for functions of atexit, called after `except`.
+        return getattr(sys, "last_value", None)
+    return error

@@ -85,7 +85,8 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         world.speeds = _speeds(world, len(chosen))
         _join_groups(world, store, chosen)
         with contextlib.suppress(RuntimeError):  # a store that keeps everything
-            store.delete_key(f"left/{rank}")  # it is there again
+            for said in ("left", "failed"):
+                store.delete_key(f"{said}/{rank}")  # it is there again
     elif size > 1:
         _connect(world, store, interfaces)
     elif not dist.is_initialized():

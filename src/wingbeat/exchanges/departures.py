@@ -1,0 +1,151 @@
+"""What is said of workers that are gone while the others train on, and of those that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from wingbeat.observe.log import log
+from wingbeat.transport import leaving
+from wingbeat.transport.blame import (
+    PATIENCE,
+    failure_of,
+    first_failed,
+    has_finished,
+    has_left,
+)
+from wingbeat.transport.store import Store
+from wingbeat.transport.world import World
+
+_SILENT = "gave no sign in time, or has ended without a word"
+
+_POLL_S = 0.05
+"""Seconds between two looks into the store."""
+
+_STORE_S = 1.0
+"""Seconds that the store may take, when this worker ends, to say how others have."""
+
+
+class Departures:
+    """One worker's record of who is gone, and by which exception.
+
+    The store may be gone with the worker that is asked about, and its answer late: it is asked in a
+    thread of its own.
+
+    Args:
+        store: where a worker that an exception ends has published it; None to ask nobody.
+        me: what messages call this worker.
+        size: how many workers there are.
+        name: what messages call the worker of a rank.
+        say: logs a line.
+
+    Attributes:
+        gone: how each worker ended that is gone and was needed.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        me: str,
+        size: int = 0,
+        *,
+        name: Callable[[int], str] = "rank {}".format,
+        say: Callable[[str], None] = log.warning,
+    ) -> None:
+        self._store, self._me, self._size = store, me, size
+        self._name, self._say = name, say
+        self.gone: dict[int, str] = {}
+        self._asking: list[threading.Thread] = []
+
+    def lost(self, worker: int, how: str = "") -> None:
+        """Log that a worker is gone, with the exception if one has ended it; returns at once.
+
+        Args:
+            worker: its rank.
+            how: what was seen of its end, as a predicate; empty if nothing was, so that it may
+                have finished.
+        """
+        if worker in self.gone:
+            return
+        self.gone[worker] = how or _SILENT
+        if self._store is None:
+            self._warn(worker)
+            return
+        thread = threading.Thread(
+            target=self._ask, args=(self._store, worker, how), name="wingbeat-departures",
+            daemon=True,
+        )  # fmt: skip
+        self._asking.append(thread)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            thread.start()
+
+    def back(self, worker: int) -> None:
+        """Log that a worker is back; nothing if it was not gone."""
+        if self.gone.pop(worker, None) is not None:
+            self._say(f"{self._me}: {self._name(worker)} is back")
+
+    def how(self, worker: int) -> str:
+        """Return how a worker that is gone has ended; it asks the store, and waits for it."""
+        failure = "" if self._store is None else failure_of(self._store, worker)
+        return f"failed with {failure}" if failure else self.gone.get(worker, _SILENT)
+
+    def blame(self) -> str | None:
+        """Say which worker failed by itself, and how; None if none says so.
+
+        It asks the store, and waits for its answer.
+        """
+        if self._store is None or (found := first_failed(self._store, range(self._size))) is None:
+            return None
+        return f"{self._name(found[0])} failed with {found[1]}"
+
+    def close(self) -> None:
+        """Log in one line who is gone and did not come back; nothing if nobody is.
+
+        Nor if this worker ends by an exception itself.
+        """
+        if leaving.failing():
+            return
+        for thread in self._asking:
+            if thread.ident is not None:
+                thread.join(_STORE_S)
+        if self.gone:
+            said = ", ".join(f"{self._name(w)} {how}" for w, how in sorted(self.gone.items()))
+            self._say(f"{self._me}: trained to the end without all workers: {said}")
+
+    def _ask(self, store: Store, worker: int, how: str) -> None:
+        """Find out how a worker has ended, and log it."""
+        deadline = time.monotonic() + PATIENCE
+        while not (failure := failure_of(store, worker)):
+            over = has_left(store, worker) or time.monotonic() >= deadline
+            if how or over:
+                break
+            time.sleep(_POLL_S)
+        if not failure and not how and has_finished(store, worker):
+            self.gone.pop(worker, None)
+            log.info("%s: %s has finished; the others go on", self._me, self._name(worker))
+            return
+        if failure and worker in self.gone:
+            self.gone[worker] = f"failed with {failure}"
+        self._warn(worker)
+
+    def _warn(self, worker: int) -> None:
+        how = self.gone.get(worker)
+        if how is not None:  # else it is back
+            self._say(f"{self._me}: {self._name(worker)} {how}; the others go on without it")
+
+
+_made: weakref.WeakKeyDictionary[World, Departures] = weakref.WeakKeyDictionary()
+
+
+def departures_of(world: World) -> Departures:
+    """Return the record of a job's worker: one, however many models it trains."""
+    while world.parent is not None:
+        world = world.parent
+    if world not in _made:
+        store = world.store if world.group_store is None else world.group_store()
+        _made[world] = Departures(store, f"rank {world.rank}", world.size)
+        world.on_close(_made[world].close)
+    return _made[world]

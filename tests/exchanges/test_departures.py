@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from wingbeat.errors import PeerError
+from wingbeat.exchanges import departures as module
+from wingbeat.exchanges.departures import Departures, departures_of
+from wingbeat.transport import loopback
+from wingbeat.transport.blame import say_failed, say_left
+from wingbeat.transport.loopback import Switchboard
+
+
+class Record(Departures):
+    """Departures of rank 0 of three; the lines that are logged."""
+
+    def __init__(self, store: Switchboard | None) -> None:
+        self.lines: list[str] = []
+        super().__init__(store, "rank 0", 3, say=self.lines.append)
+
+    def settled(self) -> list[str]:
+        for thread in self._asking:
+            thread.join(20.0)
+        return self.lines
+
+
+def test_a_worker_that_an_exception_ended_is_named_with_it_at_once_and_at_the_end() -> None:
+    store = Switchboard()
+    say_failed(store, 1, ValueError("boom\nsecond line"))
+    record = Record(store)
+    record.lost(1, "has left")
+    record.lost(1, "has left")  # another model of the same job
+    assert record.settled() == [
+        "rank 0: rank 1 failed with ValueError: boom; the others go on without it"
+    ]
+    record.close()
+    assert record.lines[1:] == [
+        "rank 0: trained to the end without all workers: rank 1 failed with ValueError: boom"
+    ]
+
+
+def test_a_worker_that_ended_without_a_word_is_named_by_what_was_seen() -> None:
+    record = Record(Switchboard())
+    record.lost(1, "has ended without a word")
+    record.settled()
+    record.close()
+    assert [line.partition("rank 1 ")[2] for line in record.lines] == [
+        "has ended without a word; the others go on without it",
+        "has ended without a word",
+    ]
+
+
+def test_a_worker_of_which_nothing_was_seen_is_given_time_to_say_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, waiting = Switchboard(), threading.Event()
+
+    def sleep(_: float) -> None:
+        say_left(store, 1, finished=True)
+        waiting.set()
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    record = Record(store)
+    with caplog.at_level(logging.INFO, "wingbeat"):
+        record.lost(1)
+        assert record.settled() == []
+    assert waiting.is_set()
+    assert caplog.messages == ["rank 0: rank 1 has finished; the others go on"]
+    record.close()
+    assert record.lines == []
+
+
+def test_a_worker_that_never_says_how_it_ended_is_called_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    record = Record(Switchboard())
+    record.lost(2)
+    assert record.settled() == [
+        "rank 0: rank 2 gave no sign in time, or has ended without a word; "
+        "the others go on without it"
+    ]
+
+
+def test_a_worker_that_came_back_is_not_in_the_last_line() -> None:
+    record = Record(None)
+    record.lost(1, "has left")
+    record.back(1)
+    record.back(2)  # was never gone
+    record.close()
+    assert record.lines == [
+        "rank 0: rank 1 has left; the others go on without it",
+        "rank 0: rank 1 is back",
+    ]
+
+
+def test_a_worker_that_fails_itself_has_not_trained_to_the_end() -> None:
+    record = Record(None)
+    record.lost(1, "has left")
+    try:
+        raise KeyError("mine")
+    except KeyError:
+        record.close()
+    assert len(record.lines) == 1
+
+
+def test_the_store_is_not_waited_for() -> None:
+    release = threading.Event()
+
+    class Hanging(Switchboard):
+        def has(self, key: str) -> bool:
+            release.wait(20.0)
+            return False
+
+    record = Record(Hanging())
+    record.lost(1, "has left")
+    assert record.lines == []
+    release.set()
+    assert len(record.settled()) == 1
+
+
+def test_blame_names_who_failed_by_itself_and_not_who_waited_for_it() -> None:
+    store = Switchboard()
+    record = Record(store)
+    assert record.blame() is None
+    say_failed(store, 0, PeerError("rank 0: rank 2 is gone"))
+    assert record.blame() is None
+    say_failed(store, 2, OSError("disk"))
+    assert record.blame() == "rank 2 failed with OSError: disk"
+    assert record.how(2) == "failed with OSError: disk"
+    assert Record(None).blame() is None
+
+
+def test_all_models_of_a_job_share_one_record_which_closes_with_the_world(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world, other = loopback.worlds(2)
+    record = departures_of(world)
+    assert departures_of(world) is record
+    assert departures_of(other) is not record
+    record.lost(1, "has left")
+    world.close()
+    assert "rank 0: trained to the end without all workers: rank 1 has left" in caplog.messages
