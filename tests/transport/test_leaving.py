@@ -136,7 +136,7 @@ def test_who_finished_early_is_not_said_to_have_failed(
 def test_who_ended_with_an_exception_has_not_finished(tmp_path: Path) -> None:
     (code, said), _ = launch(f"{OWN_GROUP}if rank == 1: raise KeyError('mine')\ntrain(1)", tmp_path)
     assert code == 1
-    assert "rank 0: rank 1 failed with KeyError: 'mine' (noticed in" in said
+    assert "rank 0: rank 1 failed with KeyError: 'mine', noticed in" in said
     assert "finished" not in said
 
 
@@ -204,7 +204,7 @@ def test_a_collective_says_that_the_peer_has_failed() -> None:
     except KeyError:
         leaving.close(second)
     said = waits_for_the_other(first)
-    assert said.startswith("rank 0: rank 1 failed with KeyError: 'mine' (noticed in all-reduce of")
+    assert said.startswith("rank 0: rank 1 failed with KeyError: 'mine', noticed in all-reduce of")
     assert "\n" not in said
 
 

@@ -50,8 +50,8 @@ def explain(blame: Blame, rank: int, lost: LostPeer, where: str, group: Group | 
         return PeerError(_finished(rank, culprit, where + through, group))
     if failure := blame.failure(culprit):
         return PeerError(
-            f"rank {rank}: rank {culprit} failed with {failure} (noticed in {where} "
-            f"after {lost.seconds:.1f} s{through})"
+            f"rank {rank}: rank {culprit} failed with {failure}, noticed in {where} "
+            f"after {lost.seconds:.1f} s{through}"
         )
     theirs = blame.doing(culprit)
     if theirs and theirs != str(lost.job):
