@@ -22,6 +22,21 @@ SHOW = (
 )
 
 
+def test_workers_of_a_run_have_one_name_of_their_job_and_runs_have_different_ones(
+    run_lab: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WINGBEAT_JOB_ID", raising=False)
+    command = ["sh", "-c", "echo $WINGBEAT_JOB_ID"]
+    names = [
+        {line for each in run_lab("loopback:2", command).lines.values() for line in each}
+        for _ in range(2)
+    ]
+    assert [len(each) for each in names] == [1, 1]
+    assert names[0] != names[1]
+    named = run_lab("loopback:2", command, env={"WINGBEAT_JOB_ID": "mine"})
+    assert [named.lines[rank] for rank in range(2)] == [["mine"]] * 2
+
+
 @pytest.mark.parametrize("spec", EVERYWHERE)
 def test_environment(spec: str, run_python: Run) -> None:
     ran = run_python(spec, SHOW, per_host=2, env={"NODE_RANK": "9"})

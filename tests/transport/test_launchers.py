@@ -10,7 +10,7 @@ import pytest
 
 from helpers.ports import free_port
 from wingbeat.errors import UsageError
-from wingbeat.transport.launchers import first_node, from_environment
+from wingbeat.transport.launchers import first_node, from_environment, job_name, started_by
 
 SRUN = {
     "SLURM_PROCID": "3",
@@ -36,7 +36,8 @@ def test_srun_says_all() -> None:
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
         "MASTER_ADDR": "gpu07",
-        "MASTER_PORT": str(15000 + 47112 % 10000),
+        "MASTER_PORT": "15487",
+        "WINGBEAT_JOB_ID": "slurm 4711.2",
     }
 
 
@@ -47,7 +48,12 @@ def test_two_steps_of_a_job_meet_at_different_ports() -> None:
 
 def test_an_address_that_the_batch_script_has_exported_holds() -> None:
     found = from_environment(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert found == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "WINGBEAT_JOB_ID": "slurm 4711.2",
+    }
 
 
 def test_torchrun_inside_srun_or_mpirun_holds() -> None:
@@ -68,29 +74,89 @@ def test_a_process_that_was_started_alone_is_a_world_of_one(env: dict[str, str])
     assert from_environment(env) == {}
 
 
+def mpirun(env: dict[str, str], by: str = "") -> dict[str, str]:
+    """What is found where the process that started the ranks has that name."""
+    return from_environment(env, lambda variable: by if variable == "OMPI_COMM_WORLD_RANK" else "")
+
+
+ONE_HOST = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+
+
 def test_mpirun_on_one_host_needs_no_address() -> None:
-    found = from_environment(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    found = mpirun(ONE_HOST, "host-77-4000")
     assert found == {
         "RANK": "1",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "15000",
+        "MASTER_PORT": found["MASTER_PORT"],
+        "WINGBEAT_JOB_ID": "mpirun host-77-4000",
     }
+    assert 15000 <= int(found["MASTER_PORT"]) < 25000
 
 
-def test_mpirun_on_several_hosts_has_to_be_given_one() -> None:
+def test_two_mpiruns_on_one_host_have_different_names_and_ports() -> None:
+    first, second = mpirun(ONE_HOST, "host-77-4000"), mpirun(ONE_HOST, "host-78-4000")
+    assert first["WINGBEAT_JOB_ID"] != second["WINGBEAT_JOB_ID"]
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+
+
+@pytest.mark.parametrize("name", ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"])
+def test_mpiruns_own_name_of_the_job_holds_on_all_hosts(name: str) -> None:
+    found = mpirun(OPEN_MPI | {name: "prterun-node1-99@1", "MASTER_ADDR": "node1"}, "another")
+    assert found["WINGBEAT_JOB_ID"] == "mpirun prterun-node1-99@1"
+    assert found["MASTER_PORT"] == mpirun(ONE_HOST | {name: "prterun-node1-99@1"})["MASTER_PORT"]
+
+
+def test_the_users_name_of_the_job_wins_and_chooses_the_port() -> None:
+    named = {"WINGBEAT_JOB_ID": "mine"}
+    found = mpirun(ONE_HOST | named, "host-77-4000")
+    assert "WINGBEAT_JOB_ID" not in found
+    assert found["MASTER_PORT"] == mpirun(ONE_HOST | named, "host-78-4000")["MASTER_PORT"]
+    assert job_name(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"} | named) == "mine"
+
+
+def test_torchruns_run_is_the_jobs_name_unless_it_has_none() -> None:
+    assert job_name(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"}) == "run"
+    assert job_name(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}) == ""
+    assert job_name(TORCHRUN) == ""
+
+
+def test_mpirun_on_several_hosts_has_to_be_given_an_address_and_a_port() -> None:
     with pytest.raises(UsageError, match=r"mpirun has started 4 workers .*-x MASTER_ADDR=node1"):
-        from_environment(OPEN_MPI)
-    found = from_environment(OPEN_MPI | {"MASTER_ADDR": "node1"})
-    assert (found["RANK"], found["MASTER_PORT"]) == ("1", "15000")
-    assert "MASTER_ADDR" not in found
+        mpirun(OPEN_MPI)
+    with pytest.raises(UsageError, match="MASTER_PORT not set in the environment"):
+        mpirun(OPEN_MPI | {"MASTER_ADDR": "node1"}, "not shared by the hosts")
+    found = mpirun(OPEN_MPI | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+    assert found == {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+def test_a_port_that_nothing_names_is_not_guessed() -> None:
+    with pytest.raises(UsageError, match="MASTER_PORT not set in the environment"):
+        mpirun(ONE_HOST)
+    with pytest.raises(UsageError, match="MASTER_PORT not set in the environment"):
+        from_environment({k: v for k, v in SRUN.items() if k != "SLURM_JOB_ID"})
+
+
+def test_ranks_behind_shells_find_the_process_that_started_them() -> None:
+    """The nearest ancestor without a rank: here this test, and not each rank's own shell."""
+    script = "from wingbeat.transport.launchers import started_by; print(started_by('RANK_HERE'))"
+    # The shell stays, as it has something to do afterwards.
+    shell = ["sh", "-c", '"$0" -c "$1"; exit 0', sys.executable, script]
+    names = [
+        subprocess.check_output(command, env=_bare() | {"RANK_HERE": rank}, text=True).strip()
+        for rank, command in (("0", shell), ("1", [sys.executable, "-c", script]))
+    ]
+    assert f"-{os.getpid()}-" in names[0]
+    assert names[0] == names[1]
+    assert started_by("RANK_HERE") != names[0], "those that this process's parent started"
 
 
 def test_intel_mpi_and_mpich_name_it_otherwise() -> None:
     env = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
-    found = from_environment(env)
+    found = from_environment(env, lambda variable: f"by {variable}")
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("2", "3", "2")
+    assert found["WINGBEAT_JOB_ID"] == "mpirun by PMI_RANK"
 
 
 @pytest.mark.parametrize("left", sorted(TORCHRUN))
@@ -149,5 +215,5 @@ def test_workers_that_srun_has_started_meet() -> None:
 
 
 def _bare() -> dict[str, str]:
-    ours = ("RANK", "WORLD", "MASTER", "LOCAL", "SLURM", "OMPI", "PMI")
+    ours = ("RANK", "WORLD", "MASTER", "LOCAL", "SLURM", "OMPI", "PMI", "WINGBEAT_JOB")
     return {k: v for k, v in os.environ.items() if not k.startswith(ours)}

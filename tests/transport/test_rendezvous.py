@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -72,6 +73,51 @@ def test_a_store_that_nobody_serves_is_named() -> None:
     kind, _, message = say(env, "2")
     assert kind == "RendezvousError"
     assert f"rank 1 did not reach the store at 127.0.0.1:{port}" in message
+
+
+HOLDS = """
+import sys, wingbeat
+wingbeat.init(timeout=60)
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_other_jobs_are_refused_each_with_its_reason() -> None:
+    """Two workers train; four others come to their address and port, as of a second job."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    named = {"TORCHELASTIC_RUN_ID": "another"}
+    job = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS],
+            env={**os.environ, **env, "RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [worker.stdout.readline() for worker in job if worker.stdout] == ["joined\n"] * 2
+        others = [{"RANK": "0"}, {"RANK": "1"}, {"RANK": "1"} | named]
+        others.append({"RANK": "2", "WORLD_SIZE": "3"})
+        with ThreadPoolExecutor() as pool:
+            said = list(pool.map(lambda other: say({**env, **other}, "1"), others))
+        assert {kind for kind, _, _ in said} == {"RendezvousError"}
+        port_in_use, taken, other_job, other_size = (message for _, _, message in said)
+        assert "rank 0 cannot serve the store at 127.0.0.1:" in port_in_use
+        assert "another job, or program, has the port" in port_in_use
+        assert "rank 1 is taken: a process of the job whose store is at 127.0.0.1:" in taken
+        assert "rank 1 belongs to job 'another', and the store at 127.0.0.1:" in other_job
+        assert "rank 2 is one of 3 workers (WORLD_SIZE), and the store at" in other_size
+        for worker in job:
+            worker.communicate("")
+        assert [worker.returncode for worker in job] == [0, 0]
+    finally:
+        for worker in job:
+            worker.kill()
+            worker.communicate()
 
 
 def test_half_of_torchruns_environment_is_refused() -> None:
@@ -255,6 +301,9 @@ def test_a_process_keeps_its_store_and_each_init_sets_its_timeout(
 
 def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
+    TorchStore(dist.PrefixStore("wingbeat/0/0", store)).set("job", json.dumps(["a", False, 3]))
+    TorchStore(dist.PrefixStore("wingbeat/0/1", store)).set("job", json.dumps(["a", False, 3]))
+    monkeypatch.setenv("WINGBEAT_JOB_ID", "a")
     met: list[int] = []
     good = json.dumps([1.0] * len(nic.choose([nic.local()] * 3, 1, None)))
     speeds = iter([good, good])

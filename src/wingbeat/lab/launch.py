@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -108,7 +109,7 @@ def run(
         "spec": lab.to_text(),
         "command": list(command),
         "per_host": per_host,
-        "env": {**os.environ, **(env or {})},
+        "env": {"WINGBEAT_JOB_ID": f"lab-{secrets.token_hex(8)}", **os.environ, **(env or {})},
         "fail": "; ".join(event.to_text() for event in fails),
         "timeout": timeout,
         "grace": grace,

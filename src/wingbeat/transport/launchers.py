@@ -1,18 +1,28 @@
-"""Who started this process: what torchrun, srun and mpirun say of rank and address. Pure."""
+"""Who started this process: what torchrun, srun and mpirun say of rank, address and job."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from wingbeat.errors import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What ``torch.distributed`` reads; torchrun sets all of them."""
 
+JOB = "WINGBEAT_JOB_ID"
+"""What names a job: two that meet at one address and port by mistake tell each other apart."""
+
 _PORTS = range(15000, 25000)
 """Below those that systems give to outgoing connections."""
+
+_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+"""Under which mpirun names a job, alike on all hosts: Open MPI 5, Open MPI 4, MPICH's kin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +51,77 @@ _LAUNCHERS = (
 )
 
 
-def from_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ``torch.distributed`` needs and that are not set yet.
+def started_by(variable: str) -> str:
+    """Return a name of the process that started all ranks of this host; empty if it is not found.
+
+    It is the nearest ancestor without a rank in its environment: shells between the two have one.
+
+    Args:
+        variable: under which a rank is told its number.
+    """
+    pid = os.getppid()
+    try:
+        while pid > 0:
+            _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+            parent, begun = fields.split()[1], fields.split()[19]
+            if not _has(pid, variable):
+                return f"{socket.gethostname()}-{pid}-{begun}"
+            pid = int(parent)
+    except (OSError, ValueError, IndexError):
+        pass
+    return ""
+
+
+def _has(pid: int, variable: str) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except PermissionError:  # another user's, as the launcher may be: no rank is
+        return False
+    return any(line.startswith(f"{variable}=".encode()) for line in lines)
+
+
+def job_name(env: Mapping[str, str]) -> str:
+    """Return the name of the job; empty if nothing in the environment names it."""
+    run = env.get("TORCHELASTIC_RUN_ID", "")
+    return env.get(JOB) or ("" if run == "none" else run)  # torchrun's name for one without
+
+
+def from_environment(
+    env: Mapping[str, str], started_by: Callable[[str], str] = started_by
+) -> dict[str, str]:
+    """Return the variables that `wingbeat.init` needs and that are not set yet.
 
     What is set already holds: torchrun's, or an address that a batch script has exported. srun
-    says where the first task runs; mpirun does not, except that all workers are on one host.
+    says where the first task runs; mpirun does not, except that all workers are on one host. The
+    port is made of the job's name, so that two jobs seldom have the same.
 
     Args:
         env: the environment of a process.
+        started_by: returns the name of the process that started those of this host, given the
+            variable of a rank.
 
     Returns:
-        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` as far as
-        they are missing; nothing for a process that was started alone.
+        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT`` and
+        ``WINGBEAT_JOB_ID`` as far as they are missing and the launcher says them; nothing for a
+        process that was started alone.
 
     Raises:
         UsageError: the launcher does not say where rank 0 is, only a part is set, or a value is
             no number.
     """
-    found = {} if "RANK" in env or "WORLD_SIZE" in env else _of_launcher(env)
+    found = {} if "RANK" in env or "WORLD_SIZE" in env else _of_launcher(env, started_by)
     if not found and "RANK" not in env and "WORLD_SIZE" not in env:
         return {}
     missing = [name for name in VARIABLES if name not in env and name not in found]
     if missing:
         raise UsageError(
             f"{', '.join(missing)} not set in the environment: start the script with torchrun or "
-            "`wingbeat lab run`, which set it, or with srun"
+            "`wingbeat lab run`, which set it, or with srun; or export it, the same on all workers"
         )
     return {name: value for name, value in found.items() if name not in env}
 
 
-def _of_launcher(env: Mapping[str, str]) -> dict[str, str]:
+def _of_launcher(env: Mapping[str, str], started_by: Callable[[str], str]) -> dict[str, str]:
     for launcher in _LAUNCHERS:
         if launcher.rank in env and launcher.size in env:
             rank, size = _number(env, launcher.rank), _number(env, launcher.size)
@@ -79,26 +130,46 @@ def _of_launcher(env: Mapping[str, str]) -> dict[str, str]:
             found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
             if launcher.local_rank in env:
                 found["LOCAL_RANK"] = str(_number(env, launcher.local_rank))
-            return found | _address(env, launcher, size)
+            job = env.get(JOB) or _job(env, launcher, size, started_by)
+            return found | _address(env, launcher, size, job) | ({JOB: job} if job else {})
     return {}
 
 
-def _address(env: Mapping[str, str], launcher: _Launcher, size: int) -> dict[str, str]:
+def _job(
+    env: Mapping[str, str], launcher: _Launcher, size: int, started_by: Callable[[str], str]
+) -> str:
+    """Return what names the job alike on all its hosts, and no other job; empty if nothing does."""
+    if launcher.name == "srun":
+        job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+        return f"slurm {job}.{step}" if job and step else ""
+    for name in _MPI_JOBS:
+        if env.get(name):
+            return f"mpirun {env[name]}"
+    local = _number(env, launcher.local_size, default=0) == size
+    by = started_by(launcher.rank) if local else ""
+    return f"mpirun {by}" if by else ""
+
+
+def _address(env: Mapping[str, str], launcher: _Launcher, size: int, job: str) -> dict[str, str]:
     """Return where the workers meet."""
+    port = {"MASTER_PORT": str(_port(job))} if job else {}
     if launcher.name == "srun":
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-        job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
-        step = int(re.sub(r"\D", "", env.get("SLURM_STEP_ID", "")) or 0)
-        port = _PORTS[(10 * job + step) % len(_PORTS)]
-        return {"MASTER_ADDR": first_node(nodes), "MASTER_PORT": str(port)} if nodes else {}
+        return {"MASTER_ADDR": first_node(nodes)} | port if nodes else {}
     if _number(env, launcher.local_size, default=0) == size:
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_PORTS[0])}
+        return {"MASTER_ADDR": "127.0.0.1"} | port
     if "MASTER_ADDR" in env:
-        return {"MASTER_PORT": str(_PORTS[0])}
+        return port
     raise UsageError(
         f"mpirun has started {size} workers on several hosts and does not say where rank 0 is: "
-        f"give it the first host's name, mpirun -x MASTER_ADDR=node1 -x MASTER_PORT={_PORTS[0]}"
+        "give it the first host's name and a free port, "
+        "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500"
     )
+
+
+def _port(job: str) -> int:
+    number = int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big")
+    return _PORTS[number % len(_PORTS)]
 
 
 def first_node(nodes: str) -> str:

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,10 +27,11 @@ from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.gloo_groups import GlooGroups
+from wingbeat.transport.incarnation import Incarnation, register
+from wingbeat.transport.job import enter
 from wingbeat.transport.listener import listening
 from wingbeat.transport.native import nccl_group
 from wingbeat.transport.speed import measure_speeds
-from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
@@ -40,6 +42,8 @@ _generation = itertools.count()
 _met: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
 """The store of this process, kept for the next `init`. Were it closed, a worker that is ahead
 could meet the old one, which rank 0 serves, shortly before it ends."""
+
+_incarnations: weakref.WeakKeyDictionary[World, Incarnation] = weakref.WeakKeyDictionary()
 
 
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
@@ -70,25 +74,25 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     if before is not None:
         world_module.set_current(before)  # whoever catches this goes on with it
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
+    met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
     # A world may be closed and made again in one process: keep the keys of each apart.
     # torchrun starts all workers again by the store that they had: they are not to find old keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"wingbeat/{attempt}/{next(_generation)}", store)
     world = World(rank, size, (), (), timeout, TorchStore(store))
-    world.returned = size > 1 and _been_here(world.store, rank)
-    if world.returned:
-        # Those who would connect to it have done so with the process before it.
-        chosen = _chosen(world, world.repeated("interfaces"), interfaces)
-        world.networks = _checked(world, world.repeated("networks"))
-        world.interfaces = tuple(interface.name for interface in chosen)
-        world.speeds = _speeds(world, len(chosen))
-        _join_groups(world, store, chosen)
-        with contextlib.suppress(RuntimeError):  # a store that keeps everything
-            for said in ("left", "failed"):
-                store.delete_key(f"{said}/{rank}")  # it is there again
-    elif size > 1:
-        _connect(world, store, interfaces)
+    if size > 1:
+        enter(world.store, rank, size, launchers.job_name(os.environ), timeout, _where())
+        # Torch has let nobody into its group who comes late.
+        incarnation = None if met_by_torch else _register(world)
+        try:
+            _join(world, store, interfaces)
+        except BaseException:
+            if incarnation is not None:
+                incarnation.close()
+            raise
+        if incarnation is not None:
+            _incarnations[world] = incarnation
     elif not dist.is_initialized():
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
     world_module.set_current(world)
@@ -107,6 +111,9 @@ def shutdown() -> None:
     world = world_module.set_current(None)
     if world is not None:
         leaving.close(world)
+        incarnation = _incarnations.pop(world, None)
+        if incarnation is not None:  # not before it has left: another may then have its rank
+            incarnation.close()
 
 
 def _end_default_group(group: dist.ProcessGroup) -> None:
@@ -139,13 +146,63 @@ def _meet(timeout: float) -> tuple[int, int, dist.Store]:
         )
     except (RuntimeError, ValueError) as err:
         env = os.environ
+        if env["RANK"] == "0" and "EADDRINUSE" in str(err):
+            raise RendezvousError(
+                f"rank 0 cannot serve the store at {_where()}: another job, or program, has the "
+                "port; set another MASTER_PORT on all workers"
+            ) from None
         raise RendezvousError(
-            f"rank {env['RANK']} did not reach the store at {env['MASTER_ADDR']}:"
-            f"{env['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT) after "
+            f"rank {env['RANK']} did not reach the store at {_where()} after "
             f"{time.monotonic() - begin:.1f} s: {first_line(err)}; check that rank 0 runs, that "
             "its address is right, and that no firewall closes the port"
         ) from None
     return rank, size, store
+
+
+def _where() -> str:
+    """Return how messages call the store."""
+    if "MASTER_PORT" not in os.environ:
+        return "the address of torch.distributed's default group"
+    env = os.environ
+    return f"{env.get('MASTER_ADDR')}:{env['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+
+
+def _register(world: World) -> Incarnation:
+    """Take this worker's rank, and find out whether it comes in the place of another process.
+
+    Raises:
+        RendezvousError: another process has it.
+    """
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        incarnation = Incarnation(host)
+    except OSError as err:
+        raise RendezvousError(
+            f"rank {world.rank} cannot listen on its interface towards {host} (MASTER_ADDR): {err}"
+        ) from None
+    try:
+        store, rank, place = world.store, world.rank, incarnation.place
+        world.returned = register(store, rank, place, world.timeout, _where())
+    except BaseException:
+        incarnation.close()
+        raise
+    return incarnation
+
+
+def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
+    """Connect to the others, or to nobody where this worker was started again alone."""
+    if not world.returned:
+        _connect(world, store, named)
+        return
+    # Those who would connect to it have done so with the process before it.
+    chosen = _chosen(world, world.repeated("interfaces"), named)
+    world.networks = _checked(world, world.repeated("networks"))
+    world.interfaces = tuple(interface.name for interface in chosen)
+    world.speeds = _speeds(world, len(chosen))
+    _join_groups(world, store, chosen)
+    with contextlib.suppress(RuntimeError):  # a store that keeps everything
+        for said in ("left", "failed"):
+            store.delete_key(f"{said}/{world.rank}")  # it is there again
 
 
 def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
@@ -195,13 +252,6 @@ def _speeds(world: World, links: int) -> tuple[float, ...]:
             f"rank {world.rank}: rank 0 sent malformed speeds of its links: {str(answer)[:80]}"
         )
     return tuple(answer)
-
-
-def _been_here(store: Store, rank: int) -> bool:
-    """Whether a process of this rank has come before, to a job whose store still lives."""
-    before = store.has(key := f"here/{rank}")
-    store.set(key, "1")
-    return before
 
 
 def _chosen(

@@ -53,8 +53,16 @@ class TorchStore:
         Raises:
             TimeoutError: the store does not answer.
         """
+        return self.replace(key, "", value)
+
+    def replace(self, key: str, before: str, value: str) -> str:
+        """Publish ``value`` if ``before`` is what is published; return what is published then.
+
+        Raises:
+            TimeoutError: the store does not answer.
+        """
         try:
-            found: bytes = self._store.compare_set(key, "", value)
+            found: bytes = self._store.compare_set(key, before, value)
             return found.decode()
         except (RuntimeError, UnicodeDecodeError) as err:
             raise TimeoutError(f"{key}: {first_line(err)}") from None

@@ -1,0 +1,224 @@
+"""A rank is taken for as long as its process runs, and free the moment that it has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from wingbeat.errors import RendezvousError
+from wingbeat.transport import incarnation
+from wingbeat.transport import interfaces as nic
+from wingbeat.transport.incarnation import Incarnation, Place, register, runs
+from wingbeat.transport.torch_store import TorchStore
+
+TOKEN = "0" * 32
+PROCESS = """
+import sys
+from wingbeat.transport.incarnation import Incarnation
+one = Incarnation("127.0.0.1")
+print(one.place.to_text(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def process() -> Iterator[tuple[subprocess.Popen[str], Place]]:
+    """Another process that has a place."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert started.stdout is not None
+        yield started, Place.from_text(started.stdout.readline())
+    finally:
+        started.kill()
+        started.communicate()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for what does not come."""
+    monkeypatch.setattr(incarnation, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(incarnation, "_LOOK_S", 0.01)
+
+
+def take(store: TorchStore, one: Incarnation, seconds: float = 0.2) -> bool:
+    return register(store, 1, one.place, seconds, "node1:29500")
+
+
+def test_the_first_process_of_a_rank_comes_in_nobodys_place() -> None:
+    store, one = TorchStore(dist.HashStore()), Incarnation("127.0.0.1")
+    assert not take(store, one)
+    assert runs(one.place)
+    one.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_whose_process_runs_is_refused_with_its_address() -> None:
+    store = TorchStore(dist.HashStore())
+    first, second = Incarnation("127.0.0.1"), Incarnation("127.0.0.1")
+    take(store, first)
+    for _ in range(40):  # more often than connections wait in the kernel
+        with pytest.raises(RendezvousError, match=r"rank 1 is taken: .*127\.0\.0\.1 \(port "):
+            take(store, second, 0.01)
+    first.close()
+    assert take(store, second), "it comes in the place of one that has ended"
+    second.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_process_that_is_killed_frees_its_rank_at_once_and_one_that_is_stopped_does_not() -> None:
+    store = TorchStore(dist.HashStore())
+    own = Incarnation("127.0.0.1")
+    with process() as (other, place):
+        register(store, 1, place, 1.0, "")
+        other.send_signal(signal.SIGSTOP)
+        assert runs(place)
+        with pytest.raises(RendezvousError, match="rank 1 is taken"):
+            take(store, own)
+        other.kill()
+        other.wait(10)
+        assert take(store, own, 0.0)
+    own.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_process_that_is_ending_is_waited_for() -> None:
+    store = TorchStore(dist.HashStore())
+    first, second = Incarnation("127.0.0.1"), Incarnation("127.0.0.1")
+    take(store, first)
+    ending = threading.Timer(0.3, first.close)
+    ending.start()
+    assert take(store, second, 60.0)
+    ending.join()
+    second.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_port_that_another_program_has_since_is_no_process_of_the_job() -> None:
+    for answer in (b"", b"220 mail", b"x" * 32, b"x" * 100):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            place = Place("127.0.0.1", server.getsockname()[1], TOKEN)
+
+            def serve(server: socket.socket = server, answer: bytes = answer) -> None:
+                with server.accept()[0] as caller:
+                    caller.sendall(answer)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            assert not runs(place)
+            thread.join()
+
+
+@pytest.mark.usefixtures("quick")
+def test_of_two_that_come_back_at_once_one_has_the_rank() -> None:
+    store = TorchStore(dist.HashStore())
+    before, first, second = (Incarnation("127.0.0.1") for _ in range(3))
+    take(store, before)
+    before.close()
+    results: list[bool | str] = []
+
+    def come(one: Incarnation) -> None:
+        try:
+            results.append(take(store, one))
+        except RendezvousError as error:
+            results.append(str(error)[:15])
+
+    threads = [threading.Thread(target=come, args=(one,)) for one in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(str, results)) == ["True", "rank 1 is taken"]
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_rank() -> None:
+    # As a process of a data loader does, the child ends some time after its parent.
+    ends = "import os, time; os.fork() or time.sleep(60); os.kill(os.getpid(), 9)"
+    script = PROCESS.replace("sys.stdin.read()", ends)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as started:
+        try:
+            assert started.stdout is not None
+            place = Place.from_text(started.stdout.readline())
+            started.wait(20)
+            assert not runs(place)
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "7",
+        "[" * 100_000,
+        '["h", 1]',
+        '["h", "1", "t"]',
+        f'["h", 0, "{TOKEN}"]',
+        f'["h", 70000, "{TOKEN}"]',
+        '["h", 1, "short"]',
+    ],
+)
+def test_a_malformed_address_is_refused(text: str) -> None:
+    store, one = TorchStore(dist.HashStore()), Incarnation("127.0.0.1")
+    store.set("here/1", text)
+    with pytest.raises(RendezvousError, match="rank 1: the store at node1:29500 has a malformed"):
+        take(store, one)
+    one.close()
+
+
+def test_a_hosts_own_name_that_means_loopback_is_not_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On another host it would mean that host."""
+    card = nic.Interface("eth0", "127.0.0.9", "127.0.0.0/8")
+    monkeypatch.setattr(nic, "local", lambda: nic.Host("me", (card,)))
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    for towards, address in (("node1", "127.0.0.9"), ("127.0.1.1", "127.0.0.1")):
+        one = Incarnation(towards)
+        assert one.place.host == address
+        one.close()
+
+
+def test_a_descriptor_that_is_missing_for_a_moment_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(incarnation, "_LOOK_S", 0.01)
+    failures = iter([OSError(24, "Too many open files")])
+    real = socket.socket.accept
+
+    def accept(self: socket.socket) -> object:
+        for error in failures:
+            raise error
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    one = Incarnation("127.0.0.1")
+    assert runs(one.place)
+    one.close()
+
+
+def test_closing_ends_its_thread() -> None:
+    one = Incarnation("127.0.0.1")
+    one.close()
+    one.close()
+    deadline = time.monotonic() + 10
+    while any(t.name == "wingbeat-incarnation" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
