@@ -282,7 +282,7 @@ class GroupService:
             self._tell_out(other, worker, kind)
 
     def _tell_out(self, to: int, worker: int, kind: Kind = Kind.OUT) -> None:
-        """Tell one worker that ``worker`` takes no part any more, and why; or that it does again."""
+        """Tell one worker that ``worker`` takes no part any more, and why, or does again."""
         ids = (worker, self._asked[worker] % WRAPS, self._why(worker) if kind == Kind.OUT else 0, 0)
         self._post(to, kind, ids)
 
