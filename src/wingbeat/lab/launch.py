@@ -109,7 +109,7 @@ def run(
         "spec": lab.to_text(),
         "command": list(command),
         "per_host": per_host,
-        "env": {"WINGBEAT_JOB_ID": f"lab-{secrets.token_hex(8)}", **os.environ, **(env or {})},
+        "env": {**_job(), **os.environ, **(env or {})},
         "fail": "; ".join(event.to_text() for event in fails),
         "timeout": timeout,
         "grace": grace,
@@ -120,6 +120,14 @@ def run(
         listener.close()  # the lab holds its own copy and is listed as long as it lives
         _follow(inner, collector)
     return collector.result()
+
+
+def _job() -> dict[str, str]:
+    """Return a name and a key for the job, which are its workers' unless the user gives others."""
+    return {
+        "WINGBEAT_JOB_ID": f"lab-{secrets.token_hex(8)}",
+        "WINGBEAT_JOB_KEY": secrets.token_hex(32),
+    }
 
 
 class Prefixer:

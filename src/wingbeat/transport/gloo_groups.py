@@ -26,6 +26,7 @@ from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link, Pending
 from wingbeat.transport.listener import Listener, open_device
 from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
+from wingbeat.transport.seal import Seal
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import SharedStore, TorchStore, read
 from wingbeat.types import Group
@@ -67,6 +68,7 @@ class GlooGroups:
         rank: this worker, of ``size``.
         size: number of workers in the world.
         interfaces: those that the world uses here.
+        seal: of what workers tell each other in the store; what gloo puts there has none.
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class GlooGroups:
         rank: int,
         size: int,
         interfaces: Sequence[Interface],
+        seal: Seal | None = None,
     ) -> None:
-        self._worlds_store = store
+        self._worlds_store, self._seal = store, seal
         self._rank, self._size = rank, size
         self._interfaces = interfaces
         self._starting = threading.Lock()
@@ -101,9 +104,9 @@ class GlooGroups:
     def store(self) -> TorchStore:
         """Return the groups' way to the store. What others ask it, and wait for, locks it."""
         try:
-            return SharedStore(self._start())
+            return SharedStore(self._start(), self._seal)
         except RuntimeError:  # the groups' own links will say so
-            return TorchStore(self._worlds_store)
+            return TorchStore(self._worlds_store, self._seal)
 
     def close(self) -> None:
         """Stop listening and close the connection to the store."""
@@ -132,7 +135,8 @@ class GlooGroups:
             store, devices = self._start(), self._devices[index]
         except RuntimeError as err:
             raise NotMet(self._rank, f"{group}: this rank is not connected: {err}") from None
-        meeting = _Meeting(group, self._rank, self._size, SharedStore(store), timeout, off)
+        shared = SharedStore(store, self._seal)
+        meeting = _Meeting(group, self._rank, self._size, shared, timeout, off)
         room = f"{room_of(group)}link{index}/"
         board = _Board(store, room, self._rank, group.ranks, meeting.wait_until)
         mine, size = group.ranks.index(self._rank), len(group.ranks)

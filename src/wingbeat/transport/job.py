@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from typing import NamedTuple
 
 from wingbeat.errors import RendezvousError
-from wingbeat.transport.store import Ledger
+from wingbeat.transport.seal import KEY_VARIABLE, MARK
+from wingbeat.transport.text import first_line
+from wingbeat.transport.torch_store import Refused, TorchStore
 
 _KEY = "job"
 _LONGEST = 256
+
+_REPLACED_S = 2.0
+"""Seconds in which rank 0 writes over what somebody else has put there, before it is believed to
+be what rank 0 has written with another key."""
+
+_LOOK_S = 0.05
 
 
 class Job(NamedTuple):
@@ -45,7 +54,7 @@ class Job(NamedTuple):
         return "a job without a name" if self.drawn else f"job {self.name!r}"
 
 
-def enter(store: Ledger, rank: int, size: int, name: str, seconds: float, where: str) -> str:
+def enter(store: TorchStore, rank: int, size: int, name: str, seconds: float, where: str) -> str:
     """Check that the store belongs to this worker's job; return the job's name.
 
     Args:
@@ -61,12 +70,18 @@ def enter(store: Ledger, rank: int, size: int, name: str, seconds: float, where:
     """
     own = Job(name[:_LONGEST], False, size) if name else Job(secrets.token_hex(16), True, size)
     try:
-        text = store.claim(_KEY, json.dumps(own)) if rank == 0 else store.get(_KEY, seconds)
+        text = store.claim(_KEY, json.dumps(own)) if rank == 0 else _read(store, seconds)
     except TimeoutError as error:
         raise RendezvousError(
             f"rank {rank}: rank 0 has not written into the store at {where} which job it belongs "
-            f"to within {seconds:g} s: {error}; check that rank 0 runs the same script"
+            f"to within {seconds:g} s: {error}; check that rank 0 runs the same script, and that "
+            f"all workers have the same {KEY_VARIABLE} or none"
         ) from None
+    if text.startswith(MARK):
+        raise RendezvousError(
+            f"rank {rank} has no {KEY_VARIABLE}, and the job whose store is at {where} has one: "
+            "set the same on all workers, or give each job a MASTER_PORT of its own"
+        )
     try:
         found = Job.from_text(text)
     except ValueError:
@@ -85,3 +100,28 @@ def enter(store: Ledger, rank: int, size: int, name: str, seconds: float, where:
             f"to a job of {found.size}: give each job a MASTER_PORT of its own"
         )
     return found.name
+
+
+def _read(store: TorchStore, seconds: float) -> str:
+    """Return what rank 0 has written.
+
+    Raises:
+        TimeoutError: nothing, or with another key.
+    """
+    if store.seal is None:
+        return store.get(_KEY, seconds)
+    deadline, refused_since = time.monotonic() + seconds, float("inf")
+    while True:
+        now = time.monotonic()
+        try:
+            if (text := store.look(_KEY)) is not None:
+                return text
+            if now >= deadline:
+                raise TimeoutError("nothing is there")
+        except RuntimeError as error:
+            raise TimeoutError(first_line(error)) from None
+        except Refused:
+            refused_since = min(refused_since, now)
+            if now >= min(deadline, refused_since + _REPLACED_S):
+                raise
+        time.sleep(_LOOK_S)

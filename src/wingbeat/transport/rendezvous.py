@@ -31,6 +31,7 @@ from wingbeat.transport.incarnation import Incarnation, register
 from wingbeat.transport.job import enter
 from wingbeat.transport.listener import listening
 from wingbeat.transport.native import nccl_group
+from wingbeat.transport.seal import Seal, job_key
 from wingbeat.transport.speed import measure_speeds
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import TorchStore
@@ -74,15 +75,20 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     if before is not None:
         world_module.set_current(before)  # whoever catches this goes on with it
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
+    key = job_key(os.environ)
     met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
     # A world may be closed and made again in one process: keep the keys of each apart.
     # torchrun starts all workers again by the store that they had: they are not to find old keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"wingbeat/{attempt}/{next(_generation)}", store)
-    world = World(rank, size, (), (), timeout, TorchStore(store))
+    place = f"{attempt}/{next(_generation)}"
+    store = dist.PrefixStore(f"wingbeat/{place}", store)
+    first = TorchStore(store, None if key is None else Seal(key, place))
+    world = World(rank, size, (), (), timeout, first)
     if size > 1:
-        enter(world.store, rank, size, launchers.job_name(os.environ), timeout, _where())
+        job = enter(first, rank, size, launchers.job_name(os.environ), timeout, _where())
+        if key is not None:
+            world.store = TorchStore(store, Seal(key, f"{place}/{job}"))
         # Torch has let nobody into its group who comes late.
         incarnation = None if met_by_torch else _register(world)
         try:
@@ -181,8 +187,9 @@ def _register(world: World) -> Incarnation:
             f"rank {world.rank} cannot listen on its interface towards {host} (MASTER_ADDR): {err}"
         ) from None
     try:
-        store, rank, place = world.store, world.rank, incarnation.place
-        world.returned = register(store, rank, place, world.timeout, _where())
+        assert isinstance(world.store, TorchStore)
+        place = incarnation.place
+        world.returned = register(world.store, world.rank, place, world.timeout, _where())
     except BaseException:
         incarnation.close()
         raise
@@ -231,7 +238,8 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
 
 def _join_groups(world: World, store: dist.Store, chosen: Sequence[nic.Interface]) -> None:
     """Let the world open groups of some workers."""
-    groups = GlooGroups(store, world.rank, world.size, chosen)
+    assert isinstance(world.store, TorchStore)
+    groups = GlooGroups(store, world.rank, world.size, chosen, world.store.seal)
     world.make_links, world.group_store = groups.links, groups.store
     world.on_close(groups.close)
 

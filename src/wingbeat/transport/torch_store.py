@@ -7,6 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from wingbeat.observe.log import log
+from wingbeat.transport.seal import Seal
 from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 
@@ -16,16 +18,35 @@ _ABSENT = "?"
 _SOONEST_S, _LATEST_S = 0.001, 0.1
 """Seconds between two looks into the store: at first, and after some waiting."""
 
+LARGEST = 16 << 20
+"""Bytes of a value that is read; the largest that are written are lists of a model's tensors."""
+
+_ATTEMPTS = 16
+"""To replace a refused value, before whoever writes it again and again has won."""
+
+
+class Refused(TimeoutError):
+    """What is in the store was not written with the job's key, or is too large."""
+
 
 class TorchStore:
-    """`Store` on top of torch's own, whose values are bytes."""
+    """`Store` on top of torch's own, whose values are bytes.
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    With a seal a value that was not written with the job's key is as if it were not there: it is
+    not returned, `has` says no, and `claim` and `replace` write over it.
+
+    Args:
+        store: torch's.
+        seal: what adds MACs to values and checks them; None where the job has no key.
+    """
+
+    def __init__(self, store: dist.Store, seal: Seal | None = None) -> None:
+        self._store, self.seal = store, seal
+        self._warned: set[str] = set()
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` under ``key``."""
-        self._store.set(key, value)
+        self._store.set(key, self._closed(key, value))
 
     def get(self, key: str, seconds: float) -> str:
         """Wait for ``key``.
@@ -33,19 +54,37 @@ class TorchStore:
         Raises:
             TimeoutError: nobody published it within ``seconds``.
         """
+        deadline = time.monotonic() + seconds
         try:
             self._store.wait([key], timedelta(seconds=seconds))
-            value: bytes = self._store.get(key)
-            return value.decode()
-        except (RuntimeError, UnicodeDecodeError) as err:
+            found: bytes = self._store.get(key)
+        except RuntimeError as err:
             raise TimeoutError(f"{key}: {first_line(err)}") from None
+        try:
+            return self._opened(key, found)
+        except Refused:
+            if self.seal is None:
+                raise
+        return self._polled(key, deadline, seconds)  # the right one may yet come
 
     def has(self, key: str) -> bool:
         """Whether somebody has published ``key``; does not wait. False if the store is gone."""
         try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
+            if self.seal is None:
+                return bool(self._store.check([key]))
+            return self.look(key) is not None
+        except (RuntimeError, Refused):
             return False
+
+    def look(self, key: str) -> str | None:
+        """Return what somebody has published under ``key``, without a wait; None if nobody has.
+
+        Raises:
+            Refused: something is there that this job has not written.
+            RuntimeError: the store is gone.
+        """
+        found = read(self._store, key)
+        return None if found is None else self._opened(key, found)
 
     def claim(self, key: str, value: str) -> str:
         """Publish ``value`` unless somebody has; return what is published.
@@ -59,13 +98,63 @@ class TorchStore:
         """Publish ``value`` if ``before`` is what is published; return what is published then.
 
         Raises:
-            TimeoutError: the store does not answer.
+            TimeoutError: the store does not answer, or somebody else writes the key all the time.
         """
-        try:
-            found: bytes = self._store.compare_set(key, before, value)
-            return found.decode()
-        except (RuntimeError, UnicodeDecodeError) as err:
-            raise TimeoutError(f"{key}: {first_line(err)}") from None
+        new = self._closed(key, value)
+        expected: str | bytes = self._closed(key, before) if before else ""
+        for _ in range(_ATTEMPTS):
+            try:
+                found: bytes = self._store.compare_set(key, expected, new)
+                return self._opened(key, found)
+            except Refused:
+                if self.seal is None:
+                    raise
+                expected = found
+            except RuntimeError as err:
+                raise TimeoutError(f"{key}: {first_line(err)}") from None
+        raise Refused(f"{key}: another process writes it again and again, without the job's key")
+
+    def _closed(self, key: str, value: str) -> str:
+        return value if self.seal is None else self.seal.close(key, value)
+
+    def _opened(self, key: str, found: bytes) -> str:
+        """Return the value in what was read.
+
+        Raises:
+            Refused: it is too large, no text, or not of this job.
+        """
+        if len(found) > LARGEST:
+            why = f"{len(found)} bytes, more than {LARGEST}"
+        else:
+            try:
+                text = found.decode()
+                value = text if self.seal is None else self.seal.open(key, text)
+                if value is not None:
+                    return value
+                why = "its MAC is wrong or missing: it was not written with this job's key"
+            except UnicodeDecodeError:
+                why = "it is no text"
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning("the store's value of %s is refused: %s", key, why)
+        raise Refused(f"{key}: {why}")
+
+    def _polled(self, key: str, deadline: float, seconds: float) -> str:
+        """As `get`, by looking again and again."""
+        pause = _SOONEST_S
+        while True:
+            try:
+                if (value := self.look(key)) is not None:
+                    return value
+            except Refused:
+                if self.seal is None or time.monotonic() >= deadline:
+                    raise
+            except RuntimeError as err:
+                raise TimeoutError(f"{key}: {first_line(err)}") from None
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{key}: not there after {seconds:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LATEST_S)
 
 
 class SharedStore(TorchStore):
@@ -73,16 +162,7 @@ class SharedStore(TorchStore):
 
     def get(self, key: str, seconds: float) -> str:
         """As `TorchStore.get`; looks again and again."""
-        deadline, pause = time.monotonic() + seconds, _SOONEST_S
-        try:
-            while (value := read(self._store, key)) is None:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"{key}: not there after {seconds:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause, _LATEST_S)
-            return value.decode()
-        except (RuntimeError, UnicodeDecodeError) as err:
-            raise TimeoutError(f"{key}: {first_line(err)}") from None
+        return self._polled(key, time.monotonic() + seconds, seconds)
 
 
 def keeps_everything(store: Store) -> bool:

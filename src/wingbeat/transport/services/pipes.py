@@ -59,6 +59,13 @@ class PipeStore:
             raise TimeoutError("the worker that started this service is gone") from None
 
 
+def _read(key: str, store: Store) -> str | None:
+    try:
+        return store.get(key, 1.0) if store.has(key) else None
+    except TimeoutError:  # refused, or deleted since: as if it were not there
+        return None
+
+
 def answer(line: str, store: Store) -> tuple[str, bool]:
     """Return the answer to a request, and whether it was the last one.
 
@@ -71,7 +78,7 @@ def answer(line: str, store: Store) -> tuple[str, bool]:
             store.set(key, value)
             return "true", False
         case {"read": str(key)}:
-            return json.dumps(store.get(key, 1.0) if store.has(key) else None), False
+            return json.dumps(_read(key, store)), False
         case {"ready": True}:
             return "true", True
     raise ValueError(f"no request: {line[:80]!r}")
