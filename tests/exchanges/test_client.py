@@ -26,6 +26,7 @@ from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox
 from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
 from wingbeat.transport.messages.loopback import Faults, Network
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 
 @dataclass
@@ -244,6 +245,20 @@ def test_a_process_that_was_started_here_and_has_ended_is_said(waits: bool) -> N
     made.clock.now = 1.0
     with pytest.raises(PeerError, match="rank 0: server 1 has ended by signal 9"):
         made.run()
+
+
+def test_a_server_without_connections_for_a_second_is_named() -> None:
+    made = rig()
+    made.start()
+    made.box.cut[1] = UNCONNECTED_S
+    made.clock.now = 1.0
+    made.run()
+    made.box.cut[1] = UNCONNECTED_S + 0.1
+    made.clock.now = 2.0
+    with pytest.raises(PeerError) as caught:
+        made.run()
+    named = "rank 0: server 1 has ended without a word: its connections are closed"
+    assert str(caught.value) == named
 
 
 def test_what_another_worker_tells_is_said_once_it_is_quiet() -> None:

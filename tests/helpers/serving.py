@@ -126,6 +126,7 @@ class Box:
         self.inbox: dict[int, deque[Letter]] = {}
         self.gone: set[int] = set()
         self.lost: dict[int, str] = {}
+        self.cut: dict[int, float] = {}
         self.closed = False
 
     @property
@@ -136,7 +137,7 @@ class Box:
         return lambda: None
 
     def unconnected(self) -> dict[int, float]:
-        return {}
+        return self.cut
 
     @property
     def peers(self) -> tuple[int, ...]:

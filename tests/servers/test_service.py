@@ -15,6 +15,7 @@ from wingbeat.servers.outbox import Order
 from wingbeat.servers.protocol import TEXT, Kind, wish_of
 from wingbeat.servers.service import Service
 from wingbeat.servers.sums import EACH
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 SERVER = 3
 ONES = np.ones(4, "f4")
@@ -322,6 +323,30 @@ def test_a_worker_that_is_lost_is_named_if_a_sum_waits_for_it() -> None:
     made.clock.now = 1.0
     made.run()
     assert made.reasons()[0] == ["rank 1 gave no sign for 5 s"]
+
+
+def test_a_worker_without_connections_for_a_second_is_named_if_a_sum_waits_for_it() -> None:
+    """A process that is killed says nothing; silence would take most of the timeout to tell."""
+    made = rig()
+    made.box.cut[1] = UNCONNECTED_S
+    made.push(0)
+    made.run(20)
+    made.clock.now = 1.0
+    made.run()
+    assert made.reasons() == [[], [], []], "it may connect anew"
+    made.box.cut[1] = UNCONNECTED_S + 0.1
+    made.clock.now = 2.0
+    made.run()
+    told = made.reasons()
+    assert told[0] == told[2] == ["rank 1 has ended without a word: its connections are closed"]
+
+
+def test_a_worker_without_connections_that_no_sum_waits_for_is_not_missed() -> None:
+    made = rig()
+    made.box.cut[1] = 9.0
+    made.clock.now = 1.0
+    made.run()
+    assert made.reasons() == [[], [], []]
 
 
 def test_what_a_worker_pushed_before_it_left_counts() -> None:

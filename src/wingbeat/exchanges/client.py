@@ -20,7 +20,7 @@ from wingbeat.servers.protocol import SENT, UPDATES, Ids, Kind, interface_of, ur
 from wingbeat.servers.sums import Refused
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.header import LARGEST
-from wingbeat.transport.messages.mailbox import Mailbox
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
 
 _QUICK_S = 1.0
 """Seconds that the last words may take after a failure."""
@@ -335,7 +335,12 @@ class Client:
         ended = self._watch()
         if ended is not None:
             raise PeerError(f"{self._me}: {ended}")
-        for server, why in self._mailbox.lost.items():
+        killed = {
+            server: "has ended without a word: its connections are closed"
+            for server, seconds in self._mailbox.unconnected().items()
+            if seconds > UNCONNECTED_S
+        }
+        for server, why in {**killed, **self._mailbox.lost}.items():
             raise PeerError(f"{self._me}: {self._name(server)} {why}")
         if not self._busy:
             return

@@ -26,7 +26,7 @@ from wingbeat.servers.sums import EACH, Refused, Sum, Sums
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
-from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
 
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, sums that are late."""
@@ -355,8 +355,14 @@ class Service:
                 self._probes.send(worker, self._links)
 
     def _look_for_gone(self) -> None:
-        left = dict.fromkeys(self._mailbox.left, "has ended")
-        for worker, why in {**left, **self._mailbox.lost}.items():
+        mailbox = self._mailbox
+        left = dict.fromkeys(mailbox.left, "has ended")
+        killed = {
+            worker: "has ended without a word: its connections are closed"
+            for worker, seconds in mailbox.unconnected().items()
+            if seconds > UNCONNECTED_S
+        }
+        for worker, why in {**left, **killed, **mailbox.lost}.items():
             if self._lacking(worker):
                 self._fail(f"rank {worker} {why}")
 

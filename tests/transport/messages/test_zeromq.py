@@ -478,6 +478,20 @@ def test_a_process_that_is_gone_is_not_connected_any_more(
     assert left.unconnected() == {}
 
 
+@pytest.mark.parametrize(
+    ("silence", "forgiving", "milliseconds"),
+    [(5.0, False, 60_000), (240.0, False, 240_000), (240.0, True, 60_000)],
+)
+def test_connections_of_a_stopped_process_last_until_it_counts_as_silent(
+    silence: float, forgiving: bool, milliseconds: int, closing: list[Mailbox]
+) -> None:
+    """Else a pause of a minute would look like the end of the process."""
+    boxes = opened(limits=Limits(silence=silence), forgiving=forgiving)
+    closing += boxes
+    sockets = boxes[0]._carrier._sockets.values()
+    assert {socket.get(zmq.HEARTBEAT_TIMEOUT) for socket in sockets} == {milliseconds}
+
+
 def test_a_process_that_has_left_is_not_said_to_be_unconnected(closing: list[Mailbox]) -> None:
     for number in (0, 1):
         boxes = opened()

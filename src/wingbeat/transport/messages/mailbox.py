@@ -215,8 +215,9 @@ class Mailbox:
 
         Or one whose connections have broken, over all interfaces, which it makes anew within
         moments. Nobody has to fall silent for that, so a process that is slow, or stopped, is not
-        among them. But of a peer that has not answered for a minute, as its process is stopped or
-        the network is cut, connections end as well.
+        among them. But connections end as well of a peer that has not answered for a minute, or
+        for as long as a peer may be silent if that is longer: its process is stopped, or the
+        network is cut.
         """
         endpoint, ended = self._endpoint, self._carrier.ended
         if ended != self._ended_before:

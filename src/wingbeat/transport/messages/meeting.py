@@ -18,7 +18,7 @@ from wingbeat.transport.messages.carrier import CLASSES
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Route
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.reach import pairs, usable
-from wingbeat.transport.messages.zeromq import Keys, Reach, ZeroMQCarrier, opens
+from wingbeat.transport.messages.zeromq import HEARTBEAT_S, Keys, Reach, ZeroMQCarrier, opens
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
@@ -80,9 +80,17 @@ def open_mailbox(
     keys = Keys.make() if encrypted else None
     what, sockets = f"{name(number)}: opening a mailbox in room {room!r}", len(mine) * classes
     descriptors.require(opens(sockets, len(others), encrypted=encrypted), what)
+    # A process that is stopped is lost when it has been silent for as long as `limits` say: its
+    # connections must not end, as those of a dead process do, before that.
+    heartbeat = HEARTBEAT_S if forgiving else max(HEARTBEAT_S, limits.silence)
     try:
         carrier = ZeroMQCarrier(
-            number, [i.address for i in mine], classes, message=limits.message, keys=keys
+            number,
+            [i.address for i in mine],
+            classes,
+            message=limits.message,
+            keys=keys,
+            heartbeat=heartbeat,
         )
     except zmq.ZMQError as err:
         if err.errno != errno.EMFILE:

@@ -33,6 +33,9 @@ SEND_BUFFER = 1 << 18
 SEALED = 64
 """Bytes, with some to spare, by which encryption makes a part larger: its limit counts them."""
 
+HEARTBEAT_S = 60.0
+"""Seconds without an answer after which ZeroMQ ends a connection."""
+
 CLOSING_S = 5.0
 """Seconds that ZeroMQ may take to close its connections, in addition to the linger."""
 
@@ -122,6 +125,7 @@ class ZeroMQCarrier:
         classes: how many, 1 to 4.
         message: bytes of the largest payload; a connection that sends a larger one is closed.
         keys: to encrypt with and to be known by; None sends in the clear.
+        heartbeat: seconds without an answer after which a connection ends.
 
     Attributes:
         reach: what the peers have to know.
@@ -135,8 +139,10 @@ class ZeroMQCarrier:
         *,
         message: int,
         keys: Keys | None,
+        heartbeat: float = HEARTBEAT_S,
     ) -> None:
         self._number = number
+        self._heartbeat = heartbeat
         self._classes = classes
         self._keys = keys
         self._context = zmq.Context(io_threads=_io_threads(keys is not None))
@@ -356,7 +362,7 @@ class ZeroMQCarrier:
             zmq.RECONNECT_IVL: 50,
             zmq.RECONNECT_IVL_MAX: 1000,
             zmq.HEARTBEAT_IVL: 10_000,
-            zmq.HEARTBEAT_TIMEOUT: 60_000,
+            zmq.HEARTBEAT_TIMEOUT: round(1e3 * self._heartbeat),
         }
         for option, value in options.items():
             socket.set(option, value)
