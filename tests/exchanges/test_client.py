@@ -315,6 +315,15 @@ def test_nobody_is_probed_for_whom_nothing_waits() -> None:
     assert [server.poll() for server in made.servers] == [None, None]
 
 
+def test_a_worker_that_an_exception_ended_is_named_before_what_was_noticed() -> None:
+    made = rig()
+    made.client._blame = lambda: "rank 2 failed with ValueError: boom"
+    made.client._fail(PeerError("rank 0: server 1: rank 2 has ended"))
+    said = "rank 2 failed with ValueError: boom (noticed as: server 1: rank 2 has ended)"
+    assert made.told == [said]
+    assert str(made.client._failure()) == f"rank 0: {said}"
+
+
 def test_others_are_told_why_it_has_failed_without_its_own_name_before() -> None:
     made = rig()
     made.client._fail(PeerError("rank 0: server 1 has ended by signal 9"))

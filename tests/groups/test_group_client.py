@@ -249,6 +249,15 @@ def test_who_renews_and_is_in_a_group_all_the_same_has_missed_nothing() -> None:
     assert not one.left_out
 
 
+def test_who_takes_part_no_more_and_who_does_again_is_reported_once_each() -> None:
+    out, back = Letter(Kind.OUT, (3, 0, 0, 0)), Letter(Kind.IN, (3, 0, 0, 0))
+    one = client(Box(out, out, back, back, told(9, 0, (1,), 1)))
+    seen: list[tuple[str, int]] = []
+    one.lost, one.back = lambda w: seen.append(("lost", w)), lambda w: seen.append(("back", w))
+    one.step(by(lambda run, alive: None))
+    assert seen == [("lost", 3), ("back", 3)]
+
+
 def test_who_takes_part_again_is_not_absent() -> None:
     out, back = Letter(Kind.OUT, (3, 0, 0, 0)), Letter(Kind.IN, (3, 0, 0, 0))
     for letters, absent in (((out,), {3}), ((out, back), set())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +140,34 @@ def test_a_second_init_is_refused_and_leaves_the_first(monkeypatch: pytest.Monke
     with pytest.raises(UsageError, match="called twice"):
         wingbeat.init()
     assert world_module.current() is world
+
+
+def test_init_while_a_spawned_process_imports_the_main_script_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would find its parent's rank in the environment, and take its place."""
+    process = multiprocessing.current_process()
+    monkeypatch.setattr(process, "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match="put what trains under if __name__ == '__main__':"):
+        wingbeat.init()
+
+
+SPAWNS = """
+import multiprocessing, wingbeat
+wingbeat.init()
+multiprocessing.get_context("spawn").Process(target=print, args=("ran",)).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_spawned_process_of_a_script_without_a_guard_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SPAWNS, encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "UsageError: wingbeat.init() was called while a process that" in ended.stderr
+    assert "ran" not in ended.stdout
 
 
 def test_a_rank_that_publishes_nothing_is_named() -> None:

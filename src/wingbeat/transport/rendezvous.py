@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import multiprocessing
 import os
 import time
 import weakref
@@ -65,12 +66,19 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         The world, which `distribute` then uses by itself.
 
     Raises:
-        UsageError: the environment is incomplete or an interface does not exist.
+        UsageError: the environment is incomplete, an interface does not exist, or a process that
+            was spawned imports the main script.
         RendezvousError: workers were missing; names rank, address, interface and the wait.
     """
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
     descriptors.raise_limit()
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # As multiprocessing itself finds out; this would join the job in its parent's place.
+        raise UsageError(
+            "wingbeat.init() was called while a process that multiprocessing has spawned, as for a "
+            "DataLoader, imports the main script: put what trains under if __name__ == '__main__':"
+        )
     before = world_module.set_current(None)
     if before is not None:
         world_module.set_current(before)  # whoever catches this goes on with it
