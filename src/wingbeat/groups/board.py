@@ -106,6 +106,6 @@ def _sign_of(text: str) -> Sign | None:
         match json.loads(text):
             case [int(levels), bool(levelling), int(steps), int(broken)]:
                 return Sign(levels, levelling, steps, broken)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return None

@@ -82,20 +82,27 @@ class LabStats:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LabStats:
-        """Build from what ``to_json`` gave."""
-        hosts = {
-            host: {
-                name: PortStats(
-                    InterfaceCounters(**port["interface"]),
-                    _classes(port["out"]),
-                    _classes(port["into"]),
-                )
-                for name, port in ports.items()
+        """Build from what ``to_json`` gave.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            hosts = {
+                host: {
+                    name: PortStats(
+                        InterfaceCounters(**port["interface"]),
+                        _classes(port["out"]),
+                        _classes(port["into"]),
+                    )
+                    for name, port in ports.items()
+                }
+                for host, ports in data["hosts"].items()
             }
-            for host, ports in data["hosts"].items()
-        }
-        trunks = {name: _classes(classes) for name, classes in data["trunks"].items()}
-        return cls(data["spec"], hosts, trunks)
+            trunks = {name: _classes(classes) for name, classes in data["trunks"].items()}
+            return cls(data["spec"], hosts, trunks)
+        except (AttributeError, KeyError, TypeError) as err:
+            raise ValueError(f"malformed counters of a lab: {err!s:.80}") from None
 
 
 def read() -> dict[str, InterfaceCounters]:

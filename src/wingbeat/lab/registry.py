@@ -88,7 +88,7 @@ def _names() -> list[str]:
 
 def _ask(name: str) -> RunningLab | None:
     """Read one lab's answer; None if it ended meanwhile or belongs to another user."""
-    useless = contextlib.suppress(OSError, ValueError, RecursionError)
+    useless = contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError)
     with useless, socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_TIMEOUT)
         client.connect(f"\0{_PREFIX}{name}")
@@ -99,5 +99,6 @@ def _ask(name: str) -> RunningLab | None:
             return None
         with client.makefile("rb") as reply:
             answer: dict[str, Any] = json.loads(reply.read())
-        return RunningLab(name, tuple(answer["command"]), LabStats.from_json(answer["stats"]))
+        command, stats = answer["command"], answer["stats"]
+        return RunningLab(name, tuple(map(str, command)), LabStats.from_json(stats))
     return None

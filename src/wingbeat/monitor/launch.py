@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -57,8 +58,8 @@ def places(env: Mapping[str, str] = os.environ) -> Places:
     if not said:
         return Places(folder)
     host, _, port = said.rpartition(":")
-    if not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"{METRICS}={said}: allowed is a port up to 65535, or HOST:PORT")
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+        raise UsageError(f"{METRICS}={said:.80}: allowed is a port up to 65535, or HOST:PORT")
     return Places(folder, host.strip("[]") or "127.0.0.1", int(port))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,8 +126,8 @@ def _all_of(asked: socket.socket) -> bytes:
 
 def _at(address: str) -> Found:
     host, _, port = address.rpartition(":")
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{address!r}: HOST:PORT needs a port from 1 to 65535")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise UsageError(f"{address!r:.80}: HOST:PORT needs a port from 1 to 65535")
     host = host.strip("[]") or "127.0.0.1"
 
     def ask() -> Job:

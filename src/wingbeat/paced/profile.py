@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +18,9 @@ PREFIX = "paced:"
 """What a paced model's name starts with where models of several sorts can be named."""
 
 FLOAT32_BYTES = 4
+
+_MOST = 2**53
+"""No network has so many elements, samples or milliseconds; floats hold all whole numbers below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +198,8 @@ def load_profile(name: str) -> Profile:
         path = Path(name)
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            reason = error.strerror or "it cannot be read"
+        except (OSError, ValueError) as error:  # no UTF-8, or a name that no file can have
+            reason = getattr(error, "strerror", "") or f"it cannot be read ({error})"
             raise UsageError(f"profile file {name!r}: {reason}") from error
         return decode(text, where=name)
     if name not in names():
@@ -327,29 +331,39 @@ def encode(profile: Profile) -> str:
 
 def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     value = data.get(key)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise UsageError(f"profile {where}: field {key!r} must be a {kind.__name__}, is {value!r}")
+    wrong = not isinstance(value, kind) or isinstance(value, bool)
+    if wrong or (isinstance(value, int) and abs(value) >= _MOST):
+        raise UsageError(
+            f"profile {where}: field {key!r} must be a {kind.__name__}, is {_short(value)}"
+        )
     return value
 
 
 def _time(data: Mapping[str, Any], key: str, where: str) -> float:
-    value = data.get(key)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= float(value or 0) < math.inf:
-        raise UsageError(f"profile {where}: field {key!r} must be a number >= 0, is {value!r}")
-    return float(value or 0)
+    value: Any = data.get(key)
+    # NaN is in no range.
+    if type(value) not in (int, float) or not 0 <= value < _MOST:
+        raise UsageError(
+            f"profile {where}: field {key!r} must be a number >= 0, is {_short(value)}"
+        )
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)
 
 
 def _layer(row: Any, where: str) -> ProfiledLayer:
     if not isinstance(row, dict):
-        raise UsageError(f"profile {where}: must be a JSON object, is {row!r}")
+        raise UsageError(f"profile {where}: must be a JSON object, is {_short(row)}")
     shapes = _field(row, "parameters", dict, where)
     for name, shape in shapes.items():
         sizes = shape if isinstance(shape, list) and shape else [0]
-        if "." in name or not all(type(size) is int and size > 0 for size in sizes):
+        fine = all(type(size) is int and 0 < size < _MOST for size in sizes)
+        if "." in name or not fine or math.prod(sizes) >= _MOST:
             raise UsageError(
                 f"profile {where}: parameter {name!r} needs a name without dots and a list of "
-                f"positive sizes, has {shape!r}"
+                f"positive sizes, has {_short(shape)}"
             )
     return ProfiledLayer(
         name=_field(row, "name", str, where),
@@ -375,7 +389,9 @@ def _check(profile: Profile, data: Mapping[str, Any], where: str) -> None:
         ("forward_ms", profile.forward_ms),
         ("backward_ms", profile.backward_ms),
     ):
-        if key in data and not math.isclose(data[key], total, rel_tol=1e-6, abs_tol=1e-4):
+        if key not in data:
+            continue
+        if not math.isclose(_time(data, key, where), total, rel_tol=1e-6, abs_tol=1e-4):
             raise UsageError(f"profile {where}: {key} is {data[key]!r} but its layers make {total}")
     stated = 1000.0 * profile.batch_size / profile.samples_per_second
     made = profile.forward_ms + profile.backward_ms

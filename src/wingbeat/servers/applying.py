@@ -151,7 +151,9 @@ class Applier:
                 at = self._remember(param, memory, data, at)
             if at != len(data):
                 raise ValueError(f"{len(data) - at} bytes too many")
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (
+            AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError
+        ) as error:  # fmt: skip
             raise Refused(f"malformed parameters: {error}") from None
         self._count(held)
         return held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -39,16 +40,23 @@ def decode(data: Any, device: torch.device) -> Any:
     Raises:
         ValueError: it was not made by `encode`.
     """
+    try:
+        return _decode(data, device)
+    except RecursionError:
+        raise ValueError("malformed value: nested too deeply") from None
+
+
+def _decode(data: Any, device: torch.device) -> Any:
     if type(data) in _PLAIN:
         return data
     if isinstance(data, dict) and len(data) == 1:
         [(kind, inside)] = data.items()
         if kind in ("list", "tuple") and isinstance(inside, list):
-            items = [decode(item, device) for item in inside]
+            items = [_decode(item, device) for item in inside]
             return items if kind == "list" else tuple(items)
         if kind == "tensor":
             return _tensor(inside, device)
-    raise ValueError(f"malformed value {str(data)[:80]}")
+    raise ValueError(f"malformed value {_short(data)}")
 
 
 def dtype_of(name: Any) -> torch.dtype:
@@ -69,6 +77,11 @@ def _tensor(data: Any, device: torch.device) -> torch.Tensor:
         if len(flat) > LIMIT or not isinstance(on_device, bool):
             raise ValueError
         tensor = torch.tensor(flat, dtype=dtype_of(name)).reshape([int(n) for n in shape])
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"malformed tensor {str(data)[:80]}") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"malformed tensor {_short(data)}") from None
     return tensor.to(device) if on_device else tensor
+
+
+def _short(data: Any) -> str:
+    """Return some of what has come, however deeply it is nested."""
+    return reprlib.repr(data)[:80]

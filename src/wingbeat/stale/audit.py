@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from wingbeat.errors import UsageError
+
 Key = tuple[int, int, int, int]
 """Iteration, worker, colayer and piece of a contribution."""
 
@@ -132,13 +134,22 @@ def _named(key: Key) -> str:
 
 
 def read(lines: Iterable[str]) -> Life:
-    """Read one journal; a last line that was not finished is left out."""
-    words = _words(lines)
-    life = Life(**next(words))
-    for word in words:
-        life.whole = "settled" in word
-        if not _trained(life, word):
-            _applied(life, word)
+    """Read one journal; a last line that was not finished is left out.
+
+    Raises:
+        UsageError: it is no journal.
+    """
+    number = 0
+    try:
+        words = _words(lines)
+        life = Life(**next(words))
+        for number, word in enumerate(words, 2):  # noqa: B007
+            life.whole = "settled" in word
+            if not _trained(life, word):
+                _applied(life, word)
+    except (ValueError, TypeError, StopIteration, RecursionError) as err:
+        why = str(err) or "it is empty"
+        raise UsageError(f"no journal: behind line {number}: {why:.80}") from None
     return life
 
 

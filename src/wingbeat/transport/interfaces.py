@@ -45,12 +45,16 @@ class Host:
         """
         try:
             interfaces = [
-                Interface(str(i["name"]), str(i["address"]), str(ipaddress.ip_network(i["subnet"])))
+                Interface(
+                    str(i["name"]),
+                    str(ipaddress.ip_address(i["address"])),
+                    str(ipaddress.ip_network(i["subnet"])),
+                )
                 for i in data["interfaces"]
             ]
             return Host(str(data["identity"]), tuple(interfaces))
-        except (KeyError, TypeError) as err:
-            raise ValueError(f"malformed list of interfaces: {err}") from None
+        except (KeyError, TypeError, ValueError, RecursionError) as err:
+            raise ValueError(f"malformed list of interfaces: {err!s:.80}") from None
 
 
 def local() -> Host:

@@ -178,8 +178,12 @@ def first_node(nodes: str) -> str:
     >>> first_node("gpu[07-09,12],login1")
     'gpu07'
     """
-    first = re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", nodes)
-    return first.split(",")[0].strip()
+    first = ""
+    for part in re.finditer(r"[^\[,]+|\[([^\],\-]*)[^\]]*\]?|,", nodes):
+        if part[0] == ",":
+            break
+        first += part[0] if part[1] is None else part[1]
+    return first.strip()
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -12,6 +12,7 @@ Sketch(bits=4, split='count', groups=(('features.*', 'fp32'), ('*.bias', 8)))
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -418,11 +419,17 @@ def from_json(listed: Sequence[Any]) -> Coded:
     Raises:
         UsageError: no such codec, or a value out of range.
     """
-    name, fields = listed
     kinds = {kind.__name__: kind for kind in get_args(Coded)}
-    if name not in kinds:
-        raise unknown("wire", name, kinds)
-    made: Coded = kinds[name](**fields)
+    try:
+        name, options = listed
+        make = kinds.get(name) if isinstance(name, str) else None
+        if make is None:
+            raise unknown("wire", str(name)[:40], kinds)
+        made: Coded = make(**options)
+    except (TypeError, ValueError, RecursionError) as err:
+        if isinstance(err, UsageError):
+            raise
+        raise UsageError(f"malformed wire {reprlib.repr(listed)}: {err!s:.80}") from None
     return made
 
 

@@ -72,7 +72,10 @@ def answer(line: str, store: Store) -> tuple[str, bool]:
     Raises:
         ValueError: it is no request.
     """
-    request = json.loads(line)
+    try:
+        request = json.loads(line)
+    except RecursionError:
+        raise ValueError("no request: nested too deeply") from None
     match request:
         case {"set": str(key), "value": str(value)}:
             store.set(key, value)

@@ -1,0 +1,584 @@
+"""Every parser of files and messages raises what its docstring says, whatever it is given.
+
+A row is a parser, valid inputs, and the errors that it may raise; a parser without errors returns
+something for any input. Inputs are arbitrary, or valid ones that are spoilt (`helpers.mutants`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import reprlib
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers import mutants
+from helpers.reports import job, report
+from helpers.thresholds import play
+from helpers.updating import DESCRIPTION, SETTINGS
+from wingbeat.bench import contenders, protocol, slow
+from wingbeat.bench import models as bench_models
+from wingbeat.control import planner
+from wingbeat.costs.curve import Line
+from wingbeat.costs.fit import Fit
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.exchanges import copied
+from wingbeat.exchanges.forms import copy_sum
+from wingbeat.exchanges.options import Form
+from wingbeat.groups import protocol as groups_protocol
+from wingbeat.groups import returns
+from wingbeat.groups.board import Board
+from wingbeat.integrations import residuals
+from wingbeat.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
+from wingbeat.lab.spec import LabSpec
+from wingbeat.lab.units import parse_rate, parse_time
+from wingbeat.monitor import launch as monitor_launch
+from wingbeat.monitor import lookup
+from wingbeat.monitor.report import Malformed as MalformedReport
+from wingbeat.monitor.report import Report
+from wingbeat.monitor.snapshot import Job
+from wingbeat.monitor.watch import Watch
+from wingbeat.observe import trace
+from wingbeat.observe.events import Event
+from wingbeat.paced import profile
+from wingbeat.plans import planfile
+from wingbeat.plans import saved as plans_saved
+from wingbeat.plans.result import Result
+from wingbeat.plans.sample import Sample
+from wingbeat.plans.thresholds import saved as thresholds_saved
+from wingbeat.probe import saved as probe_saved
+from wingbeat.probe.model import LinkFit, Probe
+from wingbeat.servers import head
+from wingbeat.servers.applying import Applier
+from wingbeat.servers.documents import Document
+from wingbeat.servers.notes import numbers_in
+from wingbeat.servers.sums import Refused
+from wingbeat.servers.values import decode, encode
+from wingbeat.stale import audit, letters, messages
+from wingbeat.stale.roll import Entry
+from wingbeat.stale.view import View
+from wingbeat.strategies import parse as parse_strategy
+from wingbeat.topologies.bcube import parse_size
+from wingbeat.transport import launchers
+from wingbeat.transport.interfaces import Host, Interface, choose
+from wingbeat.transport.messages import header
+from wingbeat.transport.messages.card import Card
+from wingbeat.transport.services import pipes
+from wingbeat.wires import Half, LowRank, Sketch, codecs
+
+FEW, MANY = 40, 2000
+"""Inputs of each parser: in every run, and in the slow one."""
+
+MEMORY = 1 << 30
+"""Bytes that a parser may take for inputs that are smaller than a megabyte."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parser.
+
+    Attributes:
+        name: of the row.
+        inputs: makes inputs of valid ones, one of `mutants`.
+        parse: the parser.
+        valid: what it has to read.
+        errors: what it may raise.
+    """
+
+    name: str
+    inputs: Callable[[Any], st.SearchStrategy[Any]]
+    parse: Callable[[Any], object]
+    valid: tuple[Any, ...]
+    errors: tuple[type[BaseException], ...] = ()
+
+
+class Input:
+    """What a parser is given, which is shown in one line if it fails."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return reprlib.repr(self.value)
+
+
+def in_file(
+    name: str,
+    load: Callable[[Path], object],
+    data: bytes,
+) -> object:
+    """Load a file of this content."""
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made) / name
+        path.write_bytes(data)
+        return load(path)
+
+
+def written_by(save: Callable[[Path], object], name: str = "file.json") -> bytes:
+    """The bytes that ``save`` writes."""
+    with tempfile.TemporaryDirectory() as made:
+        save(Path(made) / name)
+        return (Path(made) / name).read_bytes()
+
+
+class Texts:
+    """A rendezvous store in which another worker has put one text under every key."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def get(self, key: str, seconds: float) -> str:
+        return self.text
+
+    def has(self, key: str) -> bool:
+        return True
+
+
+# -- valid inputs ------------------------------------------------------------------------------
+
+PAGE = "star:4@1gbit"
+PLAN = Result(
+    search="bo", low_bytes=1, high_bytes=100, steps=10,
+    samples=(Sample(25, 10.0), Sample(6, 12.2)), expected=(10.0, 12.0), chosen_bytes=6,
+    costs_s=(0.0011, 0.0),
+)  # fmt: skip
+LINE = Fit(Line(1e-4, 2e-9), 0.1, 0.2, {"alpha": (0.0, 1.0), "beta": (0.0, 1.0)}, ((1.0, 2.0),))
+PROBE = Probe(
+    workers=4, links=("eth0",), wire="sketch", way="gather", tensors=(1, 0), names=("b", "a"),
+    ready_s=(0.0, 0.1), encode=LINE, exchange=LINE, interfaces=(LinkFit("eth0", LINE, LINE),),
+    rest_s=0.1,
+)  # fmt: skip
+PROFILE = json.dumps(
+    {
+        "name": "x", "device": "d", "batch_size": 2, "samples_per_second": 1000.0, "source": "s",
+        "shapes_from": "s", "split": "s", "params": 15, "forward_ms": 1.0, "backward_ms": 1.0,
+        "layers": [
+            {"name": "a", "kind": "linear", "parameters": {"weight": [3, 4], "bias": [3]},
+             "forward_ms": 1.0, "backward_ms": 1.0}
+        ],
+    }
+)  # fmt: skip
+LIKE = json.dumps(
+    {"like": "resnet50", "name": "y", "device": "d", "source": "s", "samples_per_second": 100.0,
+     "forward_share": 0.3}
+)  # fmt: skip
+HOST = Host("boot/1", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
+CARD = Card(HOST, ("10.0.0.1",), 7, "", (("tcp://10.0.0.1:99",),), 1 << 20, 1 << 20)
+VALUES = tuple(map(encode, (1, (0.9, [True, None]), torch.arange(6.0).reshape(2, 3), "name")))
+VIEW = View((0, 1, 2))
+LETTERS = tuple(
+    b"".join(letters.letter_of(message, 1))
+    for message in (
+        messages.Here(3, -1, 2, False, 4, VIEW),
+        messages.Piece(3, 1, 2, VIEW, b"payload"),
+        messages.Round(1, 2, 7, ((3, 2), (4, 0)), (-1, 3, 4), VIEW, b"sum"),
+        messages.Report(VIEW, -1, tuple(((-1, 4, 5),) * 2 for _ in range(3))),
+        messages.Welcome(2, (7, 8)),
+        messages.Pull(6, VIEW),
+        messages.Settled(9, VIEW),
+    )
+)
+LAB_TOML = 'kind = "star"\nhosts = 4\nrate = "1gbit"\nprio = 2\n[override]\nh3 = "200mbit"\n'
+STATS = LabStats(
+    PAGE,
+    {"h0": {"eth0": PortStats(InterfaceCounters(1, 2, 3, 4), {"ef": ClassCounters(5, 6, 7)}, {})}},
+    {"a -> b": {}},
+).to_json()
+JOURNAL = "\n".join(
+    json.dumps(line)
+    for line in (
+        {"rank": 0, "life": 0, "workers": 2, "colayers": 1, "s": 2, "p": 1, "mode": "BSP"},
+        {"began": 0}, {"sent": [0, 0]}, {"dropped": [1, 0]}, {"pulled": 0},
+        {"round": 0, "entries": [[0, 0, [[0, 1]]]]}, {"settled": 1, "digest": "ab"},
+    )
+) + "\n"  # fmt: skip
+SPACE = {
+    "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-09,12],login1",
+}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "h",
+}  # fmt: skip
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
+CODECS = (Sketch(bits=3), LowRank(rank=2), Half(), Sketch(groups={"a*": LowRank(rank=2)}))
+OPTIONS = [{"lr": 0.1, "betas": (0.9, 0.99), "nesterov": False, "maximize": None, "name": "x"}]
+TENSORS = [torch.zeros(3, 2), torch.zeros(4, dtype=torch.float64)]
+PIECES = {
+    "dtype": "float32", "numel": 6, "pieces": [[0, 0, 0, 4], [1, 1, 4, 2]],
+    "state": [{"momentum_buffer": {"each": "float32"}, "step": {"all": VALUES[0]}}, None],
+}  # fmt: skip
+
+
+def a_replica() -> bytes:
+    model = [torch.nn.Parameter(each.clone()) for each in TENSORS]
+    optimizer = torch.optim.Adam(model)
+    for each in model:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    return copied.written(model, model, optimizer, {"last": 1})
+
+
+def some_thresholds() -> bytes:
+    curve = lambda cuts, _: [1.0 + 0.01 * len(cuts)]  # noqa: E731
+    found = play(curve, 8, (0.5,))[0]
+    return written_by(lambda path: thresholds_saved.save(path, found, {"workers": 4}))
+
+
+def a_part() -> bytes:
+    made = [Event(0, 1, "forward", 1, 2, 8, "compute"), Event(1, -1, "group", 2, 3, 8, "e", (0, 1))]
+    return written_by(lambda path: trace.save(made[:1], path))
+
+
+def residual_file() -> bytes:
+    made = BytesIO()
+    torch.save({"rank": 0, "residuals": {"a": torch.ones(3)}}, made)
+    return made.getvalue()
+
+
+def read_letters(data: bytes) -> None:
+    for letter in letters.letters_in(data, 1 << 16):
+        letters.message_of(letter.numbers, 3, 2, letter.payload if letter.nbytes else None)
+
+
+def read_told(data: bytes) -> object:
+    ids = struct.unpack("<4I", data[:16].ljust(16, b"\0"))
+    return groups_protocol.told_of(ids, data[16:], 8)
+
+
+def told(members: tuple[int, ...], close: tuple[int, ...]) -> bytes:
+    return struct.pack("<4I", 1, 2, members[0], 4) + groups_protocol.payload_of(members, close)
+
+
+def signs(text: str) -> None:
+    board = Board(Texts(text), "room", 2)
+    board.signs()
+    board.fallen(range(2))
+
+
+def held(words: Any) -> object:
+    return Applier(DESCRIPTION).hold(words, bytearray(4 * 6 + 4 * 4))
+
+
+def settled(words: Any) -> None:
+    Applier(DESCRIPTION).settle(words, {})
+
+
+def joined(data: Any) -> object:
+    """What `Host.from_json` reads can be worked with."""
+    try:
+        host = Host.from_json(data)
+    except ValueError:
+        return None
+    return choose([HOST, host], 0, None)
+
+
+def load_residuals(data: bytes) -> object:
+    name = "wingbeat_residuals_0_0_of_1.pt"
+    return in_file(name, lambda path: residuals.read(path.parent, "residuals_0", 0, 1), data)
+
+
+def loads(load: Callable[[Path], object], name: str = "file.json") -> Callable[[bytes], object]:
+    return functools.partial(in_file, name, load)
+
+
+def watched(text: str) -> object:
+    watch = Watch("x-1", 0.0)
+    for line in text.split("\n"):
+        watch.take(line, 1.0)
+    return watch.job(2.0, 0.0)
+
+
+Refusals = (Refused,)
+Usage = (UsageError,)
+
+TEXTS, VALUES_, RAW, ENV = mutants.texts, mutants.values, mutants.raw, mutants.environments
+
+TARGETS = [
+    Target("interfaces", VALUES_, Host.from_json, (HOST.to_json(),), (ValueError,)),
+    Target("interfaces that join hosts", VALUES_, joined, (HOST.to_json(),), Usage),
+    Target("profile", TEXTS, lambda t: profile.decode(t, where="x"), (PROFILE, LIKE), Usage),
+    Target(
+        "profile file",
+        RAW,
+        loads(lambda p: profile.load_profile(str(p))),
+        (PROFILE.encode(),),
+        Usage,
+    ),
+    Target("paced model", TEXTS, profile.parse, ("paced:resnet50@0.25", "paced:vgg16"), Usage),
+    Target("values", VALUES_, lambda v: decode(v, torch.device("cpu")), VALUES, (ValueError,)),
+    Target("parameters on a server", VALUES_, held, (PIECES,), Refusals),
+    Target(
+        "settings on a server",
+        VALUES_,
+        settled,
+        ([{k: encode(v) for k, v in SETTINGS.items()}],),
+        Refusals,
+    ),
+    Target("places of ones", VALUES_, numbers_in, ("1f",), Refusals),
+    Target(
+        "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
+    ),
+    Target("signs", TEXTS, signs, ("[1, false, 2, -1]", "7")),
+    Target("returns", TEXTS, returns._parsed, ("[1, 2]",)),
+    Target(
+        "roll", TEXTS, lambda t: Entry.of(t, 3), (Entry(1, VIEW).to_text(),), (letters.Malformed,)
+    ),
+    Target("letters", RAW, read_letters, LETTERS, (letters.Malformed,)),
+    Target(
+        "headers",
+        RAW,
+        header.unpack,
+        (bytes(header.Header(header.Type.HELLO, 1000, 0, 1, sequence=1).pack()),),
+        (header.Malformed,),
+    ),
+    Target(
+        "groups", RAW, read_told, (told((1, 2), (5,)), told((3,), ())), (groups_protocol.Malformed,)
+    ),
+    Target(
+        "options",
+        RAW,
+        lambda b: Form(OPTIONS).read(b, "rank 1"),
+        (json.dumps(OPTIONS).encode(),),
+        (PeerError,),
+    ),
+    Target(
+        "replicas", RAW, lambda b: copied.Copy(b, TENSORS, TENSORS), (a_replica(),), (PeerError,)
+    ),
+    Target(
+        "plan files",
+        RAW,
+        loads(plans_saved.load),
+        (written_by(lambda p: plans_saved.save(p, PLAN, {"w": 4})),),
+        Usage,
+    ),
+    Target("thresholds files", RAW, loads(thresholds_saved.load), (some_thresholds(),), Usage),
+    Target(
+        "probe files",
+        RAW,
+        loads(probe_saved.load),
+        (written_by(lambda p: probe_saved.save(p, PROBE, {"w": 4})),),
+        Usage,
+    ),
+    Target("kinds of files", RAW, loads(planfile.kind_of), (some_thresholds(),)),
+    Target("probes", VALUES_, probe_saved.from_json, (probe_saved.to_json(PROBE),), Usage),
+    Target(
+        "merged plans",
+        VALUES_,
+        lambda v: planner.checked(v, [0, 1, 2], 1),
+        ([[["a"], [[0, 1], [2]]]],),
+        (PeerError,),
+    ),
+    Target("traces", RAW, loads(trace.load), (a_part(),), Usage),
+    Target("reports", TEXTS, Report.from_text, (report(1, 3).to_text(),), (MalformedReport,)),
+    Target(
+        "snapshots", TEXTS, Job.from_text, (json.dumps(job(2, 3).to_json()),), (MalformedReport,)
+    ),
+    Target(
+        "what a supervisor hears",
+        TEXTS,
+        watched,
+        (report(1, 3).to_text() + "\n" + report(0, 3).to_text(),),
+    ),
+    Target(
+        "metrics address", ENV, monitor_launch.places, ({"WINGBEAT_METRICS": "[::1]:9400"},), Usage
+    ),
+    Target("address of a job", TEXTS, lookup._at, ("node7:9400", "[::1]:9400"), Usage),
+    Target(
+        "sums",
+        RAW,
+        lambda b: copy_sum(torch.zeros(6), "float32", "float32", memoryview(b)),
+        (bytes(24),),
+        (ValueError,),
+    ),
+    Target(
+        "labs",
+        TEXTS,
+        LabSpec.parse,
+        (
+            PAGE,
+            "fat-tree:8/4@1gbit+500mbit,h3.eth0@200mbit",
+            "bcube:3x2@250mbit",
+            "star:4@1gbit,prio=2,ip=4",
+        ),
+        Usage,
+    ),
+    Target("lab TOML", TEXTS, LabSpec.from_toml, (LAB_TOML,), Usage),
+    Target("lab files", RAW, loads(LabSpec.parse, "lab.toml"), (LAB_TOML.encode(),), Usage),
+    Target("lab counters", VALUES_, LabStats.from_json, (STATS,), (ValueError,)),
+    Target("rates", TEXTS, parse_rate, ("1gbit", "2.5gbit"), Usage),
+    Target("times", TEXTS, parse_time, ("250ms", "10s"), Usage),
+    Target(
+        "strategies",
+        TEXTS,
+        parse_strategy,
+        (
+            "dear:mb=10",
+            "allreduce:wire=sketch@4",
+            "strategy:plan=merged,wire=topk@0.01,schedule=dear",
+            "canary:s=2",
+            "ripples",
+        ),
+        Usage,
+    ),
+    Target("bench rows", TEXTS, contenders.parse, ("ddp+powersgd:rank=4", "dear:mb=10"), Usage),
+    Target("bench models", TEXTS, bench_models.parse, ("paced:resnet50@0.25",), Usage),
+    Target(
+        "slow workers",
+        TEXTS,
+        lambda t: slow.parse([t], workers=4, iterations=60),
+        ("3=+2x@20-60", "random:+2x"),
+        Usage,
+    ),
+    Target(
+        "bench messages",
+        TEXTS,
+        lambda t: protocol.hear(protocol.MARK + t),
+        ('{"kind": "x", "a": 1}',),
+    ),
+    Target(
+        "wires",
+        TEXTS,
+        codecs.of,
+        ("fp16", "sketch@4:groups=a.*@fp32+b@8", "lowrank@2:bits=8:split=count", "topk@0.01"),
+        Usage,
+    ),
+    Target("wires as JSON", VALUES_, codecs.from_json, tuple(map(codecs.to_json, CODECS)), Usage),
+    Target("cube sizes", TEXTS, parse_size, ("3x2",), Usage),
+    Target("launchers", ENV, launchers.from_environment, (SPACE, MPI, TORCHRUN), Usage),
+    Target("first node", TEXTS, launchers.first_node, ("gpu[07-09,12],login1", "a,b")),
+    Target("residual files", RAW, load_residuals, (residual_file(),), Usage),
+    Target(
+        "requests of services",
+        TEXTS,
+        lambda t: pipes.answer(t, Texts("x")),
+        ('{"set": "a", "value": "b"}', '{"read": "a"}', '{"ready": true}'),
+        (ValueError,),
+    ),
+    Target("journals", TEXTS, lambda t: audit.read(t.splitlines(keepends=True)), (JOURNAL,), Usage),
+    *(
+        Target(
+            f"encoded slices, {wire}",
+            RAW,
+            lambda b, w=wire: head.unpack(memoryview(b), w, 1000),
+            (head.pack(wire, [head.Piece(12), head.Piece(6, 0, 0)]) + b"payload",),
+            (ValueError,),
+        )
+        for wire in CODECS
+    ),
+    Target("cards", TEXTS, Card.from_json, (CARD.to_json(),), (ValueError,)),
+]
+
+NAMES = [target.name for target in TARGETS]
+
+
+def changed(document: str, **values: Any) -> str:
+    return json.dumps({**json.loads(document), **values})
+
+
+def changed_layer(**values: Any) -> str:
+    return changed(PROFILE, layers=[{**json.loads(PROFILE)["layers"][0], **values}])
+
+
+HUGE = 10**400
+ONCE: list[tuple[str, Any]] = [
+    (
+        "interfaces that join hosts",
+        {"identity": "a", "interfaces": [{"name": "e", "address": "x", "subnet": "10.0.0.0/8"}]},
+    ),
+    ("profile", changed(PROFILE, params="15")),
+    ("profile", changed(PROFILE, forward_ms=[])),
+    ("profile", changed(PROFILE, batch_size=HUGE)),
+    ("profile", changed(PROFILE, samples_per_second=HUGE)),
+    ("profile", changed(LIKE, batch_size=HUGE)),
+    ("profile", changed_layer(forward_ms=HUGE)),
+    ("profile", changed_layer(parameters={"weight": [HUGE]})),
+    ("profile", changed_layer(parameters={"weight": [2**50] * 50})),
+    ("profile file", b"\xff\xfe"),
+    ("values", {"tensor": ["float32", [float("inf")], [1.0], False]}),
+    ("parameters on a server", {**PIECES, "numel": float("inf")}),
+    ("parameters on a server", {**PIECES, "pieces": [[0, 0, 0, float("inf")], [1, 1, 4, 2]]}),
+    ("signs", "[" * mutants.DEEP),
+    ("requests of services", "[" * mutants.DEEP),
+    ("metrics address", {"WINGBEAT_METRICS": "9" * 5000}),
+    ("address of a job", "node7:" + "9" * 5000),
+    ("launchers", {**SPACE, "SLURM_JOB_ID": "9" * 5000}),
+    ("first node", "[" * mutants.DEEP),
+    ("lab counters", {"spec": "x", "hosts": [], "trunks": {}}),
+    ("wires as JSON", ["Half"]),
+    ("journals", "[]\n"),
+    ("journals", ""),
+]
+"""Inputs for which parsers raised something else, or took minutes."""
+
+
+def attack(target: Target, examples: int) -> None:
+    """Give a parser so many inputs."""
+
+    @settings(
+        max_examples=examples, derandomize=True, database=None, deadline=None,
+        report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(target.inputs(target.valid).map(Input))
+    def run(given_: Input) -> None:
+        try:
+            target.parse(given_.value)
+        except target.errors:
+            pass
+
+    with mutants.memory_for(MEMORY):
+        run()
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=NAMES)
+def test_valid_input_is_read(target: Target) -> None:
+    """Else nothing of it would be spoilt, but all refused at its first character."""
+    for each in target.valid:
+        target.parse(each)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=NAMES)
+def test_any_input_is_read_or_refused_as_documented(target: Target) -> None:
+    attack(target, FEW)
+
+
+@pytest.mark.parametrize(
+    ("name", "given_"), ONCE, ids=[f"{n} {i}" for i, (n, _) in enumerate(ONCE)]
+)
+def test_input_that_once_got_through_is_read_or_refused(name: str, given_: Any) -> None:
+    [target] = (each for each in TARGETS if each.name == name)
+    with contextlib.suppress(*target.errors):
+        target.parse(given_)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", TARGETS, ids=NAMES)
+def test_thousands_of_inputs_are_read_or_refused_as_documented(target: Target) -> None:
+    attack(target, MANY)
+
+
+def test_parser_that_lets_another_error_out_is_found() -> None:
+    lax = Target("lax", TEXTS, lambda text: json.loads(text)["a"], ('{"a": 1}',), (ValueError,))
+    with pytest.raises((TypeError, KeyError, RecursionError)):
+        attack(lax, FEW)
+
+
+def test_parser_that_believes_a_length_is_found() -> None:
+    greedy = Target("greedy", RAW, lambda data: bytearray(1 << 40), (b"x",), (ValueError,))
+    with pytest.raises(MemoryError):
+        attack(greedy, FEW)
