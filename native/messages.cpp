@@ -224,6 +224,7 @@ void bind_messages(nb::module_& module) {
   // Whoever ends while a mailbox is open has lost nothing, and need not read of objects of ours.
   nb::set_leak_warnings(false);
   module.attr("MOST_INLINE") = most_inline;
+  module.attr("MOST_UNDER_WAY") = most_messages_under_way;
   bind_header(module);
   bind_posted(module);
   bind_flow(module);

@@ -35,7 +35,7 @@ void Flow::post(std::shared_ptr<Posted> message, double now) {
 void Flow::hello(double now) {
   up = unwelcome_ = true;
   out_.ask_at = now + out_.ask_after;
-  answers_.push_back({Type::hello, ++out_.hellos});
+  answer(Type::hello, ++out_.hellos);
 }
 
 bool Flow::accept(const Header& header, double now, bool renewed) {
@@ -51,14 +51,14 @@ bool Flow::accept(const Header& header, double now, bool renewed) {
       return accept_message(header, now);
     case Type::ask: {
       const bool complete = into_.arrived >= header.sequence;
-      answers_.push_back({complete ? Type::acknowledge : Type::missing, 0});
+      answer(complete ? Type::acknowledge : Type::missing);
       break;
     }
     case Type::missing:
       accept_missing(header.arrived, now);
       break;
     case Type::hello:
-      answers_.push_back({Type::welcome, 0});
+      answer(Type::welcome);
       greet(renewed, header.arrived, now);
       break;
     case Type::welcome:
@@ -132,6 +132,18 @@ double Flow::lost_at() const {
   return empty() ? never : std::max(out_.waiting_since, heard_) + silence_;
 }
 
+// Queues a control frame. One that waits already says the same when it is sent: so what a peer that
+// asks without end and reads nothing makes this end keep is bounded.
+void Flow::answer(Type type, std::uint64_t sequence) {
+  for (Answer& waiting : answers_) {
+    if (waiting.type == type) {
+      waiting.sequence = sequence;
+      return;
+    }
+  }
+  answers_.push_back({type, sequence});
+}
+
 // Asks what has arrived, or once more for a welcome: without one the peer may not know who asks.
 void Flow::ask(double now) {
   out_.ask_after = std::min(2 * out_.ask_after, ask_after_latest);
@@ -139,7 +151,7 @@ void Flow::ask(double now) {
     hello(now);
   } else if (out_.under_way > 0) {
     out_.ask_at = now + out_.ask_after;
-    answers_.push_back({Type::ask, held_[out_.under_way - 1]->header.sequence});
+    answer(Type::ask, held_[out_.under_way - 1]->header.sequence);
   } else {
     out_.ask_at = never;
   }
@@ -152,7 +164,7 @@ bool Flow::accept_message(const Header& header, double now) {
     return false;
   }
   if (header.sequence != into_.arrived + 1) {
-    if (!std::exchange(into_.missed, true)) answers_.push_back({Type::missing, 0});
+    if (!std::exchange(into_.missed, true)) answer(Type::missing);
     return false;
   }
   const std::uint64_t size = header.frame_bytes();

@@ -27,6 +27,9 @@ inline constexpr std::uint64_t tell_bytes = 2U << 20;
 // Bytes that are handed to the network at a time: more would lie in its queues, and no longer in
 // the processors' caches when they are sent and taken in. Enough for 10 Gbit/s and 6 ms.
 inline constexpr std::uint64_t most_under_way = 8U << 20;
+// Messages of any size of which that is true: a carrier bounds what it queues by the number of
+// frames. Enough for 80,000 messages a second and 20 ms.
+inline constexpr std::size_t most_messages_under_way = 2048;
 // How long a sender waits for an answer before it asks what has arrived: at first, and at most.
 inline constexpr double ask_after_first = 0.2, ask_after_latest = 2.0;
 // How long what was sent again is not sent yet again: an answer needs time.
@@ -155,9 +158,11 @@ class Flow {
   };
 
   bool may_send() const {
-    return out_.under_way < held_.size() && out_.under_way_bytes < most_under_way;
+    return out_.under_way < std::min(held_.size(), most_messages_under_way) &&
+           out_.under_way_bytes < most_under_way;
   }
   double lost_at() const;
+  void answer(Type type, std::uint64_t sequence = 0);
   void ask(double now);
   bool accept_message(const Header& header, double now);
   void greet(bool renewed, std::uint64_t arrived, double now);
@@ -176,7 +181,7 @@ class Flow {
   Sending out_;
   Receiving into_;
   std::deque<std::shared_ptr<Posted>> held_;
-  std::deque<Answer> answers_;
+  std::deque<Answer> answers_;  // one of each type at most
   Header answer_;
 };
 

@@ -21,7 +21,7 @@ from wingbeat.groups.client import Client
 from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.generator import Run
 from wingbeat.groups.layout import Layout
-from wingbeat.groups.protocol import Kind, ids_of, payload_of
+from wingbeat.groups.protocol import Kind, Why, ids_of, payload_of
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.static import group_of
 from wingbeat.transport.loopback import Switchboard
@@ -239,6 +239,44 @@ def test_who_renews_has_a_step_without_an_average_when_it_was_left_out(heard: tu
     one.level(by(lambda run, alive: None))
     assert [kind for kind, *_ in box.posted[1:]] == [Kind.LEVEL, Kind.LEVEL, Kind.DONE]
     assert not one.left_out
+
+
+def test_worker_that_was_silent_has_no_average_until_it_fetches() -> None:
+    """Whatever its strategy: its model is old."""
+    box = Box(Letter(Kind.OUT, (1, 1, Why.SILENT, 0)))
+    one = client(box)
+    one.step(by(lambda run, alive: pytest.fail("nothing to average")))
+    assert box.posted == [(Kind.ASK, 0, 0, 0)]
+    assert one.stale
+    box.letters.append(Letter(Kind.STATE, (0, 1, 3, 0)))
+    assert one.fetch(lambda giver, meeting, lives: (giver, meeting)) == (0, 3)
+    assert not one.stale
+
+
+@pytest.mark.parametrize("why", Why)
+def test_mean_of_all_of_one_worker_is_an_error_unless_all_others_have_died(why: Why) -> None:
+    outs = [Letter(Kind.OUT, (other, 0, Why.ENDED, 0)) for other in (0, 2)]
+    one = client(Box(*outs, Letter(Kind.OUT, (3, 0, why, 0)), told(9, 0, (1,), 1)))
+    averages = by(lambda run, alive: None)
+    if why == Why.ENDED:
+        one.level(averages)
+        return
+    with pytest.raises(PeerError, match=r"rank 1: no other worker takes part .*: rank 3 .*alone"):
+        one.level(averages)
+
+
+def test_run_that_was_told_before_a_stop_is_given_up() -> None:
+    """The generator has taken this worker out of the group since."""
+    box = Box(told(7, 0, (0, 1), 0), told(9, 0, (1,), 1))
+    box.said.append(Letter(Kind.OUT, (1, 1, Why.LATE, 0)))
+    seen: list[Coming] = []
+
+    def average(run: Run, coming: Callable[[], Coming]) -> int | None:
+        seen.append(coming())
+        return GIVEN_UP
+
+    client(box).step(by(average))
+    assert seen == [Coming.NEVER]
 
 
 def test_who_renews_and_is_in_a_group_all_the_same_has_missed_nothing() -> None:

@@ -12,7 +12,7 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.groups.generator import Generator, Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.patience import Patience
-from wingbeat.groups.protocol import Kind, told_of
+from wingbeat.groups.protocol import Kind, Why, told_of
 from wingbeat.groups.returns import Back
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.service import GroupService
@@ -143,6 +143,40 @@ def test_a_worker_that_is_lost_is_out_and_its_group_goes_on() -> None:
             (Kind.RUN, 0),
         ]
         assert sorted(told_of(letters[1].ids, letters[1].payload, 3).run.members) == [0, 1]
+
+
+def test_worker_that_was_silent_is_told_what_it_missed_and_takes_part_with_a_state() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.box.lost[2] = "has been silent"
+    rig.pass_(1.0)
+    rig.round(0, 1)
+    assert not rig.heard(2)
+    rig.box.lost.clear()
+    rig.pass_(1.0)
+    assert [(letter.kind, letter.ids[0]) for letter in rig.heard(2)] == [
+        (Kind.IN, 0),
+        (Kind.IN, 1),
+        (Kind.OUT, 2),
+    ]
+    rig.say(2, Kind.ASK)
+    (out,) = rig.heard(2)
+    assert (out.kind, *out.ids[:3]) == (Kind.OUT, 2, 2, Why.SILENT)
+    rig.say(2, Kind.FETCH, 0, 0)
+    assert [letter.kind for letter in rig.heard(2)] == [Kind.STATE]
+    rig.heard(0)
+    rig.heard(1)
+    for worker in range(3):
+        rig.say(worker, Kind.ASK)
+    assert sorted(rig.runs(2)[-1].members) == [0, 1, 2]
+
+
+def test_generator_ends_when_all_but_silent_workers_have_left() -> None:
+    rig = Rig()
+    rig.box.left |= {0, 1}
+    rig.box.lost[2] = "has been silent"
+    rig.service.run()
+    assert rig.box.closed
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 
@@ -55,6 +56,39 @@ def test_who_comes_back_hears_that_there_is_no_generator_any_more() -> None:
     say_over(store, ROOM)
     with pytest.raises(RendezvousError, match=r"rank 2: cannot come back: .* has died"):
         announce(store, ROOM, 2, 1, 30.0)
+
+
+@pytest.mark.parametrize("session", ["Infinity", "1e400", "-1", "true", '"1"', "1.5"])
+def test_malformed_card_is_refused_and_the_next_worker_comes_back(session: str) -> None:
+    store = Switchboard()
+    returns = Returns(store, ROOM, 4)
+    store.set(f"{ROOM}/back/0", "[1, 1]")
+    fields = json.loads(card())
+    text = json.dumps(fields | {"session": "SESSION"}).replace('"SESSION"', session)
+    store.set(f"messages/{ROOM}/1.1", text)
+    returns.look()
+    assert returns.news() is None
+    assert comes_back(store, returns, 2) == 1
+
+
+def test_thread_that_fails_is_raised_where_its_news_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    returns = Returns(Switchboard(), ROOM, 4)
+    monkeypatch.setattr(returns, "look", lambda: 1 // 0)
+    returns._run()
+    with pytest.raises(RendezvousError, match="who comes back: ZeroDivisionError: integer"):
+        returns.news()
+
+
+def test_worker_that_goes_on_without_a_generator_ends_it() -> None:
+    store = Switchboard()
+    returns = Returns(store, ROOM, 4)
+    returns.look()
+    assert not returns.over
+    say_over(store, ROOM)
+    returns.look()
+    assert returns.over
 
 
 def test_a_generator_that_does_not_answer_is_said() -> None:

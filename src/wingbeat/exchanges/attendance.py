@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from wingbeat.errors import RendezvousError
+from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.stale.letters import Malformed
 from wingbeat.stale.roll import Change, Entry, Roll
 from wingbeat.stale.view import View, members, merge, with_life
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.meeting import card_of
 from wingbeat.transport.store import Ledger
+from wingbeat.transport.text import first_line
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 """Seconds between two looks at the roll."""
@@ -55,6 +59,7 @@ class Attendance:
         self._wish: View | None = None
         self._since: float | None = None
         self._failure = ""
+        self._error: Exception | None = None
         self._news: deque[News] = deque()
         self._to_meet: deque[tuple[int, int]] = deque()
         self._changed, self._ended = threading.Event(), threading.Event()
@@ -93,7 +98,16 @@ class Attendance:
         return f"it has not answered for {waited:.1f} s" if waited > seconds else ""
 
     def news(self) -> list[News]:
-        """Return what has changed since the last time."""
+        """Return what has changed since the last time.
+
+        Raises:
+            PeerError: the thread that reads the roll has failed; says how.
+        """
+        if self._error is not None:
+            raise PeerError(
+                f"rank {self._rank}: cannot read who takes part: "
+                f"{type(self._error).__name__}: {first_line(self._error)}"
+            )
         out = []
         while self._news:
             out.append(self._news.popleft())
@@ -115,6 +129,10 @@ class Attendance:
                 self._failure = ""
             except (TimeoutError, Malformed, RuntimeError) as error:
                 self._failure = str(error)
+            except Exception as error:  # nobody hears it here: training does
+                self._error = error
+                self._heard()
+                return
             if self._news or self._failure:
                 self._heard()
 
@@ -146,8 +164,13 @@ class Attendance:
             if change.begun and change.worker != self._rank:
                 try:
                     card = card_of(self._store, self._room, change.worker, change.life, _CARD_S)
-                except (TimeoutError, ValueError):
-                    continue  # it has ended meanwhile, or is none of ours: it will not be met
+                except TimeoutError:
+                    continue  # it has ended meanwhile
+                except ValueError as error:
+                    _log.warning(
+                        "rank %d comes back with a %s; it is refused", change.worker, error
+                    )
+                    continue
             self._news.append(News(change, card))
 
 

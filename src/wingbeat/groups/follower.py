@@ -122,8 +122,14 @@ class Follower:
         self._say()
         others = set(range(self._layout.workers)) - {self._worker}
         if others and (others <= self.absent or self._worker in self.absent):
-            names = ", ".join(f"rank {each}" for each in sorted(others))
-            raise PeerError(alone_text(self._worker, f"{names} could not be reached"))
+            sign = f"gave no sign for {self._timeout:g} s"
+            names = "; ".join(
+                f"rank {each} {sign if each in self.silent else 'was lost or has left'}"
+                for each in sorted(others)
+            )
+            if self._worker in self.absent:
+                names = f"the others have gone on without rank {self._worker}"
+            raise PeerError(alone_text(self._worker, names))
 
     def leave(self) -> None:
         """Let nobody wait for this worker any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +13,9 @@ from wingbeat.errors import RendezvousError
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.meeting import card_of
 from wingbeat.transport.store import Ledger, Store
+from wingbeat.transport.text import first_line
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 """Seconds between two looks at who has come back."""
@@ -90,6 +94,9 @@ class Returns:
         store: keeps it; used by this thread alone.
         room: keeps those of one job apart.
         workers: how many there are.
+
+    Attributes:
+        over: whether a worker has published that it goes on without the generator.
     """
 
     def __init__(self, store: Store, room: str, workers: int) -> None:
@@ -98,6 +105,8 @@ class Returns:
         self._news: deque[Back] = deque()
         self._met: deque[tuple[int, int]] = deque()
         self._ended = threading.Event()
+        self._error: Exception | None = None
+        self.over = False
 
     def start(self) -> None:
         """Look again and again, in a thread."""
@@ -108,7 +117,16 @@ class Returns:
         self._ended.set()
 
     def news(self) -> Back | None:
-        """Return who has come back, one at a time."""
+        """Return who has come back, one at a time.
+
+        Raises:
+            RendezvousError: the thread has failed; says how.
+        """
+        if self._error is not None:
+            raise RendezvousError(
+                "the group generator cannot watch who comes back: "
+                f"{type(self._error).__name__}: {first_line(self._error)}"
+            )
         return self._news.popleft() if self._news else None
 
     def met(self, back: Back) -> None:
@@ -126,13 +144,17 @@ class Returns:
         while self._store.has(line := _line(self._room, self._lines)):
             self._lines += 1
             back = _parsed(self._store.get(line, _READ_S))
+            if back is None:
+                _log.warning("%s in the store is malformed and does not count", line)
             if back is None or back[0] >= self._workers:
                 continue
             try:
                 card = card_of(self._store, self._room, *back, _READ_S)
-            except ValueError:
-                continue  # none of ours: it will wait in vain, and say so
+            except ValueError as error:
+                _log.warning("rank %d comes back with a %s; it is refused", back[0], error)
+                continue  # it will wait in vain, and say so
             self._news.append(Back(*back, card))
+        self.over = self.over or self._store.has(_over(self._room))
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK_S):
@@ -140,6 +162,9 @@ class Returns:
                 self.look()
             except (TimeoutError, RuntimeError):
                 continue  # whoever comes back says that nobody answers
+            except Exception as error:  # the generator raises it
+                self._error = error
+                return
 
 
 def _parsed(text: str) -> tuple[int, int] | None:

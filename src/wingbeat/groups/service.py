@@ -67,8 +67,13 @@ class GroupService:
             patience.freed(worker, self._looked)
 
     def run(self, parent: Callable[[], bool] = lambda: True, host: int = 0) -> None:
-        """Serve until every worker has left, or the one that started it, ``host``, is gone."""
+        """Serve until every worker has left, or the one that started it, ``host``, is gone.
+
+        Or one goes on without a generator, as this one was stopped: then all do.
+        """
         while len(self._gone | self._silent) < self._workers and parent():
+            if self._returns is not None and self._returns.over:
+                break
             self.step(self._mailbox.next(_LOOK_S))
         if not parent() and host not in self._gone:
             self._leave(host)  # otherwise each of the others would have to find that out

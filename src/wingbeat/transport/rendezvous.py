@@ -70,15 +70,8 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
             was spawned imports the main script.
         RendezvousError: workers were missing; names rank, address, interface and the wait.
     """
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
+    _check_call(timeout)
     descriptors.raise_limit()
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # As multiprocessing itself finds out; this would join the job in its parent's place.
-        raise UsageError(
-            "wingbeat.init() was called while a process that multiprocessing has spawned, as for a "
-            "DataLoader, imports the main script: put what trains under if __name__ == '__main__':"
-        )
     before = world_module.set_current(None)
     if before is not None:
         world_module.set_current(before)  # whoever catches this goes on with it
@@ -114,6 +107,18 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         speak()
     leaving.at_the_end(world, shutdown)
     return world
+
+
+def _check_call(timeout: float) -> None:
+    """Raise a `UsageError` for a wrong timeout, or a process that must not join the job."""
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # As multiprocessing itself finds out; this would join the job in its parent's place.
+        raise UsageError(
+            "wingbeat.init() was called while a process that multiprocessing has spawned, as for a "
+            "DataLoader, imports the main script: put what trains under if __name__ == '__main__':"
+        )
 
 
 def shutdown() -> None:

@@ -177,6 +177,25 @@ def test_a_silent_peer_is_lost_and_the_report_counts() -> None:
     assert [m.kind for m in play.take(2)] == [2], "the other peer goes on"
 
 
+def test_lost_peer_heard_again_is_not_lost_and_gets_what_waited() -> None:
+    play = Play(2, limits=Limits(silence=30.0))
+    for _ in range(6):
+        play.step()
+    play.network.cut_off(0, 1)
+    play.post(0, 1, message(1))
+    while play.step():
+        pass
+    assert set(play.ends[0].lost) == {1}
+    play.network.join(0, 1)
+    play.post(1, 0, message(7))
+    got: list[int] = []
+    while play.step():
+        got += [m.kind for m in play.take(1)]
+    assert not play.ends[0].lost
+    assert [m.kind for m in play.take(0)] == [7]
+    assert got == [1]
+
+
 def test_a_peer_that_only_takes_its_time_is_not_lost() -> None:
     play = Play(limits=Limits(silence=1.0))
     play.post(0, 1, message(1))

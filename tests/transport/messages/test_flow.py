@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.transport.messages.carrier import Place
-from wingbeat.transport.messages.flow import Flow, Posted
+from wingbeat.transport.messages.flow import MOST_UNDER_WAY, Flow, Posted
 from wingbeat.transport.messages.header import Header, Type, unpack
 
 PLACE = Place(0, 0, b"peer")
@@ -92,3 +92,29 @@ def test_a_small_payload_travels_with_its_header_and_a_large_one_as_it_is() -> N
         assert len(parts) == 1
     assert len(frames[3][0]) == 76
     assert frames[3][1] is payloads[3]
+
+
+def test_answers_to_peer_that_asks_without_end_are_kept_once() -> None:
+    flow = flow_that_has_met()
+    for number in range(1, 1000):
+        flow.accept(of_peer(Type.ASK, number), 0.0)
+        flow.accept(of_peer(Type.HELLO, number), 0.0)
+    assert sorted(each.type for each in sent(flow)) == [Type.WELCOME, Type.MISSING]
+
+
+def test_messages_under_way_are_bounded_by_number() -> None:
+    flow = flow_that_has_met()
+    for _ in range(MOST_UNDER_WAY + 5):
+        flow.post(data(b"x"), 0.0)
+    assert len(sent(flow)) == MOST_UNDER_WAY
+    flow.accept(of_peer(Type.ACKNOWLEDGE, arrived=3), 0.0)
+    assert len(sent(flow)) == 3
+
+
+def test_silence_before_resume_does_not_count() -> None:
+    flow = flow_that_has_met()
+    flow.post(data(b"x"), 0.0)
+    assert not flow.tick(59.0)
+    flow.resume(1000.0)
+    assert not flow.tick(1059.0)
+    assert flow.tick(1060.0)

@@ -500,3 +500,50 @@ def test_a_process_that_has_left_is_not_said_to_be_unconnected(closing: list[Mai
         other = boxes[1 - number]
         until(lambda other=other: other.poll() is None and other.left and other._carrier.ended)
         assert other.unconnected() == {}
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_routing_ids_of_connections_cannot_be_guessed(encrypted: bool) -> None:
+    """A peer that has claimed one before would end the process."""
+    with contextlib.ExitStack() as stack:
+        keys = [Keys.make() if encrypted else None for _ in range(2)]
+        ends = [
+            ZeroMQCarrier(number, ["127.0.0.1"], 2, message=1000, keys=key)
+            for number, key in enumerate(keys)
+        ]
+        for end in ends:
+            stack.callback(end.close)
+        ends[0].admit({1: ends[1].reach})
+        names = set()
+        for _ in range(3):
+            for urgency in range(2):
+                place = ends[0].place(1, 0, urgency, theirs=0)
+                assert place is not None
+                names.add(place.name)
+            ends[0].forget(1)
+            ends[0].know(1, ends[1].reach)
+        assert len(names) == 6
+        assert all(len(name) == 16 for name in names)
+
+
+def test_peer_that_reads_nothing_has_a_bounded_queue() -> None:
+    """It asks without end; what answers it is dropped when so much waits."""
+    with contextlib.ExitStack() as stack:
+        ends = [
+            ZeroMQCarrier(number, ["127.0.0.1"], 1, message=1 << 20, keys=None)
+            for number in range(2)
+        ]
+        for end in ends:
+            stack.callback(end.close)
+        ends[0].admit({1: ends[1].reach})
+        place = ends[0].place(1, 0, 0, theirs=0)
+        assert place is not None
+        deadline = time.monotonic() + PATIENCE
+        while not ends[0].send(place, [b"x"]):
+            assert time.monotonic() < deadline
+        taken, payload = 0, bytes(1 << 16)
+        while not ends[0]._said_full and taken < 20 * zeromq.QUEUED:
+            assert ends[0].send(place, [b"head", payload])
+            taken += 1
+        assert ends[0]._said_full
+        assert taken < 3 * zeromq.QUEUED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,35 +69,51 @@ class Card:
             data = json.loads(text)
             card = Card(
                 Host.from_json(data["host"]),
-                tuple(str(address) for address in data["uses"]),
-                int(data["session"]),
-                str(data["key"]),
-                tuple(tuple(_endpoint(each) for each in of) for of in data["listens"]),
-                int(data["message"]),
-                int(data["window"]),
+                tuple(_text(address) for address in _list(data["uses"])),
+                _number(data["session"]),
+                _text(data["key"]),
+                tuple(tuple(map(_endpoint, _list(of))) for of in _list(data["listens"])),
+                _number(data["message"]),
+                _number(data["window"]),
             )
-        except (KeyError, TypeError, ValueError, RecursionError) as err:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
             raise ValueError(f"malformed card: {err!r:.80}") from None
-        _check(card, data)
+        _check(card, text)
         return card
 
 
-def _check(card: Card, data: Mapping[str, Any]) -> None:
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**64:
+        raise ValueError(f"{value!r:.40} in place of a number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.40} in place of a text")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"{value!r:.40} in place of a list")
+    return value
+
+
+def _check(card: Card, text: str) -> None:
     addresses = {i.address for i in card.host.interfaces}
     fine = (
-        0 <= card.session < 2**64
-        and type(data["session"]) is int
-        and (not card.key or _KEY.fullmatch(card.key))
+        (not card.key or _KEY.fullmatch(card.key))
         and addresses.issuperset(card.uses)
         and len(card.listens) == len(card.uses) > 0
         and len({len(of) for of in card.listens}) == 1
     )
     if not fine:
-        raise ValueError(f"malformed card: {data!s:.80}")
+        raise ValueError(f"malformed card: {text:.80}")
 
 
 def _endpoint(text: Any) -> str:
-    match = _ENDPOINT.fullmatch(str(text))
+    match = _ENDPOINT.fullmatch(_text(text))
     if match is None or not 0 < int(match[2]) < 2**16:
         raise ValueError(f"malformed endpoint: {text!r:.80}")
     address = ipaddress.ip_address(match[1].strip("[]"))

@@ -14,3 +14,6 @@ NEVER = math.inf
 
 Flow = _native.Flow
 Posted = _native.Posted
+
+MOST_UNDER_WAY = _native.MOST_UNDER_WAY
+"""Messages of one flow that are handed to its connection and have not arrived."""

@@ -9,6 +9,7 @@ handed over where it is, and what is sent is read where it lies, unless it is en
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,10 +26,19 @@ from wingbeat.transport.messages.alarm import Alarm
 from wingbeat.transport.messages.card import in_brackets
 from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
 from wingbeat.transport.messages.endpoint import INLINE
+from wingbeat.transport.messages.flow import MOST_UNDER_WAY
 from wingbeat.transport.messages.header import LARGEST
 
 SEND_BUFFER = 1 << 18
 """Bytes of a socket's buffer in the kernel: what is in there cannot be overtaken."""
+
+QUEUED = 4 * MOST_UNDER_WAY
+"""Frames that wait for one connection at most; what is sent beyond that is lost until they leave.
+
+ZeroMQ counts frames that have left in steps of half the limit. The other half holds what a flow has
+under way, and the same once more after a cut. So only a peer that has this process send without
+end, and reads nothing, reaches it.
+"""
 
 SEALED = 64
 """Bytes, with some to spare, by which encryption makes a part larger: its limit counts them."""
@@ -151,7 +161,7 @@ class ZeroMQCarrier:
         self._peers: dict[int, Reach] = {}
         self._connected: dict[int, list[Place]] = {}
         self._ends: dict[Place, str] = {}
-        self._renewals = 0
+        self._said_full = False
         self._sockets: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._alarm: Alarm | None = None
@@ -196,7 +206,6 @@ class ZeroMQCarrier:
         """Let a peer whose process has ended connect no more, nor try to connect to it."""
         for place in self._connected.pop(peer, ()):
             self._sockets[place[:2]].disconnect(self._ends.pop(place))
-        self._renewals += 1
         self.admit({n: reach for n, reach in self._peers.items() if n != peer})
 
     def know(self, peer: int, reach: Reach) -> None:
@@ -224,7 +233,8 @@ class ZeroMQCarrier:
         if peer < self._number:
             return None
         socket, reach = self._sockets[interface, urgency], self._peers[peer]
-        name = b"peer-%d-%d" % (peer, self._renewals)  # the one before may still be closing
+        # libzmq ends the process if a peer has claimed the same name for a connection of its own.
+        name = secrets.token_bytes(16)
         socket.set(zmq.CONNECT_ROUTING_ID, name)
         if self._keys is not None:
             socket.curve_server = 0
@@ -237,13 +247,16 @@ class ZeroMQCarrier:
         return made
 
     def send(self, place: Place, parts: Sequence[Buffer]) -> bool:
-        """Hand over one frame without waiting; False if nobody is connected there now."""
+        """As `Carrier.send`; a frame for a connection that has `QUEUED` frames is lost."""
         interface, urgency, name = place
         socket = self._sockets[interface, urgency]
         try:
             _send(socket, name, _MORE)
+        except zmq.Again:
+            self._say_full(place)
+            return True
         except zmq.ZMQError as err:
-            if err.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            if err.errno == zmq.EHOSTUNREACH:
                 return False
             raise
         if len(parts) == 1:
@@ -252,6 +265,19 @@ class ZeroMQCarrier:
             _send(socket, parts[0], _MORE)
             _send(socket, parts[1], _LAST, copy=False)
         return True
+
+    def _say_full(self, place: Place) -> None:
+        """Warn of a connection that takes nothing, once: its peer may cause this without end."""
+        if not self._said_full:
+            self._said_full = True
+            _log.warning(
+                "process %d: a connection on interface %d, class %d, takes no frames; %d wait for "
+                "it, and more are dropped until its peer reads them: a peer asks and does not read",
+                self._number,
+                place.interface,
+                place.urgency,
+                QUEUED,
+            )
 
     def receive(self, seconds: float) -> Arrival | None:
         """Return the next frame, the most urgent first; None after ``seconds`` without any."""
@@ -350,7 +376,7 @@ class ZeroMQCarrier:
             zmq.ROUTER_MANDATORY: 1,
             zmq.PROBE_ROUTER: 1,  # tells a peer that its connection has been made anew
             zmq.MAXMSGSIZE: max(message, LARGEST + INLINE) + SEALED * (self._keys is not None),
-            zmq.SNDHWM: 0,  # the windows are the limit
+            zmq.SNDHWM: QUEUED,
             zmq.RCVHWM: 1000,
             zmq.SNDBUF: SEND_BUFFER,
             zmq.TOS: tos,
