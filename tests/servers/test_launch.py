@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import psutil
 import pytest
 
 from wingbeat.servers.config import ServerConfig
+from wingbeat.servers.protocol import Kind
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Mailbox, open_mailbox
 from wingbeat.transport.services.launch import InProcess, InThread
@@ -102,6 +104,40 @@ def test_an_interrupt_is_for_the_workers(started: Callable[..., InProcess]) -> N
         box.close()
     server.close(20.0)
     assert str(server.ended()).endswith("exit status 0")
+
+
+def test_a_server_that_gets_sigterm_serves_until_its_workers_have_left(
+    started: Callable[..., InProcess],
+) -> None:
+    """Schedulers send it to all processes of a job, and workers then save what servers hold."""
+    server = started(Switchboard())
+    boxes = met(server._store)  # type: ignore[arg-type]
+    os.kill(server._process.pid, signal.SIGTERM)
+    for box in boxes:
+        box.post(2, Kind.PUSH, np.ones(4, "f4"), dtype="float32")
+    for box in boxes:
+        assert bytes(box.receive(PATIENCE).payload) == np.full(4, 2.0, "f4").tobytes()
+    for box in boxes:
+        box.close()
+    server.close(20.0)
+    assert str(server.ended()).endswith("exit status 0")
+
+
+def test_a_server_whose_workers_do_not_leave_ends_a_timeout_after_sigterm_and_says_so(
+    started: Callable[..., InProcess], capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = started(Switchboard(), timeout=2.0)
+    boxes = met(server._store)  # type: ignore[arg-type]
+    os.kill(server._process.pid, signal.SIGTERM)
+    until(lambda: server.ended() is not None)
+    assert server.ended() == "server 0 (started by rank 1) has ended with exit status 143"
+    server.close(20.0)
+    told = capfd.readouterr().err
+    assert told == (
+        "server 0 (started by rank 1) ends 2 s after SIGTERM: its workers have not left\n"
+    )
+    for box in boxes:
+        box.abandon()
 
 
 def test_a_server_that_is_not_answered_ends(

@@ -7,6 +7,7 @@ and before it closes its connections. So whoever notices a closed connection can
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0
 """Seconds to give another worker to say that it, too, was waiting."""
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit status of a process that has ended as SIGTERM asks: in good order."""
 
 _POLL = 0.02
 """Seconds between two looks into the store. Its own wait would write a warning for each miss."""

@@ -35,6 +35,11 @@ class Serves(Protocol):
         """Say which service it is."""
         ...
 
+    @property
+    def timeout(self) -> float:
+        """How many seconds any wait may take; that for workers to leave after SIGTERM too."""
+        ...
+
     def to_json(self) -> str:
         """Return all of it as text."""
         ...
