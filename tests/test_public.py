@@ -29,7 +29,8 @@ PUBLIC = [
     ),
     *("OMGS", "P3", "PSGD", "ParameterServer", "PartitionedPS", "Ripples", "Sketch", "Strategy"),
     *("TicTac", "TopK", "TopKSGD", "VanillaPS"),
-    *("consensus", "distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
+    *("consensus", "distribute", "flush", "init", "join", "no_sync", "on_terminate", "release"),
+    "shutdown",
 ]
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from wingbeat.sync import no_sync as no_sync
     from wingbeat.sync import release as release
     from wingbeat.transport import init as init
+    from wingbeat.transport import on_terminate as on_terminate
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.types import Group as Group
     from wingbeat.wires import LowRank as LowRank
@@ -83,6 +84,7 @@ _HOME = {
     "init": "wingbeat.transport",
     "join": "wingbeat.sync",
     "no_sync": "wingbeat.sync",
+    "on_terminate": "wingbeat.transport",
     "release": "wingbeat.sync",
     "shutdown": "wingbeat.transport",
 }
@@ -122,6 +124,7 @@ __all__ = [
     "init",
     "join",
     "no_sync",
+    "on_terminate",
     "release",
     "shutdown",
 ]

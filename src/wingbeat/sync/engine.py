@@ -8,6 +8,7 @@ what (`updates`), and what is decided while training goes on (`control`).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,9 +40,9 @@ from wingbeat.sync import forks, kinds, looks
 from wingbeat.sync.attach import Hooks, in_backward
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.entrance import Entrance
-from wingbeat.sync.hooks import WeakCall
+from wingbeat.sync.hooks import ModuleHook, WeakCall
 from wingbeat.sync.returned import refuse_loading
-from wingbeat.transport import leaving
+from wingbeat.transport import leaving, termination
 from wingbeat.types import Choices
 from wingbeat.updates.stepper import Stepper
 from wingbeat.updates.update import Closure, Training
@@ -87,6 +88,7 @@ class Engine(Entrance):
         self.scaled = self.asked = False
         self.copied = world.returned
         self.hooks: Hooks | None = None
+        self._alone: Any = None
         # Parts of parameters are cut from a flat one, and codecs look at matrices in order.
         flat = self.compression.coded is not None or not lockstep
         self.bucketing.strided = not choices.divides and not flat
@@ -108,6 +110,9 @@ class Engine(Entrance):
         self.update = self.runtime.update
         if world.size > 1:
             self._start()
+        else:
+            hook = ModuleHook(weakref.ref(self), "enter_alone")
+            self._alone = model.register_forward_pre_hook(hook, prepend=True)
 
     def __reduce__(self) -> Any:
         # Objects that copy their attributes by themselves come out as plain ones.
@@ -318,12 +323,29 @@ class Engine(Entrance):
     def step(self, closure: Closure = None) -> Any:
         """Do what a call of the user's ``optimizer.step`` asks for; return the closure's value."""
         # A scaler asks before each step that it makes: without one, that was the last.
+        if closure is not None:  # whose forwards belong to the step
+            self.between_steps()
         self.scaled, self.asked = self.scaled and self.asked, False
         self.copied = False
         self.meter.enter("update")
         returned = self.update.step(self, closure)
         self.meter.stepped()
+        termination.stepped()
         return returned
+
+    def between_steps(self) -> None:
+        """Before what may be the first of a step: stop here if SIGTERM stops the job.
+
+        Raises:
+            SystemExit: it does, and all is saved.
+        """
+        if not self.stepper.stepping:
+            termination.between(lockstep=self.choices.lockstep)
+
+    def enter_alone(self, *_args: Any) -> None:
+        """Before a forward of a worker alone, which has no other hooks."""
+        if torch.is_grad_enabled() and not in_backward():
+            self.between_steps()
 
     def visible_state(self) -> Any:
         """Return the optimizer's state after all updates; inside its own step, as it is."""
@@ -363,6 +385,8 @@ class Engine(Entrance):
         forks.discard(self)
         if self.hooks is not None:
             self.hooks.remove()
+        if self._alone is not None:
+            self._alone.remove()
 
     def close(self) -> None:
         """Give the channel back, and the buffers' in it; nothing can be exchanged after that."""

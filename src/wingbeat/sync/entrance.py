@@ -42,10 +42,15 @@ class Entrance(Intake):
         """Bring the parameters up to date that a module is about to read."""
         raise NotImplementedError
 
+    def between_steps(self) -> None:
+        """Before what may be the first of a step: stop here if SIGTERM stops the job."""
+        raise NotImplementedError
+
     def enter_forward(self, _model: torch.nn.Module, _args: Any) -> None:
         """Before the model's forward: get ready for the backward that may follow."""
         if not torch.is_grad_enabled() or in_backward():
             return
+        self.between_steps()
         self._begin_forward()
         # As under DDP, it is the forward that decides whether its gradients are synchronised.
         # One that is not does not undo what an earlier one of the same backward has decided.
@@ -54,6 +59,7 @@ class Entrance(Intake):
 
     def enter_step(self) -> None:
         """Before forwards and backwards of which each backward decides whether it synchronises."""
+        self.between_steps()
         self._begin_forward()
         self._ask_for_buffers()
 

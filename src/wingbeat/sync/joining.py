@@ -16,6 +16,7 @@ from wingbeat.schedules.events import Phase
 from wingbeat.sync.attach import in_backward
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.hooks import ModuleHook
+from wingbeat.transport import termination
 from wingbeat.updates.stepper import State
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class _Party:
 
     def others_go_on(self, doing: _Doing = _Doing.NOTHING) -> _Doing:
         """Tell what this worker does, and return the most that anybody does."""
+        self.engine.between_steps()
         found = _announce(self.engine, doing)
         active = [rank for rank, flag in enumerate(found) if flag]
         self.active = active or self.active
@@ -95,6 +97,7 @@ class _Party:
                 engine.shadow_backward()
                 engine.update.step_of_others(engine)
                 engine.meter.stepped()
+                termination.stepped()
                 engine.zero_grad(True)
                 for slot in engine.slots:
                     slot.param.grad = None

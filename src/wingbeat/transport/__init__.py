@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wingbeat.transport.rendezvous import init as init
     from wingbeat.transport.rendezvous import shutdown as shutdown
+    from wingbeat.transport.termination import on_terminate as on_terminate
     from wingbeat.transport.world import World as World
     from wingbeat.transport.world import current as current
 
-_HOME = {"World": "world", "current": "world", "init": "rendezvous", "shutdown": "rendezvous"}
+_HOME = {
+    "World": "world",
+    "current": "world",
+    "init": "rendezvous",
+    "on_terminate": "termination",
+    "shutdown": "rendezvous",
+}
 
-__all__ = ["World", "current", "init", "shutdown"]
+__all__ = ["World", "current", "init", "on_terminate", "shutdown"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,10 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import zmq.utils.garbage  # noqa: F401 (see `at_the_end`)
 
-from wingbeat.transport.blame import PATIENCE, has_left, say_failed, say_left
+from wingbeat.transport.blame import PATIENCE, TERMINATED, has_left, say_failed, say_left
 from wingbeat.transport.world import World
 
 LAST = 10.0
@@ -28,7 +29,8 @@ def close(world: World) -> None:
     if error is not None:
         say_failed(world.store, world.rank, error)  # first: a peer that misses this rank asks why
     # The last callback: by then everything that was queued is sent, and nothing is closed yet.
-    world.on_close(lambda: say_left(world.store, world.rank, not failing()))
+    # Who is terminated has not finished: others that wait for it had no more batches than it.
+    world.on_close(lambda: say_left(world.store, world.rank, not failing() and not _End.terminated))
     world.close()
 
 
@@ -53,6 +55,7 @@ class _End:
 
     of: _End | None = None
     begun = False
+    terminated = False
 
     def __init__(self, world: World, shutdown: Callable[[], None]) -> None:
         self.pid = os.getpid()
@@ -78,6 +81,12 @@ def _end() -> None:
                 time.sleep(_POLL)
 
 
+def terminate() -> NoReturn:
+    """End this process as SIGTERM asks, in good order, once all that is to be saved is saved."""
+    _End.terminated = True
+    raise SystemExit(TERMINATED)
+
+
 def failing() -> bool:
     """Whether an exception is about to end this process, or the block that shuts down."""
     return failure() is not None
@@ -87,7 +96,7 @@ def failure() -> BaseException | None:
     """Return the exception that is about to end this process, or the block that shuts down."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
-        if error.code in (None, 0):
+        if error.code in (None, 0, TERMINATED):
             return None
         return error.__context__ or error  # as in `except ...: sys.exit(1)`
     if error is None and _End.begun:
