@@ -47,8 +47,8 @@ class Host:
             interfaces = [
                 Interface(
                     str(i["name"]),
-                    str(ipaddress.ip_address(i["address"])),
-                    str(ipaddress.ip_network(i["subnet"])),
+                    str(ipaddress.ip_address(str(i["address"]))),
+                    str(ipaddress.ip_network(str(i["subnet"]))),
                 )
                 for i in data["interfaces"]
             ]
