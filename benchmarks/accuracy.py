@@ -48,8 +48,10 @@ from wingbeat.bench import contenders, digits, estimate, machine
 from wingbeat.bench.attach import attached
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.contenders import Contender
+from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError
-from wingbeat.observe.figure import blank, writing
+from wingbeat.files import replacing
+from wingbeat.observe.figure import blank
 from wingbeat.wires import Sketch, TopK
 
 ROWS = "allreduce allreduce:wire=sketch allreduce:wire=sketch@4 allreduce:wire=topk@0.01"
@@ -355,8 +357,8 @@ def draw(path: Path, runs: Sequence[dict[str, Any]]) -> None:
         axes.grid(color="#e6e9ed", linewidth=0.7)
         axes.legend(fontsize=8, frameon=False, loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
-    with writing(path):
-        figure.savefig(path, format="png", bbox_inches="tight")
+    with replacing(path) as file:
+        figure.savefig(file, format="png", bbox_inches="tight")
 
 
 def draw_curves(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
@@ -397,9 +399,7 @@ def check(options: argparse.Namespace) -> None:
         if contender.traits.bound == "fsdp":
             raise UsageError(f"--strategies: {contender.text!r} keeps no whole weights to compare")
     for path in filter(None, (options.json, options.png)):
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+        check_writable(path)
     if options.png:
         blank("curve", (1, 1), 72)
 

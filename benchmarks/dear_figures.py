@@ -42,7 +42,8 @@ from wingbeat import paced
 from wingbeat.bench import estimate, runner
 from wingbeat.bench.config import BenchConfig
 from wingbeat.errors import UsageError
-from wingbeat.observe.figure import blank, writing
+from wingbeat.files import replacing
+from wingbeat.observe.figure import blank
 
 WITHIN = 1.01
 
@@ -165,8 +166,10 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Fill the report, part by part, and return which limits are missed."""
     if args.png:
         blank("figure", (1, 1), 50)  # refused now rather than when all is measured
-        with writing(args.png):
+        try:
             args.png.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise UsageError(f"cannot write {str(args.png)!r}: {err.strerror or err}") from None
     with tempfile.TemporaryDirectory() as folder:
         # All are checked, so that nothing is found wrong after minutes.
         planned = {f: benches(f, args, Path(folder)) for f in args.figures if f in BARS}
@@ -355,8 +358,8 @@ def draw(figure: str, found: dict[str, Any], path: Path) -> None:
         place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 4}
         axes.legend(frameon=False, fontsize=8, **place)
     picture.tight_layout()
-    with writing(path):
-        picture.savefig(path, format="png")
+    with replacing(path) as file:
+        picture.savefig(file, format="png")
 
 
 def draw_bars(axes: Any, groups: dict[str, Any]) -> None:

@@ -44,7 +44,8 @@ from rich.table import Table
 from wingbeat.bench import machine
 from wingbeat.costs import Costs, Line, Pieces, Sorting, Workload
 from wingbeat.errors import UsageError, unknown
-from wingbeat.observe.figure import blank, writing
+from wingbeat.files import replacing
+from wingbeat.observe.figure import blank
 from wingbeat.paced.profile import load_profile
 from wingbeat.plans import merge
 
@@ -315,9 +316,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         fontsize=11,
     )
     figure.tight_layout()
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def missed(gaps: list[dict[str, Any]], times: list[dict[str, Any]]) -> list[str]:
@@ -372,9 +372,8 @@ def run(args: argparse.Namespace) -> int:
             "machine": machine.describe(), "versions": machine.versions(), "seed": args.seed,
             "seconds": time.perf_counter() - begin, "missed": lines, "gaps": gaps, "large": times,
         }  # fmt: skip
-        with writing(args.json):
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        with replacing(args.json) as file:
+            file.write(json.dumps(report, indent=1).encode() + b"\n")
     if args.png:
         draw(gaps, args.png)
     for line_ in lines:

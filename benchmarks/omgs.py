@@ -50,7 +50,8 @@ from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.table import milliseconds
 from wingbeat.cli.bench import check_writable, need_matplotlib
 from wingbeat.errors import UsageError, WingbeatError
-from wingbeat.observe.figure import blank, writing
+from wingbeat.files import replacing
+from wingbeat.observe.figure import blank
 from wingbeat.observe.timeline import COLOURS
 
 if TYPE_CHECKING:
@@ -391,8 +392,8 @@ def draw(models: dict[str, dict[str, Any]], path: Path) -> None:
     handles = [Patch(color=COLOURS[what], label=_LABELS.get(p, p)) for p, what in PARTS.items()]
     figure.legend(handles=handles, loc="upper center", ncols=len(handles), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.45 / figure.get_size_inches()[1]))
-    with writing(path):
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def bars(rows: dict[str, dict[str, Any]]) -> list[Bar]:

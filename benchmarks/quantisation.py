@@ -35,8 +35,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wingbeat.bench import digits, machine
+from wingbeat.files import replacing
 from wingbeat.kernels import layout, reference
-from wingbeat.observe.figure import blank, writing
+from wingbeat.observe.figure import blank
 
 MOMENTS = (1, 10, 100, 300)
 """Iterations whose gradients are looked at."""
@@ -326,9 +327,8 @@ def draw_png(figures: list[Figure], path: Path) -> None:
     figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=8.5)
     figure.suptitle("Gradients rounded to a few bits", fontsize=13, fontweight="bold", color=_INK)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def write_report(path: Path, figures: list[Figure], rows: list[dict[str, Any]]) -> None:
@@ -340,9 +340,8 @@ def write_report(path: Path, figures: list[Figure], rows: list[dict[str, Any]]) 
         "checks": rows,
         "results": [asdict(figure) for figure in figures],
     }
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    with replacing(path) as file:
+        file.write(json.dumps(report, indent=2).encode() + b"\n")
 
 
 def main() -> int:
