@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from wingbeat.errors import UsageError
@@ -29,16 +26,3 @@ def blank(what: str, size: tuple[float, float], dpi: int) -> Figure:
     figure = Figure(figsize=size, dpi=dpi, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
-
-
-@contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Say in one line what keeps a file of a benchmark from being written.
-
-    Raises:
-        UsageError: what happens inside cannot write ``path``.
-    """
-    try:
-        yield
-    except OSError as err:
-        raise UsageError(f"cannot write {str(path)!r}: {err.strerror or err}") from None
