@@ -49,6 +49,7 @@ class Echo:
     module: ClassVar[str] = "generator_service"
     me: ClassVar[str] = "echo"
     asks_later: ClassVar[bool] = False
+    timeout: ClassVar[float] = 60.0
 
     workers: int
     encrypted: bool
