@@ -219,6 +219,9 @@ class VirtualBox:
     def lost(self) -> Mapping[int, str]:
         return self._end.lost
 
+    def unconnected(self) -> Mapping[int, float]:
+        return self._end.unconnected(self._play.clock.now)
+
     def interrupter(self) -> Callable[[], None]:
         return lambda: None
 

@@ -41,6 +41,9 @@ def alone_text(worker: int, others: str) -> str:
     )
 
 
+_NO_STORE = "the rendezvous store has ended (with rank 0, or the launcher), by which they are found"
+
+
 class Follower:
     """Averages with the groups of a schedule that all know; for one thread.
 
@@ -108,7 +111,7 @@ class Follower:
         """Average with all that take part, when all of them have called this.
 
         Raises:
-            PeerError: no other worker takes part any more.
+            PeerError: no other worker takes part any more, or the store has ended.
         """
         self._sign = self._sign._replace(levelling=True)
         self._wait_for_all()
@@ -242,6 +245,8 @@ class Follower:
             self._look()
             if self._worker in self.absent:
                 return
+            if self._worker not in self._signs:
+                raise PeerError(alone_text(self._worker, _NO_STORE))
             now, missing = time.monotonic(), False
             for worker in set(range(self._layout.workers)) - self.absent - {self._worker}:
                 sign = self._signs.get(worker)
