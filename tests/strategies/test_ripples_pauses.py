@@ -83,9 +83,7 @@ def test_stopped_worker_trains_on_and_all_end_equal(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ripples", "diloco:every=4"])
-def test_worker_stopped_until_others_ended_fails(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_worker_stopped_until_others_ended_fails(strategy: str, tmp_path: Path) -> None:
     port, stop = free_port(), tmp_path / "stop"
     workers = [start(SCRIPT, each, port, strategy, stop) for each in range(3)]
     try:

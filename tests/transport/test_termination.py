@@ -28,6 +28,14 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def end(one: Termination) -> None:
+    """End its thread, which would else end the tests when the grace is over."""
+    one.after = None
+    one.close()
+    one._thread.join(PATIENCE)
+    assert not one._thread.is_alive()
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Termination]]:
     """Makes what a rank has, as if its process had called `on_terminate`."""
@@ -44,7 +52,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Termination]
 
     yield make
     for one in kept:
-        one.close()
+        end(one)
 
 
 def step(one: Termination, *, lockstep: bool = True) -> bool:
@@ -248,7 +256,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     yield wingbeat.init()
     installed = termination._installed
     if installed is not None:
-        installed.after = None  # so that the handler goes back
+        end(installed)
     wingbeat.shutdown()
     signal.signal(signal.SIGTERM, before)
     monkeypatch.setattr(termination, "_installed", None)
@@ -261,6 +269,7 @@ def test_a_worker_alone_saves_between_two_steps_and_exits_with_143(alone: World)
     former: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: former.append(number))
     saved: list[int] = []
+    made = 0
     wingbeat.on_terminate(lambda: saved.append(made))
     installed = termination._installed
     assert installed is not None
@@ -277,7 +286,6 @@ def test_a_worker_alone_saves_between_two_steps_and_exits_with_143(alone: World)
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
 
-    made = 0
     with pytest.raises(SystemExit) as left:
         train()
     assert left.value.code == 143
@@ -297,8 +305,8 @@ def test_a_forward_of_a_closure_is_amid_a_step(alone: World) -> None:
     def closure() -> torch.Tensor:
         evaluated.append(len(evaluated))
         optimizer.zero_grad()
-        loss = model(torch.ones(1, 4)).square().sum()
-        loss.backward()
+        loss: torch.Tensor = model(torch.ones(1, 4)).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     optimizer.step(closure)

@@ -173,8 +173,8 @@ class Termination:
         deadline = time.monotonic() + self.grace
         with self._counting:
             self.after = self._agreed()
-        while (left := deadline - time.monotonic()) > 0:
-            time.sleep(left)
+        if self._closed.wait(max(0.0, deadline - time.monotonic())):
+            return
         # As bytes, for the thread that hangs may have locked `sys.stderr`.
         os.write(
             2,
