@@ -111,6 +111,20 @@ def test_a_store_that_is_gone_ends_nothing(error: type[Exception]) -> None:
     news.close(PATIENCE)
 
 
+def test_a_thread_that_ends_by_an_exception_is_said() -> None:
+    store = Switchboard()
+
+    def broken(key: str) -> bool:
+        raise KeyError(key)
+
+    store.has = broken  # type: ignore[method-assign]
+    news = News(store, "a")
+    assert news.failure == ""
+    news.hear()
+    until(lambda: news.failure)
+    assert news.failure.startswith("thread wingbeat-news has ended by KeyError: 'a'")
+
+
 def test_nobody_is_asked_before_there_is_something_to_ask() -> None:
     news = News(Switchboard(), "a")
     news.close(PATIENCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Collection, Sequence
 from unittest.mock import Mock
 
@@ -402,6 +403,41 @@ def test_of_two_entries_the_first_is_right_and_the_second_adds_to_it() -> None:
     assert one.roll.view == two.roll.view == (0, 0, 1, 1)
     assert one.roll.entries == 2
     assert [news.change for news in two.news()] == [Change(2, 0, False, 0), Change(3, 0, False, 1)]
+
+
+def test_a_malformed_card_is_refused_and_the_roll_is_read_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = Switchboard()
+    roll = Attendance(store, "r", 0, Roll(3))
+    store.set("messages/r/1.1", '{"session": Infinity}')
+    store.set("roll/r/0", Entry(1, View((0, 2, 0))).to_text())
+    store.set("roll/r/1", Entry(1, View((0, 2, 1))).to_text())
+    heard = threading.Event()
+    roll.start(heard.set)
+    try:
+        assert heard.wait(20.0)
+        changes = [news.change for news in roll.news()]
+    finally:
+        roll.stop()
+    assert Change(2, 0, False, 1) in changes
+    assert Change(1, 1, True, 1) not in changes
+    refused = "rank 1 comes back, and is refused: the rendezvous store has under 'messages/r/1.1'"
+    assert caplog.text.count(refused) == 1
+
+
+def test_the_end_of_the_roll_by_an_exception_ends_the_worker() -> None:
+    party = Party(2)
+
+    def broken(_key: str) -> bool:
+        raise KeyError("torn")
+
+    party.store.has = broken  # type: ignore[method-assign]
+    heard = threading.Event()
+    party.rolls[0].start(heard.set)
+    assert heard.wait(20.0)
+    with pytest.raises(PeerError, match="rank 0: thread wingbeat-roll has ended by KeyError: "):
+        list(party.presences[0].look({}))
 
 
 def test_who_has_been_missed_misses_nobody() -> None:

@@ -13,10 +13,10 @@ from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.stale.letters import Malformed
 from wingbeat.stale.roll import Change, Entry, Roll
 from wingbeat.stale.view import View, members, merge, with_life
+from wingbeat.transport.background import BackgroundThread
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.meeting import card_of
 from wingbeat.transport.store import Ledger
-from wingbeat.transport.text import first_line
 
 _log = logging.getLogger(__name__)
 
@@ -59,16 +59,16 @@ class Attendance:
         self._wish: View | None = None
         self._since: float | None = None
         self._failure = ""
-        self._error: Exception | None = None
         self._news: deque[News] = deque()
         self._to_meet: deque[tuple[int, int]] = deque()
         self._changed, self._ended = threading.Event(), threading.Event()
         self._heard: Callable[[], None] = lambda: None
+        self._thread = BackgroundThread(self._run, "wingbeat-roll", died=lambda: self._heard())
 
     def start(self, heard: Callable[[], None]) -> None:
         """Look again and again, in a thread; call ``heard`` when there is news."""
         self._heard = heard
-        threading.Thread(target=self._run, name="wingbeat-roll", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
         """End the thread, once the store has answered."""
@@ -103,11 +103,8 @@ class Attendance:
         Raises:
             PeerError: the thread that reads the roll has failed; says how.
         """
-        if self._error is not None:
-            raise PeerError(
-                f"rank {self._rank}: cannot read who takes part: "
-                f"{type(self._error).__name__}: {first_line(self._error)}"
-            )
+        if self._thread.failure:
+            raise PeerError(f"rank {self._rank}: {self._thread.failure}")
         out = []
         while self._news:
             out.append(self._news.popleft())
@@ -129,10 +126,6 @@ class Attendance:
                 self._failure = ""
             except (TimeoutError, Malformed, RuntimeError) as error:
                 self._failure = str(error)
-            except Exception as error:  # nobody hears it here: training does
-                self._error = error
-                self._heard()
-                return
             if self._news or self._failure:
                 self._heard()
 
@@ -167,9 +160,7 @@ class Attendance:
                 except TimeoutError:
                     continue  # it has ended meanwhile
                 except ValueError as error:
-                    _log.warning(
-                        "rank %d comes back with a %s; it is refused", change.worker, error
-                    )
+                    _log.warning("rank %d comes back, and is refused: %s", change.worker, error)
                     continue
             self._news.append(News(change, card))
 

@@ -151,7 +151,7 @@ class Hosting:
             name=config.name,
             timeout=world.timeout,
             order=Order.URGENT if config.order == Order.URGENT.value else Order.READY,
-            watch=functools.partial(_ended, started),
+            watch=functools.partial(_failed, news, started),
             tell=news.tell,
             hear=news.hear,
             blame=departures_of(world).blame,
@@ -174,7 +174,7 @@ class Hosting:
         )
 
     def _check(self) -> None:
-        ended = _ended(self._started)
+        ended = _failed(self._news, self._started)
         if ended is not None:
             raise PeerError(f"rank {self._world.rank}: {ended} before it had met everyone")
         told = self._news.hear()
@@ -182,9 +182,9 @@ class Hosting:
             raise PeerError(f"rank {self._world.rank}: {told}")
 
 
-def _ended(started: Sequence[Started]) -> str | None:
-    """Say how one of these servers has ended, if one has."""
-    return next(filter(None, (each.ended() for each in started)), None)
+def _failed(news: News, started: Sequence[Started]) -> str | None:
+    """Say how one of these servers has ended, or the thread of the news, if one has."""
+    return next(filter(None, (each.ended() for each in started)), None) or news.failure or None
 
 
 def _end(news: News, started: Sequence[Started], seconds: float) -> None:

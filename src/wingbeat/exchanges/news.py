@@ -10,6 +10,7 @@ import contextlib
 import threading
 
 from wingbeat.servers.protocol import TEXT
+from wingbeat.transport.background import BackgroundThread
 from wingbeat.transport.store import Store
 
 
@@ -36,7 +37,7 @@ class News:
         self._text: str | None = None
         self._mine: str | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="wingbeat-news", daemon=True)
+        self._thread = BackgroundThread(self._run, "wingbeat-news")
 
     def tell(self, text: str) -> None:
         """Let the others know; returns at once."""
@@ -48,6 +49,11 @@ class News:
         if self._text is None:
             self._ask()
         return self._text
+
+    @property
+    def failure(self) -> str:
+        """How the thread has ended by an exception; empty if it has not."""
+        return self._thread.failure
 
     def close(self, seconds: float) -> None:
         """End it, when what was to be told is; or after ``seconds``."""

@@ -10,10 +10,10 @@ from collections import deque
 from typing import NamedTuple
 
 from wingbeat.errors import RendezvousError
+from wingbeat.transport.background import BackgroundThread
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.meeting import card_of
 from wingbeat.transport.store import Ledger, Store
-from wingbeat.transport.text import first_line
 
 _log = logging.getLogger(__name__)
 
@@ -105,12 +105,12 @@ class Returns:
         self._news: deque[Back] = deque()
         self._met: deque[tuple[int, int]] = deque()
         self._ended = threading.Event()
-        self._error: Exception | None = None
         self.over = False
+        self._thread = BackgroundThread(self._run, "wingbeat-returns")
 
     def start(self) -> None:
         """Look again and again, in a thread."""
-        threading.Thread(target=self._run, name="wingbeat-returns", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
         """End the thread, once the store has answered."""
@@ -122,11 +122,8 @@ class Returns:
         Raises:
             RendezvousError: the thread has failed; says how.
         """
-        if self._error is not None:
-            raise RendezvousError(
-                "the group generator cannot watch who comes back: "
-                f"{type(self._error).__name__}: {first_line(self._error)}"
-            )
+        if self._thread.failure:
+            raise RendezvousError(f"group generator: {self._thread.failure}")
         return self._news.popleft() if self._news else None
 
     def met(self, back: Back) -> None:
@@ -151,7 +148,7 @@ class Returns:
             try:
                 card = card_of(self._store, self._room, *back, _READ_S)
             except ValueError as error:
-                _log.warning("rank %d comes back with a %s; it is refused", back[0], error)
+                _log.warning("rank %d comes back, and is refused: %s", back[0], error)
                 continue  # it will wait in vain, and say so
             self._news.append(Back(*back, card))
         self.over = self.over or self._store.has(_over(self._room))
@@ -162,9 +159,6 @@ class Returns:
                 self.look()
             except (TimeoutError, RuntimeError):
                 continue  # whoever comes back says that nobody answers
-            except Exception as error:  # the generator raises it
-                self._error = error
-                return
 
 
 def _parsed(text: str) -> tuple[int, int] | None:

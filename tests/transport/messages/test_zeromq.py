@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
-from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.errors import PeerError, RendezvousError, UsageError, WingbeatError
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox, zeromq
@@ -266,6 +266,21 @@ def test_a_close_that_does_not_end_is_said(
     carrier.close()
     assert "connections are not closed after" in caplog.text
     kept.close()
+
+
+def test_the_end_of_the_admission_is_raised_by_the_mailbox(closing: list[Mailbox]) -> None:
+    """Nobody could connect any more, and all who try would wait in vain."""
+    a, b = opened()
+    closing += [a, b]
+
+    def broken(_watched: object) -> None:
+        raise KeyError("no such event")
+
+    b._carrier._admission._count = broken
+    a.abandon()  # an event for the other's admission
+    until(lambda: b._broken is not None)
+    with pytest.raises(WingbeatError, match="thread wingbeat-admission has ended by KeyError"):
+        b.poll()
 
 
 def test_a_mailbox_that_nobody_uses_goes_away() -> None:

@@ -41,3 +41,26 @@ def test_a_service_finds_what_the_worker_finds(
     assert service.ended() == "the service has ended with exit status 0"
     found = Path(out.read_text()).parent
     assert found != here or sys.version_info < (3, 11)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_service_whose_store_fails_hears_that_no_answer_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would otherwise wait on its pipe until it is killed."""
+    (tmp_path / "told_service.py").write_text(
+        "import json, sys\n"
+        "print(json.dumps(['has', 'key']), flush=True)\n"
+        "sys.exit(3 if sys.stdin.readline() == '' else 4)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Torn:
+        def has(self, key: str) -> bool:
+            raise KeyError(key)
+
+    config: Any = Told(tmp_path)
+    store: Any = Torn()
+    service = InProcess(config, store)
+    service.close(60.0)
+    assert service.ended() == "the service has ended with exit status 3"

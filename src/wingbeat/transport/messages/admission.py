@@ -7,13 +7,14 @@ also counts the connections that did not come that far.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import zmq
 from zmq.utils import z85
+
+from wingbeat.transport.background import BackgroundThread
 
 _HANDLER = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
@@ -51,7 +52,7 @@ class Admission:
         self._told.bind(f"inproc://wingbeat-admission-{id(self)}")
         self._end.connect(f"inproc://wingbeat-admission-{id(self)}")
         self._watched: list[Any] = []
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread(self._run, "wingbeat-admission")
 
     @property
     def refused(self) -> Counter[str]:
@@ -64,13 +65,15 @@ class Admission:
         return failed + Counter(unfinished=max(0, unfinished))
 
     def admit(self, keys: Mapping[bytes, int]) -> None:
-        """Let whoever proves one of these keys connect, as the peer of that number."""
+        """Admit connections that prove one of these keys, as the peer of that number."""
         self._keys = dict(keys)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="wingbeat-admission", daemon=True
-            )
+        if self._thread.ident is None:
             self._thread.start()
+
+    @property
+    def failure(self) -> str:
+        """How the thread has ended by an exception, so that nobody can connect; or empty."""
+        return self._thread.failure
 
     def watch(self, socket: Any) -> None:
         """Count the handshakes that fail on a socket, and connections that end; before `admit`."""
@@ -84,7 +87,7 @@ class Admission:
         if self._ended:
             return
         self._ended = True
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._end.send(b"")
             self._thread.join()
         for socket in (self._handler, self._end, self._told, *self._watched):

@@ -5,10 +5,16 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from zmq.utils import z85
 
 from wingbeat.transport.interfaces import Host, Interface
+from wingbeat.transport.messages.carrier import CLASSES
+
+_T = TypeVar("_T")
 
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """A public key in Z85."""
@@ -66,56 +72,64 @@ class Card:
             ValueError: it is not what `to_json` makes.
         """
         try:
-            data = json.loads(text)
+            data = _of(dict, json.loads(text))
+            uses = tuple(_of(str, address) for address in _of(list, data["uses"]))
+            listens = tuple(
+                tuple(_endpoint(each) for each in _of(list, of))
+                for of in _of(list, data["listens"])
+            )
             card = Card(
                 Host.from_json(data["host"]),
-                tuple(_text(address) for address in _list(data["uses"])),
-                _number(data["session"]),
-                _text(data["key"]),
-                tuple(tuple(map(_endpoint, _list(of))) for of in _list(data["listens"])),
-                _number(data["message"]),
-                _number(data["window"]),
+                uses,
+                _number(data["session"], 0, 2**64 - 1),
+                _key(data["key"]),
+                listens,
+                _number(data["message"], 1, 2**31 - 1),
+                _number(data["window"], 1, 2**63 - 1),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
             raise ValueError(f"malformed card: {err!r:.80}") from None
-        _check(card, text)
+        addresses = {i.address for i in card.host.interfaces}
+        fits = (
+            addresses.issuperset(uses)
+            and len(set(uses)) == len(uses) == len(listens) > 0
+            and {len(of) for of in listens} <= {len(listens[0])}
+            and 1 <= len(listens[0]) <= CLASSES
+        )
+        if not fits:
+            raise ValueError(f"malformed card: {data!s:.80}")
         return card
 
 
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**64:
-        raise ValueError(f"{value!r:.40} in place of a number")
+def _of(kind: type[_T], value: Any) -> _T:
+    """Return ``value``, which has to be of that very type: true is no number."""
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.40} is no {kind.__name__}")
     return value
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"{value!r:.40} in place of a text")
-    return value
+def _number(value: Any, least: int, most: int) -> int:
+    if not least <= _of(int, value) <= most:
+        raise ValueError(f"{value!r:.40} is not from {least} to {most}")
+    return int(value)
 
 
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError(f"{value!r:.40} in place of a list")
-    return value
+def _key(value: Any) -> str:
+    """Check a public key, which ZeroMQ refuses in the midst of connecting if it is none."""
+    if _of(str, value):
+        if _KEY.fullmatch(value) is None:
+            raise ValueError(f"malformed key: {value!r:.60}")
+        try:
+            z85.decode(value.encode())
+        except struct.error:  # five characters that are more than 32 bits
+            raise ValueError(f"malformed key: {value!r:.60}") from None
+    return str(value)
 
 
-def _check(card: Card, text: str) -> None:
-    addresses = {i.address for i in card.host.interfaces}
-    fine = (
-        (not card.key or _KEY.fullmatch(card.key))
-        and addresses.issuperset(card.uses)
-        and len(card.listens) == len(card.uses) > 0
-        and len({len(of) for of in card.listens}) == 1
-    )
-    if not fine:
-        raise ValueError(f"malformed card: {text:.80}")
-
-
-def _endpoint(text: Any) -> str:
-    match = _ENDPOINT.fullmatch(_text(text))
+def _endpoint(value: Any) -> str:
+    match = _ENDPOINT.fullmatch(_of(str, value))
     if match is None or not 0 < int(match[2]) < 2**16:
-        raise ValueError(f"malformed endpoint: {text!r:.80}")
+        raise ValueError(f"malformed endpoint: {value!r:.80}")
     address = ipaddress.ip_address(match[1].strip("[]"))
     return f"tcp://{in_brackets(str(address))}:{int(match[2])}"
 

@@ -206,9 +206,14 @@ def card_of(store: Store, room: str, number: int, life: int, seconds: float) -> 
 
     Raises:
         TimeoutError: there is none within ``seconds``.
-        ValueError: it is malformed.
+        ValueError: it is malformed; names its key.
     """
-    return Card.from_json(store.get(_place(room, number, life), seconds))
+    where = _place(room, number, life)
+    text = store.get(where, seconds)
+    try:
+        return Card.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"the rendezvous store has under {where!r} a {error}") from None
 
 
 def _read(

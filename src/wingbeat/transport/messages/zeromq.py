@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.backend import Socket as BareSocket
 
-from wingbeat.errors import UsageError
+from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.transport.dscp import tos_of
 from wingbeat.transport.messages.admission import Admission
 from wingbeat.transport.messages.alarm import Alarm
@@ -280,12 +280,17 @@ class ZeroMQCarrier:
             )
 
     def receive(self, seconds: float) -> Arrival | None:
-        """Return the next frame, the most urgent first; None after ``seconds`` without any."""
+        """As `Carrier.receive`.
+
+        Raises:
+            WingbeatError: the thread that admits connections has ended by an exception.
+        """
         if seconds <= 0:
             return self._look()
         if self._only is not None:
             return self._wait_at(self._only, seconds)
         if not self._poller.poll(int(min(seconds, 3600.0) * 1e3) + 1):
+            self._check_admission()
             return None
         if self._alarm is not None:
             self._alarm.heard()
@@ -329,7 +334,13 @@ class ZeroMQCarrier:
             except zmq.Again:
                 continue
             return self._read(listener, name)
+        self._check_admission()
         return None
+
+    def _check_admission(self) -> None:
+        """Raise what has ended the admission's thread; called where no frame waits to be read."""
+        if self._admission.failure:
+            raise WingbeatError(f"process {self._number}: {self._admission.failure}")
 
     def _wait_at(self, listener: Listener, seconds: float) -> Arrival | None:
         """Wait at the only socket there is, which takes one call in place of two.
@@ -344,6 +355,7 @@ class ZeroMQCarrier:
         try:
             name = listener.socket.recv()
         except zmq.Again:
+            self._check_admission()
             return None
         return self._read(listener, name)
 

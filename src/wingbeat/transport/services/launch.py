@@ -117,10 +117,12 @@ class InProcess:
         asks, hears = self._process.stdout, self._process.stdin
         assert asks is not None
         assert hears is not None
-        with contextlib.suppress(OSError, ValueError, TimeoutError, RuntimeError):
-            self._answer(asks, hears)
-        with contextlib.suppress(OSError):
-            hears.close()  # a service that waits for an answer has to hear that none comes
+        try:
+            with contextlib.suppress(OSError, ValueError, TimeoutError, RuntimeError):
+                self._answer(asks, hears)
+        finally:  # a service that waits for an answer has to hear that none comes
+            with contextlib.suppress(OSError):
+                hears.close()
 
     def _answer(self, asks: IO[str], hears: IO[str]) -> None:
         for line in asks:
