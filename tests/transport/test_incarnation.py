@@ -68,7 +68,7 @@ def test_a_rank_whose_process_runs_is_refused_with_its_address() -> None:
     store = TorchStore(dist.HashStore())
     first, second = Incarnation("127.0.0.1"), Incarnation("127.0.0.1")
     take(store, first)
-    for _ in range(40):  # more often than connections wait in the kernel
+    for _ in range(150):  # more often than connections wait in the kernel
         with pytest.raises(RendezvousError, match=r"rank 1 is taken: .*127\.0\.0\.1 \(port "):
             take(store, second, 0.01)
     first.close()
@@ -105,14 +105,49 @@ def test_a_process_that_is_ending_is_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("trouble", [OSError(105, "No buffer space available"), TimeoutError()])
+def test_a_connection_that_fails_once_does_not_show_that_a_process_has_ended(
+    trouble: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, real = iter([trouble, trouble]), socket.create_connection
+
+    def connect(address: tuple[str, int], seconds: float) -> socket.socket:
+        for error in failures:
+            raise error
+        return real(address, seconds)
+
+    one = Incarnation("127.0.0.1")
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert runs(one.place)
+    one.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_port_that_closes_once_without_a_word_is_asked_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = Place("127.0.0.1", server.getsockname()[1], TOKEN)
+
+        def serve() -> None:
+            for answer in (b"", TOKEN.encode()):
+                with server.accept()[0] as caller:
+                    caller.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert runs(place)
+        thread.join()
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_port_that_another_program_has_since_is_no_process_of_the_job() -> None:
     for answer in (b"", b"220 mail", b"x" * 32, b"x" * 100):
         with socket.create_server(("127.0.0.1", 0)) as server:
             place = Place("127.0.0.1", server.getsockname()[1], TOKEN)
 
             def serve(server: socket.socket = server, answer: bytes = answer) -> None:
-                with server.accept()[0] as caller:
-                    caller.sendall(answer)
+                for _ in range(incarnation._ASKS if len(answer) < len(TOKEN) else 1):
+                    with server.accept()[0] as caller:
+                        caller.sendall(answer)
 
             thread = threading.Thread(target=serve)
             thread.start()

@@ -18,6 +18,7 @@ import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from wingbeat.errors import RendezvousError
+from wingbeat.observe.log import log
 from wingbeat.transport import interfaces as nic
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ _ANSWER_S = 3.0
 
 _LOOK_S = 0.2
 _TOKEN = 32
+
+_ASKS = 3
+"""Attempts until another outcome than a refused connection shows that a process has ended."""
 
 
 class Place(NamedTuple):
@@ -80,7 +84,7 @@ class Incarnation:
 
     def __init__(self, towards: str) -> None:
         family, address = _own_address(towards)
-        self._socket = socket.create_server((address, 0), family=family, backlog=16)
+        self._socket = socket.create_server((address, 0), family=family, backlog=128)
         port = self._socket.getsockname()[1]
         self.place = Place(address, port, secrets.token_hex(_TOKEN // 2))
         self._closed = False
@@ -125,21 +129,41 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 def runs(place: Place) -> bool:
-    """Whether the process still runs. One whose host cannot be reached does not."""
-    try:
-        connection = socket.create_connection((place.host, place.port), _ANSWER_S)
-    except OSError:
-        return False
-    with connection:
-        said = b""
+    """Whether the process still runs. One whose host cannot be reached does not.
+
+    Only a refused connection, or another process's token, is certain; what else goes wrong may be
+    this host's own trouble of the moment, so it is asked again.
+    """
+    for attempt in range(_ASKS):
+        if attempt:
+            time.sleep(_LOOK_S)
         try:
-            while len(said) < _TOKEN and (more := connection.recv(_TOKEN - len(said))):
-                said += more
-        except TimeoutError:
-            return True  # it is stopped: its kernel has accepted the connection
-        except OSError:
-            return False
-    return said == place.token.encode()  # else the port is another program's now
+            with socket.create_connection((place.host, place.port), _ANSWER_S) as connection:
+                said = _read(connection)
+        except ConnectionRefusedError as error:
+            found: str | OSError = error
+            break
+        except OSError as error:
+            found = error
+            continue
+        if said is None or said == place.token.encode():
+            return True
+        found = f"another program answers there: {said!r}"
+        if len(said) == _TOKEN:
+            break
+    log.info("no process of this rank runs at %s (port %d): %s", place.host, place.port, found)
+    return False
+
+
+def _read(connection: socket.socket) -> bytes | None:
+    """Return what a process says; None if it is stopped, and only its kernel has accepted."""
+    said = b""
+    try:
+        while len(said) < _TOKEN and (more := connection.recv(_TOKEN - len(said))):
+            said += more
+    except TimeoutError:
+        return None
+    return said
 
 
 def register(store: TorchStore, rank: int, own: Place, seconds: float, where: str) -> bool:
