@@ -46,7 +46,9 @@ def trained(folder: Path, script: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_is_killed_and_started_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (script,) = re.findall(
+        r"```python\n(# train\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     loop = "for step in range(begin, 40):\n"
     assert loop in script
     whole = trained(tmp_path / "whole", script)
