@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from helpers.partial import SHAPES, Worker, crew, iterate
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.partial import turn_of
-from wingbeat.gradients.bucket import TURNS
 from wingbeat.schedules.events import Operation
 
 NAMES = [f"p{i}" for i in range(len(SHAPES))]
@@ -112,7 +111,7 @@ def test_a_worker_sends_what_the_formula_says(size: int, partitions: int) -> Non
     iterate(room, workers, [gradients(rank) for rank in range(size)])
     for bucket in workers[0].buckets:
         part = math.ceil(bucket.numel / (partitions or size))
-        assert room.elements[bucket.index] == part + len(bucket.slots) + TURNS
+        assert room.elements[bucket.index] == part + len(bucket.slots) + size
 
 
 def test_own_gradients_are_applied_whole_and_at_once() -> None:
@@ -175,7 +174,7 @@ def test_narrow_parameters_are_gathered_in_float32_and_lose_nothing(dtype: torch
         iterate(room, workers)
     assert workers[0].applied["p0"].tolist() == [3.0] * 6
     assert workers[1].applied["p0"].tolist() == [259.0] * 6
-    assert room.elements[0] == 6 + 1 + TURNS
+    assert room.elements[0] == 6 + 1 + 2
 
 
 def test_more_than_float16_can_hold_is_sent_in_two_turns() -> None:
@@ -210,15 +209,15 @@ def test_parameters_without_elements_and_fewer_elements_than_partitions() -> Non
 def test_steps_that_differ_are_still_seen() -> None:
     room, workers = crew(2, 2)
     iterate(room, workers)
-    assert workers[0].buckets[0].turns.tolist() == [0, 0, 0, 2]
+    assert workers[0].buckets[0].counts.tolist() == [4, 4]
     for worker, count in zip(workers, (3, 4), strict=True):
         for bucket in worker.buckets:
-            bucket.write_tail(count)
+            bucket.write_tail(count, worker.world.rank)
             worker.exchange.start(Operation.ALL_REDUCE, bucket)
     room.deliver()
     for worker in workers:
         worker.buckets[0].settle()
-        assert not worker.buckets[0].in_step()
+        assert worker.buckets[0].counts.tolist() == [4, 5]
 
 
 def test_waiting_twice_adds_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from wingbeat.schedules import BY_NAME
 from wingbeat.schedules.events import (
     BackwardBegins,
@@ -101,7 +103,16 @@ def test_served_at_start_asks_once_for_each_sum_first_needed_first() -> None:
 
 def test_sums_that_nobody_wants_are_asked_for_so_that_the_next_are_not_pushed_too_early() -> None:
     assert lines("served_at_start", *BACKWARD, GradientsDropped()) == PULLS
-    assert lines("served_at_start", *BACKWARD, GradientsDropped(), BackwardBegins()) == ["show"]
+    again = (*BACKWARD, GradientsDropped(), BackwardBegins())
+    assert lines("served_at_start", *again) == [*WAITS, "show"], "once"
+
+
+@pytest.mark.parametrize("name", ["served", "served_at_start", "dear"])
+def test_who_drops_gradients_waits_for_them_before_the_next_backward(name: str) -> None:
+    """They carry every worker's number of steps, and nobody has looked at these."""
+    dropped = (*BACKWARD, GradientsDropped(), BackwardBegins())
+    assert lines(name, *dropped) == [*WAITS, "show"]
+    assert lines(name, *dropped, *BACKWARD[1:], StepCalled())[-2:] == ["defer 1", "defer 0"]
 
 
 GATHERS = ["all_gather 1", "all_gather 0"]

@@ -102,7 +102,7 @@ class PartialExchange:
         lost = self._backlog.add(bucket, kept)
         for slot in lost:
             bucket.flags[bucket.slots.index(slot)] = LOST
-        tail = len(bucket.flags) + len(bucket.turns)
+        tail = len(bucket.flags) + len(bucket.counts)
         blocks = blocks_of(bucket.numel, self._partitions)
         turn = self._backlog.turn
         sent = [blocks[turn_of(rank, turn, self._partitions)] for rank in range(world.size)]
@@ -123,13 +123,13 @@ class PartialExchange:
 
 @dataclass(eq=False)
 class _Arrivals:
-    """One bucket's rows: from each worker its flags and turns, then its part.
+    """One bucket's rows: from each worker its flags and counts, then its part.
 
     Attributes:
         bucket: its buffer has this worker's own gradients.
         rows: one for each worker.
         sent: which elements each worker sends.
-        tail: how many flags and turns there are.
+        tail: how many flags and counts there are.
         rank: this worker's.
     """
 

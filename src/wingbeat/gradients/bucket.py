@@ -15,8 +15,8 @@ from wingbeat.gradients.convert import check_kind
 if TYPE_CHECKING:
     from wingbeat.collectives import WireFormat
 
-TURNS = 4
-"""Steps are counted modulo this in the buckets: workers that disagree are found at once."""
+COUNTED = 128
+"""Steps are counted modulo this in the buckets; bfloat16 and float16 have all these numbers."""
 
 
 class Slot:
@@ -152,11 +152,12 @@ class Bucket:
     Complex ones travel as real and imaginary parts in turn, which any collective can add, and a
     cast can round. The buffer ends with one flag per parameter. A worker that has a
     gradient for it adds 1, so that the sum tells, at no extra message, whether any worker used the
-    parameter. After the flags come `TURNS` elements, of which each worker adds 1 to the one that
-    its number of steps chooses.
+    parameter. After the flags comes one element per worker, to which that worker alone adds its
+    number of steps modulo `COUNTED`, plus 1.
 
     Attributes:
-        flat: the gradients, end to end, then flags and turns, then zeros up to ``multiple``.
+        flat: the gradients, end to end, then flags and counts, then zeros up to a multiple of the
+            number of workers.
         handle: the last collective on ``flat``.
         wire: what its gradients travel as in this iteration.
         due: whether an update of its parameters is due when ``handle`` is done.
@@ -164,23 +165,17 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, slots: Sequence[Slot], multiple: int = 1, strided: bool = False
+        self, index: int, slots: Sequence[Slot], workers: int = 1, strided: bool = False
     ) -> None:
         self.index = index
+        self._workers = workers
         self._strided = strided
         self.slots = list(slots)
         self.numel = sum(slot.elements for slot in slots)
-        first = slots[0].param
-        self._length = -(-(self.numel + len(slots) + TURNS) // multiple) * multiple
+        self._length = -(-(self.numel + len(slots) + workers) // workers) * workers
         self.renew()
-        self._tails = [
-            torch.ones(len(slots) + TURNS, dtype=first.dtype.to_real(), device=first.device)
-            for _ in range(TURNS + 1)
-        ]
-        for turn, tail in enumerate(self._tails):
-            tail[len(slots) :] = 0
-            if turn < TURNS:
-                tail[len(slots) + turn] = 1
+        self._ones_and_zeros = torch.zeros_like(self._tail)
+        self._ones_and_zeros[: len(slots)] = 1
         self.handle: UnderWay | None = None
         self.wire: WireFormat | None = None
         self.due = False
@@ -191,8 +186,8 @@ class Bucket:
         first, used = self.slots[0].param, self.numel + len(self.slots)
         self.flat = torch.zeros(self._length, dtype=first.dtype.to_real(), device=first.device)
         self.flags = self.flat[self.numel : used]
-        self.turns = self.flat[used : used + TURNS]
-        self._tail = self.flat[self.numel : used + TURNS]
+        self.counts = self.flat[used : used + self._workers]
+        self._tail = self.flat[self.numel : used + self._workers]
         numbers, offset = self.flat[: self.numel], 0
         if first.is_complex():
             numbers = torch.view_as_complex(numbers.view(-1, 2))
@@ -238,21 +233,18 @@ class Bucket:
             self.handle.wait()
             self.handle = None
 
-    def write_tail(self, steps: int | None) -> None:
+    def write_tail(self, steps: int | None, rank: int = 0) -> None:
         """Tell the other workers which parameters have a gradient here, after how many steps.
 
         None for ``steps``: this worker has run out of batches, and its steps do not count.
         """
-        self._tail.copy_(self._tails[TURNS if steps is None else steps % TURNS])
+        self._tail.copy_(self._ones_and_zeros)
+        if steps is not None:
+            self.counts[rank] = steps % COUNTED + 1
         if not self.dense:
             for position, slot in enumerate(self.slots):
                 if not slot.used:
                     self.flags[position] = 0
-
-    def in_step(self) -> bool:
-        """Whether all workers had made the same number of steps, once the buffer is whole."""
-        counts: list[float] = self.turns.tolist()
-        return sum(count > 0 for count in counts) <= 1
 
     def contributed(self) -> list[Slot]:
         """Return the slots that some worker had a gradient for, once the buffer is whole."""

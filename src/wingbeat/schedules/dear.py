@@ -56,6 +56,7 @@ class Dear:
         self._gathering = False
         self._forward: tuple[int, ...] = ()
         self._due: set[int] = set()
+        self._dropped = False
 
     def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
@@ -66,7 +67,9 @@ class Dear:
                 yield from self._update(self._forward)
                 if self.phase is Phase.REDUCED:
                     yield from self._gather()  # this backward adds to them
-                self.phase = Phase.IDLE
+                elif self._dropped:  # a worker that uses none is to see, too, if steps differ
+                    yield from self._wait()
+                self.phase, self._dropped = Phase.IDLE, False
                 yield Show()
             case BucketReady(bucket):
                 yield Start(Operation.REDUCE_SCATTER, bucket)
@@ -89,6 +92,7 @@ class Dear:
             case GradientsDropped():
                 if self.phase is Phase.REDUCED:
                     yield from self._start_gathers()  # the others may want to have them
+                    self._dropped = True
                 self.phase = Phase.IDLE
             case StepCalled(in_parts):
                 if in_parts and self.phase is Phase.REDUCED:
@@ -126,6 +130,9 @@ class Dear:
 
     def _gather(self) -> Iterator[Command]:
         yield from self._start_gathers()
+        yield from self._wait()
+
+    def _wait(self) -> Iterator[Command]:
         for bucket in self._forward:
             yield Wait(bucket)
 

@@ -50,7 +50,7 @@ class Served:
         self.phase = Phase.IDLE
         self._forward: tuple[int, ...] = ()
         self._due: set[int] = set()
-        self._asked = False
+        self._asked = self._dropped = False
 
     def react(self, event: Event) -> Dialogue:
         """Yield what is to be done now that ``event`` has happened."""
@@ -59,9 +59,10 @@ class Served:
                 self._forward = forward
             case BackwardBegins():
                 yield from self._update(self._forward)
-                if self.phase is Phase.UNDER_WAY:
-                    yield from self._wait()  # this backward adds to them
-                self.phase = Phase.IDLE
+                # This backward adds to them; or a worker that uses none is to see if steps differ.
+                if self.phase is Phase.UNDER_WAY or self._dropped:
+                    yield from self._wait()
+                self.phase, self._dropped = Phase.IDLE, False
                 yield Show()
             case BucketReady(bucket):
                 yield Start(self.operation, bucket)
@@ -84,6 +85,7 @@ class Served:
     def _drop(self) -> Iterator[Command]:
         if self.phase is Phase.UNDER_WAY:
             yield from self._ask()  # the next may only be pushed when everybody has pushed these
+            self._dropped = True
         self.phase = Phase.IDLE
 
     def _step(self, in_parts: bool) -> Iterator[Command]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from wingbeat.collectives.program import compile_collective, least_message
-from wingbeat.gradients.bucket import TURNS
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
@@ -97,9 +96,9 @@ class Collectives:
         ]
 
     def _row(self, bucket: int, partitions: int) -> int:
-        """Return the elements that a worker sends: a part, flags, and turns."""
+        """Return the elements that a worker sends: a part, flags, and counts."""
         buckets = self._buckets
-        return -(-buckets.numel[bucket] // partitions) + buckets.members[bucket] + TURNS
+        return -(-buckets.numel[bucket] // partitions) + buckets.members[bucket] + self._workers
 
     def under_way(self, bucket: int) -> Sequence[Waitable]:
         """Return what was started last on a bucket."""

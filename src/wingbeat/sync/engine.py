@@ -82,7 +82,7 @@ class Engine(Entrance):
         self.buffer_sync = BufferSync(model, ignored(model), collectives, lockstep=lockstep)
         self.bucketing = Bucketing(model, choices.fusion, world, lockstep=lockstep)
         self.compression = kinds.compression_of(choices, self.bucketing.slots, collectives)
-        self.steps_made = Steps(world)
+        self.steps_made = Steps(world.rank)
         self.control: Control | None = None
         self.add_group: Callable[[dict[str, Any]], None] | None = None
         self.scaled = self.asked = False
@@ -236,6 +236,8 @@ class Engine(Entrance):
         """Apply what can be, as the world is closed."""
         if self.hooks is None or (self.choices.servers and leaving.failing()):
             return  # nothing is pending yet; or others may never push what would be waited for
+        if self.steps_made.parted:
+            return  # so nothing is right any more, and that is said already
         with contextlib.suppress(PeerError):  # told already to whoever waited
             self.flush()
 

@@ -212,7 +212,8 @@ class Intake:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             self._next += 1
-            bucket.write_tail(None if self._shadowing else self.steps_made.count)
+            steps = None if self._shadowing else self.steps_made.count
+            bucket.write_tail(steps, self.steps_made.rank)
             self.launch(bucket)
 
     def _launch_rest(self) -> None:
