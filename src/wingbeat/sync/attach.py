@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from wingbeat.gradients.bucketing import is_opaque
-from wingbeat.sync.hooks import ModuleHook
+from wingbeat.sync.hooks import ForwardHook, ModuleHook
 from wingbeat.sync.last_hook import LastHook
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _on_inner_modules(engine: Hooked, me: weakref.ref[Hooked]) -> Iterator[Any]:
     inside = set(_inside_of_compiled(engine.model))
     for module in engine.model.modules():
         if module is not engine.model and module not in inside and engine.reads_directly(module):
-            yield module.register_forward_pre_hook(ModuleHook(me, "enter_module"))
+            yield module.register_forward_pre_hook(ForwardHook(me, "enter_module"))
 
 
 def _on_model(engine: Hooked, me: weakref.ref[Hooked]) -> Iterator[Any]:
@@ -83,7 +83,7 @@ def _on_model(engine: Hooked, me: weakref.ref[Hooked]) -> Iterator[Any]:
         yield module.register_state_dict_pre_hook(ModuleHook(me, "before_state"))
         yield module.register_load_state_dict_pre_hook(ModuleHook(me, "before_load"))
     for method in ("enter_module", "enter_forward"):
-        yield engine.model.register_forward_pre_hook(ModuleHook(me, method), prepend=True)
+        yield engine.model.register_forward_pre_hook(ForwardHook(me, method), prepend=True)
 
 
 def _inside_of_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -40,7 +40,7 @@ from wingbeat.sync import forks, kinds, looks
 from wingbeat.sync.attach import Hooks, in_backward
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.entrance import Entrance
-from wingbeat.sync.hooks import ModuleHook, WeakCall
+from wingbeat.sync.hooks import ForwardHook, WeakCall
 from wingbeat.sync.returned import refuse_loading
 from wingbeat.transport import leaving, termination
 from wingbeat.types import Choices
@@ -111,7 +111,7 @@ class Engine(Entrance):
         if world.size > 1:
             self._start()
         else:
-            hook = ModuleHook(weakref.ref(self), "enter_alone")
+            hook = ForwardHook(weakref.ref(self), "enter_alone")
             self._alone = model.register_forward_pre_hook(hook, prepend=True)
 
     def __reduce__(self) -> Any:

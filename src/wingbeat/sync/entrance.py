@@ -52,6 +52,8 @@ class Entrance(Intake):
             return
         self.between_steps()
         self._begin_forward()
+        if self.sync and not self.model.training and self.before_synced_forward is None:
+            return  # an evaluation, perhaps on this worker alone; else backward decides
         # As under DDP, it is the forward that decides whether its gradients are synchronised.
         # One that is not does not undo what an earlier one of the same backward has decided.
         self._decided = self.sync or bool(self._decided)

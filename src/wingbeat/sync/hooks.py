@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from wingbeat.updates.ambient import recording, unrecorded
+
 
 class WeakCall:
     """Calls a bound method while its object lives, and does not keep that alive."""
@@ -56,6 +58,48 @@ class ModuleHook:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_inert, ())
 
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(_UNNAMED)
+
+
+class ForwardHook(ModuleHook):
+    """Before a forward. One that is recorded is no part of training.
+
+    What it reads is brought up to date, outside of the recording, and nothing else is done: on one
+    worker alone a model may be traced or exported at any time.
+    """
+
+    def __call__(self, *args: Any) -> None:
+        """Pass the hook's arguments on, while the engine lives."""
+        # `torch.export` with strict=True compiles this call too; it has asked for the parameters.
+        if not (torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()):
+            super().__call__(*args)
+
+    def run(self, args: tuple[Any, ...]) -> None:
+        """Do so in ordinary Python."""
+        if not recording():
+            super().run(args)
+            return
+        engine = self._engine()
+        if engine is not None:
+            with unrecorded():
+                engine.flush()
+
+    def run_in_compiled(self, args: tuple[Any, ...]) -> None:
+        """The same where ``torch.compile`` has compiled what is around the call."""
+        if recording():
+            self.run(args)
+        else:
+            super().run_in_compiled(args)
+
+
+_UNNAMED = (
+    "torch.jit.script() cannot compile a part or a copy of a model that wingbeat has distributed, "
+    "as it would compile wingbeat's hooks too: script the model itself, which leaves them out, or "
+    "call wingbeat.release(model, optimizer) before"
+)
+
 
 @torch._disable_dynamo
 def _from_compiled_code(hook: ModuleHook, args: tuple[Any, ...]) -> None:
@@ -65,6 +109,10 @@ def _from_compiled_code(hook: ModuleHook, args: tuple[Any, ...]) -> None:
 class _Inert:
     def __call__(self, *args: Any) -> None:
         pass
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(_UNNAMED)
 
 
 def _inert() -> _Inert:

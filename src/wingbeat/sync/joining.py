@@ -17,6 +17,7 @@ from wingbeat.sync.attach import in_backward
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.hooks import ModuleHook
 from wingbeat.transport import termination
+from wingbeat.updates.ambient import recording
 from wingbeat.updates.stepper import State
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class _Party:
 
     def begin_local_batch(self, _model: torch.nn.Module, _args: Any) -> None:
         """Before any forward: those under ``no_sync`` count too."""
+        if recording():
+            return
         if torch.is_grad_enabled() and not self.engine.sync and not in_backward():
             self.engine.recover()
             self._begin(_Doing.LOCAL)

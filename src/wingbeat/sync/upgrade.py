@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from wingbeat.gradients.convert import refuse_conversion, refuse_new_layout
 from wingbeat.gradients.pending import PendingGradient
 from wingbeat.sync import checkpoint, kept
 from wingbeat.sync.engine import Engine
+from wingbeat.sync.hooks import ModuleHook
 from wingbeat.sync.joining import joined
 from wingbeat.sync.returned import refuse_loading
 from wingbeat.sync.wrapped import refuse_wrapping
@@ -62,7 +64,7 @@ class _Distributed:
         # Like the plain object's own, so that copies and pickles need nothing of this library, and
         # objects that refer to themselves come out as such.
         self._engine.settle()
-        with self._engine.whole_state():
+        with self._whole():
             made: Any = super().__reduce_ex__(max(2, int(protocol)))
             make, args, *rest = made
             plain = plain_class(self)
@@ -73,6 +75,10 @@ class _Distributed:
             if rest and isinstance(rest[0], dict):
                 rest[0] = {key: value for key, value in rest[0].items() if key != _KEY}
             return (make, args, *rest)
+
+    def _whole(self) -> contextlib.AbstractContextManager[None]:
+        """Let all that is copied be here inside: a model is, whoever has the optimizer's state."""
+        return contextlib.nullcontext()
 
 
 class _Model(_Distributed):
@@ -102,6 +108,11 @@ class _Model(_Distributed):
         refuse_conversion(engine.bucketing.slot_of, fn)
         refuse_new_layout(engine.bucketing.slot_of, engine.optimizer, fn)
         return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    def __prepare_scriptable__(self) -> Any:
+        """What `torch.jit.script` compiles: the plain model, with parameters that are current."""
+        self._engine.settle()
+        return _without_hooks(self, {})
 
     def join_hook(self, **_options: Any) -> Any:
         """What torch's ``Join([model])`` asks a model for.
@@ -171,6 +182,9 @@ class DistributedOptimizer(_Distributed):
 
     `torch.compile` leaves these methods alone: it may run what it compiles twice, or not at all.
     """
+
+    def _whole(self) -> contextlib.AbstractContextManager[None]:
+        return self._engine.whole_state()
 
     @torch._disable_dynamo
     def step(self, closure: Any = None) -> Any:
@@ -351,6 +365,20 @@ def engine_of(target: Any) -> Engine | None:
 def plain_class(target: Any) -> Any:
     """Return the class that a distributed model or optimizer had before."""
     return type(target)._wingbeat_plain
+
+
+def _without_hooks(module: Any, made: dict[int, Any]) -> Any:
+    """Return plain modules with the same tensors and attributes, and without the engine's hooks."""
+    if id(module) in made or isinstance(module, torch.jit.ScriptModule):
+        return made.get(id(module), module)
+    plain = plain_class(module) if isinstance(module, _Model) else type(module)
+    same = made[id(module)] = plain.__new__(plain)
+    same.__dict__.update({k: v for k, v in vars(module).items() if k != _KEY})
+    hooks = module._forward_pre_hooks.items()
+    same._forward_pre_hooks = OrderedDict((k, v) for k, v in hooks if not isinstance(v, ModuleHook))
+    inside = module._modules.items()
+    same._modules = {name: each and _without_hooks(each, made) for name, each in inside}
+    return same
 
 
 def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:

@@ -23,6 +23,42 @@ from torch.utils._python_dispatch import (
 
 from wingbeat.errors import UsageError
 
+_RECORDERS = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def recording() -> bool:
+    """Whether a program is being made of the operations of this thread, or only their shapes.
+
+    As `torch.jit.trace`, `torch.export`, `make_fx` and `FakeTensorMode` do.
+    """
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in _RECORDERS)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Work inside that is no part of what is recorded."""
+    with _untraced(), _dispatch_modes(()):
+        yield
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Leave what is done inside out of a trace of `torch.jit`."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
+
 
 class Ambient:
     """The modes in force when this was made, to be put in force again for a while.
@@ -49,6 +85,8 @@ class Ambient:
             self._enter_stream(stack)
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
+            if torch._C._get_tracing_state() is not None:
+                stack.enter_context(_untraced())
             stack.enter_context(torch.no_grad())
             for kind, enabled, dtype in self._autocast:
                 if _autocast_of(kind) != (enabled, dtype):
