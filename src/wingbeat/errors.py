@@ -4,7 +4,8 @@
 
     WingbeatError
     |-- UsageError        a value the user gave cannot work (also a ValueError; exit code 2)
-    |   `-- MismatchError   the ranks were given different models
+    |   |-- MismatchError   the ranks were given different models
+    |   `-- MissingAttributeError  an attribute of DDP that a model has not (also an AttributeError)
     |-- RendezvousError   the workers did not find each other (also a ConnectionError)
     |-- PeerError         another worker failed or fell silent (also a ConnectionError)
     |-- UnevenBatchesError  a worker ran out of batches before others (also a RuntimeError)
@@ -32,6 +33,14 @@ class UsageError(WingbeatError, ValueError):
 
 class MismatchError(UsageError):
     """The ranks disagree about what they train; raised on every rank."""
+
+
+class MissingAttributeError(UsageError, AttributeError):
+    """A model has no such attribute, which a DistributedDataParallel has; says what to use.
+
+    ``hasattr`` finds that it is not there, so that ``model.module if hasattr(model, "module") else
+    model`` is the model.
+    """
 
 
 class RendezvousError(WingbeatError, ConnectionError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.errors import UsageError
+from wingbeat.errors import MissingAttributeError, UsageError
 from wingbeat.gradients.bucketing import IGNORED
 from wingbeat.gradients.convert import refuse_conversion, refuse_new_layout
 from wingbeat.gradients.pending import PendingGradient
@@ -30,7 +30,23 @@ _KEY = "_wingbeat"
 
 _PLAIN = "_wingbeat_plain"
 
-_ADDED = frozenset({"no_sync", "join", "flush"})
+_ADDED = frozenset(
+    {"no_sync", "join", "flush", "require_backward_grad_sync", "will_sync_module_buffers"}
+    | {"_set_static_graph", "find_unused_parameters", "broadcast_buffers"}
+    | {"require_forward_param_sync"}
+)
+
+_OF_DDP = {
+    "module": "the model is distributed in place, and is the module",
+    "reducer": "a strategy has none; wingbeat.AllReduce() and others have mb=",
+    "logger": "wingbeat.observe and `wingbeat top` show what is sent and waited for",
+    "_get_ddp_logging_data": "wingbeat.observe and `wingbeat top` show what is sent and waited for",
+    "process_group": "the workers are those of wingbeat.init()",
+    "register_comm_hook": "choose what gradients travel as by the strategy's wire=",
+    "_register_builtin_comm_hook": "choose what gradients travel as by the strategy's wire=",
+    "_register_fused_optim": "wingbeat.DeAR() updates parameters as they are needed",
+}
+"""What a DistributedDataParallel has and a model of wingbeat has not, and what to use."""
 
 KEPT = "wingbeat"
 """Where an optimizer's state dict has residuals, and what averages of models go on with."""
@@ -114,6 +130,17 @@ class _Model(_Distributed):
         self._engine.settle()
         return _without_hooks(self, {})
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_DDP:
+            return super().__getattr__(name)  # type: ignore[misc]
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            raise MissingAttributeError(
+                f"model.{name} is an attribute of DistributedDataParallel, which wingbeat has not: "
+                f"{_OF_DDP[name]}"
+            ) from None
+
     def join_hook(self, **_options: Any) -> Any:
         """What torch's ``Join([model])`` asks a model for.
 
@@ -140,9 +167,46 @@ class DistributedModel(_Model):
     `wingbeat.join(model)` and `wingbeat.flush(model)` do the same.
     """
 
+    find_unused_parameters = True
+    """As of DDP: parameters without a gradient are found, whatever it is set to."""
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication, as DDP's ``no_sync``."""
         return self._engine.no_sync()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """As of DDP: whether the next forward's gradients are synchronised; may be set."""
+        return self._engine.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._engine.sync = bool(sync)
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """As of DDP: whether buffers are synchronised. They are; only True can be set."""
+        return True
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, sync: bool) -> None:
+        _refuse_unsynchronised("require_forward_param_sync", sync)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """As of DDP: whether buffers are synchronised. They are; only True can be set."""
+        return True
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, sync: bool) -> None:
+        _refuse_unsynchronised("broadcast_buffers", sync)
+
+    def will_sync_module_buffers(self) -> bool:
+        """As of DDP: whether the model has buffers that are synchronised."""
+        return bool(self._engine.buffer_sync.tensors())
+
+    def _set_static_graph(self) -> None:
+        """As of DDP: a promise that needs nothing here, as any graph is right."""
 
     def join(
         self,
@@ -365,6 +429,16 @@ def engine_of(target: Any) -> Engine | None:
 def plain_class(target: Any) -> Any:
     """Return the class that a distributed model or optimizer had before."""
     return type(target)._wingbeat_plain
+
+
+def _refuse_unsynchronised(name: str, sync: bool) -> None:
+    """Raise a `UsageError` if buffers are not to be synchronised any more."""
+    if not sync:
+        raise UsageError(
+            f"model.{name} = {sync!r}: buffers stay synchronised; to leave some out, name them by "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) "
+            "before distribute()"
+        )
 
 
 def _without_hooks(module: Any, made: dict[int, Any]) -> Any:

@@ -64,6 +64,20 @@ add(_accumulated(PATTERNS["unused_in_the_last"], adamw), "no_sync_unused_in_the_
 
 
 @scenario()
+def accumulated_by_the_attribute_of_ddp(side: Side) -> None:
+    """As nanoGPT and what was made from it have it."""
+    model: Any = Forked()
+    model, optimizer = side.setup(model, adamw(model))
+    for step in range(4):
+        for index in range(3):
+            model.require_backward_grad_sync = index == 2
+            x, y = side.batch(10 * step + index)
+            (nn.functional.cross_entropy(model(x), y) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario()
 def no_sync_with_clipping(side: Side) -> None:
     model: Any = Forked()
     model, optimizer = side.setup(model, adamw(model))
