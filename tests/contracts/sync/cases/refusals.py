@@ -201,3 +201,56 @@ def unfrozen_after_distribute(rig: Rig) -> None:
     model[0].weight.requires_grad_(False)
     train(side, model, optimizer, range(3, 5))
     side.leave()
+
+
+@check(ONE)
+def what_torch_distributes_already_is_refused(rig: Rig) -> None:
+    """At `distribute`, on every rank, naming a parameter and how it is placed."""
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    bring_world_up()
+    mesh = init_device_mesh("cpu", (rig.size,))
+
+    def all_sharded(model: Any) -> Any:
+        return fully_shard(model, mesh=mesh)
+
+    def last_sharded(model: Any) -> Any:
+        fully_shard(model[3], mesh=mesh)
+        return model
+
+    def column_wise(model: Any) -> Any:
+        return parallelize_module(model, mesh, {"0": ColwiseParallel()})
+
+    shard = r"Shard\(dim=0\) on a mesh of shape \(2,\)"
+    applied: dict[str, Any] = {
+        rf"'0.weight' is sharded as {shard} by fully_shard\(\)": lambda m: fully_shard(
+            m, mesh=mesh
+        ),
+        rf"'3.weight' is sharded as {shard} by fully_shard\(\)": last_sharded,
+        rf"'0.weight' is placed as {shard} by parallelize_module\(\)": column_wise,
+        r"'0.weight' is replicated by replicate\(\): .* averaged twice": replicate,
+        r"_flat_param' is sharded by FullyShardedDataParallel: .*shard_optimizer": lambda m: (
+            FullyShardedDataParallel(m, device_id=torch.device("cpu"))
+        ),
+    }
+    for words, apply in applied.items():
+        model = apply(mlp())
+        with pytest.raises(UsageError, match=words):
+            wingbeat.distribute(model, sgd(model), rig.strategy)
+
+
+@check(ONE)
+def what_torch_distributes_since_is_refused(rig: Rig) -> None:
+    from torch.distributed._composable.replicate import replicate
+
+    side = _side(rig)
+    model: Any = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    train(side, model, optimizer, range(2))
+    replicate(model)
+    with pytest.raises(UsageError, match=r"replicate\(\) was applied to it since"):
+        model(side.batch(2)[0])
+    side.leave()
