@@ -445,7 +445,7 @@ def _without_hooks(module: Any, made: dict[int, Any]) -> Any:
     """Return plain modules with the same tensors and attributes, and without the engine's hooks."""
     if id(module) in made or isinstance(module, torch.jit.ScriptModule):
         return made.get(id(module), module)
-    plain = plain_class(module) if isinstance(module, _Model) else type(module)
+    plain: Any = plain_class(module) if isinstance(module, _Model) else type(module)
     same = made[id(module)] = plain.__new__(plain)
     same.__dict__.update({k: v for k, v in vars(module).items() if k != _KEY})
     hooks = module._forward_pre_hooks.items()

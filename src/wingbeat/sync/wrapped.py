@@ -33,6 +33,9 @@ _APPLIED = {
 """By the class that torch.distributed puts among a module's: what did so, what that makes of its
 parameters, and what to use. By name, as these need not be loaded."""
 
+_PLACED = ("parallelize_module() or distribute_tensor()", "placed", _WHOLE)
+"""The same of a DTensor in any other module."""
+
 
 def _applied(module: torch.nn.Module) -> tuple[str, str, str] | None:
     """Return what of torch.distributed distributes a module already; None if nothing does."""
@@ -50,15 +53,13 @@ def refuse_inside(model: torch.nn.Module) -> None:
     """
     _refuse_wrapped(model)
     by = {id(p): found for m in model.modules() if (found := _applied(m)) for p in m.parameters()}
-    named = [("parameter", each) for each in model.named_parameters()]
-    named += [("buffer", each) for each in model.named_buffers()]
-    for kind, (name, tensor) in named:
+    named: list[tuple[str, str, Any]] = [("parameter", *each) for each in model.named_parameters()]
+    named += [("buffer", *each) for each in model.named_buffers()]
+    for kind, name, tensor in named:
         placements = getattr(tensor, "placements", None)  # a DTensor's
         if placements is None and id(tensor) not in by:
             continue
-        what, how, instead = by.get(id(tensor)) or (
-            *("parallelize_module() or distribute_tensor()", "placed", _WHOLE),
-        )
+        what, how, instead = by.get(id(tensor), _PLACED)
         if placements is not None:
             where = ", ".join(map(repr, placements))
             how += f" as {where} on a mesh of shape {tuple(tensor.device_mesh.shape)}"

@@ -52,12 +52,13 @@ def unrecorded() -> Iterator[None]:
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
     """Leave what is done inside out of a trace of `torch.jit`."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        tracer._set_tracing_state(state)
 
 
 class Ambient:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..models import sgd, train
-from ..registry import ALL, SERVED, Grid, add
+from ..registry import ALL, SERVED, Grid, Rig, add, check
 from ..sides import Side, WingbeatSide
 
 Tool = Callable[[Any, Tensor], Any]
@@ -174,3 +174,26 @@ def _part_or_copy(side: Side) -> None:
 
 
 add(_part_or_copy, "a_part_or_a_copy_is_scripted", Grid((2,), ("allreduce", "dear"), (0.0004,)))
+
+
+@check(Grid((2,), ("allreduce", "dear"), (0.0004,)))
+def what_is_recorded_has_nothing_of_ours(rig: Rig) -> None:
+    """Buffers that came behind the gradients are taken over before it begins, not as part of it."""
+    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+    model: Any = _net()
+    model, optimizer = side.setup(model, sgd(model))
+    x = torch.linspace(-1, 1, 40).view(5, 8)
+
+    def traced() -> str:
+        return str(torch.jit.trace(model, x).inlined_graph)  # type: ignore[no-untyped-call]
+
+    def made() -> str:
+        return str(make_fx(lambda given: model(given))(x).code)
+
+    for step, record in enumerate((traced, made, traced, made)):
+        train(side, model, optimizer, range(step, step + 1))
+        if rig.rank == rig.size - 1:  # whose buffers are rank 0's
+            model.eval()
+            assert "copy_" not in record()
+            model.train()
+    side.leave()
