@@ -44,6 +44,7 @@ from wingbeat.sync.hooks import ForwardHook, WeakCall
 from wingbeat.sync.returned import refuse_loading
 from wingbeat.transport import leaving, termination
 from wingbeat.types import Choices
+from wingbeat.updates.given import Given
 from wingbeat.updates.stepper import Stepper
 from wingbeat.updates.update import Closure, Training
 
@@ -322,15 +323,16 @@ class Engine(Entrance):
 
     # -- the optimizer --------------------------------------------------------------------
 
-    def step(self, closure: Closure = None) -> Any:
+    def step(self, given: Given) -> Any:
         """Do what a call of the user's ``optimizer.step`` asks for; return the closure's value."""
         # A scaler asks before each step that it makes: without one, that was the last.
-        if closure is not None:  # whose forwards belong to the step
+        if given.closure is not None:  # whose forwards belong to the step
             self.between_steps()
         self.scaled, self.asked = self.scaled and self.asked, False
         self.copied = False
         self.meter.enter("update")
-        returned = self.update.step(self, closure)
+        with self.stepper.calling(given):
+            returned = self.update.step(self, given.closure)
         self.meter.stepped()
         termination.stepped()
         return returned

@@ -25,6 +25,7 @@ from wingbeat.sync.hooks import ModuleHook
 from wingbeat.sync.joining import joined
 from wingbeat.sync.returned import refuse_loading
 from wingbeat.sync.wrapped import refuse_wrapping
+from wingbeat.updates.given import Given
 
 _KEY = "_wingbeat"
 
@@ -251,16 +252,25 @@ class DistributedOptimizer(_Distributed):
         return self._engine.whole_state()
 
     @torch._disable_dynamo
-    def step(self, closure: Any = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; with `DeAR`, parameters are updated as the next forward needs them.
 
         A ``closure`` is called to evaluate the loss: once under `DeAR`, as the optimizer's own step
         has it otherwise. Its value is returned.
+
+        Args:
+            args: as the optimizer's own ``step`` takes them, the same on all workers. With others
+                than a closure the step is made at once, on whole gradients.
+            kwargs: the same, by name.
+
+        Raises:
+            UsageError: there are arguments other than a closure, and the strategy does not call
+                the optimizer's own ``step`` at this moment.
         """
         engine = self._engine
         # A scheduler made before `distribute` had wrapped the old step to know that it ran.
         engine.optimizer.__dict__["_opt_called"] = True
-        return engine.step(closure)
+        return engine.step(Given(plain_class(self).step, args, kwargs))
 
     # Schedulers patch `step` unless they find this mark; the line above serves them instead.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

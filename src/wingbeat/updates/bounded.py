@@ -62,7 +62,7 @@ class BoundedUpdate(WholeUpdate):
 
         Raises:
             UsageError: gradients were changed since they were sent, have not been sent, or were
-                used up by the step before.
+                used up by the step before; or ``step`` is given arguments that it is not run with.
             PeerError: others were waited for in vain; names them.
         """
         if closure is not None:
@@ -70,6 +70,9 @@ class BoundedUpdate(WholeUpdate):
                 "optimizer.step(closure) under bounded staleness (Canary): gradients leave under "
                 "backward, which a closure may repeat; call backward(), then step() without one"
             )
+        if self._rounds.apart:
+            where = "under bounded staleness (Canary)"
+            self._training.stepper.given.refuse_others(where, "wingbeat.Canary(s=0)")
         host.recover()
         slots, owns = self._training.bucketing.slots, self._training.stepper.owns
         if not self._views.sent:

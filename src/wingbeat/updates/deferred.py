@@ -54,10 +54,11 @@ class DeferredUpdate(WholeUpdate):
         """Let every bucket be updated when it is needed, and return at once.
 
         A ``closure`` is called once, before. An optimizer that cannot be run on some of its
-        parameters steps at once, on whole gradients, and calls the closure as it likes.
+        parameters steps at once, on whole gradients, and calls the closure as it likes; so does one
+        whose step is given other arguments, of which nothing is known.
         """
         training = self._training
-        if not self.in_parts or training.stepper.hooked:
+        if not self.in_parts or training.stepper.hooked or training.stepper.given.others:
             return self._step_whole(host, closure)
         loss = evaluated(closure)
         host.recover()

@@ -54,9 +54,10 @@ class DividedUpdate:
         A ``closure`` is called once, before the step.
 
         Raises:
-            UsageError: a step has used the gradients up.
+            UsageError: a step has used the gradients up, or is given arguments of its own.
         """
         training, slots = self._training, self._training.bucketing.slots
+        training.stepper.given.refuse_others(f"with {self.option}", "wingbeat.DeAR()")
         loss = evaluated(closure)
         host.recover()
         self.refuse_lost("optimizer.step()")

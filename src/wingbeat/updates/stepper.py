@@ -12,6 +12,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wingbeat.errors import UsageError
+from wingbeat.updates.given import Given
 from wingbeat.updates.twin import bare_step
 
 GroupSnapshot = list[dict[str, Any]]
@@ -30,6 +31,7 @@ class Stepper:
     Attributes:
         stepping: whether the optimizer's own code is running, with all that it calls.
         in_parts: whether it runs on some of its parameters, in groups made for that.
+        given: what the call of the user's ``step`` that is being served has for the optimizer's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plain_step: Any) -> None:
@@ -38,6 +40,7 @@ class Stepper:
         self._group_of: dict[torch.Tensor, int] = {}
         self.stepping = False
         self.in_parts = False
+        self.given = Given()
         self.refresh()
 
     def refresh(self) -> None:
@@ -82,9 +85,19 @@ class Stepper:
         ]
 
     def whole_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the optimizer's own step, on all its parameters."""
+        """Run the optimizer's own step, on all its parameters, with what it was called with."""
+        args, kwargs = self.given.passed(closure)
         with self.inside():
-            return self._plain_step(self._optimizer, *([closure] if closure else []))
+            return self._plain_step(self._optimizer, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def calling(self, given: Given) -> Iterator[None]:
+        """Serve a call of the user's ``step`` inside, which was given this."""
+        outer, self.given = self.given, given
+        try:
+            yield
+        finally:
+            self.given = outer
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from ..models import adamw, cross_entropy, evaluation, mlp, sgd, train
-from ..registry import Grid, add, scenario
+from ..registry import DIVIDED, UPDATED_THERE, Grid, add, scenario
 from ..sides import Side
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -252,6 +252,79 @@ def step_with_a_closure(side: Side) -> None:
     for step in range(4):
         closure = evaluation(model, optimizer, *side.batch(step))
         side.note("loss", optimizer.step(closure))
+
+
+class Curved(optim.Optimizer):
+    """As Sophia: a step with an argument of its own, and a method that reads gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def _pairs(self) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    yield group, param, self.state[param]
+
+    @torch.no_grad()
+    def update_curvature(self) -> None:
+        for _, param, state in self._pairs():
+            curvature = state.setdefault("curvature", torch.zeros_like(param))
+            curvature.mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, batch_size: int = 5120, floor: float = 0.1) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, param, state in self._pairs():
+            curvature = state.setdefault("curvature", torch.zeros_like(param))
+            param.sub_(param.grad / (batch_size * curvature + floor), alpha=group["lr"])
+        return loss
+
+
+WHOLE = tuple(name for name in Grid().strategies if name not in (*DIVIDED, *UPDATED_THERE))
+
+
+@scenario(Grid(strategies=WHOLE))
+def step_with_arguments(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, Curved(model.parameters()))
+    for step in range(6):
+        optimizer.zero_grad()
+        cross_entropy(model, *side.batch(step)).backward()
+        optimizer.update_curvature()
+        optimizer.zero_grad()
+        closure = evaluation(model, optimizer, *side.batch(step + 100))
+        if step == 3:
+            side.note("loss", optimizer.step(closure, 8, floor=0.2))
+            continue
+        if step == 4:
+            side.note("loss", optimizer.step(batch_size=16, closure=closure))
+            continue
+        closure()
+        if step % 2:
+            optimizer.step(None, 64)
+        else:
+            optimizer.step(batch_size=32)
+
+
+@scenario(Grid(strategies=WHOLE))
+def step_that_must_have_an_argument(side: Side) -> None:
+    class Scaled(optim.SGD):
+        def step(self, scale: float, closure: Any = None) -> Any:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad.mul_(scale)
+            return super().step(closure)
+
+    model = mlp()
+    model, optimizer = side.setup(model, Scaled(model.parameters(), lr=0.1))
+    for step in range(4):
+        optimizer.zero_grad()
+        cross_entropy(model, *side.batch(step)).backward()
+        optimizer.step(0.5 + step)
 
 
 @scenario()
