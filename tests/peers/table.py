@@ -89,7 +89,10 @@ ROWS: dict[str, Row] = {
     "test_DistributedDataParallelCPU_grad_is_view": _both(PASSES),
     "test_DistributedDataParallel_requires_grad": _both(PASSES),
     "test_ddp_zero_output_features": _both(PASSES),
-    "test_ddp_create_graph": _both(PASSES),
+    "test_ddp_create_graph": _both(
+        Verdict("refused", "gradients that are exchanged have no graph"),
+        "DDP's gradients have none either: the test asks only that nothing is raised",
+    ),
     "test_DistributedDataParallel_non_default_stream": _not("about CUDA streams"),
     "test_ddp_comm_hook_logging": _not(_LOGGED),
     "test_get_data_parallel_params": _not(_IGNORED),

@@ -115,13 +115,15 @@ class Intake:
         With parameters on several devices several threads of autograd come here.
 
         Raises:
-            UsageError: a gradient that cannot be taken in: after an exception, twice, or sparse.
+            UsageError: a gradient that cannot be taken in: after an exception, twice, sparse, or
+                with a graph of its own.
         """
         with self.lock:
             if not self._in_backward:
                 if not (self.sync if self._decided is None else self._decided):
                     self._skip_backward()
                     return
+                self._refuse_graph()
                 self._begin_backward()
             elif self.cut_short:
                 raise UsageError(
@@ -135,6 +137,23 @@ class Intake:
             passes.enter(index)
             self._take_in(index)
             passes.leave()
+
+    def _refuse_graph(self) -> None:
+        """Refuse a backward whose gradients are to be differentiated: means over workers are not.
+
+        Raises:
+            UsageError: this is one.
+        """
+        if torch.is_grad_enabled():
+            self._decided = None
+            for slot in self.slots:
+                slot.param.grad = None
+            raise UsageError(
+                "backward(create_graph=True): gradients that are exchanged have no graph, so a "
+                "penalty on p.grad would have no effect; use torch.autograd.grad(loss, "
+                "model.parameters(), create_graph=True) and call backward() on the loss with the "
+                "penalty"
+            )
 
     def _take_in(self, index: int) -> None:
         slot = self.bucketing.slots[index]
@@ -195,10 +214,6 @@ class Intake:
         self.bucketing.rebuild()
 
     def _take(self, slot: Slot) -> None:
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            with torch.no_grad():
-                self._take(slot)
-            return
         bucket, param, view = slot.bucket, slot.param, slot.view
         if bucket.handle is not None:
             bucket.settle()

@@ -13,7 +13,7 @@ import wingbeat
 from wingbeat.errors import UsageError
 
 from ..models import adamw, cross_entropy, mlp, sgd, train
-from ..registry import ALL, LARGE, Grid, Rig, check
+from ..registry import ALL, DIVIDED, LARGE, Grid, Rig, check
 from ..sides import WingbeatSide, bring_world_up, take_world_down
 from .errors import refused
 from .state import Trapped
@@ -124,6 +124,46 @@ def converted_after_distribute(rig: Rig) -> None:
     refused(UsageError, convert_a_part, "'0.", "float64", "float32", "distribute()")
     side.trained.clear()
     take_world_down()
+
+
+@check(Grid(worlds=(2,), strategies=DIVIDED, mbs=(LARGE,)))
+def step_with_arguments_under_a_divided_optimizer(rig: Rig) -> None:
+    class Scaled(torch.optim.SGD):
+        def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+            return super().step(closure)
+
+    side = _side(rig)
+    model: Any = mlp()
+    made = Scaled(model.parameters(), lr=0.1)
+    if "server" in rig.strategy_name:
+        made = sgd(model)  # type: ignore[assignment]
+    model, optimizer = side.setup(model, made)
+    cross_entropy(model, *side.batch(0)).backward()
+    words = ("step(scale=2.0)", "param_groups", "wingbeat.DeAR()")
+    refused(UsageError, lambda: optimizer.step(scale=2.0), *words)
+    optimizer.step()
+    train(side, model, optimizer, range(1, 3))
+    side.leave()
+
+
+@check(Grid(worlds=(2,), mbs=(LARGE,)))
+def a_backward_that_makes_a_graph(rig: Rig) -> None:
+    """Refused on all ranks before anything is exchanged; what is meant works."""
+    side = _side(rig)
+    model: Any = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    train(side, model, optimizer, range(2))
+    optimizer.zero_grad()
+    loss = cross_entropy(model, *side.batch(2))
+    words = ("create_graph=True", "torch.autograd.grad", "penalty")
+    refused(UsageError, lambda: loss.backward(create_graph=True), *words)
+    assert all(p.grad is None for p in model.parameters())
+    with side.no_sync(model):
+        cross_entropy(model, *side.batch(3)).backward(create_graph=True)
+    assert all(p.grad.requires_grad for p in model.parameters())
+    optimizer.zero_grad()
+    train(side, model, optimizer, range(4, 6))
+    side.leave()
 
 
 @check(ONE)
