@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from wingbeat.transport import loopback
 class Engine:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.slots = [SimpleNamespace(param=p) for p in model.parameters()]
+        self.trained = list(model.parameters())
 
 
 def _claimed(model: nn.Module) -> Engine:

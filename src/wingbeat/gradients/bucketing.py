@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 
@@ -25,8 +25,16 @@ class Bucketing:
     is ready when backward has passed the parameter's first use. Where workers are not in lockstep,
     the order stays that in which the parameters are defined, reversed.
 
+    Args:
+        model: whose parameters.
+        fusion: the rule by which buckets are made.
+        world: the workers.
+        lockstep: whether all make the same iterations.
+        sparse: names of parameters whose gradients have no place in a bucket.
+
     Attributes:
-        slots: one for each trained parameter, in the order of ``model.named_parameters()``.
+        slots: one for each trained parameter with a dense gradient, in the order of
+            ``model.named_parameters()``.
         others: the model's tensors that are not trained, and buffers, but those to be ignored.
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same, in the order in which forward needs their parameters.
@@ -36,9 +44,16 @@ class Bucketing:
     """
 
     def __init__(
-        self, model: torch.nn.Module, fusion: Fusion, world: World, *, lockstep: bool = True
+        self,
+        model: torch.nn.Module,
+        fusion: Fusion,
+        world: World,
+        *,
+        lockstep: bool = True,
+        sparse: Container[str] = (),
     ) -> None:
-        trained = [(n, p) for n, p in synchronised(model) if p.requires_grad]
+        known = synchronised(model)
+        trained = [(n, p) for n, p in known if p.requires_grad and n not in sparse]
         connected = fully_connected(model)
         kinds = dict.fromkeys(convolutional(model), "conv") | dict.fromkeys(connected, "fc")
         self.slots = [

@@ -25,7 +25,7 @@ def largest_kind(specs: Sequence[TensorSpec]) -> int:
     totals: Counter[str] = Counter()
     for spec in specs:
         totals[spec.kind] += spec.nbytes
-    return max(1, *totals.values())
+    return max([1, *totals.values()])
 
 
 def within(tuning: Tuning, specs: Sequence[TensorSpec]) -> Tuning:

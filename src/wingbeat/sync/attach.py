@@ -15,6 +15,7 @@ from wingbeat.sync.last_hook import LastHook
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Slot
+    from wingbeat.gradients.sparse import SparseGradients
 
 
 class Hooked(Protocol):
@@ -22,13 +23,17 @@ class Hooked(Protocol):
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    sparse: SparseGradients
 
     @property
     def slots(self) -> list[Slot]:
-        """One for each trained parameter."""
+        """One for each trained parameter with a dense gradient."""
 
     def on_grad(self, index: int) -> None:
         """Take in the gradient of slot ``index``."""
+
+    def on_sparse_grad(self, index: int) -> None:
+        """Take notice of the sparse gradient of parameter ``index`` of those that have one."""
 
     def reads_directly(self, module: torch.nn.Module) -> bool:
         """Whether the module has parameters or buffers of its own that are synchronised."""
@@ -67,7 +72,11 @@ class Hooks:
 
 def _on_parameters(engine: Hooked, me: weakref.ref[Hooked]) -> list[Any]:
     return [
-        LastHook(slot.param, functools.partial(_on_grad, me, slot.index)) for slot in engine.slots
+        *(LastHook(s.param, functools.partial(_on_grad, me, s.index)) for s in engine.slots),
+        *(
+            LastHook(param, functools.partial(_on_sparse_grad, me, index))
+            for index, param in enumerate(engine.sparse.params)
+        ),
     ]
 
 
@@ -126,6 +135,13 @@ def _on_grad(engine: weakref.ref[Hooked], index: int, _param: torch.Tensor) -> N
     alive = engine()
     if alive is not None:
         alive.on_grad(index)
+
+
+@torch._disable_dynamo
+def _on_sparse_grad(engine: weakref.ref[Hooked], index: int, _param: torch.Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.on_sparse_grad(index)
 
 
 @torch._disable_dynamo

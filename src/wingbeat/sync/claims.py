@@ -23,8 +23,8 @@ def claim(engine: Any, params: Iterable[torch.Tensor]) -> None:
 
 def drop(engine: Any) -> None:
     """Forget what the engine has claimed."""
-    for slot in engine.slots:
-        _owners.pop(slot.param, None)
+    for param in engine.trained:
+        _owners.pop(param, None)
 
 
 def check(model: torch.nn.Module) -> None:

@@ -23,6 +23,7 @@ from wingbeat.gradients.convert import (
     refuse_assignment,
     refuse_fused_layouts,
 )
+from wingbeat.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.gradients.steps import Steps
 from wingbeat.observe.meter import Meter
 from wingbeat.schedules.events import (
@@ -81,9 +82,11 @@ class Engine(Entrance):
         self.stepper = Stepper(optimizer, plain_step)
         lockstep = choices.lockstep or world.size == 1
         self.buffer_sync = BufferSync(model, ignored(model), collectives, lockstep=lockstep)
-        self.bucketing = Bucketing(model, choices.fusion, world, lockstep=lockstep)
+        sparse = sparse_parameters(model) if world.size > 1 and gathers_sparse(choices) else {}
+        self.bucketing = Bucketing(model, choices.fusion, world, lockstep=lockstep, sparse=sparse)
         self.compression = kinds.compression_of(choices, self.bucketing.slots, collectives)
         self.steps_made = Steps(world.rank)
+        self.sparse = SparseGradients(sparse, collectives, self.steps_made)
         self.control: Control | None = None
         self.add_group: Callable[[dict[str, Any]], None] | None = None
         self.scaled = self.asked = False
@@ -189,6 +192,7 @@ class Engine(Entrance):
         lost = self.update.lost()
         self.views.hide()
         self.tell(BackwardEnds(looked_at=bool(others) and not blind, lost=lost))
+        self.sparse.show()
         if lost:
             for slot in self.slots:
                 if self.stepper.owns(slot.param):

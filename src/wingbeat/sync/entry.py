@@ -15,6 +15,7 @@ from wingbeat.gradients.bucket import strides_of
 from wingbeat.gradients.bucketing import ignored, spec_of
 from wingbeat.gradients.complexes import check_complex
 from wingbeat.gradients.compression import check_momentum
+from wingbeat.gradients.sparse import check_sparse, sparse_parameters
 from wingbeat.sync import averaged, claims
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.deferring import DeferringOptimizer
@@ -81,6 +82,7 @@ def distribute(
     given, optimizer = optimizer, cast(OptimizerT, inner)
     check_momentum(choices, optimizer)
     check_complex(model, choices, repr(strategy))
+    check_sparse(model, choices, repr(strategy))
     averaged.check(model, choices.averaging)
     _check_returned(world, choices, strategy)
     if world.size > 1:
@@ -94,7 +96,7 @@ def distribute(
     engine = Engine(model, optimizer, choices, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
     upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
-    claims.claim(engine, (slot.param for slot in engine.slots))
+    claims.claim(engine, engine.trained)
     engine.meter.strategy = repr(strategy)
     watch(whole, engine.meter)
     return model, given
@@ -320,11 +322,12 @@ def _check_same_model(
         *((name, t, False) for name, t in model.named_buffers()),
     ]
     tensors = [entry for entry in tensors if entry[0] not in left_out]
-    mine = []
+    mine, sparse = [], sparse_parameters(model)
     for name, tensor, trained in tensors:
         spec = spec_of(name, tensor)
         strides = strides_of(tensor) if trained else None
-        mine.append([name, list(spec.shape), spec.dtype, trained, strides and list(strides)])
+        laid_out = strides and list(strides)
+        mine.append([name, list(spec.shape), spec.dtype, trained, laid_out, name in sparse])
     own = {"strategy": repr(strategy), "optimizer": _family(optimizer), "tensors": mine}
     answers = world.exchange("model", own)
     for rank, answer in enumerate(answers):
@@ -372,6 +375,7 @@ def _compare(first: Any, other: Any, rank: int) -> None:
 
 
 def _describe(entry: Any) -> str:
-    name, shape, dtype, trained, strides = entry
+    name, shape, dtype, trained, strides, sparse = entry
+    kind = " (sparse gradients)" if sparse else ""
     layout = f" with strides {tuple(strides)}" if strides else ""
-    return f"{name!r} {dtype} {tuple(shape)}{layout}{'' if trained else ' (not trained)'}"
+    return f"{name!r} {dtype} {tuple(shape)}{layout}{kind if trained else ' (not trained)'}"

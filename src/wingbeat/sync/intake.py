@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from wingbeat.control.passes import Passes
     from wingbeat.gradients.bucketing import Bucketing
     from wingbeat.gradients.compression import Compression
+    from wingbeat.gradients.sparse import SparseGradients
     from wingbeat.gradients.steps import Steps
     from wingbeat.gradients.views import Views
     from wingbeat.observe.meter import Meter
@@ -41,6 +42,7 @@ class Intake:
     meter: Meter
     views: Views
     steps_made: Steps
+    sparse: SparseGradients
 
     def __init__(self, scale: float) -> None:
         self.sync = True
@@ -56,8 +58,13 @@ class Intake:
 
     @property
     def slots(self) -> list[Slot]:
-        """One for each trained parameter."""
+        """One for each trained parameter with a dense gradient."""
         return self.bucketing.slots
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """All trained parameters, those with sparse gradients last."""
+        return [*(slot.param for slot in self.slots), *self.sparse.params]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -119,17 +126,8 @@ class Intake:
                 with a graph of its own.
         """
         with self.lock:
-            if not self._in_backward:
-                if not (self.sync if self._decided is None else self._decided):
-                    self._skip_backward()
-                    return
-                self._refuse_graph()
-                self._begin_backward()
-            elif self.cut_short:
-                raise UsageError(
-                    f"parameter {self.slots[index].name!r} got a gradient, but an exception has "
-                    "cut the backward before this one short; call optimizer.zero_grad() after it"
-                )
+            if not self._takes_in(self.slots[index].name):
+                return
             passes = self.passes
             if passes is None:
                 self._take_in(index)
@@ -137,6 +135,31 @@ class Intake:
             passes.enter(index)
             self._take_in(index)
             passes.leave()
+
+    def on_sparse_grad(self, index: int) -> None:
+        """Take notice of a sparse gradient, which is exchanged when its backward ends.
+
+        Raises:
+            UsageError: it cannot be exchanged, or an exception has cut the backward before short.
+        """
+        with self.lock:
+            if self._takes_in(self.sparse.names[index]):
+                self.sparse.check(index)
+
+    def _takes_in(self, name: str) -> bool:
+        """Open a backward at its first gradient; return whether its gradients are taken in."""
+        if not self._in_backward:
+            if not (self.sync if self._decided is None else self._decided):
+                self._skip_backward()
+                return False
+            self._refuse_graph()
+            self._begin_backward()
+        elif self.cut_short:
+            raise UsageError(
+                f"parameter {name!r} got a gradient, but an exception has cut the backward before "
+                "this one short; call optimizer.zero_grad() after it"
+            )
+        return True
 
     def _refuse_graph(self) -> None:
         """Refuse a backward whose gradients are to be differentiated: means over workers are not.
@@ -146,8 +169,8 @@ class Intake:
         """
         if torch.is_grad_enabled():
             self._decided = None
-            for slot in self.slots:
-                slot.param.grad = None
+            for param in self.trained:
+                param.grad = None
             raise UsageError(
                 "backward(create_graph=True): gradients that are exchanged have no graph, so a "
                 "penalty on p.grad would have no effect; use torch.autograd.grad(loss, "
@@ -165,8 +188,9 @@ class Intake:
             )
         if grad is not None and grad.layout is not torch.strided:
             raise UsageError(
-                f"parameter {slot.name!r} has a sparse gradient, which has no place in a bucket; "
-                "use torch.nn.Embedding(..., sparse=False)"
+                f"parameter {slot.name!r} has a sparse gradient, which has no place in a bucket: "
+                "sparse gradients are those of torch.nn.Embedding and EmbeddingBag, made with "
+                "sparse=True before distribute(); use one of these, or sparse=False"
             )
         self.bucketing.ready(index)
         self._take(slot)
@@ -254,10 +278,19 @@ class Intake:
             self.passes.end()
         self._launch_all()
         # Another model of this backward may have launched nothing yet that others wait for.
-        if in_backward():
-            on_backward_end(self, "close_backward")
-        else:
+        if not in_backward():
+            self.sparse.send()
             self.close_backward()
+        elif self.sparse:
+            on_backward_end(self, "send_sparse")
+        else:
+            on_backward_end(self, "close_backward")
+
+    def send_sparse(self) -> None:
+        """Send what is of sparse gradients; another model may still have to, before any waits."""
+        with self.lock:
+            self.sparse.send()
+        on_backward_end(self, "close_backward")
 
     def close_backward(self) -> None:
         """Bring the gradients where they are to be; all that is launched has been launched."""
@@ -274,6 +307,7 @@ class Intake:
         """Launch whatever every worker launches once in a backward, however it ended."""
         self._launch_rest()
         self._in_backward = False
+        self.sparse.start(self.scale, shadowing=self._shadowing)
         self.buffer_sync.start(self.buffer_root)
         if self.control is not None:
             self.control.exchange()
@@ -292,18 +326,19 @@ class Intake:
                 self.passes.abandon()
             try:
                 self._launch_all()
+                self.sparse.send()
                 self.finish_backward()  # the others do not know: for them it ends like any other
                 self.discard()
             finally:
-                for slot in self.slots:
-                    slot.param.grad = None
+                for param in self.trained:
+                    param.grad = None
 
     def shadow_backward(self) -> None:
         """Take part in one backward of the others with gradients of zero."""
         self._open_backward()
         self.zero_grad(True)
-        for slot in self.slots:
-            slot.param.grad = None
+        for param in self.trained:
+            param.grad = None
         self._in_backward = self._shadowing = True
         try:
             self.end_backward()

@@ -102,8 +102,8 @@ class _Party:
                 engine.meter.stepped()
                 termination.stepped()
                 engine.zero_grad(True)
-                for slot in engine.slots:
-                    slot.param.grad = None
+                for param in engine.trained:
+                    param.grad = None
         if len(self.active) < engine.world.size:
             _follow(engine, self.active[-1])
 
@@ -182,7 +182,7 @@ def _follow(engine: Engine, root: int) -> None:
     # Steps made without batches do not count.
     engine.steps_made.count = _steps_of(engine, root)
     with torch.no_grad():
-        tensors = [slot.param for slot in engine.slots] + list(engine.model.buffers())
+        tensors = [*engine.trained, *engine.model.buffers()]
         broadcast_now(tensors, collectives, root)
     broadcast_now(_state_like(engine, root), collectives, root)
     engine.compression.follow(root)

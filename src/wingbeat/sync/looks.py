@@ -15,6 +15,7 @@ from wingbeat.gradients import reduced
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.complexes import norm_of_parts
 from wingbeat.gradients.pending import PendingGradient
+from wingbeat.gradients.sparse import SparseGradients
 from wingbeat.gradients.views import Views
 from wingbeat.schedules.events import PartsNeeded, Phase
 from wingbeat.schedules.intents import Intent
@@ -31,6 +32,7 @@ class Looked(Host, Protocol):
     stepper: Stepper
     update: Update
     views: Views
+    sparse: SparseGradients
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -86,7 +88,7 @@ def clip_grad_norm_(engine: Looked, max_norm: float, norm_type: float) -> torch.
     engine.recover()
     engine.update.refuse_lost("clip_grad_norm_()")
     engine.tell(PartsNeeded(Intent.CLIP))
-    in_parts = engine.phase is Phase.REDUCED and not engine.shadowed
+    in_parts = engine.phase is Phase.REDUCED and not engine.shadowed and not engine.sparse
     if in_parts and norm_of_parts(engine.buckets, norm_type):
         return reduced.clip(engine.buckets, engine.collectives, max_norm, norm_type)
     if engine.views.hidden:

@@ -20,6 +20,7 @@ from . import (
     readers,
     recorded,
     refusals,
+    sparse,
     state,
     wrappers,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "readers",
     "recorded",
     "refusals",
+    "sparse",
     "state",
     "wrappers",
 ]
