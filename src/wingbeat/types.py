@@ -307,6 +307,11 @@ class Staleness:
     encrypted: bool = True
     in_flight: int | None = 2
 
+    @property
+    def synchronous(self) -> bool:
+        """Whether nobody is ever ahead, so that an iteration's sum is there when it ends."""
+        return self.s == 0 and self.p is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging:

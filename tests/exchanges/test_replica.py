@@ -14,7 +14,7 @@ import torch
 from helpers.pieces import cut
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.pieces import Pieces
-from wingbeat.exchanges.replica import TorchReplica, pace_of
+from wingbeat.exchanges.replica import CountedSums, TorchReplica, pace_of
 from wingbeat.stale.letters import message_of, numbers_of
 from wingbeat.stale.messages import Round
 from wingbeat.stale.pace import Pace
@@ -309,3 +309,14 @@ def test_state_that_cannot_be_sent_is_named() -> None:
     one.optimizer.state[one.params[0][0]]["history"] = [1, 2]
     with pytest.raises(PeerError, match="SGD: 'history', 0: \\[1, 2\\] cannot be sent"):
         one.replica.copied()
+
+
+def test_numbers_of_steps_are_passed_on_each_once_and_checked() -> None:
+    pieces = Pieces([{"a": torch.zeros(2)}], 2)
+    sums = CountedSums(pieces, "worker {}".format)
+    assert sums.combine(1, 0, {(0, 0): b"7", (0, 1): b"7"}) == b"7"
+    assert sums.combine(1, 0, {(0, 0): b"7", (0, 1): b"12"}) == b"12 7"
+    assert sums.combine(1, 1, {(0, 0): None}) is None
+    for payload in (None, b"", b"-1", b"x", b"1" * 21):
+        with pytest.raises(PeerError, match=r"^worker 1 sent b'.*', as the number of steps"):
+            sums.combine(1, 0, {(0, 0): b"7", (0, 1): payload})

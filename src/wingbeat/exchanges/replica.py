@@ -5,18 +5,26 @@ The colayer of number k, behind the k that have gradients, has the optimizer's o
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.errors import UsageError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.copied import Copy, written
 from wingbeat.exchanges.options import Form, Groups, Options
 from wingbeat.exchanges.pieces import Payload, Pieces
 from wingbeat.stale.messages import Entry, Round
 from wingbeat.stale.pace import IN_FLIGHT, Pace
+
+if TYPE_CHECKING:
+    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.gradients.steps import Steps
+
+_DIGITS = 20
+"""Of a number of steps, at most."""
 
 
 def pace_of(s: int | None, p: int, colayers: int, in_flight: int | None = IN_FLIGHT) -> Pace:
@@ -163,3 +171,154 @@ class TorchReplica:
             PeerError: the optimizer keeps something that cannot be sent.
         """
         return written(self._tensors, self._flat, self._optimizer, self._last)
+
+
+class SummedReplica:
+    """What a round is where nobody is ahead: gradients that all have, in the buckets they left.
+
+    Who steps on them, and how, is then as with an all-reduce: no options travel. In their place, in
+    the colayer behind those that have gradients, each worker tells how many steps it has made.
+
+    A round that comes when this worker takes none, as it has run out of batches and waits for the
+    others, is applied by a step of its own.
+
+    Args:
+        params: of each colayer.
+        pieces: of the gradients of all these.
+        optimizer: whose state belongs to the model.
+        buckets: one for each colayer.
+        step: lets the optimizer make a step, on the gradients in ``p.grad``.
+        steps: counts those that were made.
+        workers: how many there are.
+        name: what messages call the worker of a rank.
+        others: buffers, and parameters that are not trained.
+
+    Attributes:
+        sums: what is made of contributions.
+        taking: whether the round that comes is that of this worker's own iteration.
+        alone: how many rounds were applied by steps of its own.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Sequence[torch.Tensor]],
+        pieces: Pieces,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        step: Callable[[], Any],
+        steps: Steps,
+        workers: int,
+        name: Callable[[int], str] = "rank {}".format,
+        others: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._pieces, self._optimizer, self._buckets = pieces, optimizer, buckets
+        self._step, self._steps, self._workers = step, steps, workers
+        self.taking, self.alone = False, 0
+        self._flat = [param for of_one in params for param in of_one]
+        self._tensors = [*self._flat, *others]
+        self.sums = CountedSums(pieces, name)
+
+    @property
+    def control(self) -> int:
+        """The number of the colayer that has the numbers of steps."""
+        return len(self._pieces)
+
+    def options(self) -> list[bytes | None]:
+        """Return the pieces of that colayer: piece 0 has this worker's."""
+        return [self._count(), *[None] * (self._workers - 1)]
+
+    @torch.no_grad()
+    def step(self, parts: Sequence[Round]) -> None:
+        """Put the sums of one round into the buckets, or step on them.
+
+        Raises:
+            PeerError: a sum is malformed; names the worker that its piece belongs to.
+            UsageError: the workers have made different numbers of steps.
+        """
+        told = [p.payload for p in parts if (p.colayer, p.piece) == (self.control, 0)]
+        if self.taking and [bytes(p) for p in told if p is not None] != [self._count()]:
+            self._steps.disagree()
+        grads = self._pieces.joined([part for part in parts if part.colayer != self.control])
+        if not self.taking:
+            self._step_alone([grad for found in grads for grad in found])
+            return
+        for bucket, found in zip(self._buckets, grads, strict=True):
+            for place, (slot, grad) in enumerate(zip(bucket.slots, found, strict=True)):
+                bucket.flags[place] = grad is not None
+                if grad is None:
+                    slot.view.zero_()
+                else:
+                    slot.view.copy_(grad)
+
+    def _count(self) -> bytes:
+        return b"%d" % self._steps.count
+
+    def _step_alone(self, grads: Sequence[torch.Tensor | None]) -> None:
+        if all(grad is None for grad in grads):
+            return  # all have ended, and nobody has sent anything
+        before = [param.grad for param in self._flat]
+        for param, grad in zip(self._flat, grads, strict=True):
+            param.grad = grad
+        try:
+            self._step()
+        finally:
+            for param, grad in zip(self._flat, before, strict=True):
+                param.grad = grad
+        self._steps.count += 1
+        self.alone += 1
+
+    def digest(self) -> str:
+        """Return a hash of the parameters' bits."""
+        found = hashlib.sha256()
+        for param in self._flat:
+            found.update(param.detach().contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+    def put(self, payload: Any) -> None:
+        """Take over parameters, the optimizer's state and the other tensors of another worker.
+
+        Raises:
+            PeerError: they are none of this model.
+        """
+        Copy(payload, self._tensors, self._flat).put(self._optimizer)
+
+    def copied(self) -> bytes:
+        """Return these for another worker.
+
+        Raises:
+            PeerError: the optimizer keeps something that cannot be sent.
+        """
+        return written(self._tensors, self._flat, self._optimizer, [])
+
+
+class CountedSums:
+    """As `Sums`, with numbers of steps in place of options.
+
+    Args:
+        pieces: of the gradients.
+        name: what messages call the worker of a rank.
+    """
+
+    def __init__(self, pieces: Pieces, name: Callable[[int], str]) -> None:
+        self._pieces, self._name = pieces, name
+
+    def combine(self, colayer: int, piece: int, waiting: Mapping[Entry, Any]) -> Payload | None:
+        """Add contributions up; of numbers of steps return the different ones.
+
+        Raises:
+            PeerError: a contribution is malformed; names who sent it.
+        """
+        if colayer != len(self._pieces):
+            return self._pieces.summed(colayer, piece, waiting)
+        if piece or not waiting:
+            return None
+        told = set()
+        for (_, worker), payload in waiting.items():
+            count = bytes(payload or b"")
+            if not count.isdigit() or len(count) > _DIGITS:
+                raise PeerError(
+                    f"{self._name(worker)} sent {count[:_DIGITS]!r}, as the number of steps that "
+                    "it has made; check that it runs the same version"
+                )
+            told.add(count)
+        return b" ".join(sorted(told))

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,7 +22,7 @@ from wingbeat.exchanges.courier import Courier
 from wingbeat.exchanges.departures import departures_of
 from wingbeat.exchanges.journals import opened
 from wingbeat.exchanges.pieces import Pieces
-from wingbeat.exchanges.replica import TorchReplica, pace_of
+from wingbeat.exchanges.replica import SummedReplica, TorchReplica, pace_of
 from wingbeat.exchanges.staleness import shown
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Operation
@@ -42,6 +42,7 @@ _TOLD_S = 5.0
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
     from wingbeat.gradients.compression import Compression
+    from wingbeat.gradients.steps import Steps
     from wingbeat.observe.meter import Section
 
 
@@ -102,6 +103,7 @@ class StaleExchange:
         compression: what gradients travel as.
         optimizer: whose options belong to the rounds.
         step: lets it make a step on the gradients in ``p.grad``.
+        steps: counts those that were made; where nobody is ahead all must have made as many.
         others: what a worker that comes back needs of the model beside its parameters.
 
     Attributes:
@@ -119,8 +121,10 @@ class StaleExchange:
         compression: Compression,
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
+        steps: Steps,
         others: Sequence[torch.Tensor] = (),
     ) -> None:
+        self._steps, self._started, self._ended = steps, 0, False
         self._world, self._staleness, self._compression = world, staleness, compression
         self._optimizer, self._step, self._others = optimizer, step, others
         self._dropped = self.apart = False
@@ -144,9 +148,13 @@ class StaleExchange:
             CodedPieces(colayers, world.size, wires) if any(wires) else Pieces(colayers, world.size)
         )
         params = [[slot.param for slot in bucket.slots] for bucket in buckets]
-        self._replica = TorchReplica(
-            params, self._pieces, self._optimizer, self._step, world.size, others=self._others
-        )
+        rest = params, self._pieces, self._optimizer
+        if staleness.synchronous:
+            self._replica: TorchReplica | SummedReplica = SummedReplica(
+                *rest, buckets, self._step, self._steps, world.size, others=self._others
+            )
+        else:
+            self._replica = TorchReplica(*rest, self._step, world.size, others=self._others)
         arrived = arrive(world, encrypted=staleness.encrypted)
         combine, life = self._replica.sums.combine, arrived.life
         self.machine = Worker(world.rank, world.size, pace, combine, life=life)
@@ -172,7 +180,10 @@ class StaleExchange:
 
     @torch.no_grad()
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
-        """Send a bucket's gradients, unless the iteration has been dropped; nothing comes back.
+        """Send a bucket's gradients, unless the iteration has been dropped.
+
+        Nothing comes back; but where nobody is ahead, the sum when the bucket's handle is waited
+        for.
 
         Raises:
             PeerError: a worker has failed, or is gone.
@@ -185,6 +196,33 @@ class StaleExchange:
             self._dropped = not self._courier.computed(bucket.index, pieces)
             if self._dropped and isinstance(self._pieces, CodedPieces):
                 self._pieces.take_back(bucket.index, flat, pieces)
+            if self._staleness.synchronous:
+                self._started += 1
+                bucket.handle = _Round(self)
+
+    def take(self) -> None:
+        """Wait for the sums of an iteration of which all buckets have been sent; else do nothing.
+
+        Raises:
+            PeerError: others were waited for in vain; names them.
+        """
+        if self._started == len(self._pieces):
+            assert isinstance(self._replica, SummedReplica)
+            if not self._ended:  # else Ctrl-C has cut a wait for it short
+                self._courier.computed(self._replica.control, self._replica.options())
+                self._courier.finish()
+                self._ended = True
+            self._replica.taking = True
+            try:
+                self._courier.begin()
+            finally:
+                self._replica.taking = False
+            self._started, self._ended = 0, False
+
+    @property
+    def taken(self) -> bool:
+        """Whether all sums are in the buckets."""
+        return not self._started
 
     def step(self) -> None:
         """End the iteration, apply what has come, and enter the next when that is allowed.
@@ -208,9 +246,25 @@ class StaleExchange:
 
         Raises:
             PeerError: a worker did not call it, or has failed; names it.
+            UsageError: nobody is ever ahead, and a worker that had run out of batches could not
+                repeat the others' steps.
         """
         self._courier.settle()
         self._courier.begin()
+        if isinstance(self._replica, SummedReplica):
+            self._refuse_different(self._replica)
+
+    def _refuse_different(self, replica: SummedReplica) -> None:
+        alone, replica.alone = replica.alone, 0
+        if any(self._world.exchange("steps alone", alone)):
+            digests = self._world.exchange("weights", replica.digest())
+            if any(digest != digests[0] for digest in digests):
+                raise UsageError(
+                    "Canary(s=0): a worker that has run out of batches repeats the others' steps "
+                    "on the sums that come, and weights are different afterwards, as after "
+                    "clipping, or more than one backward a step: give all workers as many "
+                    "batches, or use wingbeat.AllReduce() and model.join()"
+                )
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
         """There are no classes."""
@@ -236,6 +290,31 @@ class StaleExchange:
         return shown(self.machine, self._world.size, self.colayers)
 
 
+class _Round:
+    """A bucket's sum under way: it comes with all others of its round."""
+
+    def __init__(self, exchange: StaleExchange) -> None:
+        self._exchange = exchange
+
+    def done(self) -> bool:
+        """Whether it is in the bucket."""
+        return self._exchange.taken
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> NoReturn:
+        """Rounds are taken by the thread that trains alone."""
+        raise NotImplementedError(f"nobody could call {callback} when a round is there")
+
+    def wait(self) -> None:
+        """Take the round, if all of it has been sent; gradients that are sent were copied.
+
+        Raises:
+            PeerError: others were waited for in vain; names them.
+        """
+        self._exchange.take()
+
+    wait_received = wait
+
+
 class _Held:
     """A replica that the courier, whose thread goes on, does not keep alive, nor its model.
 
@@ -247,7 +326,7 @@ class _Held:
         spent_ns: nanoseconds that rounds have taken to apply.
     """
 
-    def __init__(self, replica: TorchReplica, world: World) -> None:
+    def __init__(self, replica: TorchReplica | SummedReplica, world: World) -> None:
         self._replica, self._world = weakref.ref(replica), world
         self._let_go = False
         self.spent_ns = 0

@@ -25,7 +25,10 @@ from wingbeat.schedules.events import (
 
 
 class Wfbp:
-    """All-reduces each bucket as it completes; gradients are whole when backward returns.
+    """Sums each bucket as it completes; gradients are whole when backward returns.
+
+    Args:
+        operation: what is started on a bucket, and leaves the sum in it when it is waited for.
 
     Attributes:
         phase: where the gradients of the last backward are; between backward and step whole.
@@ -33,8 +36,9 @@ class Wfbp:
 
     whole_after_backward: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, operation: Operation = Operation.ALL_REDUCE) -> None:
         self.phase = Phase.IDLE
+        self._operation = operation
         self._buckets: tuple[int, ...] = ()
         self._open = False
 
@@ -47,7 +51,7 @@ class Wfbp:
                 self.phase = Phase.IDLE
             case BucketReady(bucket):
                 self._open = True
-                yield Start(Operation.ALL_REDUCE, bucket)
+                yield Start(self._operation, bucket)
             case BackwardEnds():
                 yield from self._wait()
                 self.phase, self._open = Phase.WHOLE, False

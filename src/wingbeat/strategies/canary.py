@@ -21,7 +21,8 @@ class Canary(Preset):
     sums in the same order. A slow worker does not hold up the others, as far as ``s`` and ``p``
     allow:
 
-    - ``s=0``: nobody is ahead (BSP). Exact: the weights equal DDP's.
+    - ``s=0``: nobody is ahead (BSP). Exact: the weights equal DDP's. Gradients are whole when
+      backward returns, so any optimizer and whatever changes gradients works as under `AllReduce`.
     - ``s=2``: who would be more than 2 iterations ahead of the slowest waits (SSP).
     - ``s=18, p=6``, as in the paper: who is more than 18 behind drops what it computes and goes on
       from the fastest's iteration, unless it has sent 6 of its colayers already.

@@ -27,14 +27,14 @@ from wingbeat.gradients.views import (
     ShownGradients,
     Views,
 )
-from wingbeat.schedules.events import Schedule
+from wingbeat.schedules.events import Operation, Schedule
 from wingbeat.sync import averaged
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.alone import AloneUpdate
-from wingbeat.updates.bounded import BoundedUpdate
+from wingbeat.updates.bounded import BoundedUpdate, MeetingUpdate
 from wingbeat.updates.deferred import DeferredUpdate
 from wingbeat.updates.described import OPTION, describe
 from wingbeat.updates.divided import check_divisible
@@ -89,7 +89,7 @@ def runtime_of(
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
     if choices.server_updates and training.collectives.world.size > 1:
         exchange, update = _on_servers(choices, training, schedule, views)
-    elif isinstance(views, SentGradients):
+    elif choices.staleness is not None and training.collectives.world.size > 1:
         exchange, update = _bounded(choices, training, views, compression)
     else:
         update = _update_of(choices, training, schedule, views, compression)
@@ -103,7 +103,7 @@ def runtime_of(
         Agreement(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
-    if isinstance(exchange, StaleExchange):
+    if isinstance(exchange, StaleExchange) and isinstance(views, SentGradients):
         exchange.waited = WeakCall(runtime.waited)
     return runtime
 
@@ -122,7 +122,7 @@ def _views_of(
 
 
 def _bounded(
-    choices: Choices, training: Training, views: SentGradients, compression: Compression
+    choices: Choices, training: Training, views: Views, compression: Compression
 ) -> tuple[Exchange, Update]:
     """Make what exchanges gradients, and applies sums, under bounded staleness.
 
@@ -130,6 +130,28 @@ def _bounded(
         UsageError: another optimizer has a part of the model, or this one a part of another.
     """
     assert choices.staleness is not None, "a strategy's parts have been checked"
+    if isinstance(views, SentGradients):
+        _check_owned(training)
+    exchange = StaleExchange(
+        training.collectives.world,
+        choices.staleness,
+        compression,
+        training.optimizer,
+        training.stepper.whole_step,
+        training.steps,
+        training.bucketing.others,
+    )
+    if isinstance(views, SentGradients):
+        return exchange, BoundedUpdate(training, views, exchange)
+    return exchange, MeetingUpdate(training, exchange)
+
+
+def _check_owned(training: Training) -> None:
+    """Make sure that rounds of sums are all that the optimizer steps on.
+
+    Raises:
+        UsageError: another optimizer has a part of the model, or this one a part of another.
+    """
     stepper, slots = training.stepper, training.bucketing.slots
     slot = next((slot for slot in slots if not stepper.owns(slot.param)), None)
     if slot is not None:
@@ -146,16 +168,6 @@ def _bounded(
             "(Canary) it steps when sums come, which has nothing to do with their gradients; give "
             "them an optimizer of their own"
         )
-    world = training.collectives.world
-    exchange = StaleExchange(
-        world,
-        choices.staleness,
-        compression,
-        training.optimizer,
-        stepper.whole_step,
-        training.bucketing.others,
-    )
-    return exchange, BoundedUpdate(training, views, exchange)
 
 
 def _on_servers(
@@ -220,6 +232,8 @@ def _bytes_of_gradients(choices: Choices, training: Training) -> int:
 def _schedule_of(choices: Choices, workers: int) -> Schedule:
     if workers == 1:
         return schedules.Wfbp()  # nothing is exchanged
+    if choices.staleness is not None and choices.staleness.synchronous:
+        return schedules.Wfbp(Operation.CONTRIBUTE)
     name = "sharded" if choices.shard_optimizer else choices.schedule
     if choices.server_updates:
         name = name.replace("served", "served_updates")

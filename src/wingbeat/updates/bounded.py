@@ -42,6 +42,32 @@ class Rounds(Protocol):
         """Wait until all workers have called this and all is applied everywhere."""
 
 
+class MeetingUpdate(WholeUpdate):
+    """The optimizer's own step where nobody is ahead; all meet where buffers are made equal.
+
+    Args:
+        training: what it works on.
+        rounds: where gradients come from.
+    """
+
+    def __init__(self, training: Training, rounds: Rounds) -> None:
+        super().__init__(training)
+        self._rounds = rounds
+        self._levelled = 0
+
+    def level(self, *, always: bool) -> bool:
+        """Wait for all workers.
+
+        Raises:
+            PeerError: a worker did not do the same; names it.
+        """
+        made = self._training.steps.count
+        meets, self._levelled = always or made != self._levelled, made
+        if meets:
+            self._rounds.level()
+        return meets
+
+
 class BoundedUpdate(WholeUpdate):
     """Has rounds applied, by the optimizer's own step on all parameters, and enters iterations.
 

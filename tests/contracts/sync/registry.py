@@ -19,6 +19,9 @@ ALL = (*BOTH, "dear-sharded")
 CODED = ("allreduce-coded", "dear-coded")
 """The same through a codec that loses nothing."""
 
+BOUND = ("canary",)
+"""Bounded staleness with a bound of 0, which allows what a synchronous strategy allows."""
+
 MEASURED = ("mgwfbp",)
 """Dense gradients in buckets that are planned from what the first iterations show."""
 

@@ -39,6 +39,8 @@ def take_world_down() -> None:
 def make_strategy(name: str, mb: float) -> Any:
     """The strategy a test parameter stands for: ``dear``, ``dear-mesh``, ``dear-sharded``, ..."""
     kind, *options = name.split("-")
+    if kind == "canary":
+        return wingbeat.Canary(s=0, encrypted=False)
     topology = "mesh" if "mesh" in options else "ring"
     # All of the largest are all: everything goes through the codec's machinery, and exactly.
     coded = "coded" in options and kind != "geryon"

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from ..models import adamw, cross_entropy, evaluation, mlp, sgd, train
-from ..registry import DIVIDED, UPDATED_THERE, Grid, add, scenario
+from ..registry import BOTH, BOUND, DIVIDED, LARGE, UPDATED_THERE, Grid, add, scenario
 from ..sides import Side
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -287,7 +287,116 @@ class Curved(optim.Optimizer):
 WHOLE = tuple(name for name in Grid().strategies if name not in (*DIVIDED, *UPDATED_THERE))
 
 
-@scenario(Grid(strategies=WHOLE))
+WITH_BOUND = Grid(worlds=(2,), strategies=(*BOTH, *BOUND), mbs=(LARGE,))
+
+
+class Sharpness(optim.SGD):
+    """As SAM, whose two steps each follow a backward."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        self.moved = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.moved.append((param, param.grad * 0.05))
+                    param.add_(self.moved[-1][1])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for param, by in self.moved:
+            param.sub_(by)
+        self.step()
+
+
+@scenario(WITH_BOUND)
+def two_steps_each_after_a_backward(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, Sharpness(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(5):
+        optimizer.zero_grad()
+        cross_entropy(model, *side.batch(step)).backward()
+        optimizer.first_step()
+        cross_entropy(model, *side.batch(step)).backward()
+        optimizer.second_step()
+
+
+class Averaged(optim.Optimizer):
+    """As schedule-free SGD: counts in its options, and has weights to train and to evaluate."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "training": True})
+
+    def _turn(self, training: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["training"] != training:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.data.lerp_(self.state[param]["z"], weight)
+                group["training"] = training
+
+    def eval(self) -> None:
+        self._turn(False, 1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._turn(True, 1 - 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["training"]
+            group["k"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                z = self.state[param].setdefault("z", param.clone())
+                param.lerp_(z, 1 / group["k"])
+                param.add_(param.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+                z.sub_(param.grad, alpha=group["lr"])
+
+
+@scenario(WITH_BOUND)
+def an_optimizer_that_counts_and_has_modes(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, Averaged(model.parameters(), lr=0.1))
+    for epoch in range(2):
+        optimizer.train()
+        train(side, model, optimizer, range(3 * epoch, 3 * epoch + 3))
+        optimizer.eval()
+        with torch.no_grad():
+            side.note("validation", cross_entropy(model, *side.batch(50)))
+
+
+@scenario(WITH_BOUND)
+def a_learning_rate_in_a_tensor(side: Side) -> None:
+    model = mlp()
+    made = optim.AdamW(model.parameters(), lr=torch.tensor(0.01))  # type: ignore[arg-type]
+    model, optimizer = side.setup(model, made)
+    scheduler = _one_cycle(optimizer)
+    for step in range(5):
+        train(side, model, optimizer, [step])
+        scheduler.step()
+
+
+@scenario(WITH_BOUND)
+def gradients_that_are_scaled_clipped_and_added_to(side: Side) -> None:
+    model = mlp()
+    model, optimizer = side.setup(model, sgd(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(5):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with side.no_sync(model):
+            scaler.scale(cross_entropy(model, *side.batch(step))).backward()
+        scaler.scale(cross_entropy(model, *side.batch(step + 10))).backward()
+        scaler.scale(cross_entropy(model, *side.batch(step + 20))).backward()
+        scaler.unscale_(optimizer)
+        side.note("total norm", side.clip(model, optimizer, 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@scenario(Grid(strategies=(*WHOLE, *BOUND)))
 def step_with_arguments(side: Side) -> None:
     model = mlp()
     model, optimizer = side.setup(model, Curved(model.parameters()))
