@@ -141,7 +141,7 @@ def test_the_index_of_a_model_in_training() -> None:
     def body(world: World) -> Any:
         model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        # Nobody is ahead, and with a p a step applies rounds, so that a backward has only been sent.
+        # Nobody is ahead; with a p a step applies rounds, so that a backward has only been sent.
         strategy = wingbeat.Canary(s=0, p=2, colayers=3, encrypted=False)
         model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
         session = CanarySession(model=model, world=world)
