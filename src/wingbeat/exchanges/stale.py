@@ -109,6 +109,7 @@ class StaleExchange:
     Attributes:
         machine: this worker's, from `planned` on. Another thread uses it: look, and change nothing.
         apart: whether workers may apply a round in different steps of theirs.
+        synchronous: whether rounds go back to the buckets, as gradients that all have.
         waited: told for how many nanoseconds training has waited for others, in each step.
     """
 
@@ -128,6 +129,7 @@ class StaleExchange:
         self._world, self._staleness, self._compression = world, staleness, compression
         self._optimizer, self._step, self._others = optimizer, step, others
         self._dropped = self.apart = False
+        self.synchronous = staleness.synchronous
         self.waited: Callable[[int], None] = lambda _: None
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
@@ -149,7 +151,7 @@ class StaleExchange:
         )
         params = [[slot.param for slot in bucket.slots] for bucket in buckets]
         rest = params, self._pieces, self._optimizer
-        if staleness.synchronous:
+        if self.synchronous:
             self._replica: TorchReplica | SummedReplica = SummedReplica(
                 *rest, buckets, self._step, self._steps, world.size, others=self._others
             )
@@ -196,7 +198,7 @@ class StaleExchange:
             self._dropped = not self._courier.computed(bucket.index, pieces)
             if self._dropped and isinstance(self._pieces, CodedPieces):
                 self._pieces.take_back(bucket.index, flat, pieces)
-            if self._staleness.synchronous:
+            if self.synchronous:
                 self._started += 1
                 bucket.handle = _Round(self)
 

@@ -154,7 +154,8 @@ class TrainerStrategy:
         There gradients leave under backward, which a step may not repeat (Canary).
         """
         module = self.lightning_module
-        bounded = self._wingbeat_optimizer is not None and sync.bounded_exchange(module) is not None
+        found = None if self._wingbeat_optimizer is None else sync.bounded_exchange(module)
+        bounded = found is not None and not found.synchronous
         if not bounded or getattr(self.precision_plugin, "scaler", None) is not None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
         result = self.precision_plugin._wrap_closure(model or module, optimizer, closure)
