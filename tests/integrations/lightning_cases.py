@@ -50,6 +50,9 @@ EXACT = {
     "dear": wingbeat.DeAR(plan="fixed", mb=0.001, edge_mb=0),
     "sharded": wingbeat.DeAR(plan="fixed", mb=0.001, edge_mb=0, shard_optimizer=True),
 }
+BOUND = {"canary": wingbeat.Canary(s=0, encrypted=False)}
+"""Bounded staleness with a bound of 0."""
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": int(os.environ.get("WORLD_SIZE", "2")),
@@ -186,7 +189,7 @@ def as_ddp(name: str, kinds: tuple[str, ...]) -> None:
         )
         for each in kinds:
             module = kind()
-            trainer = fitted(module, WingbeatStrategy(EXACT[each]), **options())
+            trainer = fitted(module, WingbeatStrategy({**EXACT, **BOUND}[each]), **options())
             assert not type(module).__name__.startswith("Distributed"), "released"
             assert trainer.global_step == ddp.global_step
             same_everywhere(module)

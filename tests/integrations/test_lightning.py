@@ -19,3 +19,7 @@ with updates that come later."""
 def test_weights_are_those_of_ddp(name: str, pool_of: PoolOf) -> None:
     kinds = [kind for kind in cases.EXACT if kind not in NOT_WITH.get(name, ())]
     pool_of(2).run(cases.as_ddp, name, kinds, deadline=150.0)
+
+
+def test_a_step_gets_its_closure_where_nobody_is_ahead(pool_of: PoolOf) -> None:
+    pool_of(2).run(cases.as_ddp, "lbfgs", list(cases.BOUND), deadline=150.0)
