@@ -14,7 +14,15 @@ from helpers import late
 from helpers.training import TINY_MB, assert_same, on
 from wingbeat import sync
 from wingbeat.collectives import Collectives
-from wingbeat.sync.buffers import BufferSync, ByteBuffer, broadcast_now
+from wingbeat.errors import UsageError
+from wingbeat.sync.buffers import (
+    BufferSync,
+    ByteBuffer,
+    Spec,
+    _parsed,
+    _text_of,
+    broadcast_now,
+)
 from wingbeat.transport import loopback
 
 STRATEGIES = [wingbeat.AllReduce(mb=TINY_MB), wingbeat.DeAR(plan="fixed", mb=TINY_MB)]
@@ -57,9 +65,8 @@ def test_equality_is_that_of_bits() -> None:
     packed.pack(tensors)
     assert packed.equal(tensors) == [True, True]
     assert packed.equal([torch.tensor([float("nan"), -0.0]), torch.zeros(2, 3)]) == [False, True]
-    assert packed.equal([tensors[0], torch.zeros(3, 2)]) == [False, False]
-    assert not packed.fits([tensors[0].double(), tensors[1]])
-    assert not packed.fits(tensors[:1])
+    assert packed.equal([tensors[0], torch.zeros(3, 2)]) == [True, False]
+    assert packed.equal([tensors[0].double(), None]) == [False, False]
 
 
 @pytest.mark.parametrize("limit", [1, 20, 1 << 20])
@@ -303,3 +310,134 @@ def test_without_buffers_nothing_is_exchanged(act: Callable[[BufferSync], None])
         act(buffers)
 
     on(2, body)
+
+
+def _taken_over(change: Callable[[Any, int], None]) -> list[Any]:
+    """What a worker's inner buffer is, or why it is refused, after a forward of each begins."""
+
+    def body(world: Any) -> Any:
+        holder: Any = Holder(1.0 + world.rank)
+        buffers = BufferSync(holder, (), Collectives(world))
+        change(holder, world.rank)
+        try:
+            for _ in range(2):
+                buffers.ask(0)
+                buffers.apply()
+        except UsageError as err:
+            return str(err)
+        return [float(v) for v in holder.inner.mine] + [float(v) for v in holder.mine]
+
+    found: list[Any] = on(2, body)
+    return found
+
+
+def test_a_persistent_buffer_of_another_shape_becomes_rank_zeros() -> None:
+    def change(holder: Any, rank: int) -> None:
+        holder.inner.mine = torch.full((2 + rank,), 5.0 + rank)
+
+    assert _taken_over(change) == [[5.0, 5.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_buffer_of_another_shape_that_is_not_persistent_stays(longer: int) -> None:
+    def change(holder: Any, rank: int) -> None:
+        value = torch.full((2 + (rank == longer),), 5.0 + rank)
+        holder.inner.register_buffer("mine", value, persistent=False)
+
+    first, second = _taken_over(change)
+    assert first == [5.0] * (2 + (longer == 0)) + [1.0, 1.0]
+    assert second == [6.0] * (2 + (longer == 1)) + [1.0, 1.0]
+
+
+def test_a_buffer_that_only_rank_zero_has_made_is_registered_by_all() -> None:
+    def change(holder: Any, rank: int) -> None:
+        del holder.inner.mine
+        if rank == 0:
+            holder.inner.register_buffer("mine", torch.full((3,), 7.0))
+        else:
+            holder.inner.register_buffer("mine", None)
+
+    assert _taken_over(change) == [[7.0, 7.0, 7.0, 1.0, 1.0]] * 2
+
+
+def test_a_persistent_buffer_that_rank_zero_has_not_is_refused_by_name_and_shape() -> None:
+    def change(holder: Any, rank: int) -> None:
+        if rank == 1:
+            holder.inner.register_buffer("extra", torch.zeros(4, 3))
+
+    _, second = _taken_over(change)
+    assert second == (
+        "buffer 'inner.extra': rank 1 has one of shape (4, 3), and rank 0 has none: make it in the "
+        "same forward on all ranks, or register it with persistent=False if each worker has its own"
+    )
+
+
+def test_a_buffer_that_has_no_place_on_another_rank_is_refused_by_name_and_shape() -> None:
+    def change(holder: Any, rank: int) -> None:
+        if rank == 0:
+            holder.inner.register_buffer("extra", torch.zeros(4, 3))
+        else:
+            holder.inner.extra = "no buffer"
+
+    _, second = _taken_over(change)
+    assert "buffer 'inner.extra': rank 0 has one of shape (4, 3), and rank 1 no place" in second
+    assert "already exists" in second
+
+
+def test_what_a_backward_sends_does_not_count_where_a_forward_has_replaced_a_buffer() -> None:
+    def body(world: Any) -> list[float]:
+        holder: Any = Holder(1.0)
+        buffers = BufferSync(holder, (), Collectives(world))
+        holder.seen.fill_(3.0 + world.rank)
+        if world.rank == 0:
+            holder.mine = torch.zeros(5)
+        buffers.start(0)
+        buffers.apply()
+        kept = float(holder.seen[0])
+        buffers.ask(0)
+        buffers.apply()
+        return [kept, float(holder.seen[0]), len(holder.mine)]
+
+    assert on(2, body) == [[3.0, 3.0, 5.0], [4.0, 3.0, 5.0]]
+
+
+def test_leveling_takes_over_shapes_too() -> None:
+    def body(world: Any) -> list[float]:
+        holder: Any = Holder(1.0 + world.rank)
+        buffers = BufferSync(holder, (), Collectives(world), lockstep=False)
+        holder.mine = torch.full((2 + world.rank,), 5.0 + world.rank)
+        buffers.level()
+        return [*holder.mine.tolist(), float(holder.seen[0])]
+
+    assert on(2, body) == [[5.0, 5.0, 1.0]] * 2
+
+
+LAYOUT = '[[["seen","float32",[2],true]],["seen"]]'
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "{}",
+        "no json",
+        "[[],[],[]]",
+        LAYOUT.replace("float32", "load"),
+        LAYOUT.replace('"float32"', "32"),
+        LAYOUT.replace("[2]", "[-2]"),
+        LAYOUT.replace("[2]", "[2.0]"),
+        LAYOUT.replace("[2]", "2"),
+        LAYOUT.replace("true", "1"),
+        LAYOUT.replace('["seen"]', '["other"]'),
+        LAYOUT.replace('["seen"]', "[1]"),
+        "[" * 100_000,
+    ],
+)
+def test_a_malformed_list_of_buffers_is_refused(said: str) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        _parsed(torch.tensor(list(said.encode()), dtype=torch.uint8))
+
+
+def test_a_list_of_buffers_says_what_it_was_made_of() -> None:
+    specs = [Spec("seen", torch.float32, (2,), True), Spec("n", torch.bool, (), False)]
+    names = frozenset({"seen", "n", "again"})
+    assert _parsed(_text_of(specs, names)) == (specs, names)

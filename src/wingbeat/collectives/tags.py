@@ -29,7 +29,7 @@ _CONTROL = 3
 LABELS = (
     *("norms", "infinities", "batches left", "intents", "codec trial", "size tuning"),
     *("iteration times", "optimizer state", "gradients", "tensors"),
-    *("buffers after backward", "news of buffers", "buffers"),
+    *("buffers after backward", "news of buffers", "buffers", "layout of buffers"),
 )
 """What is exchanged besides buckets; anything else counts as one more."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
@@ -115,6 +116,19 @@ def _on_optimizer(engine: Hooked, me: weakref.ref[Hooked]) -> list[Any]:
 def in_backward() -> bool:
     """Whether this thread is running a backward, as when activations are computed again."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Whether this thread is inside of a transform of ``torch.func``, such as ``grad`` or ``vmap``.
+
+    It refuses to see a tensor changed that is not its argument.
+    """
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Have what runs inside done as if no transform was there, to tensors that are none of its."""
+    return torch._C._DisableFuncTorch() if in_transform() else contextlib.nullcontext()
 
 
 def on_backward_end(engine: Any, method: str = "end_backward") -> weakref.ref[Any]:

@@ -2,60 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.text import LONGEST_ERROR, first_line, printable
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Collectives, Handle
     from wingbeat.transport.world import World
 
+T = TypeVar("T")
+
 _ALIGN = 16
+
+_LONGEST_LAYOUT = 16 << 20
+"""Bytes of a layout's text; that of 100,000 buffers has less."""
+
+_AS_SENT, _VALUES, _LAYOUT = 0, 1, 2
+"""What the root says when a forward begins: that its buffers are what it has sent after the last
+backward, that their values follow, or their names, shapes and dtypes and then their values."""
 
 
 class ByteBuffer:
-    """Tensors of any dtype laid end to end as bytes, to travel in one message."""
+    """Tensors of any dtype laid end to end as bytes, to travel in one message.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    Args:
+        tensors: what to make room for; only their dtypes and shapes count.
+        device: where the bytes are; default: where the first tensor is.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
         offsets, end = [], 0
         for tensor in tensors:
             offsets.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        device = tensors[0].device if tensors else torch.device("cpu")
+        if device is None:
+            device = tensors[0].device if tensors else torch.device("cpu")
         self.flat = torch.zeros(end, dtype=torch.uint8, device=device)
-        self._views = [
+        self.views = [
             self.flat[a : a + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
             for a, t in zip(offsets, tensors, strict=True)
         ]
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these have the dtypes and shapes that were laid out."""
-        return [(t.dtype, t.shape) for t in tensors] == [(v.dtype, v.shape) for v in self._views]
+    @torch.no_grad()
+    def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy the tensors into the bytes; where there is none, they stay as they are."""
+        for tensor, view in zip(tensors, self.views, strict=True):
+            if tensor is not None:
+                view.copy_(tensor)
 
     @torch.no_grad()
-    def pack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors into the bytes."""
-        for tensor, view in zip(tensors, self._views, strict=True):
-            view.copy_(tensor)
-
-    @torch.no_grad()
-    def unpack(self, tensors: Sequence[torch.Tensor], where: ByteBuffer | None = None) -> None:
+    def unpack(
+        self, tensors: Sequence[torch.Tensor | None], where: ByteBuffer | None = None
+    ) -> None:
         """Copy the bytes into the tensors; with ``where`` only into those that are as in it."""
         unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
-        for tensor, view, as_before in zip(tensors, self._views, unchanged, strict=True):
-            if as_before:
+        for tensor, view, as_before in zip(tensors, self.views, unchanged, strict=True):
+            if as_before and tensor is not None:
                 # Not as a change that autograd sees: batch norm keeps its buffers for backward and
                 # does not use them in it, so there may be a second forward before that.
                 tensor.data.copy_(view)
 
-    def equal(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+    def equal(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
         """For each of the tensors, whether it is what was packed, bit for bit."""
-        if not self.fits(tensors):
-            return [False] * len(tensors)
         return [
-            torch.equal(_bits(tensor), _bits(view))
-            for tensor, view in zip(tensors, self._views, strict=True)
+            tensor is not None
+            and tensor.dtype == view.dtype
+            and tensor.shape == view.shape
+            and torch.equal(_bits(tensor), _bits(view))
+            for tensor, view in zip(tensors, self.views, strict=True)
         ]
 
 
@@ -82,15 +101,36 @@ def broadcast_now(
             nbytes += tensor.numel() * tensor.element_size()
 
 
+class Spec(NamedTuple):
+    """What workers say about a buffer: its full name, and what is behind it.
+
+    Attributes:
+        persistent: whether it is a part of the state dict.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    persistent: bool
+
+    def fits(self, tensor: torch.Tensor | None) -> bool:
+        """Whether the tensor has this dtype and shape."""
+        return tensor is not None and tensor.dtype == self.dtype and tensor.shape == self.shape
+
+
 class BufferSync:
     """Keeps a model's buffers those of one worker, the root, as DDP's forward does.
 
     The root's buffers travel in the background, behind the gradients. As they may be written to
-    between that and the next forward, a forward that is to be synchronised begins with one byte
-    from the root: whether what it holds now is what it sent. If not, it sends its buffers again.
+    between that and the next forward, a forward that is to be synchronised begins with two numbers
+    from the root: whether what it holds now is what it sent. If not, it sends its buffers again;
+    and their names, shapes and dtypes before, if these are not what all know of it.
+
+    A buffer of another shape or dtype than the root's becomes the root's if it is persistent. If
+    it is not, as caches are not, each worker keeps its own.
 
     Args:
-        model: whose buffers; looked up anew each time, as a name may be given another tensor.
+        model: whose buffers; looked up anew each time, as forwards make and replace them.
         ignored: names of buffers that each worker keeps for itself.
         collectives: what gradients travel by.
         lockstep: whether workers wait for each other in each iteration; if not, each keeps its own
@@ -105,19 +145,43 @@ class BufferSync:
         *,
         lockstep: bool = True,
     ) -> None:
-        self._places = list(_places(model, ignored))
+        self._model = model
+        self._ignored = frozenset(ignored)
         self._collectives = collectives
         self._rank = collectives.world.rank
         self._own: Collectives | None = None
+        found = list(self._places())
+        # The root's, as all workers know it: `distribute` has compared their models.
+        self._layout = _specs(found)
+        self._known = _named(found)
+        self._device = next((p.device for p in (*model.parameters(), *model.buffers())), None)
         self._sent: ByteBuffer | None = None
         self._before: ByteBuffer | None = None
-        self._news = torch.zeros(1, dtype=torch.uint8)
+        self._whole = torch.ones(1, dtype=torch.uint8)
+        self._news = torch.zeros(2, dtype=torch.int64)
+        self._text = torch.empty(0, dtype=torch.uint8)
         self._handle: Handle | None = None
         self._asked: Handle | None = None
         self._root = 0
-        if self._places and lockstep and collectives.world.size > 1:
-            # The byte must not queue behind gradients.
-            self._own = type(collectives)(collectives.world.open_channel(), "mesh")
+        self._exchanges = lockstep and collectives.world.size > 1
+        if self._exchanges and any(_may_hold(place) for place in found):
+            self._open()
+
+    def _places(self) -> list[Place]:
+        return list(_places(self._model, self._ignored))
+
+    @property
+    def _me(self) -> int:
+        """This rank and the root, as they are numbered among all workers."""
+        return self._collectives.world.ranks[self._rank]
+
+    @property
+    def _peer(self) -> int:
+        return self._collectives.world.ranks[self._root]
+
+    def _open(self) -> None:
+        # The news must not queue behind gradients.
+        self._own = type(self._collectives)(self._collectives.world.open_channel(), "mesh")
 
     @property
     def channel(self) -> World | None:
@@ -126,32 +190,60 @@ class BufferSync:
 
     def owns(self, module: torch.nn.Module) -> bool:
         """Whether the module itself has buffers that are synchronised."""
-        return any(module._buffers is place for place, _ in self._places)
+        return any(place.module is module and not place.shared for place in self._places())
 
     def start(self, root: int = 0) -> None:
-        """Send rank ``root``'s buffers to everyone, in the background."""
+        """Send rank ``root``'s buffers to everyone, in the background.
+
+        They are those that all know of. If a forward has replaced one by a tensor of another
+        shape, nothing of this counts, and the next forward says so.
+        """
         if self._own is None:
             return
         self.apply()
-        self._sent = self._packed(root)
-        if self._rank != root:
-            self._before = ByteBuffer(self.tensors())
-            self._before.pack(self.tensors())
         self._root = root
+        now = self._fitting()
+        sent = self._packed()
+        if self._rank == root:
+            self._whole.fill_(None not in now)
+            sent.pack([self._whole, *now])
+        else:
+            self._before = self._room()
+            self._before.pack([None, *now])
         label = "buffers after backward"
-        self._handle = self._collectives.broadcast(self._sent.flat, root, label=label)
+        self._handle = self._collectives.broadcast(sent.flat, root, label=label)
 
     def ask(self, root: int) -> None:
         """Hear from ``root`` whether its buffers are others by now; every worker must call it."""
-        if self._own is None:
+        if self._own is None and not self._begun_late():
             return
+        assert self._own is not None
         self.apply()
         self._root = root
         if self._rank == root:
-            sent = self._sent
-            now = self.tensors()
-            self._news[0] = sent is None or not (sent.fits(now) and all(sent.equal(now)))
+            news = _AS_SENT
+            if _specs(self._places()) != self._layout:
+                news = _LAYOUT
+                self._describe()
+            elif self._sent is None or not all(self._sent.equal([self._whole, *self._fitting()])):
+                news = _VALUES
+            self._news[0], self._news[1] = news, self._text.numel()
         self._asked = self._own.broadcast(self._news, root, label="news of buffers")
+
+    def _begun_late(self) -> bool:
+        """Whether the model had no buffers before, and every worker's has some now.
+
+        Raises:
+            RendezvousError: a worker's has none; names it.
+        """
+        if not self._exchanges:
+            return False
+        mine = [spec for spec in _specs(self._places()) if spec.persistent]
+        if not mine:
+            return False
+        self._collectives.world.exchange(f"buffer {mine[0].name}, made after distribute()", True)
+        self._open()
+        return True
 
     def apply(self) -> None:
         """Wait for what is under way, if anything, and take it over."""
@@ -160,47 +252,231 @@ class BufferSync:
             handle.wait()
             # What somebody has written since, given another shape or removed (as `prune.remove`
             # does with masks), is this worker's until the next forward.
-            now = self.tensors()
-            if self._rank != self._root and self._before is not None and self._sent.fits(now):
-                self._sent.unpack(now, self._before)
+            if self._rank != self._root and self._before is not None and self._sent.flat[0]:
+                self._sent.unpack([None, *self._fitting()], self._before)
         asked, self._asked = self._asked, None
         if asked is None or self._own is None:
             return
         asked.wait()
-        if self._news[0]:
-            self._sent = self._packed(self._root)
-            self._own.broadcast(self._sent.flat, self._root, label="buffers").wait()
+        news, nbytes = self._news.tolist()
+        if news == _LAYOUT:
+            self._hear_layout(self._own, nbytes)
+        if news != _AS_SENT:
+            sent = self._packed()
+            if self._rank == self._root:
+                self._whole.fill_(1)
+                sent.pack([self._whole, *self._fitting()])
+            self._own.broadcast(sent.flat, self._root, label="buffers").wait()
         if self._rank != self._root and self._sent is not None:
-            self._sent.unpack(self.tensors())
+            self._take_over(self._sent.views[1:])
 
     def level(self) -> None:
         """Take over rank 0's now; every worker must call it."""
         with torch.no_grad():
-            broadcast_now(self.tensors(), self._collectives, root=0)
-
-    def _packed(self, root: int) -> ByteBuffer:
-        """Lay out today's buffers, with the values of this worker if it is the root."""
-        tensors = self.tensors()
-        if self._sent is None or not self._sent.fits(tensors):
-            self._sent = ByteBuffer(tensors)
-        if self._rank == root:
-            self._sent.pack(tensors)
-        return self._sent
+            self._root = 0
+            if self._rank == 0:
+                self._describe()
+                self._news[1] = self._text.numel()
+            self._collectives.broadcast(self._news, 0, label="news of buffers").wait()
+            self._hear_layout(self._collectives, int(self._news[1]))
+            values = [
+                torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                if own is None
+                else own
+                for spec, own in zip(self._layout, self._fitting(), strict=True)
+            ]
+            broadcast_now(values, self._collectives, root=0)
+            if self._rank != 0:
+                self._take_over(values)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return today's buffers, as a name may have been given another one."""
-        found = (place.get(name) for place, name in self._places)
-        return [tensor for tensor in found if tensor is not None]
+        """Return today's buffers, each once."""
+        places = self._places()
+        return [place.tensor for place in places if place.tensor is not None and not place.shared]
+
+    def _fitting(self) -> list[torch.Tensor | None]:
+        """Return this worker's buffer for each of the layout; None where it has another or none."""
+        named = {place.name: place.tensor for place in self._places()}
+        tensors = ((spec, named.get(spec.name)) for spec in self._layout)
+        return [tensor if spec.fits(tensor) else None for spec, tensor in tensors]
+
+    def _packed(self) -> ByteBuffer:
+        """Return the room for what the root sends, which stays while its layout does."""
+        if self._sent is None:
+            self._sent = self._room()
+        return self._sent
+
+    def _room(self) -> ByteBuffer:
+        """Make room for a byte that says whether the rest counts, and for what the layout names."""
+        meta = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self._layout]
+        return ByteBuffer([self._whole, *meta], self._device)
+
+    def _describe(self) -> None:
+        """Write down which buffers this worker has, to be sent."""
+        places = self._places()
+        self._text = _text_of(_specs(places), _named(places))
+
+    def _hear_layout(self, collectives: Collectives, nbytes: int) -> None:
+        """Take over the root's layout, which it sends in so many bytes.
+
+        Raises:
+            PeerError: what arrives is none.
+        """
+        try:
+            if not 0 < nbytes <= _LONGEST_LAYOUT:
+                raise ValueError(nbytes)
+            if self._rank != self._root:
+                self._text = torch.empty(nbytes, dtype=torch.uint8)
+            collectives.broadcast(self._text, self._root, label="layout of buffers").wait()
+            self._layout, self._known = _parsed(self._text)
+        except ValueError:
+            raise PeerError(
+                f"rank {self._me}: rank {self._peer} sent a malformed list of buffers; all workers "
+                "have to run the same wingbeat"
+            ) from None
+        self._sent = None
+
+    def _take_over(self, values: Sequence[torch.Tensor]) -> None:
+        """Give this worker's buffers the root's values.
+
+        Raises:
+            UsageError: a persistent buffer that only this worker has, or that has no place here.
+        """
+        found = {place.name: place for place in self._places()}
+        self._refuse_only_here(found.values())
+        for spec, value in zip(self._layout, values, strict=True):
+            own = found[spec.name].tensor if spec.name in found else None
+            if own is not None and spec.fits(own):
+                own.data.copy_(value)
+            elif spec.persistent:
+                self._replace(spec, value if own is None else value.to(own.device))
+
+    def _replace(self, spec: Spec, value: torch.Tensor) -> None:
+        """Register the root's buffer here.
+
+        Raises:
+            UsageError: there is no module of that name, or its attribute is no buffer.
+        """
+        prefix, _, key = spec.name.rpartition(".")
+        try:
+            module = self._model.get_submodule(prefix)
+            module.register_buffer(key, value.clone(), persistent=True)
+        except (AttributeError, KeyError) as err:
+            name = printable(spec.name, LONGEST_ERROR)
+            raise UsageError(
+                f"buffer {name!r}: rank {self._peer} has one of shape {spec.shape}, and rank "
+                f"{self._me} no place for it ({first_line(err)}): register it on all ranks alike, "
+                "with None if it gets its tensor later"
+            ) from None
+
+    def _refuse_only_here(self, places: Iterable[Place]) -> None:
+        """Raise a `UsageError` if a persistent buffer here is none of the root's."""
+        for place in places:
+            if place.tensor is None or not place.persistent or place.name in self._known:
+                continue
+            raise UsageError(
+                f"buffer {place.name!r}: rank {self._me} has one of shape "
+                f"{tuple(place.tensor.shape)}, and rank {self._peer} has none: make it in the same "
+                "forward on all ranks, or register it with persistent=False if each worker has its "
+                "own"
+            )
 
 
-def _places(
-    model: torch.nn.Module, ignored: Collection[str]
-) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
-    """Yield where each buffer is kept, once, and under what name."""
-    seen: set[torch.Tensor] = set()
-    for prefix, module in model.named_modules():
-        for name, tensor in module._buffers.items():
-            full = f"{prefix}.{name}" if prefix else name
-            if tensor is not None and tensor not in seen and full not in ignored:
-                seen.add(tensor)
-                yield module._buffers, name
+class Place(NamedTuple):
+    """A name under which a module keeps a buffer.
+
+    Attributes:
+        name: in full.
+        shared: whether another name, which comes before, has the same tensor.
+        persistent: whether it is a part of the state dict.
+    """
+
+    name: str
+    module: torch.nn.Module
+    tensor: torch.Tensor | None
+    shared: bool
+    persistent: bool
+
+
+def _places(model: torch.nn.Module, ignored: Collection[str]) -> Iterator[Place]:
+    """Yield all names of buffers, also those without a tensor.
+
+    ``named_buffers`` yields none of these, and takes several times as long.
+    """
+    modules: set[torch.nn.Module] = set()
+    tensors: set[torch.Tensor] = set()
+    stack = [("", model)]
+    while stack:
+        prefix, module = stack.pop()
+        if module in modules:
+            continue
+        modules.add(module)
+        for key, tensor in module._buffers.items():
+            name = prefix + key
+            if name not in ignored:
+                persistent = key not in module._non_persistent_buffers_set
+                yield Place(name, module, tensor, tensor in tensors, persistent)
+                if tensor is not None:
+                    tensors.add(tensor)
+        children = module._modules.items()
+        stack.extend((f"{prefix}{key}.", child) for key, child in children if child is not None)
+
+
+def _specs(places: Iterable[Place]) -> list[Spec]:
+    return [
+        Spec(place.name, place.tensor.dtype, tuple(place.tensor.shape), place.persistent)
+        for place in places
+        if place.tensor is not None and not place.shared
+    ]
+
+
+def _named(places: Iterable[Place]) -> frozenset[str]:
+    """Return the names that have a tensor, shared ones too."""
+    return frozenset(place.name for place in places if place.tensor is not None)
+
+
+def _may_hold(place: Place) -> bool:
+    """Whether a buffer may get a tensor; those of torch's own layers without one never do."""
+    return place.tensor is not None or not type(place.module).__module__.startswith("torch.nn.")
+
+
+def _text_of(layout: Sequence[Spec], known: Collection[str]) -> torch.Tensor:
+    said = [
+        [spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape), spec.persistent]
+        for spec in layout
+    ]
+    text = json.dumps([said, sorted(known)]).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _parsed(text: torch.Tensor) -> tuple[list[Spec], frozenset[str]]:
+    """Return a layout, and all names of buffers that the root has.
+
+    Raises:
+        ValueError: the text says something else.
+    """
+    try:
+        said, known = json.loads(bytes(text.tolist()))
+        layout = [
+            Spec(_is(str, name), getattr(torch, _is(str, dtype)), _shape(shape), _is(bool, kept))
+            for name, dtype, shape, kept in said
+        ]
+        names = frozenset(_is(str, name) for name in known)
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise ValueError(text) from None
+    if not all(isinstance(spec.dtype, torch.dtype) and spec.name in names for spec in layout):
+        raise ValueError(text)
+    return layout, names
+
+
+def _shape(said: Any) -> tuple[int, ...]:
+    shape = tuple(_is(int, size) for size in _is(list, said))
+    if any(size < 0 for size in shape):
+        raise ValueError(said)
+    return shape
+
+
+def _is(kind: type[T], said: Any) -> T:
+    if type(said) is not kind:
+        raise ValueError(said)
+    return said

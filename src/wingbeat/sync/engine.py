@@ -38,7 +38,7 @@ from wingbeat.schedules.events import (
     Planned,
 )
 from wingbeat.sync import forks, kinds, looks
-from wingbeat.sync.attach import Hooks, in_backward
+from wingbeat.sync.attach import Hooks, in_backward, outside_transforms
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.entrance import Entrance
 from wingbeat.sync.hooks import ForwardHook, WeakCall
@@ -281,7 +281,7 @@ class Engine(Entrance):
             due = tuple(bucket.index for bucket in buckets if bucket.due)
             if due:
                 # As if at the moment of the step that the updates belong to.
-                with self.update.as_of_step():
+                with outside_transforms(), self.update.as_of_step():
                     self.tell(ParametersNeeded(due))
 
     def refresh(self, params: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.convert import refuse_unfrozen
-from wingbeat.sync.attach import in_backward
+from wingbeat.sync.attach import in_backward, in_transform, outside_transforms
 from wingbeat.sync.intake import Intake
 from wingbeat.sync.wrapped import refuse_around
 
@@ -51,7 +51,8 @@ class Entrance(Intake):
         if not torch.is_grad_enabled() or in_backward():
             return
         self.between_steps()
-        self._begin_forward()
+        with outside_transforms():
+            self._begin_forward()
         if self.sync and not self.model.training and self.before_synced_forward is None:
             return  # an evaluation, perhaps on this worker alone; else backward decides
         # As under DDP, it is the forward that decides whether its gradients are synchronised.
@@ -75,7 +76,8 @@ class Entrance(Intake):
         if self.sync:
             if self.before_synced_forward is not None:
                 self.before_synced_forward()
-            self.buffer_sync.ask(self.buffer_root)
+            if not in_transform():  # buffers may be its arguments, and cannot be written to
+                self.buffer_sync.ask(self.buffer_root)
 
     def reads_directly(self, module: torch.nn.Module) -> bool:
         """Whether the module has parameters or buffers of its own that are synchronised."""
@@ -92,7 +94,8 @@ class Entrance(Intake):
 
     def enter_module(self, module: torch.nn.Module, _args: Any) -> None:
         """Before any module's forward: bring up to date what it reads."""
-        self.buffer_sync.apply()
+        if not in_transform():
+            self.buffer_sync.apply()
         buckets = self.bucketing.needed_by(module)
         if buckets:
             self.before_module(buckets)

@@ -13,7 +13,7 @@ import torch
 from wingbeat.collectives import Rows
 from wingbeat.errors import PeerError, UnevenBatchesError, UsageError
 from wingbeat.schedules.events import Phase
-from wingbeat.sync.attach import in_backward
+from wingbeat.sync.attach import in_backward, in_transform
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.hooks import ModuleHook
 from wingbeat.transport import termination
@@ -45,6 +45,12 @@ class _Party:
     def begin_batch(self) -> None:
         """Before a forward whose gradients will be averaged."""
         engine = self.engine
+        if in_transform() and engine.buffer_sync.channel is not None:
+            raise UsageError(
+                "join() with a transform of torch.func over a model with buffers: these cannot be "
+                "exchanged inside of it, and workers without batches wait for them; give each "
+                "worker as many batches, without join()"
+            )
         if engine.update.agrees and engine.phase is not Phase.IDLE:
             raise UsageError(
                 f"join() with {engine.update.option}: gradients are left from the backward before; "

@@ -2,6 +2,7 @@
 
 from . import (
     accumulation,
+    buffers,
     compiled,
     complexes,
     digits,
@@ -27,6 +28,7 @@ from . import (
 
 __all__ = [
     "accumulation",
+    "buffers",
     "compiled",
     "complexes",
     "digits",
