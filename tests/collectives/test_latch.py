@@ -33,3 +33,11 @@ def test_who_comes_later_does_not_wait() -> None:
     latch.wait()
     latch.wait()
     assert latch.is_open
+
+
+def test_a_wait_ends_after_its_seconds_and_says_whether_it_is_open() -> None:
+    latch = Latch()
+    assert not latch.wait(0.01)
+    latch.open()
+    assert latch.wait(0.01)
+    assert latch.wait(0)

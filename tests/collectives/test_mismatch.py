@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from wingbeat.collectives import Collectives
+from wingbeat.collectives.calls import Calls
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -88,6 +91,61 @@ def test_in_a_group_all_that_must_be_alike_tells_calls_apart(mine: str, theirs: 
         world.close()
     # The other may have given up the group before this one was at it.
     assert all("group (0, 1) of epoch 0" in text for text in said) or mine == theirs, said
+
+
+@pytest.mark.parametrize("theirs", ["another size", "another dtype of as many bytes", "a bucket"])
+def test_calls_that_differ_are_named_long_before_the_deadline(theirs: str) -> None:
+    """With their sizes and dtypes, on both ranks."""
+
+    def body(world: World) -> str:
+        try:
+            IN_GROUPS[("as it should be", theirs)[world.rank]](world)
+        except PeerError as err:
+            return str(err)
+        return ""
+
+    members = loopback.worlds(2, timeout=60)
+    begin = time.monotonic()
+    said = loopback.run(members, body)
+    for world in members:
+        world.close()
+    assert time.monotonic() - begin < 20
+    calls = {
+        "another size": "all-reduce (9 elements, float32)",
+        "another dtype of as many bytes": "all-reduce (8 elements, int32)",
+        "a bucket": "all-reduce of bucket 3 (8 elements, float32)",
+    }
+    mine = "all-reduce (8 elements, float32)"
+    assert f"rank 1 was in {calls[theirs]} while this rank waited for it in {mine}" in said[0]
+    assert f"rank 0 was in {mine} while this rank waited for it in {calls[theirs]}" in said[1]
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_make_the_same_calls_may_wait_for_long() -> None:
+    """They look at each other's calls, which says nothing; also from one collective to the next."""
+
+    def body(world: World) -> list[float]:
+        collectives, found = Collectives(world), []
+        for late in (0, 1):
+            if world.rank == late:
+                assert asked.acquire(timeout=20)
+            buffers = [torch.ones(8), torch.ones(3, dtype=torch.float64)]
+            handles = [collectives.all_reduce(x, bucket=n) for n, x in enumerate(buffers)]
+            handles[1].wait()
+            handles[0].wait()
+            found += [float(x.sum()) for x in buffers]
+        return found
+
+    asked = threading.Semaphore(0)
+    members = loopback.worlds(2, timeout=50)
+    compare = Calls.compare
+    Calls.compare = lambda *args: (compare(*args), asked.release())[0]  # type: ignore[method-assign]
+    try:
+        assert loopback.run(members, body) == [[16.0, 6.0, 16.0, 6.0]] * 2
+    finally:
+        Calls.compare = compare  # type: ignore[method-assign]
+    for world in members:
+        world.close()
 
 
 def test_channels_do_not_meet() -> None:

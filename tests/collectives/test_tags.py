@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 
 from helpers import late
-from wingbeat.collectives import Collectives
+from wingbeat.collectives import Collectives, tags
 from wingbeat.collectives.machine import DEPTH
-from wingbeat.collectives.tags import CHUNKS, LABELS, TURNS, base_tag, group_tag
+from wingbeat.collectives.tags import CHUNKS, LABELS, TURNS, group_tag
 from wingbeat.transport import loopback
 from wingbeat.transport.channel import BITS_BELOW, TAG_BITS
 from wingbeat.transport.world import World
 
+base_tag = functools.partial(tags.base_tag, dtype=torch.float32)
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
 
 
@@ -49,18 +51,33 @@ def test_what_is_no_bucket_is_never_taken_for_one(what: str) -> None:
 
 
 def test_size_and_root_of_small_exchanges_count() -> None:
-    """They share three bits, so that two of them may meet, but not all."""
-    sizes = {base_tag("all_gather", -1, 8 * n, "norms", 0) for n in range(100)}
-    roots = {base_tag(f"broadcast:{n}", -1, 8, "tensors", 0) for n in range(100)}
-    assert len(sizes) == len(roots) == 8
+    """They share five bits, so that two of them may meet, but not all."""
+    sizes = {base_tag("all_gather", -1, 8 * n, "norms", 0) for n in range(400)}
+    roots = {base_tag(f"broadcast:{n}", -1, 8, "tensors", 0) for n in range(400)}
+    assert len(sizes) == len(roots) == 32
+
+
+def test_size_and_dtype_of_buckets_count() -> None:
+    sizes = {base_tag("all_reduce", 3, 8 * n, "", 0) for n in range(100)}
+    dtypes = (torch.float32, torch.int32, torch.bfloat16, torch.float64, torch.uint8)
+    assert len(sizes) == 4
+    assert len({tags.base_tag("all_reduce", 3, 8, "", 0, dtype) for dtype in dtypes}) > 1
+
+
+def test_no_message_has_the_tag_that_is_never_sent() -> None:
+    labels = [*LABELS, "anything else"]
+    found = {
+        base_tag("all_gather", -1, n, label, TURNS - 1) for n in range(400) for label in labels
+    }
+    assert max(found | {base_tag("all_reduce", 127, 8, "", TURNS - 1)}) + CHUNKS <= tags.NEVER_SENT
 
 
 def test_what_small_exchanges_are_for_tells_them_apart_whatever_their_size() -> None:
-    tags = {
+    found = {
         label: {base_tag("all_gather", -1, 8 * n, label, 0) for n in range(100)}
         for label in (*LABELS, "anything else")
     }
-    assert sum(map(len, tags.values())) == len(set().union(*tags.values()))
+    assert sum(map(len, found.values())) == len(set().union(*found.values()))
 
 
 def test_tags_of_groups_differ_by_call_and_turn_and_leave_out_those_of_meetings() -> None:

@@ -5,20 +5,24 @@ What to do next is the `Machine`'s decision; here it is done, on links, with ten
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from wingbeat.collectives import machine
+from wingbeat.collectives.calls import Calls
 from wingbeat.collectives.failure import Failure
 from wingbeat.collectives.job import Job
 from wingbeat.collectives.lost import LostPeer, explain
 from wingbeat.collectives.machine import Machine
 from wingbeat.collectives.packing import Packing, malformed
 from wingbeat.collectives.scratch import Scratch
-from wingbeat.collectives.tags import CHUNKS, base_tag, group_tag
+from wingbeat.collectives.tags import CHUNKS, NEVER_SENT, base_tag, group_tag
 from wingbeat.collectives.threads import Threads
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
@@ -27,13 +31,14 @@ from wingbeat.transport.meeting import room_of, waits_for
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
-    import torch
-
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Link, Pending
     from wingbeat.types import Span
 
 _counter = itertools.count()
+
+_AT_ONCE = 0.001
+"""Seconds to wait for what never comes; gloo's least."""
 
 
 class Executor:
@@ -64,6 +69,7 @@ class Executor:
         self._wake = threading.Condition()
         self._closing = False
         self._failure = failure
+        self._calls = Calls(world, lane)
         self._submitted = 0
         self._scratch = Scratch()
         self._threads = threads
@@ -101,7 +107,9 @@ class Executor:
                 over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
                 raise PeerError(f"{job} was started after {over}")
             turn = self._submitted
-            world_tag = base_tag(what, bucket, buffer.nbytes, label, turn)
+            world_tag = base_tag(what, bucket, buffer.nbytes, label, turn, job.dtype)
+            job.turn = turn
+            job.stalled = self._compare if self._group is None else None
             job.base_tag = world_tag if self._group is None else group_tag(call, turn)
             self._submitted += 1
             self._machine.submit(job)
@@ -277,7 +285,40 @@ class Executor:
         with self._wake:
             self._end()
 
+    def _compare(self, job: Job) -> None:
+        """Called by a thread that waits for ``job`` for long: end it if a peer runs another one.
+
+        Messages of two that differ never meet, and both ranks would wait until their deadline.
+        """
+        if not self._differing(job):
+            return
+        for transfer in job.program.transfers():
+            # The thread of this lane may wait in gloo for a message. One that waits in vain ends
+            # all other waits of its gloo group, in whatever thread.
+            link = self._links[transfer.link]
+            with contextlib.suppress(RuntimeError):
+                link.recv(torch.empty(1), transfer.peer, NEVER_SENT).wait(_AT_ONCE)
+            link.close()
+
+    def _differing(self, job: Job) -> str:
+        """Return what to say of a peer that is in another collective; empty if none is."""
+        calls = {each.turn: each.call for each in (*self._machine.begun(), job)}
+        peers = sorted({self._ranks[transfer.peer] for transfer in job.program.transfers()})
+        found = self._calls.compare(calls, peers)
+        if found is None:
+            return ""
+        peer, mine, theirs = found
+        self._blame.publish(peer, str(job))
+        return (
+            f"rank {self._rank}: rank {peer} was in {theirs} while this rank waited for it in "
+            f"{mine} on interface {self._name}: all ranks must make the same calls, in the same "
+            "order, with buffers of the same size and dtype"
+        )
+
     def _reason(self, begun: list[Job], err: Exception) -> str:
+        if isinstance(err, LostPeer) and self._group is None and (said := self._differing(err.job)):
+            self._break(begun, err)
+            return said
         if isinstance(err, LostPeer):
             return str(self._explain(begun, err))
         reason = f"rank {self._rank}: {begun[0] if begun else 'a collective'} failed: {err!r}"

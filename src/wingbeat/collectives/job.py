@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from wingbeat.transport.link import Pending
     from wingbeat.types import Span
 
+STALLED = 1.0
+"""Seconds after which a rank that waits compares its collective with its peers' for the first time;
+then after twice as many, and so on."""
+
 _finishing = threading.Lock()
 """Held while a job is marked as done or gets a callback: for all of them, as it is for moments."""
 
@@ -46,6 +50,8 @@ class Job(Task):
         self.dtype = buffer.dtype if packing is None else packing.dtype
         self._error = ""
         self.base_tag = 0
+        self.turn = 0
+        self.stalled: Callable[[Job], None] | None = None
         self.begin_ns = 0
         self.coming: deque[tuple[Pending, torch.Tensor]] = deque()
         self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
@@ -60,6 +66,12 @@ class Job(Task):
         if self.bucket >= 0:
             return f"{name} of bucket {self.bucket}"
         return f"{name} of {self.label}" if self.label else name
+
+    @property
+    def call(self) -> str:
+        """What it is, with its size and the dtype that travels: the same on every rank."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self} ({self.buffer.numel()} elements, {dtype})"
 
     def _cut(self) -> dict[int, torch.Tensor]:
         """Cut the buffer into the program's chunks, all in one call."""
@@ -114,12 +126,18 @@ class Job(Task):
 
     def wait_received(self) -> None:
         """Block until the result can be read; it must not be written to before `wait` returns."""
-        self._received.wait()
-        self._raise_error()
+        self._wait(self._received)
 
     def wait(self) -> None:
         """Block until done; every transfer inside has a deadline, so this ends."""
-        self._done.wait()
+        self._wait(self._done)
+
+    def _wait(self, latch: Latch) -> None:
+        patience = STALLED
+        while not latch.wait(patience):
+            if self.stalled is not None:
+                self.stalled(self)
+            patience *= 2
         self._raise_error()
 
     def _raise_error(self) -> None:

@@ -24,8 +24,8 @@ class Latch:
             self.is_open = True
             self._lock.release()
 
-    def wait(self) -> None:
-        """Block until it is open."""
-        if not self.is_open:
-            with self._lock:  # each who has waited lets the next one pass
-                pass
+    def wait(self, seconds: float = -1) -> bool:
+        """Block until it is open, at most for so many ``seconds``; return whether it is."""
+        if not self.is_open and self._lock.acquire(timeout=seconds):
+            self._lock.release()  # each who has waited lets the next one pass
+        return self.is_open

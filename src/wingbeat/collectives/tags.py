@@ -2,21 +2,25 @@
 
 Two workers whose collectives do not match must not sum what does not belong together: messages
 meet only if their tags are equal. Where they are not, both ends wait for a message that never
-comes, until their deadline, and say what they were waiting for.
+comes, and after a second compare what they were waiting for (`wingbeat.collectives.calls`).
 """
 
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 from wingbeat.transport.channel import BITS_BELOW, CHANNEL_BITS
 
-CHUNK_BITS = 10
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_BITS = 8
 CHUNKS = 1 << CHUNK_BITS
 """After so many chunks to a peer tags come again. Chunks are sent and awaited in one order, and no
 more than an executor announces are under way."""
 
-_KIND_BITS = 9
+_KIND_BITS = 11
 _TURN_BITS = BITS_BELOW - CHUNK_BITS - _KIND_BITS
 
 TURNS = 1 << _TURN_BITS
@@ -26,6 +30,9 @@ no more collectives than an executor has begun or drains: fewer than half of thi
 _OPERATIONS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2}
 _CONTROL = 3
 
+NEVER_SENT = (1 << BITS_BELOW) - 1
+"""A tag below channels that no message has: no label has that number."""
+
 LABELS = (
     *("norms", "infinities", "batches left", "intents", "codec trial", "size tuning"),
     *("iteration times", "optimizer state", "gradients", "tensors"),
@@ -34,23 +41,24 @@ LABELS = (
 """What is exchanged besides buckets; anything else counts as one more."""
 
 
-def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int) -> int:
+def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: torch.dtype) -> int:
     """Return the tag of a collective's first chunk; the others count on from there.
 
     Args:
         what: the operation; a broadcast's with its root, as ``"broadcast:0"``.
         bucket: number of the bucket; negative for anything that is no bucket.
         nbytes: size of the buffer. A message that is larger than the room for it would end the
-            process, so small exchanges of one kind and different sizes differ too, mostly.
+            process, so exchanges of one kind and different sizes or dtypes differ too, mostly.
         label: what a small exchange is for, of `LABELS`.
         turn: how many collectives this executor was given before.
+        dtype: the buffer's.
     """
+    digest = zlib.crc32(f"{what} {nbytes} {dtype}".encode())
     if bucket >= 0 and what in _OPERATIONS:
-        kind = (_OPERATIONS[what] << 7) | (bucket & 127)
+        kind = (_OPERATIONS[what] << 9) | ((bucket & 127) << 2) | (digest & 3)
     else:
         number = LABELS.index(label) + 1 if label in LABELS else 0
-        size = zlib.crc32(f"{what} {nbytes}".encode()) & 7
-        kind = (_CONTROL << 7) | (number << 3) | size
+        kind = (_CONTROL << 9) | (number << 5) | (digest & 31)
     return (((turn % TURNS) << _KIND_BITS) | kind) << CHUNK_BITS
 
 
@@ -62,7 +70,7 @@ left out, with the tags by which a group's members meet."""
 def group_tag(call: str, turn: int) -> int:
     """Return the tag of the first chunk of a group's collective.
 
-    Two that differ in anything have the same tag in one of 131,071 cases.
+    Two that differ in anything have the same tag in one of 524,287 cases.
 
     Args:
         call: all that must be the same on every member.
