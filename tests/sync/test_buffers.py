@@ -372,6 +372,15 @@ def test_a_persistent_buffer_that_rank_zero_has_not_is_refused_by_name_and_shape
     )
 
 
+def test_a_buffer_that_got_its_tensor_on_another_rank_only_is_refused() -> None:
+    def change(holder: Any, rank: int) -> None:
+        if rank == 1:
+            holder.none = torch.zeros(4)
+
+    _, second = _taken_over(change)
+    assert second.startswith("buffer 'none': rank 1 has one of shape (4,), and rank 0 has none")
+
+
 def test_a_buffer_that_has_no_place_on_another_rank_is_refused_by_name_and_shape() -> None:
     def change(holder: Any, rank: int) -> None:
         if rank == 0:

@@ -14,11 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 import wingbeat
+from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, PeerError, UsageError
+from wingbeat.transport.world import current
 
 from ..models import cross_entropy, mlp, sgd, train
 from ..registry import DIVIDED, LARGE, TINY, Grid, Rig, check
 from ..sides import (
+    INIT_TIMEOUT,
     WingbeatSide,
     bring_world_up,
     make_strategy,
@@ -330,3 +333,22 @@ def _fall(model: Any, side: WingbeatSide, where: str, how: str) -> None:
         act()
     model[2].register_full_backward_hook(act)
     cross_entropy(model, *side.batch(2)).backward()
+
+
+@check(Grid(worlds=(3,), strategies=("allreduce",), mbs=(LARGE,)))
+def calls_that_differ_are_named_by_all_at_once(rig: Rig) -> None:
+    """Over sockets, where the thread of the link waits in gloo until it is woken."""
+    bring_world_up()
+    collectives = Collectives(current())
+    buffer, begin = torch.ones(1000), time.monotonic()
+
+    def call() -> None:
+        if rig.rank == 1:
+            collectives.all_gather(buffer, label="norms").wait()
+        else:
+            collectives.all_reduce(buffer, bucket=3).wait()
+
+    words = "all-gather of norms (1000 elements, float32)", "all-reduce of bucket 3 (1000 elements"
+    refused(PeerError, call, *words, "same calls")
+    assert time.monotonic() - begin < INIT_TIMEOUT / 3
+    take_world_down()
