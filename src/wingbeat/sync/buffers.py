@@ -208,7 +208,8 @@ class BufferSync:
             self._whole.fill_(None not in now)
             sent.pack([self._whole, *now])
         else:
-            self._before = self._room()
+            if self._before is None:
+                self._before = self._room()
             self._before.pack([None, *now])
         label = "buffers after backward"
         self._handle = self._collectives.broadcast(sent.flat, root, label=label)
@@ -221,11 +222,13 @@ class BufferSync:
         self.apply()
         self._root = root
         if self._rank == root:
-            news = _AS_SENT
-            if _specs(self._places()) != self._layout:
+            news, places = _AS_SENT, self._places()
+            if _specs(places) != self._layout:
                 news = _LAYOUT
                 self._describe()
-            elif self._sent is None or not all(self._sent.equal([self._whole, *self._fitting()])):
+            elif self._sent is None or not all(
+                self._sent.equal([self._whole, *self._fitting(places)])
+            ):
                 news = _VALUES
             self._news[0], self._news[1] = news, self._text.numel()
         self._asked = self._own.broadcast(self._news, root, label="news of buffers")
@@ -294,9 +297,9 @@ class BufferSync:
         places = self._places()
         return [place.tensor for place in places if place.tensor is not None and not place.shared]
 
-    def _fitting(self) -> list[torch.Tensor | None]:
+    def _fitting(self, places: Iterable[Place] = ()) -> list[torch.Tensor | None]:
         """Return this worker's buffer for each of the layout; None where it has another or none."""
-        named = {place.name: place.tensor for place in self._places()}
+        named = {place.name: place.tensor for place in places or self._places()}
         tensors = ((spec, named.get(spec.name)) for spec in self._layout)
         return [tensor if spec.fits(tensor) else None for spec, tensor in tensors]
 
@@ -334,7 +337,7 @@ class BufferSync:
                 f"rank {self._me}: rank {self._peer} sent a malformed list of buffers; all workers "
                 "have to run the same wingbeat"
             ) from None
-        self._sent = None
+        self._sent = self._before = None
 
     def _take_over(self, values: Sequence[torch.Tensor]) -> None:
         """Give this worker's buffers the root's values.
@@ -399,25 +402,22 @@ class Place(NamedTuple):
 
 
 def _places(model: torch.nn.Module, ignored: Collection[str]) -> Iterator[Place]:
-    """Yield all names of buffers, also those without a tensor.
-
-    ``named_buffers`` yields none of these, and takes several times as long.
-    """
-    modules: set[torch.nn.Module] = set()
-    tensors: set[torch.Tensor] = set()
+    """Yield all names of buffers, also those without a tensor, which ``named_buffers`` omits."""
+    modules: set[int] = set()
+    tensors: set[int] = set()  # the hash of a tensor takes longer than all the rest
     stack = [("", model)]
     while stack:
         prefix, module = stack.pop()
-        if module in modules:
+        if id(module) in modules:
             continue
-        modules.add(module)
+        modules.add(id(module))
         for key, tensor in module._buffers.items():
             name = prefix + key
             if name not in ignored:
                 persistent = key not in module._non_persistent_buffers_set
-                yield Place(name, module, tensor, tensor in tensors, persistent)
+                yield Place(name, module, tensor, id(tensor) in tensors, persistent)
                 if tensor is not None:
-                    tensors.add(tensor)
+                    tensors.add(id(tensor))
         children = module._modules.items()
         stack.extend((f"{prefix}{key}.", child) for key, child in children if child is not None)
 
