@@ -76,6 +76,23 @@ def test_malformed_card_is_refused_and_the_next_worker_comes_back(
     assert comes_back(store, returns, 2) == 1
 
 
+def test_worker_whose_card_a_slow_store_did_not_return_in_time_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Switchboard()
+    returns = Returns(store, ROOM, 4)
+    store.set(f"{ROOM}/back/0", "[1, 1]")
+    monkeypatch.setattr("wingbeat.groups.returns._READ_S", 0.0)
+    with pytest.raises(TimeoutError):
+        returns.look()  # its card is not there yet
+    assert returns.news() is None
+    store.set(f"messages/{ROOM}/1.1", card())
+    returns.look()
+    back = returns.news()
+    assert back is not None
+    assert back[:2] == (1, 1)
+
+
 def test_worker_that_goes_on_without_a_generator_ends_it() -> None:
     store = Switchboard()
     returns = Returns(store, ROOM, 4)

@@ -139,18 +139,17 @@ class Returns:
         while self._met:
             self._store.set(_met(self._room, *self._met.popleft()), "1")
         while self._store.has(line := _line(self._room, self._lines)):
-            self._lines += 1
-            back = _parsed(self._store.get(line, _READ_S))
+            back, card = _parsed(self._store.get(line, _READ_S)), None
             if back is None:
                 _log.warning("%s in the store is malformed and does not count", line)
-            if back is None or back[0] >= self._workers:
-                continue
-            try:
-                card = card_of(self._store, self._room, *back, _READ_S)
-            except ValueError as error:
-                _log.warning("rank %d comes back, and is refused: %s", back[0], error)
-                continue  # it will wait in vain, and say so
-            self._news.append(Back(*back, card))
+            elif back[0] < self._workers:
+                try:
+                    card = card_of(self._store, self._room, *back, _READ_S)
+                except ValueError as error:
+                    _log.warning("rank %d comes back, and is refused: %s", back[0], error)
+            self._lines += 1  # not before: what a slow store did not answer is asked again
+            if back is not None and card is not None:
+                self._news.append(Back(*back, card))
         self.over = self.over or self._store.has(_over(self._room))
 
     def _run(self) -> None:
