@@ -218,6 +218,51 @@ def test_who_gives_no_sign_is_not_waited_for_by_those_who_level() -> None:
     assert board.lost() == {2}
 
 
+@pytest.mark.parametrize(
+    ("left", "levels", "alone"), [(True, 1, False), (True, 2, True), (False, 1, True)]
+)
+def test_mean_of_the_last_worker_is_everyones_if_the_others_left_in_order_after_theirs(
+    left: bool, levels: int, alone: bool
+) -> None:
+    board = Board(Switchboard(), "groups/", 2)
+    one = Follower(0, Layout.even(1, 2), 5.0, board)
+    averages = by(lambda run, alive: None)
+    board.say(1, Sign(0, True, 9, -1))
+    one.level(averages)
+    board.say(1, Sign(levels, True, 9, -1))
+    board.lose(1, left=left)
+    if not alone:
+        one.level(averages)
+        return
+    with pytest.raises(PeerError, match="no other worker takes part in the mean of all models"):
+        one.level(averages)
+
+
+def test_worker_that_gives_no_sign_and_lives_is_waited_for_by_those_who_level() -> None:
+    board = Board(Switchboard(), "groups/", 2)
+    asked: list[int] = []
+
+    def lives(worker: int) -> bool:
+        asked.append(worker)
+        if len(asked) == 3:
+            board.say(1, Sign(0, True, 9, -1))
+        return True
+
+    one = Follower(0, Layout.even(1, 2), 0.1, board, lives=lives)
+    runs: list[Run] = []
+    one.level(by(lambda run, alive: runs.append(run)))
+    assert [run.members for run in runs] == [(0, 1)]
+    assert asked == [1, 1, 1]
+
+
+def test_worker_that_lives_and_never_levels_is_an_error_after_ten_timeouts() -> None:
+    board = Board(Switchboard(), "groups/", 2)
+    one = Follower(0, Layout.even(1, 2), 0.05, board, lives=lambda _: True)
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 lives, and the call .* for 0\.5 s"):
+        one.level(by(lambda run, alive: None))
+    assert one.absent == set()
+
+
 def test_what_is_no_sign_is_not_believed() -> None:
     store = Switchboard()
     board = Board(store, "groups/", 4)

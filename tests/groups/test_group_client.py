@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -112,14 +113,15 @@ def test_who_is_left_out_while_it_levels_levels_again() -> None:
     assert [kind for kind, *_ in box.posted] == [Kind.LEVEL, Kind.LEVEL, Kind.DONE]
 
 
-def test_signs_of_the_generator_prolong_a_wait_for_all_and_not_one_for_a_group(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("does", [Client.step, Client.level])
+def test_signs_of_the_generator_prolong_a_wait(
+    monkeypatch: pytest.MonkeyPatch, does: Callable[..., None]
 ) -> None:
     now = iter(range(1000))
     monkeypatch.setattr("wingbeat.groups.client.time.monotonic", lambda: float(next(now)))
     signs = [Letter(Kind.ALIVE)] * 20
     one = client(Box(*signs, told(9, 0, (1,), 1)))
-    one.level(by(lambda run, alive: None))
+    does(one, by(lambda run, alive: None))
     assert one.fallen is None
 
     def nothing(seconds: float, *, of: list[int]) -> Letter:
@@ -129,6 +131,24 @@ def test_signs_of_the_generator_prolong_a_wait_for_all_and_not_one_for_a_group(
     box.receive = nothing  # type: ignore[method-assign]
     with pytest.raises(PeerError, match="no group came from the group generator within 5"):
         client(box).level(by(lambda run, alive: None))
+
+
+@pytest.mark.parametrize(
+    ("does", "what"),
+    [(Client.step, "the end of its step"), (Client.level, r"the call of wingbeat\.consensus\(\)")],
+)
+def test_worker_that_lives_and_does_not_come_is_logged_and_ends_a_wait_after_ten_timeouts(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    does: Callable[..., None],
+    what: str,
+) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr("wingbeat.groups.client.time.monotonic", lambda: float(next(now)))
+    one = client(Box(*[Letter(Kind.ALIVE, (1 + 2, 0, 0, 0))] * 60))
+    with pytest.raises(PeerError, match=rf"rank 1: rank 2 lives, and {what} .* for 50 s \(10 "):
+        does(one, by(lambda run, alive: None))
+    assert len(re.findall(rf"rank 1: has waited for {what} of rank 2 for 3\d s", caplog.text)) == 1
 
 
 def test_who_is_done_as_the_generator_dies_does_not_average_twice() -> None:
@@ -253,15 +273,18 @@ def test_worker_that_was_silent_has_no_average_until_it_fetches() -> None:
     assert not one.stale
 
 
+@pytest.mark.parametrize("missed", [0, 1])
 @pytest.mark.parametrize("why", Why)
-def test_mean_of_all_of_one_worker_is_an_error_unless_all_others_have_died(why: Why) -> None:
+def test_mean_of_all_of_one_worker_is_an_error_unless_all_others_have_died_or_left(
+    why: Why, missed: int
+) -> None:
     outs = [Letter(Kind.OUT, (other, 0, Why.ENDED, 0)) for other in (0, 2)]
-    one = client(Box(*outs, Letter(Kind.OUT, (3, 0, why, 0)), told(9, 0, (1,), 1)))
+    one = client(Box(*outs, Letter(Kind.OUT, (3, 0, why, missed)), told(9, 0, (1,), 1)))
     averages = by(lambda run, alive: None)
-    if why == Why.ENDED:
+    if why in (Why.ENDED, Why.LEFT) and not missed:
         one.level(averages)
         return
-    with pytest.raises(PeerError, match=r"rank 1: no other worker takes part .*: rank 3 .*alone"):
+    with pytest.raises(PeerError, match=r"rank 1: no other worker takes part .* rank 3 .*alone"):
         one.level(averages)
 
 
@@ -288,8 +311,9 @@ def test_who_renews_and_is_in_a_group_all_the_same_has_missed_nothing() -> None:
 
 
 def test_who_takes_part_no_more_and_who_does_again_is_reported_once_each() -> None:
-    out, back = Letter(Kind.OUT, (3, 0, 0, 0)), Letter(Kind.IN, (3, 0, 0, 0))
-    one = client(Box(out, out, back, back, told(9, 0, (1,), 1)))
+    late, out = (Letter(Kind.OUT, (3, 0, why, 0)) for why in (Why.LATE, Why.ENDED))
+    back = Letter(Kind.IN, (3, 0, 0, 0))
+    one = client(Box(late, out, out, back, back, told(9, 0, (1,), 1)))
     seen: list[tuple[str, int]] = []
     one.lost, one.back = lambda w: seen.append(("lost", w)), lambda w: seen.append(("back", w))
     one.step(by(lambda run, alive: None))

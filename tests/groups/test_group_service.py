@@ -405,17 +405,102 @@ def test_who_levels_is_told_that_the_generator_lives_until_all_do() -> None:
     assert sorted(run.members) == [0, 1, 2]
 
 
-def test_who_levels_is_not_late_and_the_others_are_after_a_step_that_no_step_takes() -> None:
+def test_worker_that_lives_is_in_the_mean_of_all_however_long_it_takes() -> None:
     rig = Rig()
     for _ in range(3):
         rig.round(0, 1, 2)
     rig.say(0, Kind.LEVEL)
     rig.say(1, Kind.LEVEL)
-    rig.pass_(99.0)
-    assert all(worker in rig.generator for worker in range(3)), "8 of its usual steps are over"
-    rig.pass_(2.0)
-    assert [worker in rig.generator for worker in range(3)] == [True, True, False]
+    for _ in range(10):
+        rig.pass_(1000.0)
+        alive = [letter.ids[0] for letter in rig.heard(0) if letter.kind == Kind.ALIVE]
+        assert alive == [1 + 2], "for whom it waits"
+    rig.say(2, Kind.LEVEL)
+    assert sorted(rig.runs(0)[-1].members) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_worker_that_a_group_did_not_wait_for_is_in_the_mean_of_all(early: bool) -> None:
+    """It has made fewer steps, and stands in a barrier that the others come to later."""
+    rig = Rig()
+    for _ in range(3):
+        rig.round(0, 1, 2)
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.pass_(10.0)
+    for worker in (0, 1):
+        (run,) = rig.runs(worker)
+        assert sorted(run.members) == [0, 1]
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    assert [letter.ids[2] for letter in rig.heard(2) if letter.kind == Kind.OUT] == [Why.LATE]
+    for worker in (2, 0, 1) if early else (0, 1, 2):
+        assert not rig.runs(0)
+        rig.say(worker, Kind.LEVEL)
+    assert sorted(rig.runs(0)[-1].members) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["left", "lost", "cut"])
+def test_worker_that_a_group_did_not_wait_for_and_that_ends_holds_up_no_mean(how: str) -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.round(0, 1, 2)
+    rig.say(0, Kind.ASK)
+    rig.say(1, Kind.ASK)
+    rig.pass_(10.0)
+    for worker in (0, 1):
+        (run,) = rig.runs(worker)
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+        rig.say(worker, Kind.LEVEL)
+    assert not rig.runs(0)
+    if how == "left":
+        rig.box.left.add(2)
+    else:
+        getattr(rig.box, how)[2] = {"lost": "has been silent", "cut": 60.0}[how]
+    rig.pass_(1.0)
     assert sorted(rig.runs(0)[-1].members) == [0, 1]
+
+
+def test_worker_that_missed_a_mean_of_all_is_told_so_with_its_own() -> None:
+    rig = Rig(workers=2)
+    rig.round(0, 1)
+    rig.box.lost[1] = "has been silent"
+    rig.pass_(1.0)
+    rig.say(0, Kind.LEVEL)
+    (run,) = rig.runs(0)
+    rig.say(0, Kind.DONE, run.number, run.epoch)
+    rig.box.lost.clear()
+    rig.box.left.add(0)
+    rig.pass_(1.0)
+    rig.heard(1)
+    rig.say(1, Kind.LEVEL)
+    outs = [letter for letter in rig.heard(1) if letter.kind == Kind.OUT and letter.ids[0] == 0]
+    assert {letter.ids[2:] for letter in outs} == {(Why.LEFT, 1)}
+
+
+def test_worker_whose_mean_of_all_the_others_made_too_has_missed_none() -> None:
+    rig = Rig(workers=2)
+    rig.round(0, 1)
+    for worker in (0, 1):
+        rig.say(worker, Kind.LEVEL)
+    for worker in (0, 1):
+        (run,) = rig.runs(worker)
+        rig.say(worker, Kind.DONE, run.number, run.epoch)
+    rig.box.left.add(0)
+    rig.pass_(1.0)
+    rig.heard(1)
+    rig.say(1, Kind.LEVEL)
+    outs = [letter for letter in rig.heard(1) if letter.kind == Kind.OUT]
+    assert {letter.ids[2:] for letter in outs} == {(Why.LEFT, 0)}
+
+
+def test_who_waits_for_a_long_step_hears_for_whom() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.round(0, 1, 2, seconds=100.0)
+    rig.say(0, Kind.ASK)
+    rig.pass_(6.0)
+    alive = [letter.ids[0] for letter in rig.heard(0) if letter.kind == Kind.ALIVE]
+    assert alive == [1 + 1]
 
 
 def test_after_a_group_of_all_a_step_may_take_as_long_as_the_first() -> None:
@@ -491,7 +576,8 @@ def test_who_was_left_out_takes_part_again_by_levelling() -> None:
     (run,) = rig.runs(0)
     rig.say(0, Kind.DONE, run.number, run.epoch)
     rig.say(0, Kind.LEVEL)
-    assert sorted(rig.runs(1)[0].members) == [0, 1]
+    rig.say(2, Kind.LEVEL)
+    assert sorted(rig.runs(1)[0].members) == [0, 1, 2]
 
 
 # -- coming back --------------------------------------------------------------------------------

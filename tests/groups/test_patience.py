@@ -35,9 +35,17 @@ def test_later_ones_follow_the_usual_step_of_their_own_worker() -> None:
 
 def test_a_long_step_counts_for_a_while() -> None:
     patience = Patience(1, first_s=300.0, factor=8.0, least_s=2.0)
-    steps(patience, 0, 10.0, 1.0)
+    steps(patience, 0, 1.0, 10.0, 1.0)
     assert patience.deadline_s(0) == 8 * 9.0
     steps(patience, 0, *[1.0] * 30)
+    assert patience.deadline_s(0) == 8 * 1.0
+
+
+def test_first_step_counts_until_there_is_another() -> None:
+    patience = Patience(1, first_s=300.0, factor=8.0, least_s=2.0)
+    steps(patience, 0, 10.0)
+    assert patience.deadline_s(0) == 8 * 10.0
+    steps(patience, 0, 1.0)
     assert patience.deadline_s(0) == 8 * 1.0
 
 

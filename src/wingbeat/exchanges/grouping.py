@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import weakref
@@ -17,7 +18,7 @@ from wingbeat.groups.client import Client
 from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.rules import Rules
-from wingbeat.transport import interfaces, leaving
+from wingbeat.transport import incarnation, interfaces, leaving
 from wingbeat.transport.services.launch import InProcess, InThread, Started
 from wingbeat.types import SERIES
 
@@ -88,19 +89,20 @@ class Grouping:
         self.averages = GroupAverage(world, buffer, wire, first=self._first)
         self.client: Client | Follower
         departures = departures_of(world)
+        lives = functools.partial(incarnation.lives, store)
         if rules is None:
             if world.returned:
                 raise UsageError(
                     f"rank {world.rank} was started again while the others go on: the static "
                     "schedule lets nobody come back; use Rules(), or start all workers again"
                 )
-            self.client = config.follower(store, world.rank)
+            self.client = config.follower(store, world.rank, lives)
             self.client.lost = departures.lost
             return
         try:
             if world.rank == config.host and not world.returned:
                 self._started = (InThread if world.threads else InProcess)(config, store)
-            self._mailbox, self.client = config.client(store, world.rank, world.returned)
+            self._mailbox, self.client = config.client(store, world.rank, world.returned, lives)
             self.client.give = self._give
             self.client.lost, self.client.back = departures.lost, departures.back
         except BaseException as error:
@@ -183,7 +185,7 @@ class Grouping:
     def close(self) -> None:
         """Leave: nobody waits for this worker any more. The generator ends when all have left."""
         self._giving.close()
-        self.client.leave()
+        self.client.leave(failed=leaving.failing())
         self.averages.close()
         quick = leaving.failing() or self.client.fallen is not None
         if self._mailbox is None:

@@ -16,9 +16,11 @@ from typing import Any
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.halves import Halves
+from wingbeat.groups.follower import CALL
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.pairs.protocol import Kind, Unexpected
 from wingbeat.pairs.worker import Adopt, Drop, Say, Worker
+from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
 from wingbeat.transport.text import first_line
@@ -41,7 +43,7 @@ class Pairing:
         mailbox: joins it to its partners, whose numbers are their ranks; used by the thread alone.
         halves: the model.
         me: what messages call this worker.
-        timeout: seconds that training may wait without anything being heard.
+        timeout: seconds; a partner that lives is waited for `LONGEST` times as many.
         gone: called with each worker that is lost, in this thread.
         departures: logs who is lost.
         name: what messages call the worker of a rank.
@@ -110,7 +112,7 @@ class Pairing:
             self._check()
             self.machine.shut()
             self.waits += self.machine.pending
-            self._until(lambda: not self.machine.pending, "no average")
+            self._until(lambda: not self.machine.pending, "an average")
 
     def level(self) -> None:
         """Wait until no two models are averaged any more; see `Worker.level`.
@@ -125,8 +127,7 @@ class Pairing:
         self._interrupt()
         with self._changed:
             try:
-                what = "no word that it waits for the mean of all"
-                self._until(lambda: self.machine.levelled, what)
+                self._until(lambda: self.machine.levelled, CALL)
             except BaseException:  # Ctrl-C, too
                 self.machine.unlevel()
                 raise
@@ -166,19 +167,17 @@ class Pairing:
 
     def _until(self, over: Callable[[], bool], what: str) -> None:
         """Wait; called with the lock."""
-        begun = self._clock()
+        wait = Wait(self._me, what, self._clock)
         while True:
             self._check()
             if over():
                 return
-            left = max(begun, self._heard) + self._timeout - self._clock()
-            if left <= 0:
-                names = ", ".join(map(self._name, self.machine.behind()))
-                raise PeerError(
-                    f"{self._me}: {what} came from {names} within {self._timeout:g} s: check that "
-                    "it still trains"
-                )
-            self._changed.wait(left)
+            # Whoever is gone, or cannot be reached, is lost before this: see `_look`.
+            names = ", ".join(map(self._name, self.machine.behind()))
+            if self._clock() - max(wait.begun, self._heard) > LONGEST * self._timeout:
+                raise PeerError(stuck_text(self._me, names, what, self._timeout))
+            wait.look(names)
+            self._changed.wait(min(_LOOK_S, LONGEST * self._timeout))
 
     # -- the thread -----------------------------------------------------------------------
 

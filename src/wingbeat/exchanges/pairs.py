@@ -7,6 +7,7 @@ ask, passive ones answer, so nobody waits in a ring. Who may do what when is
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from wingbeat.observe.meter import Section
 from wingbeat.pairs.split import is_active, partners
 from wingbeat.pairs.worker import Worker
 from wingbeat.transport import leaving
+from wingbeat.transport.incarnation import lives
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.store import Store
@@ -84,10 +86,12 @@ class PairAverager:
         self._machine = Worker(world.rank, world.size, len(halves.spans), seed)
         self._everyone = world.parent or world
         self._first = (next_serial(self._everyone) - 1) * SERIES
-        board = Board(_store_of(world), f"pairs/{world.path}", world.size)
+        store = _store_of(world)
+        board = Board(store, f"pairs/{world.path}", world.size)
         self._follower = Follower(
-            world.rank, Layout.even(1, world.size), world.timeout, board, everyone=True
-        )
+            world.rank, Layout.even(1, world.size), world.timeout, board, everyone=True,
+            lives=functools.partial(lives, store),
+        )  # fmt: skip
         self._follower.lost = departures_of(world).lost
         self._begun = self._left = False
         self._pairing: Pairing | None = None
@@ -201,7 +205,7 @@ class PairAverager:
         if self._pairing is not None:
             if not self._left:
                 self._left = True
-                self._follower.leave()
+                self._follower.leave(failed=leaving.failing())
             self._pairing.close(quick=leaving.failing())
 
 

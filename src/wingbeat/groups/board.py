@@ -13,6 +13,8 @@ from wingbeat.transport.store import Store
 _READ_S = 5.0
 """Seconds that the store may take to return what is there."""
 
+_LEFT = "left"
+
 
 class Sign(NamedTuple):
     """How far a worker is. What it has passed it never comes to again.
@@ -57,9 +59,9 @@ class Board:
                 found[worker] = sign
         return found
 
-    def lose(self, worker: int) -> None:
-        """Publish that ``worker`` takes part no more."""
-        self._set(f"gone/{worker}", "1")
+    def lose(self, worker: int, *, left: bool = False) -> None:
+        """Publish that ``worker`` takes part no more; ``left`` if it has ended in good order."""
+        self._set(f"gone/{worker}", _LEFT if left else "1")
 
     def fall(self, worker: int, last: int) -> None:
         """Publish that ``worker`` goes on without the generator: nobody can come back.
@@ -84,6 +86,10 @@ class Board:
     def lost(self) -> set[int]:
         """Return who takes part no more."""
         return {w for w in range(self._workers) if self._store.has(self._key(f"gone/{w}"))}
+
+    def left(self, worker: int) -> bool:
+        """Whether ``worker`` takes part no more because it has ended in good order."""
+        return self._get(f"gone/{worker}") == _LEFT
 
     def _key(self, what: str) -> str:
         return f"{self._room}/{what}"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from wingbeat.errors import PeerError
 from wingbeat.groups.averages import GIVEN_UP, Averages, Coming
 from wingbeat.groups.board import Board
-from wingbeat.groups.follower import Follower, alone_text
+from wingbeat.groups.follower import CALL, Follower, alone_text
 from wingbeat.groups.generator import Run, Unexpected
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.line import Dead, Line
@@ -19,6 +19,7 @@ from wingbeat.groups.member import Member
 from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, Why, told_of, why_of
 from wingbeat.groups.rules import Rules
 from wingbeat.observe.events import AVERAGES, stream
+from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import Mailbox
 
@@ -26,10 +27,14 @@ _log = logging.getLogger(__name__)
 
 Blob = TypeVar("Blob")
 
+_WHAT = {False: "the end of its step", True: CALL}
+"""What is waited for; by whether this worker levels."""
+
 _WHY = {
     Why.LATE: "took too long for a step, or for an average",
     Why.SILENT: "has given no sign for long",
     Why.LEFT: "has left",
+    Why.ENDED: "has ended",
 }
 
 
@@ -46,8 +51,11 @@ class Client:
         generator: the number of the generator's mailbox.
         layout: which worker is on which host.
         rules: the generator's.
-        timeout: seconds that a group may be waited for.
+        timeout: seconds without a sign of the generator after which a wait ends. It gives signs
+            while those live for whom this worker waits; then a wait ends after `LONGEST` times as
+            many.
         board: what workers tell each other when the generator is dead.
+        lives: whether the process of a worker runs, as far as is known; asked without a generator.
 
     Attributes:
         fallen: why groups come without the generator, None if they do not.
@@ -73,14 +81,16 @@ class Client:
         rules: Rules,
         timeout: float,
         board: Board,
+        lives: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._line, self._worker = Line(mailbox, worker, generator, timeout), worker
         self._layout, self._rules, self._timeout = layout, rules, timeout
-        self._board = board
+        self._board, self._lives = board, lives
         self._member = Member(worker, rules)
         self._levels = self._joins = False
         self._asked = self._since = 0
         self._absent: dict[int, Why] = {}
+        self._missed = False  # whether others have made a mean of all without this worker
         self._met: tuple[int, ...] = ()
         self._follower: Follower | None = None
         self.fallen: str | None = None
@@ -112,12 +122,13 @@ class Client:
         gone is left out. Afterwards all have the same parameters.
 
         Raises:
-            PeerError: the generator has given no sign in time, or sent what it never sends; or
-                no other worker takes part, and not all of them have died.
+            PeerError: the generator has given no sign in time, or sent what it never sends; a
+                worker lives and does not call this; or no other worker takes part, and one lives
+                or has called this without this worker.
         """
         if self._follower is None and self._asks(averages, level=True):
             self._check_alone()
-            self.left_out = self.stale = False
+            self.left_out = self.stale = self._missed = False
             return
         assert self._follower is not None
         self._follower.level(averages)
@@ -135,7 +146,7 @@ class Client:
         Raises:
             PeerError: nobody takes part, or gave it in time, or the generator is dead.
         """
-        self._joins, self.left_out, self.stale = join, False, False
+        self._joins, self.left_out, self.stale, self._missed = join, False, False, False
         lost, deadline = -1, time.monotonic() + self._timeout
         try:
             while True:
@@ -187,13 +198,22 @@ class Client:
 
     def _note_other(self, kind: int, ids: Sequence[int]) -> None:
         """Note that another worker takes part no more, and why; or that it does again."""
-        worker, known = ids[0], ids[0] in self._absent
+        worker, before = ids[0], self._absent.pop(ids[0], None)
         if kind == Kind.OUT:
-            self._absent[worker] = why_of(ids[2])
-        else:
-            self._absent.pop(worker, None)
-        if known != (kind == Kind.OUT):
-            (self.lost if kind == Kind.OUT else self.back)(worker)
+            self._absent[worker] = why = why_of(ids[2])
+            self._missed = bool(ids[3])
+            if why != Why.LATE and before in (None, Why.LATE):
+                self.lost(worker)
+            elif why == Why.LATE and before is None:
+                _log.info(
+                    "rank %d: rank %d took too long for a step, or for an average: groups go on "
+                    "without it until its next step; wingbeat.consensus() waits for it",
+                    self._worker,
+                    worker,
+                )
+        elif before is not None:
+            self.back(worker)
+        if (before is None) == (kind == Kind.OUT):
             stream.happened("left" if kind == Kind.OUT else "joined", (worker,))
 
     def _note_own(self, why: int) -> None:
@@ -211,17 +231,26 @@ class Client:
             )
 
     def _check_alone(self) -> None:
-        """Raise a `PeerError` if a mean over all was of this worker alone while others may live."""
-        there = {w: why for w, why in self._absent.items() if why != Why.ENDED}
-        if len(self._met) > 1 or not there:
-            return
-        names = "; ".join(f"rank {w} {_WHY[why]}" for w, why in sorted(there.items()))
-        raise PeerError(alone_text(self._worker, names))
+        """Raise a `PeerError` if a mean over all was of this worker alone, and is not everyone's.
 
-    def leave(self) -> None:
-        """Let nobody wait for this worker any more, if there is no generator who does."""
+        It is if all others have died, or have left in good order, and made no such mean without
+        this worker before.
+        """
+        over = {Why.ENDED, Why.LEFT}
+        if len(self._met) > 1 or not (self._missed or set(self._absent.values()) - over):
+            return
+        names = "; ".join(f"rank {w} {_WHY[why]}" for w, why in sorted(self._absent.items()))
+        missed = "; the others have made theirs without this rank" if self._missed else ""
+        raise PeerError(alone_text(self._worker, names + missed))
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Let nobody wait for this worker any more, if there is no generator who does.
+
+        Args:
+            failed: whether an exception ends this worker.
+        """
         if self._follower is not None:
-            self._follower.leave()
+            self._follower.leave(failed=failed)
 
     def _asks(self, averages: Averages, *, level: bool) -> bool:
         """Take part in what the generator says; False if it is dead and there was no average."""
@@ -240,11 +269,11 @@ class Client:
         everyone = self._rules.whole
         self._note_all()
         self._board.fall(self._worker, self._member.last)
-        for worker in self._absent:
-            self._board.lose(worker)  # Not all may have heard it.
+        for worker, reason in self._absent.items():
+            self._board.lose(worker, left=reason == Why.LEFT)  # Not all may have heard it.
         self._follower = Follower(
             self._worker, self._layout, self._timeout, self._board,
-            everyone=everyone, absent=self._absent,
+            everyone=everyone, absent=self._absent, lives=self._lives,
         )  # fmt: skip
         self._follower.lost = self.lost
         _log.warning(
@@ -256,17 +285,31 @@ class Client:
 
     def _ask(self, averages: Averages) -> None:
         self._request()
-        deadline = time.monotonic() + self._timeout
+        wait = Wait(f"rank {self._worker}", _WHAT[self._levels], time.monotonic)
+        deadline = wait.begun + self._timeout
         while self._member.waiting:
             message = self._line.next(deadline)
-            if self._levels:  # Others may have many steps to make: signs of the generator count.
-                deadline = time.monotonic() + self._timeout
+            # Others may have many steps to make, or long ones: signs of the generator count.
+            deadline = time.monotonic() + self._timeout
+            if message.kind == Kind.ALIVE and message.ids[0]:
+                self._look(wait, f"rank {message.ids[0] - 1}")
             try:
                 self._hear(message, averages)
             except (Malformed, Unexpected) as error:
                 raise PeerError(
                     f"rank {self._worker}: the group generator sent what it never sends: {error}"
                 ) from None
+
+    def _look(self, wait: Wait, peer: str) -> None:
+        """Log a long wait for a worker that lives.
+
+        Raises:
+            PeerError: it lasts too long.
+        """
+        wait.look(peer)
+        if wait.seconds() > LONGEST * self._timeout:
+            me = f"rank {self._worker}"
+            raise PeerError(stuck_text(me, peer, _WHAT[self._levels], self._timeout))
 
     def _hear(self, message: Message, averages: Averages) -> None:
         ids = message.ids

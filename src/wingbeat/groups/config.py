@@ -111,13 +111,20 @@ class GeneratorConfig:
         mailbox = self._open(store, self.number, range(self.workers))
         return functools.partial(self._serve, mailbox, Returns(store, self.room, self.workers))
 
-    def client(self, store: Store, rank: int, returned: bool = False) -> tuple[Mailbox, Client]:
+    def client(
+        self,
+        store: Store,
+        rank: int,
+        returned: bool = False,
+        lives: Callable[[int], bool] = lambda _: False,
+    ) -> tuple[Mailbox, Client]:
         """Connect a worker to the generator; its mailbox is to be closed at the end.
 
         Args:
             store: where they meet.
             rank: the worker's.
             returned: whether it was started again while the others go on.
+            lives: whether the process of a worker runs, as far as is known.
 
         Raises:
             RendezvousError: the generator did not come, or is dead.
@@ -132,16 +139,19 @@ class GeneratorConfig:
         else:
             mailbox = self._come_back(store, rank)
         layout, board = Layout(self.host_of), self.board(store)
-        client = Client(mailbox, rank, self.number, layout, self.rules, self.timeout, board)
+        client = Client(mailbox, rank, self.number, layout, self.rules, self.timeout, board, lives)
         return mailbox, client
 
     def board(self, store: Store) -> Board:
         """Return what workers tell each other without a generator."""
         return Board(store, self.room, self.workers)
 
-    def follower(self, store: Store, rank: int) -> Follower:
+    def follower(
+        self, store: Store, rank: int, lives: Callable[[int], bool] = lambda _: False
+    ) -> Follower:
         """Return a worker's groups of the static schedule: there is no generator."""
-        return Follower(rank, Layout(self.host_of), self.timeout, self.board(store))
+        board = self.board(store)
+        return Follower(rank, Layout(self.host_of), self.timeout, board, lives=lives)
 
     def _come_back(self, store: Ledger, rank: int) -> Mailbox:
         life = life_of(store, self.room, rank)

@@ -14,6 +14,7 @@ from wingbeat.groups.generator import Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.static import PHASES, group_of
 from wingbeat.observe.events import stream
+from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ _LOOK_S = 0.5
 
 _PAUSE_S = 0.05
 """Seconds between two looks while all are waited for."""
+
+CALL = "the call of wingbeat.consensus()"
 
 _SAY_S = 1.0
 """Seconds between two words on how far this worker is."""
@@ -58,6 +61,7 @@ class Follower:
         board: what workers tell each other.
         everyone: whether all are one group in each step, in place of the static schedule.
         absent: workers that take no part to begin with.
+        lives: whether the process of a worker that gives no sign runs, as far as is known.
 
     Attributes:
         fallen: None: there is no generator that could have died.
@@ -76,9 +80,10 @@ class Follower:
         *,
         everyone: bool = False,
         absent: Collection[int] = (),
+        lives: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._worker, self._layout, self._timeout = worker, layout, timeout
-        self._board, self._everyone = board, everyone
+        self._board, self._everyone, self._lives = board, everyone, lives
         self._sign, self._said = Sign(), Sign()
         self._said_at = self._looked_at = time.monotonic()
         self._signs: dict[int, Sign] = {}
@@ -111,7 +116,9 @@ class Follower:
         """Average with all that take part, when all of them have called this.
 
         Raises:
-            PeerError: no other worker takes part any more, or the store has ended.
+            PeerError: no other worker takes part any more, and not all have left in good order
+                after a mean with this one; a worker lives and does not call this; or the store has
+                ended.
         """
         self._sign = self._sign._replace(levelling=True)
         self._wait_for_all()
@@ -123,8 +130,8 @@ class Follower:
         self._met.clear()
         self._sign = Sign(self._sign.levels + 1, False, last + 1, self._sign.broken)
         self._say()
-        others = set(range(self._layout.workers)) - {self._worker}
-        if others and (others <= self.absent or self._worker in self.absent):
+        if self._is_alone():
+            others = set(range(self._layout.workers)) - {self._worker}
             sign = f"gave no sign for {self._timeout:g} s"
             names = "; ".join(
                 f"rank {each} {sign if each in self.silent else 'was lost or has left'}"
@@ -134,11 +141,27 @@ class Follower:
                 names = f"the others have gone on without rank {self._worker}"
             raise PeerError(alone_text(self._worker, names))
 
-    def leave(self) -> None:
-        """Let nobody wait for this worker any more."""
+    def _is_alone(self) -> bool:
+        """Whether the mean that was just made is of this worker alone, and is not everyone's."""
+        if self._worker in self.absent:
+            return True
+        others = set(range(self._layout.workers)) - {self._worker}
+        if not others or not others <= self.absent:
+            return False
+        if not all(map(self._board.left, others)):
+            return True
+        # Who has left after a mean of all that this worker was not in has a model of its own.
+        return any(self._signs.get(w, Sign()).levels >= self._sign.levels for w in others)
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Let nobody wait for this worker any more.
+
+        Args:
+            failed: whether an exception ends it.
+        """
         self._sign = self._sign._replace(levelling=True)  # it makes no step
         self._say()
-        self._board.lose(self._worker)
+        self._board.lose(self._worker, left=not failed)
 
     def _meet(self, group: Collection[int], averages: Averages, number: int, *, kept: bool) -> None:
         """Average with those of a group who come.
@@ -238,8 +261,13 @@ class Follower:
         self._board.say(self._worker, self._sign)
 
     def _wait_for_all(self) -> None:
-        """Wait until all that take part level too, or have given no sign for long."""
+        """Wait until all that take part level too, or have given no sign for long.
+
+        Raises:
+            PeerError: one lives, and does not level; or the store has ended.
+        """
         self._say()
+        wait = Wait(f"rank {self._worker}", CALL, time.monotonic)
         since: dict[int, tuple[Sign | None, float]] = {}
         while True:
             self._look()
@@ -247,17 +275,33 @@ class Follower:
                 return
             if self._worker not in self._signs:
                 raise PeerError(alone_text(self._worker, _NO_STORE))
-            now, missing = time.monotonic(), False
-            for worker in set(range(self._layout.workers)) - self.absent - {self._worker}:
-                sign = self._signs.get(worker)
-                if sign is not None and sign[:2] >= self._sign[:2]:
-                    continue
-                missing = True
-                if worker not in since or since[worker][0] != sign:
-                    since[worker] = sign, now
-                elif now - since[worker][1] > self._timeout:
-                    self.silent.add(worker)
-                    self._lose(worker, f"has given no sign for {self._timeout:g} s")
-            if not missing:
+            waited = self._not_levelling(since)
+            if not waited:
                 return
+            peers = ", ".join(f"rank {worker}" for worker in waited)
+            wait.look(peers)
+            if wait.seconds() > LONGEST * self._timeout:
+                raise PeerError(stuck_text(f"rank {self._worker}", peers, CALL, self._timeout))
             time.sleep(_PAUSE_S)
+
+    def _not_levelling(self, since: dict[int, tuple[Sign | None, float]]) -> list[int]:
+        """Return who takes part and does not level yet; leave out who is silent and gone.
+
+        Args:
+            since: of each worker its last sign, and when that was seen first.
+        """
+        now, waited = time.monotonic(), []
+        for worker in sorted(set(range(self._layout.workers)) - self.absent - {self._worker}):
+            sign = self._signs.get(worker)
+            if sign is not None and sign[:2] >= self._sign[:2]:
+                continue
+            waited.append(worker)
+            if worker not in since or since[worker][0] != sign:
+                since[worker] = sign, now
+            elif now - since[worker][1] > self._timeout:
+                if self._lives(worker):
+                    since[worker] = sign, now
+                    continue
+                self.silent.add(worker)
+                self._lose(worker, f"has given no sign for {self._timeout:g} s")
+        return waited

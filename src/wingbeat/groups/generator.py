@@ -83,6 +83,7 @@ class Generator:
         self._of: list[deque[_Group]] = [deque() for _ in range(layout.workers)]
         self._target: list[_Group | None] = [None] * layout.workers
         self._levelling: dict[int, None] = {}  # none of them is in the crowd
+        self._late: set[int] = set()  # nor of these
         self._made = 0
 
     def __contains__(self, worker: int) -> bool:
@@ -93,6 +94,17 @@ class Generator:
     def levelling(self) -> tuple[int, ...]:
         """Workers that level, and wait for others to do so."""
         return tuple(self._levelling)
+
+    def is_late(self, worker: int) -> bool:
+        """Whether groups go on without ``worker``, and those who level wait for it."""
+        return worker in self._late
+
+    def missing(self, worker: int) -> tuple[int, ...]:
+        """Return for whom ``worker`` waits, which has asked or levels."""
+        if worker in self._levelling:
+            return tuple(sorted([*self._crowd.here, *self._late]))
+        own = self._of[worker]
+        return tuple(w for w in own[0].members if not self.waits(w)) if own else ()
 
     def request(self, worker: int) -> list[Run]:
         """Return the groups that run now that ``worker`` has ended a step and asks.
@@ -161,14 +173,29 @@ class Generator:
             self._rerun(group, runs)
         return runs
 
+    def late(self, worker: int) -> list[Run]:
+        """Return the groups that run now that they wait for ``worker`` no more, which lives.
+
+        It takes part again when it has `joined`. Until then, or until it is `gone`, there is no
+        group of all: it may have a model of its own.
+        """
+        if worker in self:
+            self._late.add(worker)
+        return self._without(worker)
+
     def gone(self, worker: int) -> list[Run]:
-        """Return the groups that run now that ``worker`` has died, or is not waited for any more.
+        """Return the groups that run now that ``worker`` has died, or has left.
 
         Its groups go on without it; those that run begin anew, in the next epoch, with the members
         that have not acknowledged them.
         """
+        self._late.discard(worker)
+        return self._without(worker)
+
+    def _without(self, worker: int) -> list[Run]:
         runs: list[Run] = []
         if worker not in self:
+            self._level_all(runs)
             return runs
         again = [group for group in self._of[worker] if group.running]
         self._withdraw(worker, runs)
@@ -197,6 +224,7 @@ class Generator:
         if worker in self:
             raise Unexpected(f"worker {worker} joins and takes part already")
         waiting = {group.number: group for own in self._of for group in own if not group.running}
+        self._late.discard(worker)
         self._crowd.enter(worker)
         self._connection.begin(len(self._crowd.here))
         for _, group in sorted(waiting.items() if at_once and self.rules.whole else ()):
@@ -261,7 +289,7 @@ class Generator:
 
     def _level_all(self, runs: list[Run]) -> None:
         """Make a group of all if all level."""
-        if self._crowd.here or not self._levelling:
+        if self._crowd.here or self._late or not self._levelling:
             return
         members, crowd = list(self._levelling), self._crowd
         self._levelling.clear()

@@ -32,6 +32,7 @@ class Patience:
         self._usual_s = [0.0] * workers
         self._since: list[float | None] = [None] * workers
         self._paused: set[int] = set()
+        self._steps = [0] * workers
 
     def freed(self, worker: int, now: float) -> None:
         """Note that ``worker`` goes on computing."""
@@ -60,11 +61,14 @@ class Patience:
         if worker in self._paused:
             self._paused.discard(worker)
         elif since is not None:
-            self._usual_s[worker] = max(now - since, _KEPT * self._usual_s[worker])
+            self._steps[worker] += 1
+            # The first step, which warms up, counts only until there is another.
+            kept = _KEPT if self._steps[worker] > 2 else 0.0
+            self._usual_s[worker] = max(now - since, kept * self._usual_s[worker])
 
     def gone(self, worker: int) -> None:
         """Forget its steps: those of its next life may differ."""
-        self._usual_s[worker], self._since[worker] = 0.0, None
+        self._usual_s[worker], self._since[worker], self._steps[worker] = 0.0, None, 0
         self._paused.discard(worker)
 
     def deadline_s(self, worker: int) -> float:
@@ -81,9 +85,3 @@ class Patience:
         """Whether its step takes longer than it may."""
         since = self._since[worker]
         return since is not None and now - since > self.deadline_s(worker)
-
-    def lost(self, worker: int, now: float) -> bool:
-        """Whether its step takes longer than any may, a first one too."""
-        since = self._since[worker]
-        limit_s = max(self.first_s, self.deadline_s(worker))
-        return since is not None and now - since > limit_s

@@ -33,7 +33,8 @@ class Kind(enum.IntEnum):
     LEVEL = 4
     """An average over all that take part is waited for. It counts as asking."""
     ALIVE = 5
-    """Nothing: it has to arrive, so whoever is dead is found out."""
+    """It has to arrive, so whoever is dead is found out. The generator's first number is 0, or 1
+    more than a worker that lives and that the receiver waits for."""
     RUN = 6
     """Average with the payload's workers; the third number is the initiator, the fourth the
     meeting. What follows the workers are meetings to close before."""
@@ -41,7 +42,7 @@ class Kind(enum.IntEnum):
     """The first number is a worker that takes no part any more; the second, how often it has asked.
 
     So it knows whether it has asked again since, which lets it take part again. The third says why,
-    a `Why`.
+    a `Why`. The fourth is 1 if others have made a mean of all without the receiver.
     """
     IN = 8
     """The first number is a worker that takes part again."""
@@ -61,7 +62,7 @@ class Why(enum.IntEnum):
     """Why a worker takes no part."""
 
     LATE = 0
-    """Its step, or an average with it, took too long."""
+    """Its step, or an average with it, took too long. It lives: a mean over all waits for it."""
     SILENT = 1
     """Nothing came from it for long: its process was stopped, or the network was cut. Its model is
     old, so it takes another's state before it is in a group again."""

@@ -22,6 +22,9 @@ _LOOK_S = 0.25
 _AT_ONCE = 256
 """Messages that are taken in between two looks."""
 
+_COMFORT_S = 5.0
+"""Seconds between two signs to those who wait, at most."""
+
 _QUICK_S = 1.0
 """Seconds that the last words may take when the worker that started it will not hear them."""
 
@@ -60,6 +63,7 @@ class GroupService:
         self._probed: set[int] = set()
         self._levels: set[int] = set()  # their group of all is not done
         self._behind: set[int] = set()  # others have gone on without them
+        self._missed: set[int] = set()  # others have made a mean of all without them
         self._fetching: set[int] = set()
         self._comforted = self._looked
         self._asked = [0] * workers
@@ -153,6 +157,7 @@ class GroupService:
             self._fetching.discard(worker)
             self._behind.discard(worker)
             self._stale.discard(worker)
+            self._missed.discard(worker)
         fetches = worker in self._stale or (renews and worker in self._behind)
         if fetches and not level and self._others(worker):
             self._tell_out(worker, worker)
@@ -209,8 +214,11 @@ class GroupService:
         while due:
             run = due.popleft()
             meeting = self._rooms.meeting(run.members) if len(run.members) > 1 else 0
-            if len(run.members) == 1 and run.members[0] in self._levels:
-                self._tell_absent(run.members[0])  # why, as it is known by now
+            if run.members[0] in self._levels:
+                if len(run.members) == 1:
+                    self._tell_absent(run.members[0])  # why, as it is known by now
+                self._missed |= {w for w in range(self._workers) if w not in self._generator}
+                self._missed.difference_update(run.members)
             for member in run.members:
                 payload = payload_of(run.members, self._rooms.closed(member))
                 if not self._post(member, Kind.RUN, ids_of(run, meeting), payload):
@@ -244,6 +252,7 @@ class GroupService:
         self._asked[worker] = 0
         self._silent.discard(worker)
         self._stale.discard(worker)
+        self._missed.discard(worker)
         self._tell_absent(worker)
         returns.met(back)
 
@@ -265,18 +274,25 @@ class GroupService:
         """Let a worker be gone for good."""
         self._gone.add(worker)
         self._silent.discard(worker)
-        self._tell(self._without(worker))
+        self._tell(self._without(worker, gone=True))
 
-    def _without(self, worker: int) -> list[Run]:
-        """Return what runs when a worker takes no part any more."""
-        if worker in self._generator:
+    def _without(self, worker: int, *, gone: bool = False) -> list[Run]:
+        """Return what runs when a worker takes no part any more.
+
+        Unless it is ``gone`` it lives, as far as is known: then a mean over all waits for it.
+        """
+        generator = self._generator
+        if worker in generator or (gone and generator.is_late(worker)):
             self._out(worker)
-        return self._generator.gone(worker)
+        if gone:
+            self._patience.gone(worker)
+            return generator.gone(worker)
+        self._patience.waits(worker)
+        return generator.late(worker)
 
     def _out(self, worker: int) -> None:
         self._behind.add(worker)
         self._fetching.discard(worker)
-        self._patience.gone(worker)
         self._levels.discard(worker)
         self._rooms.gone(worker)
         self._tell_all(Kind.OUT, worker)
@@ -288,7 +304,8 @@ class GroupService:
 
     def _tell_out(self, to: int, worker: int, kind: Kind = Kind.OUT) -> None:
         """Tell one worker that ``worker`` takes no part any more, and why, or does again."""
-        ids = (worker, self._asked[worker] % WRAPS, self._why(worker) if kind == Kind.OUT else 0, 0)
+        why = self._why(worker) if kind == Kind.OUT else 0
+        ids = (worker, self._asked[worker] % WRAPS, why, int(to in self._missed))
         self._post(to, kind, ids)
 
     def _why(self, worker: int) -> Why:
@@ -321,26 +338,26 @@ class GroupService:
         for worker in lost - self._silent:
             self._silent.add(worker)
             self._stale.add(worker)
-            self._tell(self._without(worker))
+            self._tell(self._without(worker, gone=True))
         unconnected = self._mailbox.unconnected()
         for worker in range(self._workers):
-            closed = unconnected.get(worker, 0.0) > UNCONNECTED_S
-            if self._late(worker, now) or (closed and worker in self._generator):
+            generator = self._generator
+            here = worker in generator or generator.is_late(worker)
+            if here and unconnected.get(worker, 0.0) > UNCONNECTED_S:
+                self._tell(self._without(worker, gone=True))
+            elif generator.awaited(worker) and self._patience.overdue(worker, now):
                 self._tell(self._without(worker))
             # A dead one that nobody waits for has to go as well.
             elif self._patience.unusual(worker, now) and worker not in self._probed:
                 self._probed.add(worker)
                 self._post(worker, Kind.ALIVE)
-        if now - self._comforted > self._patience.first_s / 4:
+        if now - self._comforted > min(_COMFORT_S, self._patience.first_s / 4):
             self._comforted = now
-            # These may wait for many steps of others, and want to know that somebody counts them.
-            for worker in self._generator.levelling:
-                self._post(worker, Kind.ALIVE)
+            self._comfort()
 
-    def _late(self, worker: int, now: float) -> bool:
-        """Whether others have waited long enough for it."""
-        if self._generator.awaited(worker):
-            return self._patience.overdue(worker, now)
-        # Others level, for which it may still have many steps to make, but none without end.
-        levelling = self._generator.levelling
-        return bool(levelling) and worker not in levelling and self._patience.lost(worker, now)
+    def _comfort(self) -> None:
+        """Give a sign to those who wait for others that live, and say for whom."""
+        for worker in range(self._workers):
+            waits = worker in self._generator and self._generator.waits(worker)
+            if waits and (missing := self._generator.missing(worker)):
+                self._post(worker, Kind.ALIVE, (missing[0] + 1, 0, 0, 0))

@@ -22,6 +22,7 @@ from wingbeat.observe.log import log
 from wingbeat.transport import interfaces as nic
 
 if TYPE_CHECKING:
+    from wingbeat.transport.store import Store
     from wingbeat.transport.torch_store import TorchStore
 
 GRACE_S = 5.0
@@ -164,6 +165,15 @@ def _read(connection: socket.socket) -> bytes | None:
     except TimeoutError:
         return None
     return said
+
+
+def lives(store: Store, rank: int) -> bool:
+    """Whether the process of ``rank`` runs, as far as can be found out; a stopped one does, too."""
+    try:
+        key = f"here/{rank}"
+        return store.has(key) and runs(Place.from_text(store.get(key, _ANSWER_S)))
+    except (TimeoutError, RuntimeError, ValueError, OSError):
+        return False
 
 
 def register(store: TorchStore, rank: int, own: Place, seconds: float, where: str) -> bool:
