@@ -2,7 +2,8 @@
 
 An optimizer's state dict has it under one key, of this worker: ``Residuals.state_dict()`` where a
 wire keeps residuals, and under ``"averages"`` how many steps were made, by which turns to average
-come, and the outer optimizer's tensors by parameter name.
+come, and the outer optimizer's tensors by parameter name. Where workers' models may differ, it has
+under ``"saved"`` which rank has saved it, of how many, and whether they did.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 
 from wingbeat.codecs.feedback import check_tensors
 from wingbeat.errors import UsageError
+from wingbeat.observe.log import log
 from wingbeat.sync.engine import Engine
+from wingbeat.updates.bounded import BoundedUpdate
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import SHARED, START, VELOCITY, OuterUpdate
 
@@ -23,6 +26,9 @@ PARTS = "parts"
 
 AVERAGES = "averages"
 """Where it has what averages of models go on with."""
+
+SAVED = "saved"
+"""Where it has who has saved it, and whether models differed."""
 
 FORMAT = "wingbeat averages, version 1"
 
@@ -35,6 +41,8 @@ def export(engine: Engine) -> dict[str, Any]:
     update = engine.update
     if isinstance(update, LocalUpdate) and update.keeps:
         state[AVERAGES] = {"format": FORMAT, "steps": update.steps, **update.tensors()}
+    if isinstance(update, (LocalUpdate, BoundedUpdate)) and engine.world.size > 1:
+        state[SAVED] = [engine.world.rank, engine.world.size, update.differs]
     return state
 
 
@@ -61,7 +69,8 @@ def check(engine: Engine, state: Any) -> None:
 
 
 def load(engine: Engine, state: Any) -> None:
-    """Go on with ``state``, which was checked; without anything if None."""
+    """Go on with ``state``, which was checked; without anything if None. Log what it lacks."""
+    _tell(engine, state)
     parts = _parts(state)
     if parts is None or engine.compression.residuals is None:
         engine.compression.load_state_dict(_residuals(state) if parts is None else None)
@@ -74,6 +83,34 @@ def load(engine: Engine, state: Any) -> None:
         update.resume(averages.get("steps", 0), tensors)
 
 
+def _tell(engine: Engine, state: Any) -> None:
+    """Log in one line, on one rank, what training lacks that goes on from ``state``."""
+    match state.get(SAVED) if isinstance(state, dict) else None:
+        case [int(saver), int(size), bool(differed)]:
+            pass
+        case _:
+            return
+    update, world = engine.update, engine.world
+    if isinstance(update, BoundedUpdate):
+        if differed and world.rank == 0:
+            log.warning(
+                "load_state_dict(): this state was saved between two calls of model.flush(), with "
+                "rounds of gradients under way, which are in no state: training goes on without "
+                "them; call model.flush() on all ranks before you save"
+            )
+    elif isinstance(update, LocalUpdate) and world.size > 1 and world.rank == (saver + 1) % size:
+        own = "its optimizer's own state"
+        if differed:
+            own += " and what its model had moved since wingbeat.consensus() are"
+        else:
+            own += " is"
+        log.warning(
+            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to go on as without "
+            "a stop, save and load model and optimizer on every rank",
+            world.rank, saver, own,
+        )  # fmt: skip
+
+
 def together(states: Sequence[Any]) -> dict[str, Any] | None:
     """Return one state of what `export` has returned on all workers, for any number of them."""
     parts = [part for part in map(_residuals, states) if part]
@@ -84,9 +121,9 @@ def together(states: Sequence[Any]) -> dict[str, Any] | None:
 
 def _residuals(state: Any) -> Any:
     """Return what is kept of residuals; None if there is nothing else than averages."""
-    if not isinstance(state, dict) or AVERAGES not in state:
+    if not isinstance(state, dict):
         return state
-    return {key: value for key, value in state.items() if key != AVERAGES} or None
+    return {key: value for key, value in state.items() if key not in (AVERAGES, SAVED)} or None
 
 
 def _parts(state: Any) -> Any:

@@ -165,6 +165,11 @@ class BoundedUpdate(WholeUpdate):
             self._views.spend()
             self._left = self._marks() if self._rounds.apart else None
 
+    @property
+    def differs(self) -> bool:
+        """Whether rounds may be under way, which other workers may have applied."""
+        return self._rounds.apart and self._moved
+
     def level(self, *, always: bool) -> bool:
         """Wait for all workers, and apply all that has been sent.
 

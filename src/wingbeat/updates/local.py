@@ -123,6 +123,11 @@ class LocalUpdate(WholeUpdate):
         return self._schedule.every > 1
 
     @property
+    def differs(self) -> bool:
+        """Whether this worker's model may be another than the others', who have to meet first."""
+        return self._moved
+
+    @property
     def steps(self) -> int:
         """How many this worker has made, by which its turns to average come."""
         return self._schedule.made

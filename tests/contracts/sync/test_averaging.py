@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import wingbeat
-from helpers.training import net, on, sgd, train, weights
+from helpers.training import adamw, assert_same, net, on, sgd, train, weights
 from wingbeat import sync
 from wingbeat.groups import config
 from wingbeat.groups.patience import Patience
@@ -85,3 +88,111 @@ def test_last_worker_may_call_consensus_after_the_others_have_left(strategy: str
         assert all(torch.equal(before[name], value) for name, value in weights(model).items())
 
     on(2, body, timeout=PATIENCE)
+
+
+# -- saved and resumed ---------------------------------------------------------------------------
+
+
+class Convolutional(nn.Module):
+    """With buffers that each worker counts for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, 3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(torch.relu(self.norm(self.first(x.unsqueeze(1)))).flatten(1))
+        return y
+
+
+def convolutional() -> nn.Module:
+    made = Convolutional()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.copy_(torch.rand(param.shape, generator=generator) - 0.5)
+    return made
+
+
+def resumed(strategy: str, *, own: bool, before: Any = None) -> tuple[list[Any], list[Any]]:
+    """Train for nine steps; and for five, then from what was saved then for four.
+
+    Args:
+        strategy: by its name.
+        own: whether each rank loads what it has saved itself; otherwise all load rank 0's.
+        before: called with each model before it is saved, in both trainings.
+    """
+
+    def begun(world: Any) -> tuple[Any, Any]:
+        model = convolutional()
+        return sync.distribute(model, adamw(model.parameters()), parse(strategy), world=world)
+
+    def saving(world: Any, stop: bool) -> Any:
+        model, optimizer = begun(world)
+        train(model, optimizer, range(5))
+        if before is not None:
+            before(model)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if not stop:
+            train(model, optimizer, range(5, 9))
+            return copy.deepcopy(model.state_dict())
+        return saved
+
+    saved = on(2, functools.partial(saving, stop=True), timeout=PATIENCE)
+
+    def going_on(world: Any) -> Any:
+        model, optimizer = begun(world)
+        state, optimizers = copy.deepcopy(saved[world.rank if own else 0])
+        model.load_state_dict(state)
+        optimizer.load_state_dict(optimizers)
+        train(model, optimizer, range(5, 9))
+        return copy.deepcopy(model.state_dict())
+
+    whole = on(2, functools.partial(saving, stop=False), timeout=PATIENCE)
+    return on(2, going_on, timeout=PATIENCE), whole
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "localsgd:every=2,encrypted=false",
+        "localsgd:every=2,average_state=true,encrypted=false",
+        "diloco:every=3,encrypted=false",
+        "canary:s=0,encrypted=false",
+    ],
+)
+def test_training_resumed_with_what_each_rank_has_saved_ends_with_the_same_bits(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_same(*resumed(strategy, own=True))
+    assert "load_state_dict()" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "met", "said"),
+    [
+        ("diloco:every=3,encrypted=false", False, "what its model had moved"),
+        ("diloco:every=3,encrypted=false", True, "rank 1 loads what rank 0 has saved"),
+        ("localsgd:every=2,encrypted=false", False, "what its model had moved"),
+        ("ripples:encrypted=false", False, "what its model had moved"),
+        ("adpsgd:encrypted=false", False, "what its model had moved"),
+        ("canary:s=2,encrypted=false", False, "call model.flush() on all ranks before"),
+    ],
+)
+def test_training_resumed_without_what_it_needs_says_so_once(
+    strategy: str, met: bool, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    resumed(strategy, own=False, before=wingbeat.consensus if met else None)
+    lines = [r.getMessage() for r in caplog.records if "load_state_dict()" in r.getMessage()]
+    assert len(lines) == 1, lines
+    assert said in lines[0]
+    assert ("moved" in lines[0]) == (said.startswith("what its model"))
+
+
+def test_training_resumed_after_a_flush_under_staleness_lacks_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    resumed("canary:s=2,encrypted=false", own=False, before=lambda model: model.flush())
+    assert "load_state_dict()" not in caplog.text
