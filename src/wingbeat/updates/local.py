@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.convert import check_kind
 from wingbeat.observe.events import stream
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
@@ -52,7 +55,9 @@ class LocalUpdate(WholeUpdate):
         self._under_way: tuple[int, int] | None = None
         self._begun = 0  # how many steps were made when that was begun
         self._sent: torch.Tensor | None = None
-        self._moved = self.left = self._cut = False
+        self._moved = self.left = self._cut = self._stepping = False
+        self._hooks = self._watch_inside()
+        self._evaluates_once = _evaluates_once(training.optimizer)
         self._like = [
             (slot.name, slot.param, slot.param.detach().new_empty(()).expand(slot.param.shape))
             for slot in training.bucketing.slots
@@ -68,15 +73,21 @@ class LocalUpdate(WholeUpdate):
         self._check_kinds()
         self._moved = True
         self._wait_again()
-        return super().step(host, self._evaluated_early(closure))
+        closure = self._evaluated_early(closure)
+        self._stepping = True
+        try:
+            return super().step(host, closure)
+        finally:
+            self._stepping = False
 
     def _evaluated_early(self, closure: Closure) -> Closure:
         """Evaluate the loss before an average is waited for, as a loop with ``backward()`` does.
 
         In its closure a worker may wait for all, with a metric that is summed, while another one
-        waits for an average with it. LBFGS compares losses, between which nothing may change.
+        waits for an average with it. LBFGS compares losses, between which nothing may change, and
+        an optimizer of the user's may move weights before it evaluates (SAM).
         """
-        if closure is None or isinstance(self._training.optimizer, torch.optim.LBFGS):
+        if closure is None or not self._evaluates_once:
             return closure
         first = [evaluated(closure)]
         return lambda: first.pop() if first else closure()
@@ -112,6 +123,8 @@ class LocalUpdate(WholeUpdate):
 
     def detach(self) -> None:
         """Meet nobody any more."""
+        for hook in self._hooks:
+            hook.remove()
         self.left = True
         self._averager.close()
 
@@ -163,6 +176,28 @@ class LocalUpdate(WholeUpdate):
         self._schedule.resume(steps)
 
     # -- averages -----------------------------------------------------------------------------
+
+    def _watch_inside(self) -> list[RemovableHandle]:
+        """Have steps refused that an optimizer in an attribute of the user's makes by itself."""
+        trained = {slot.param for slot in self._training.bucketing.slots}
+        outer, here = self._training.optimizer, weakref.ref(self)
+        kind, hooks = type(outer).__name__, []
+
+        def refuse(name: str, inner: torch.optim.Optimizer, *_: Any) -> None:
+            update = here()
+            if update is None or update._stepping:
+                return
+            if any(param in trained for group in inner.param_groups for param in group["params"]):
+                raise UsageError(
+                    f"{kind}.{name} was to make a step outside of optimizer.step(), at which "
+                    "models are averaged (SAM's second_step() does so): call wingbeat."
+                    f"distribute(model, optimizer.{name}, ...) and keep {kind} around it"
+                )
+
+        for name, inner in vars(outer).items():
+            if isinstance(inner, torch.optim.Optimizer):
+                hooks.append(inner.register_step_pre_hook(functools.partial(refuse, name)))
+        return hooks
 
     def _check_kinds(self) -> None:
         for name, param, like in self._like:
@@ -249,3 +284,10 @@ class LocalUpdate(WholeUpdate):
         part = self._model.part(first, last)
         self._model.flat[part.start : part.stop].sub_(sent)
         self._model.add(first, last)
+
+
+def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step evaluates a closure once, and first: torch's own optimizers but LBFGS do."""
+    step = next(vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    own = step.__module__.startswith("torch.optim.")
+    return own and not isinstance(optimizer, torch.optim.LBFGS)

@@ -12,8 +12,19 @@ import torch
 from torch import nn
 
 import wingbeat
-from helpers.training import adamw, assert_same, net, on, sgd, train, weights
+from helpers.training import (
+    adamw,
+    assert_same,
+    backward,
+    batch,
+    net,
+    on,
+    sgd,
+    train,
+    weights,
+)
 from wingbeat import sync
+from wingbeat.errors import UsageError
 from wingbeat.groups import config
 from wingbeat.groups.patience import Patience
 from wingbeat.strategies import parse
@@ -196,3 +207,151 @@ def test_training_resumed_after_a_flush_under_staleness_lacks_nothing(
 ) -> None:
     resumed("canary:s=2,encrypted=false", own=False, before=lambda model: model.flush())
     assert "load_state_dict()" not in caplog.text
+
+
+# -- optimizers that step in another way ---------------------------------------------------------
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as the widely used implementation has it."""
+
+    def __init__(self, params: Any, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.02)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        for param in self._params():
+            self.state[param]["old_p"] = param.data.clone()
+            param.add_(param.grad, alpha=self.defaults["rho"])
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for param in self._params():
+            param.data = self.state[param]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "needs a closure"
+        self.first_step(zero_grad=True)
+        loss = torch.enable_grad()(closure)()
+        self.second_step()
+        return loss
+
+
+def by_closure(model: Any, optimizer: Any, step: int) -> None:
+    """The closure evaluates uphill only: the first gradients are there already."""
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(batch(step, 0)).square().mean()
+        loss.backward()
+        return loss
+
+    closure()
+    optimizer.step(closure)
+    optimizer.zero_grad()
+
+
+def by_hand(model: Any, sam: Any, step: int) -> None:
+    """Both steps called by the loop, as most scripts do."""
+    backward(model, 0, step)
+    sam.first_step(zero_grad=True)
+    backward(model, 0, step)
+    sam.second_step(zero_grad=True)
+
+
+ALIKE = (
+    "localsgd:every=1,encrypted=false",
+    "localsgd:every=1,overlap=true,encrypted=false",
+    "diloco:every=2,outer_lr=1.0,outer_momentum=0.0,encrypted=false",
+    "diloco:every=2,delay=1,outer_lr=1.0,outer_momentum=0.0,encrypted=false",
+    "ripples:encrypted=false",
+    "ripples:overlap=true,encrypted=false",
+)
+"""With which workers of the same batches train as one does."""
+
+
+@pytest.mark.parametrize("loop", [by_closure, by_hand])
+@pytest.mark.parametrize("strategy", ALIKE)
+def test_sharpness_aware_steps_are_those_of_one_process(strategy: str, loop: Any) -> None:
+    """No average takes the weights that are uphill, or puts its own in place of those kept."""
+    alone = net()
+    plain = Sam(alone.parameters())
+    for step in range(4):
+        loop(alone, plain, step)
+
+    def body(world: Any) -> Any:
+        model = net()
+        sam = Sam(model.parameters())
+        steps = sam if loop is by_closure else sam.base_optimizer
+        model, steps = sync.distribute(model, steps, parse(strategy), world=world)
+        for step in range(4):
+            loop(model, steps if loop is by_closure else sam, step)
+        before = weights(model)
+        wingbeat.consensus(model)
+        return before, weights(model)
+
+    for before, after in on(2, body, timeout=PATIENCE):
+        assert_same(before, weights(alone), 1e-5)
+        assert_same(after, weights(alone), 1e-5)
+
+
+@pytest.mark.parametrize("strategy", AVERAGING)
+def test_step_of_an_optimizer_inside_of_the_distributed_one_is_refused(strategy: str) -> None:
+    """It would be made, and no average after it."""
+
+    def body(world: Any) -> None:
+        model = net()
+        model, sam = sync.distribute(model, Sam(model.parameters()), parse(strategy), world=world)
+        backward(model, 0, 0)
+        sam.first_step(zero_grad=True)
+        backward(model, 0, 0)
+        said = r"Sam\.base_optimizer.*distribute\(model, optimizer\.base_optimizer"
+        with pytest.raises(UsageError, match=said):
+            sam.second_step()
+
+    on(2, body, timeout=PATIENCE)
+
+
+def test_optimizers_that_step_in_backward_are_averaged_at_the_distributed_ones_steps() -> None:
+    def body(world: Any) -> Any:
+        model = net()
+        params = list(model.parameters())
+        inner = {p: torch.optim.SGD([p], lr=0.1) for p in params}
+
+        def step(param: Any) -> None:
+            inner[param].step()
+            inner[param].zero_grad()
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(step)
+        model, optimizer = sync.distribute(
+            model, sgd(params), parse("localsgd:every=1,encrypted=false"), world=world
+        )
+        for number in range(3):
+            backward(model, world.rank, number)
+            optimizer.step()
+        return weights(model)
+
+    models = [net(), net()]
+    for number in range(3):
+        for rank, model in enumerate(models):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            backward(model, rank, number)
+            optimizer.step()
+        with torch.no_grad():
+            for one, other in zip(*(m.parameters() for m in models), strict=True):
+                one.copy_((one + other) / 2)
+                other.copy_(one)
+    for found in on(2, body, timeout=PATIENCE):
+        assert_same(found, weights(models[0]), 1e-5)
