@@ -24,9 +24,11 @@ from wingbeat.collectives.packing import Packing, malformed
 from wingbeat.collectives.scratch import Scratch
 from wingbeat.collectives.tags import CHUNKS, NEVER_SENT, base_tag, group_tag
 from wingbeat.collectives.threads import Threads
+from wingbeat.collectives.waits import Waiting, Watch, unwatch, watch
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.transport.blame import Blame
+from wingbeat.transport.liveness import LONGEST
 from wingbeat.transport.meeting import room_of, waits_for
 from wingbeat.transport.world import World
 
@@ -64,6 +66,13 @@ class Executor:
         self._group = world.group
         self._timeout = world.timeout
         room = "" if world.group is None else room_of(world.group)
+        self.waiting: Waiting | None = None
+        # Members of a group have come to it, and threads of one process live or die together.
+        self._watch: Watch | None = None
+        if not world.threads and world.group is None and world.size > 1:
+            shared = world.store if world.group_store is None else world.group_store()
+            self._watch = Watch(shared, self._rank, world.timeout, self)
+            watch(self._watch)
         self._blame = Blame(world.store, self._rank, self._ranks[-1] + 1, world.timeout, room)
         self._machine: Machine[Job] = Machine()
         self._wake = threading.Condition()
@@ -164,6 +173,8 @@ class Executor:
             return True
 
     def _end(self) -> None:
+        if self._watch is not None:  # its world has one thread, which is over
+            unwatch(self._watch)
         self._running, self._runner = False, 0
         self._wake.notify_all()
 
@@ -259,10 +270,22 @@ class Executor:
 
     def _await(self, job: Job, pending: Pending, transfer: Transfer) -> None:
         begin = time.monotonic()
+        if self._watch is None:
+            try:
+                pending.wait(self._timeout)
+            except RuntimeError as err:
+                raise self._lost(job, transfer, time.monotonic() - begin, err) from None
+            return
+        peer, link = self._ranks[transfer.peer], self._links[transfer.link]
+        self.waiting = Waiting(peer, job, link, transfer.peer)
         try:
-            pending.wait(self._timeout)
+            pending.wait((1 + LONGEST) * self._timeout)
         except RuntimeError as err:
-            raise self._lost(job, transfer, time.monotonic() - begin, err) from None
+            # No name for either: the frame would keep the transfer, and gloo its connections.
+            lasted = time.monotonic() - begin
+            raise self._lost(job, transfer, lasted, self._watch.why or err) from None
+        finally:
+            self.waiting = None
 
     def _lost(self, job: Job, transfer: Transfer, seconds: float, err: Exception | str) -> LostPeer:
         return LostPeer(job, transfer, self._ranks[transfer.peer], seconds, err)

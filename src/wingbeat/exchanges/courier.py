@@ -28,6 +28,7 @@ from wingbeat.stale.journal import Journal, Unwritten
 from wingbeat.stale.letters import Malformed
 from wingbeat.stale.messages import Post, Round
 from wingbeat.stale.worker import Worker
+from wingbeat.transport.liveness import LOGGED_S, LONGEST, Wait
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
 
@@ -262,7 +263,10 @@ class Courier:
                 self.machine.posts.append(Post((worker,), message))
 
     def _until(self, what: Callable[[], Any], said: str, told_s: float = math.inf) -> Any:
-        deadline, told = self._clock() + self._timeout, self._clock() + told_s
+        # Whoever is gone, stopped or cut off is out of the roll before this.
+        wait = Wait(self._me, "sums", self._clock)
+        limit_s = LONGEST * self._timeout
+        deadline, told = wait.begun + limit_s, wait.begun + told_s
         while True:
             with self._changed:
                 before = self._count
@@ -274,7 +278,7 @@ class Courier:
                 left = deadline - now
                 if left <= 0:
                     raise PeerError(
-                        f"{self._me}: {said} after {self._timeout:g} s: waits for "
+                        f"{self._me}: {said} after {limit_s:g} s: waits for "
                         f"{', '.join(map(self._name, self.machine.behind())) or 'sums'}; check "
                         "that all still train, or allow more: wingbeat.init(timeout=...)"
                     )
@@ -285,8 +289,9 @@ class Courier:
                         "iterations, and makes sums for those that still train: "
                         f"{', '.join(map(self._name, self.machine.behind()))}"
                     )
+                wait.look(", ".join(map(self._name, self.machine.behind())) or "the others")
                 if self._count == before:
-                    self._changed.wait(min(left, told - now))
+                    self._changed.wait(min(left, told - now, LOGGED_S))
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:

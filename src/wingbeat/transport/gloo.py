@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError
+from wingbeat.transport.channel import BITS_BELOW
 from wingbeat.transport.interfaces import Interface
+from wingbeat.transport.link import Link
 from wingbeat.transport.listener import Listener, open_device
 from wingbeat.transport.meeting import NotMet
 from wingbeat.transport.text import first_line
 
-if TYPE_CHECKING:
-    import torch
+_NEVER_SENT_TAG = (1 << BITS_BELOW) - 1
+_AT_ONCE_S = 0.001
+"""The shortest that gloo can wait, in seconds."""
 
 
 class GlooLink:
@@ -106,6 +110,12 @@ class GlooPending:
             RuntimeError: the connection broke or ``seconds`` passed.
         """
         self._work.wait(_timedelta(seconds))
+
+
+def abort(link: Link, peer: int) -> None:
+    """End all waits on a link, in whatever thread: gloo ends them when one has timed out."""
+    with contextlib.suppress(RuntimeError):
+        link.recv(torch.zeros(1), peer, _NEVER_SENT_TAG).wait(_AT_ONCE_S)
 
 
 @lru_cache(maxsize=8)

@@ -130,12 +130,17 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 def runs(place: Place) -> bool:
-    """Whether the process still runs. One whose host cannot be reached does not.
+    """Whether the process still runs. One whose host cannot be reached does not."""
+    return _answers(place, _ASKS) is not False
+
+
+def _answers(place: Place, asks: int) -> bool | None:
+    """Whether the process answers; None if it is stopped, or too busy.
 
     Only a refused connection, or another process's token, is certain; what else goes wrong may be
-    this host's own trouble of the moment, so it is asked again.
+    this host's own trouble of the moment, so it is asked again, ``asks`` times in all.
     """
-    for attempt in range(_ASKS):
+    for attempt in range(asks):
         if attempt:
             time.sleep(_LOOK_S)
         try:
@@ -148,7 +153,7 @@ def runs(place: Place) -> bool:
             found = error
             continue
         if said is None or said == place.token.encode():
-            return True
+            return True if said else None
         found = f"another program answers there: {said!r}"
         if len(said) == _TOKEN:
             break
@@ -168,11 +173,11 @@ def _read(connection: socket.socket) -> bytes | None:
 
 
 def lives(store: Store, rank: int) -> bool:
-    """Whether the process of ``rank`` runs, as far as can be found out; a stopped one does, too."""
+    """Whether the process of ``rank`` runs and answers, as one that is stopped does not."""
     try:
         key = f"here/{rank}"
-        return store.has(key) and runs(Place.from_text(store.get(key, _ANSWER_S)))
-    except (TimeoutError, RuntimeError, ValueError, OSError):
+        return store.has(key) and bool(_answers(Place.from_text(store.get(key, _ANSWER_S)), 1))
+    except (TimeoutError, RuntimeError, ValueError):
         return False
 
 

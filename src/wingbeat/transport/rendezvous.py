@@ -58,7 +58,9 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     lives, connects to nobody: `World.returned`; it may open groups.
 
     Args:
-        timeout: seconds any single wait may take, here and in training.
+        timeout: seconds without a sign of a worker's process after which a wait for it ends, here
+            and in training. A worker that lives, and waits for nobody itself, is waited for up to
+            10 times as long.
         interfaces: names of the interfaces to use on this host, in the same order of networks
             on all hosts; default: all networks that join all hosts, or in a BCube one a level.
 
@@ -90,16 +92,13 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         job = enter(first, rank, size, launchers.job_name(os.environ), timeout, _where())
         if key is not None:
             world.store = TorchStore(store, Seal(key, f"{place}/{job}"))
-        # Torch has let nobody into its group who comes late.
-        incarnation = None if met_by_torch else _register(world)
+        incarnation = _register(world, alone=not met_by_torch)
         try:
             _join(world, store, interfaces)
         except BaseException:
-            if incarnation is not None:
-                incarnation.close()
+            incarnation.close()
             raise
-        if incarnation is not None:
-            _incarnations[world] = incarnation
+        _incarnations[world] = incarnation
     elif not dist.is_initialized():
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
     world_module.set_current(world)
@@ -186,8 +185,13 @@ def _where() -> str:
     return f"{env.get('MASTER_ADDR')}:{env['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
 
 
-def _register(world: World) -> Incarnation:
+def _register(world: World, *, alone: bool) -> Incarnation:
     """Take this worker's rank, and find out whether it comes in the place of another process.
+
+    Args:
+        world: this worker's.
+        alone: whether it may have been started again alone: torch lets nobody come late into a
+            group of its own.
 
     Raises:
         RendezvousError: another process has it.
@@ -202,7 +206,10 @@ def _register(world: World) -> Incarnation:
     try:
         assert isinstance(world.store, TorchStore)
         place = incarnation.place
-        world.returned = register(world.store, world.rank, place, world.timeout, _where())
+        if alone:
+            world.returned = register(world.store, world.rank, place, world.timeout, _where())
+        else:
+            world.store.set(f"here/{world.rank}", place.to_text())
     except BaseException:
         incarnation.close()
         raise

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport.blame import Blame, finished_text, has_finished
+from wingbeat.transport.chain import is_worth_waiting, say_waiting
 from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
 from wingbeat.transport.link import Link
+from wingbeat.transport.liveness import LONGEST, Wait
 from wingbeat.transport.meeting import MeetingLink, room_of
 from wingbeat.transport.register import Register
 from wingbeat.transport.store import Store
@@ -31,7 +33,7 @@ class World:
         size: number of workers.
         links: one per network interface in use.
         speeds: bytes a second that each link carries, as measured, alike on all workers.
-        timeout: seconds after which any wait gives up and names the peer it waited for.
+        timeout: seconds without a sign of a peer after which a wait gives up and names it.
         store: where the workers exchange small texts.
         make_native: makes the group that runs whole collectives itself, given the TOS byte of its
             traffic (None: the usual one); None where there is none.
@@ -260,7 +262,7 @@ class World:
 
     def _fetch(self, what: str, prefix: str, peer: int) -> Any:
         try:
-            return json.loads(self.store.get(f"{prefix}/{peer}", self.timeout))
+            return json.loads(self._awaited(f"{prefix}/{peer}", what, peer))
         except (TimeoutError, ValueError, RecursionError) as err:
             mine, theirs = self.ranks[self.rank], self.ranks[peer]
             if isinstance(err, TimeoutError) and has_finished(self.store, theirs):
@@ -270,6 +272,29 @@ class World:
                 f"rank {mine}: rank {theirs} {kind} for {what!r} within {self.timeout:g} s; "
                 "check that it is running the same script"
             ) from None
+
+    def _awaited(self, key: str, what: str, peer: int) -> str:
+        """Return what ``peer`` publishes under ``key``, for which it has longer if it lives.
+
+        Raises:
+            TimeoutError: it did not within the timeout, and does not live or waits for this worker;
+                or not within `LONGEST` times as many seconds.
+        """
+        mine, theirs = self.ranks[self.rank], self.ranks[peer]
+        wait = Wait(f"rank {mine}", f"the answer for {what!r}")
+        try:
+            while True:
+                try:
+                    return self.store.get(key, self.timeout)
+                except TimeoutError:
+                    say_waiting(self.store, mine, theirs)
+                    stuck = wait.seconds() > LONGEST * self.timeout
+                    if stuck or not is_worth_waiting(self.store, mine, theirs):
+                        raise
+                    wait.look(f"rank {theirs}")
+        finally:
+            if wait.seconds() > self.timeout:
+                say_waiting(self.store, mine, None)
 
     @property
     def native(self) -> NativeGroup:

@@ -1,0 +1,136 @@
+"""Long waits in collectives: logged, and cut short only if the peer is gone or waits itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.mail import Clock
+from wingbeat.collectives import waits
+from wingbeat.collectives.waits import Waiting, Watch
+from wingbeat.transport import chain
+from wingbeat.transport.chain import awaited, say_waiting
+from wingbeat.transport.liveness import LONGEST, Wait
+from wingbeat.transport.loopback import Switchboard
+
+TIMEOUT = 40.0
+
+
+class Rig:
+    """A thread of rank 0 that waits for rank 1, by a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.store = Clock(), Switchboard()
+        self.alive = {1, 2}
+        self.aborted: list[Waiting] = []
+        monkeypatch.setattr("wingbeat.collectives.waits.time.monotonic", self.clock)
+        monkeypatch.setattr(waits, "Wait", lambda me, what: Wait(me, what, self.clock))
+        monkeypatch.setattr(chain, "lives", lambda store, rank: rank in self.alive)
+        monkeypatch.setattr(waits, "abort", lambda link, end: self.aborted.append(self.waiting))
+        self.waiting: Any = None
+        self.watch = Watch(self.store, 0, TIMEOUT, self)
+
+    def wait(self) -> None:
+        self.waiting = Waiting(1, "all-reduce of bucket 3", None, 1)  # type: ignore[arg-type]
+        self.watch.look()
+
+    def pass_(self, seconds: float) -> None:
+        for _ in range(round(seconds)):
+            self.clock.now += 1.0
+            self.watch.look()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def test_peer_that_lives_is_waited_for_and_logged_from_30_s_on(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.wait()
+    rig.pass_(29)
+    assert not caplog.records
+    rig.pass_(150)
+    assert not rig.aborted
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith("rank 0: has waited for all-reduce of bucket 3 of rank 1 for 3")
+    assert 3 <= len(lines) <= 6
+    rig.waiting = None
+    rig.watch.look()
+    assert rig.store.get("waiting/0", 0.0) == "", "it waits no more"
+
+
+def test_wait_for_a_peer_without_a_sign_ends_after_the_timeout(rig: Rig) -> None:
+    rig.alive.clear()
+    rig.wait()
+    rig.pass_(TIMEOUT)
+    assert not rig.aborted
+    rig.pass_(1)
+    assert len(rig.aborted) == 1
+    assert rig.watch.why == "Timed out: no sign of life for 40 s"
+    rig.pass_(10)
+    assert len(rig.aborted) == 1, "once"
+
+
+def test_wait_ends_a_timeout_after_the_last_sign(rig: Rig) -> None:
+    rig.wait()
+    rig.pass_(100)
+    rig.alive.clear()
+    rig.pass_(TIMEOUT - 6)
+    assert not rig.aborted
+    rig.pass_(8)
+    assert rig.aborted
+
+
+def test_peer_that_lives_and_never_comes_ends_the_wait_after_ten_timeouts(rig: Rig) -> None:
+    rig.wait()
+    rig.pass_(LONGEST * TIMEOUT)
+    assert not rig.aborted
+    rig.pass_(1)
+    assert rig.aborted
+    assert rig.watch.why.startswith("Timed out: it lives, and stands elsewhere for 10 times")
+
+
+def test_peers_that_wait_for_each_other_end_after_the_timeout(rig: Rig) -> None:
+    """As after calls that differ between ranks: both live."""
+    rig.wait()
+    say_waiting(rig.store, 1, 2)
+    say_waiting(rig.store, 2, 0)
+    rig.pass_(TIMEOUT + 1)
+    assert rig.aborted
+
+
+def test_peer_that_waits_for_one_that_evaluates_is_waited_for(rig: Rig) -> None:
+    rig.wait()
+    say_waiting(rig.store, 1, 2)
+    rig.pass_(3 * TIMEOUT)
+    assert not rig.aborted
+
+
+def test_wait_is_published_after_a_while_and_the_next_one_is_another(rig: Rig) -> None:
+    rig.wait()
+    rig.pass_(TIMEOUT / 2 - 1)
+    assert not rig.store.has("waiting/0")
+    rig.pass_(2)
+    assert rig.store.get("waiting/0", 0.0) == "1"
+    rig.wait()
+    assert rig.store.get("waiting/0", 0.0) == ""
+    rig.pass_(TIMEOUT / 2 - 1)
+    assert not rig.aborted
+    assert rig.store.get("waiting/0", 0.0) == ""
+
+
+@pytest.mark.parametrize("said", ["x", "-1", "1e3", "9" * 30, "٣"])
+def test_what_no_rank_has_published_is_no_wait(said: str) -> None:
+    store = Switchboard()
+    store.set("waiting/1", said)
+    assert awaited(store, 0, 1) == 1
+
+
+def test_ring_without_this_rank_is_no_end() -> None:
+    store = Switchboard()
+    say_waiting(store, 1, 2)
+    say_waiting(store, 2, 1)
+    assert awaited(store, 0, 1) is None
