@@ -320,7 +320,7 @@ def held_up_and_failing(strategy: Any, colayers_before: int) -> list[Any]:
                 repeat(model, optimizer, 3)
             return None
         assert there.wait(20.0)  # it has sent what it is to have sent
-        mine._timeout = 0.5
+        mine._timeout = 0.05
         made_here = 0
         try:
             for step in range(9):

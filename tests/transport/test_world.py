@@ -107,3 +107,24 @@ def test_a_group_asks_the_store_by_the_way_that_groups_have() -> None:
                 world.group_store = lambda store=groups_store: store
             expected = groups_store or world.store
             assert world.open_group(Group((0, 1))).store is expected
+
+
+def test_answer_of_a_rank_that_lives_is_waited_for_longer_than_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    (one, other) = loopback.worlds(2, timeout=0.05)
+
+    def lives(store: object, rank: int, peer: int) -> bool:
+        asked.append(peer)
+        if len(asked) == 3:
+            other.publish("plan", 7)
+        return True
+
+    monkeypatch.setattr("wingbeat.transport.world.is_worth_waiting", lives)
+    assert one.read("plan", 1) == 7
+    assert asked == [1, 1, 1]
+    assert one.store.get("waiting/0", 0.0) == "", "it waits no more"
+    with pytest.raises(RendezvousError, match="rank 0: rank 1 sent no answer for 'nothing'"):
+        one.read("nothing", 1)
+    assert 8 <= len(asked) - 3 <= 11, "ten timeouts"

@@ -13,11 +13,13 @@ from wingbeat.errors import PeerError
 from wingbeat.exchanges.news import printable
 from wingbeat.exchanges.part import Part
 from wingbeat.exchanges.request import Request
+from wingbeat.observe.log import log
 from wingbeat.servers.documents import Document
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.probes import Probes, quiet_of
 from wingbeat.servers.protocol import SENT, UPDATES, Ids, Kind, interface_of, urgency_of
 from wingbeat.servers.sums import Refused
+from wingbeat.transport.liveness import LOGGED_S, LONGEST
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.header import LARGEST
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
@@ -101,7 +103,7 @@ class Client:
         self._error: PeerError | None = None
         self._probes, self._quiet = Probes(mailbox), quiet_of(timeout)
         self._looked = self._probed = 0.0
-        self._heard = clock()
+        self._heard = self._logged = clock()
         self._ending = self._quick = self._forgotten = self.failed = False
         self.sent: Counter[tuple[int, int]] = Counter()
         self.received: Counter[tuple[int, int]] = Counter()
@@ -353,12 +355,18 @@ class Client:
             raise PeerError(
                 f"{self._me}: {self._name(server)} has ended; start the job again from a checkpoint"
             )
-        if now - self._heard > self._timeout:
+        if now - max(self._heard, self._logged) >= LOGGED_S:
+            self._logged = now
+            log.warning(
+                "%s: has waited for gradients of other workers for %d s; the servers live",
+                self._me, now - self._heard,
+            )  # fmt: skip
+        if now - self._heard > LONGEST * self._timeout:
             late = sorted({part.server for _, part in self._wanted.values()}) or self._servers
             what = next(iter(self._wanted.values()))[0].what if self._wanted else "gradients"
             raise PeerError(
                 f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
-                f"{self._timeout:g} s: check that it and all workers run, or allow more: "
+                f"{LONGEST * self._timeout:g} s: check that it and all workers run, or allow more: "
                 "wingbeat.init(timeout=...)"
             )
 

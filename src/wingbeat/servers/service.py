@@ -23,6 +23,7 @@ from wingbeat.servers.protocol import (
     urgency_of,
 )
 from wingbeat.servers.sums import EACH, Refused, Sum, Sums
+from wingbeat.transport.liveness import LONGEST
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
@@ -336,12 +337,22 @@ class Service:
         if now - self._probed > self._quiet and self._waits(now - self._quiet):
             self._probed = now
             self._probe()
-        late = self._sums.missing(now - self._timeout)
-        if late is not None:
-            ranks = ", ".join(map(str, sorted(late[1])))
-            self._fail(
-                f"no gradients of rank {ranks} for slice {late[0][1]} within {self._timeout:g} s"
-            )
+        self._look_for_late(now)
+
+    def _look_for_late(self, now: float) -> None:
+        """Tell everybody if workers wait for each other, or for one that lives for too long.
+
+        One that has pushed nothing, and is not gone, may evaluate or save.
+        """
+        sums = self._sums
+        for seconds in (LONGEST * self._timeout, self._timeout):
+            late = sums.missing(now - seconds)
+            if late is not None and (seconds > self._timeout or all(map(sums.awaits, late[1]))):
+                ranks = ", ".join(map(str, sorted(late[1])))
+                self._fail(
+                    f"no gradients of rank {ranks} for slice {late[0][1]} within {seconds:g} s"
+                )
+                return
 
     def _waits(self, before: float) -> bool:
         """Whether something has waited for a worker since before that moment."""

@@ -187,6 +187,13 @@ class Sums:
     def _ahead(self) -> set[int]:
         return {worker for total in self._totals.values() for worker in total.waiting}
 
+    def awaits(self, worker: int) -> bool:
+        """Whether that worker has pushed to a sum that has begun, and waits for the others'."""
+        return any(
+            t.buffer is not None and (worker < t.added or worker in t.waiting)
+            for t in self._totals.values()
+        )
+
     def lacking(self, worker: int) -> bool:
         """Whether a sum that has begun waits for that worker."""
         return any(

@@ -80,3 +80,36 @@ def test_a_worker_that_falls_silent_is_named_by_the_other(
     )
     assert outcomes[1].kind == "hung", outcomes[1]
     assert len(_survivors(outcomes, victim=1)) == 1
+
+
+ALONE_S = 2.5
+"""Seconds that a silent peer is waited for where one works alone."""
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        pytest.param(["dear"], id="dear"),
+        pytest.param(
+            [
+                *("allreduce", "dear-sharded", "geryon", "geryon-server"),
+                *("canary:s=2,encrypted=false", "canary:s=0,encrypted=false"),
+                *("ripples:encrypted=false", "localsgd:every=1,encrypted=false"),
+                *("diloco:every=2,encrypted=false", "adpsgd:overlap=false,encrypted=false"),
+            ],
+            id="others",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_rank_that_works_alone_for_longer_than_the_timeout_ends_nothing(
+    strategies: list[str], fresh_pool: FreshPool
+) -> None:
+    fresh_pool(2).run(errors.works_alone, strategies, ALONE_S, deadline=120.0)
+
+
+def test_ranks_that_wait_for_each_other_end_after_the_timeout(fresh_pool: FreshPool) -> None:
+    outcomes = fresh_pool(2).outcomes(errors.waits_in_a_ring, ALONE_S, deadline=60.0)
+    for outcome in outcomes:
+        assert outcome.kind == "ok", f"{outcome.error}\n{outcome.detail}"
+        assert ALONE_S <= outcome.value < ALONE_S + SLACK

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 import wingbeat
 from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, PeerError, UsageError
+from wingbeat.strategies import parse
 from wingbeat.transport.world import current
 
 from ..models import cross_entropy, mlp, sgd, train
@@ -352,3 +354,36 @@ def calls_that_differ_are_named_by_all_at_once(rig: Rig) -> None:
     refused(PeerError, call, *words, "same calls")
     assert time.monotonic() - begin < INIT_TIMEOUT / 3
     take_world_down()
+
+
+def works_alone(strategies: list[str], timeout: float) -> None:
+    """Rank 1 works alone for longer than the timeout, under each strategy: all go on after it."""
+    world = wingbeat.init(timeout=timeout)
+    for name in strategies:
+        model: Any = mlp()
+        optimizer: Any = sgd(model)
+        made = parse(name) if ":" in name else make_strategy(name, LARGE)
+        wingbeat.distribute(model, optimizer, made)
+        side = WingbeatSide(world.rank, world.size)
+        train(side, model, optimizer, range(2))
+        if world.rank == 1:
+            time.sleep(1.6 * timeout)
+        train(side, model, optimizer, range(2, 4))
+        wingbeat.consensus(model)
+        flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+        both = [torch.zeros_like(flat) for _ in range(world.size)]
+        dist.all_gather(both, flat)
+        assert torch.equal(*both), name
+        wingbeat.release(model, optimizer)
+
+
+def waits_in_a_ring(timeout: float) -> float:
+    """Both ranks live, and wait for each other: the calls differ. Return for how long."""
+    world = wingbeat.init(timeout=timeout)
+    collectives = Collectives(world)
+    begin = time.monotonic()
+    ones = torch.ones(8)
+    handle = collectives.all_reduce(ones) if world.rank else collectives.broadcast(ones, 1)
+    with pytest.raises(PeerError, match=f"rank {world.rank}: rank {1 - world.rank} "):
+        handle.wait()
+    return time.monotonic() - begin
