@@ -41,7 +41,8 @@ def export(engine: Engine) -> dict[str, Any]:
     update = engine.update
     if isinstance(update, LocalUpdate) and update.keeps:
         state[AVERAGES] = {"format": FORMAT, "steps": update.steps, **update.tensors()}
-    if isinstance(update, (LocalUpdate, BoundedUpdate)) and engine.world.size > 1:
+    several = engine.world.size > 1
+    if several and isinstance(update, (LocalUpdate, BoundedUpdate)) and update.is_own:
         state[SAVED] = [engine.world.rank, engine.world.size, update.differs]
     return state
 

@@ -170,6 +170,11 @@ class BoundedUpdate(WholeUpdate):
         """Whether rounds may be under way, which other workers may have applied."""
         return self._rounds.apart and self._moved
 
+    @property
+    def is_own(self) -> bool:
+        """Whether a state dict of now has something of this worker alone, or lacks something."""
+        return self.differs
+
     def level(self, *, always: bool) -> bool:
         """Wait for all workers, and apply all that has been sent.
 

@@ -101,6 +101,11 @@ class FlatModel:
         self._views.append(views)
         return start
 
+    @property
+    def with_state(self) -> bool:
+        """Whether it has the optimizer's state, too."""
+        return self._state is not None
+
     def part(self, first: int, last: int) -> Span:
         """Return where the fragments from ``first`` to before ``last`` are."""
         return Span(self.spans[first].start, self.spans[last - 1].stop)

@@ -141,6 +141,11 @@ class LocalUpdate(WholeUpdate):
         return self._moved
 
     @property
+    def is_own(self) -> bool:
+        """Whether a state dict of now has something of this worker alone."""
+        return self._moved or not self._model.with_state
+
+    @property
     def steps(self) -> int:
         """How many this worker has made, by which its turns to average come."""
         return self._schedule.made

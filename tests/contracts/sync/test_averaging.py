@@ -202,10 +202,14 @@ def test_training_resumed_without_what_it_needs_says_so_once(
     assert ("moved" in lines[0]) == (said.startswith("what its model"))
 
 
-def test_training_resumed_after_a_flush_under_staleness_lacks_nothing(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    "strategy",
+    ["canary:s=2,encrypted=false", "localsgd:every=2,average_state=true,encrypted=false"],
+)
+def test_training_resumed_with_what_all_share_lacks_nothing(
+    strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resumed("canary:s=2,encrypted=false", own=False, before=lambda model: model.flush())
+    resumed(strategy, own=False, before=lambda model: model.flush())
     assert "load_state_dict()" not in caplog.text
 
 
