@@ -311,11 +311,11 @@ def test_state_that_cannot_be_sent_is_named() -> None:
         one.replica.copied()
 
 
-def test_numbers_of_steps_are_passed_on_each_once_and_checked() -> None:
+def test_numbers_of_steps_are_passed_on_with_their_workers_and_checked() -> None:
     pieces = Pieces([{"a": torch.zeros(2)}], 2)
     sums = CountedSums(pieces, "worker {}".format)
-    assert sums.combine(1, 0, {(0, 0): b"7", (0, 1): b"7"}) == b"7"
-    assert sums.combine(1, 0, {(0, 0): b"7", (0, 1): b"12"}) == b"12 7"
+    assert sums.combine(1, 0, {(0, 0): b"7", (0, 1): b"7"}) == b"0:7 1:7"
+    assert sums.combine(1, 0, {(0, 1): b"12", (0, 0): b"7"}) == b"0:7 1:12"
     assert sums.combine(1, 1, {(0, 0): None}) is None
     for payload in (None, b"", b"-1", b"x", b"1" * 21):
         with pytest.raises(PeerError, match=r"^worker 1 sent b'.*', as the number of steps"):

@@ -235,9 +235,10 @@ class SummedReplica:
             PeerError: a sum is malformed; names the worker that its piece belongs to.
             UsageError: the workers have made different numbers of steps.
         """
-        told = [p.payload for p in parts if (p.colayer, p.piece) == (self.control, 0)]
-        if self.taking and [bytes(p) for p in told if p is not None] != [self._count()]:
-            self._steps.disagree()
+        if self.taking:
+            for part in parts:
+                if (part.colayer, part.piece) == (self.control, 0):
+                    self._check_steps(part)
         grads = self._pieces.joined([part for part in parts if part.colayer != self.control])
         if not self.taking:
             self._step_alone([grad for found in grads for grad in found])
@@ -252,6 +253,19 @@ class SummedReplica:
 
     def _count(self) -> bytes:
         return b"%d" % self._steps.count
+
+    def _check_steps(self, part: Round) -> None:
+        made: dict[int, int] = {}
+        for told in bytes(part.payload or b"").split() or [b""]:
+            rank, _, count = told.partition(b":")
+            if not (_is_number(rank) and _is_number(count) and int(rank) < self._workers):
+                raise PeerError(
+                    f"{told[:_DIGITS]!r} came as a worker's number of steps; check that all "
+                    "workers run the same version"
+                )
+            made[int(rank)] = int(count)
+        if set(made.values()) != {self._steps.count}:
+            self._steps.differ(made)
 
     def _step_alone(self, grads: Sequence[torch.Tensor | None]) -> None:
         if all(grad is None for grad in grads):
@@ -303,7 +317,7 @@ class CountedSums:
         self._pieces, self._name = pieces, name
 
     def combine(self, colayer: int, piece: int, waiting: Mapping[Entry, Any]) -> Payload | None:
-        """Add contributions up; of numbers of steps return the different ones.
+        """Add contributions up; of numbers of steps return each with its worker.
 
         Raises:
             PeerError: a contribution is malformed; names who sent it.
@@ -312,13 +326,17 @@ class CountedSums:
             return self._pieces.summed(colayer, piece, waiting)
         if piece or not waiting:
             return None
-        told = set()
-        for (_, worker), payload in waiting.items():
+        told = []
+        for (_, worker), payload in sorted(waiting.items()):
             count = bytes(payload or b"")
-            if not count.isdigit() or len(count) > _DIGITS:
+            if not _is_number(count):
                 raise PeerError(
                     f"{self._name(worker)} sent {count[:_DIGITS]!r}, as the number of steps that "
                     "it has made; check that it runs the same version"
                 )
-            told.add(count)
-        return b" ".join(sorted(told))
+            told.append(b"%d:%s" % (worker, count))
+        return b" ".join(told)
+
+
+def _is_number(text: bytes) -> bool:
+    return text.isdigit() and len(text) <= _DIGITS

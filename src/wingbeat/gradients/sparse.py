@@ -16,8 +16,8 @@ import torch
 from wingbeat.collectives import Collectives, Rows
 from wingbeat.collectives.handle import Handle
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucketing import synchronised
 from wingbeat.gradients.bucket import COUNTED
+from wingbeat.gradients.bucketing import synchronised
 from wingbeat.gradients.steps import Steps
 from wingbeat.types import Choices
 
@@ -167,7 +167,9 @@ class SparseGradients:
         """
         if self._rows is None:
             return
-        self._handle.wait()
+        # Not `wait`: that may last until the next collective is done, which another worker starts
+        # only after it has gathered what another model of the same backward needs.
+        self._handle.wait_received()
         rows, self._rows = self._rows, None
         parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.params]
         for rank, sizes in enumerate(self._sizes):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import COUNTED
@@ -45,10 +46,24 @@ class Steps:
                     f"rank {self.rank}: rank {rank} sent {count!r} where its number of steps was "
                     f"due, 0 to {COUNTED}; all workers have to run the same wingbeat"
                 )
+        self.differ(
+            {
+                rank: _nearest(int(count) - 1, self.count)
+                for rank, count in enumerate(counts)
+                if count
+            }
+        )
+
+    def differ(self, made: Mapping[int, int]) -> NoReturn:
+        """End training, as the workers have made different numbers of steps.
+
+        Args:
+            made: by rank.
+
+        Raises:
+            UsageError: names every rank's number of steps.
+        """
         self.parted = True
-        made = {
-            rank: _nearest(int(count) - 1, self.count) for rank, count in enumerate(counts) if count
-        }
         raise UsageError(
             f"the workers have made different numbers of optimizer steps ({_listed(made)}), so "
             "their weights are no longer the same: after each backward call optimizer.step() on "
@@ -62,7 +77,7 @@ def _nearest(remainder: int, base: int) -> int:
     return base + (remainder - base + half) % COUNTED - half
 
 
-def _listed(made: dict[int, int]) -> str:
+def _listed(made: Mapping[int, int]) -> str:
     """Name every rank's count; ranks in succession with the same count together.
 
     >>> _listed({0: 4, 1: 3, 2: 4, 3: 4})

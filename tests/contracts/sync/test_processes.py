@@ -102,10 +102,3 @@ def test_rank_that_works_alone_for_longer_than_the_timeout_ends_nothing_elsewher
         *("localsgd:every=1,encrypted=false", "adpsgd:overlap=false,encrypted=false"),
     ]
     fresh_pool(2).run(errors.works_alone, strategies, 10.0, deadline=300.0)
-
-
-def test_ranks_that_wait_for_each_other_end_after_the_timeout(fresh_pool: FreshPool) -> None:
-    outcomes = fresh_pool(2).outcomes(errors.waits_in_a_ring, ALONE_S, deadline=60.0)
-    for outcome in outcomes:
-        assert outcome.kind == "ok", f"{outcome.error}\n{outcome.detail}"
-        assert ALONE_S <= outcome.value < ALONE_S + SLACK

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -375,15 +374,3 @@ def works_alone(strategies: list[str], timeout: float) -> None:
         dist.all_gather(both, flat)
         assert torch.equal(*both), name
         wingbeat.release(model, optimizer)
-
-
-def waits_in_a_ring(timeout: float) -> float:
-    """Both ranks live, and wait for each other: the calls differ. Return for how long."""
-    world = wingbeat.init(timeout=timeout)
-    collectives = Collectives(world)
-    begin = time.monotonic()
-    ones = torch.ones(8)
-    handle = collectives.all_reduce(ones) if world.rank else collectives.broadcast(ones, 1)
-    with pytest.raises(PeerError, match=f"rank {world.rank}: rank {1 - world.rank} "):
-        handle.wait()
-    return time.monotonic() - begin
