@@ -163,6 +163,7 @@ def test_gradients_of_an_iteration_that_is_over_leave_no_trace() -> None:
     pieces.cut(0, gradients(0), [True] * 3)
     before, flat_ = residual.clone(), gradients(1)
     exchange = object.__new__(StaleExchange)
+    exchange.synchronous = False
     exchange._dropped, exchange._pieces = False, pieces
     exchange._courier = Mock(computed=Mock(return_value=False))
     slots = [SimpleNamespace(used=True)] * 3

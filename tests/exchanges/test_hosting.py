@@ -102,7 +102,7 @@ def test_more_slices_than_a_server_has_room_for_are_refused_before_any_is_pushed
         return str(caught.value)
 
     for text in on(2, lambda world: body(world, 20_000, 1)):
-        assert text.startswith("a server would have 20006 slices, and has room for 16")
+        assert text.startswith("a server would have 20004 slices, and has room for 16")
         assert "\n" not in text
 
 
