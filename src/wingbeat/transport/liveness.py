@@ -51,6 +51,6 @@ class Wait:
         if now - self._logged >= LOGGED_S:
             self._logged = now
             log.warning(
-                "%s: has waited for %s of %s for %.0f s; it lives and is waited for",
-                self._me, self._what, peers, now - self.begun,
+                "%s: has waited for %s of %s for %d s; it lives and is waited for",
+                self._me, self._what, peers, round(now - self.begun),
             )  # fmt: skip
