@@ -36,8 +36,8 @@ class Hooked(Protocol):
     def on_sparse_grad(self, index: int) -> None:
         """Take notice of the sparse gradient of parameter ``index`` of those that have one."""
 
-    def reads_directly(self, module: torch.nn.Module) -> bool:
-        """Whether the module has parameters or buffers of its own that are synchronised."""
+    def readers(self) -> set[torch.nn.Module]:
+        """Return the modules that have parameters or buffers of their own that are synchronised."""
 
 
 class Hooks:
@@ -82,9 +82,9 @@ def _on_parameters(engine: Hooked, me: weakref.ref[Hooked]) -> list[Any]:
 
 
 def _on_inner_modules(engine: Hooked, me: weakref.ref[Hooked]) -> Iterator[Any]:
-    inside = set(_inside_of_compiled(engine.model))
+    inside, readers = set(_inside_of_compiled(engine.model)), engine.readers()
     for module in engine.model.modules():
-        if module is not engine.model and module not in inside and engine.reads_directly(module):
+        if module is not engine.model and module not in inside and module in readers:
             yield module.register_forward_pre_hook(ForwardHook(me, "enter_module"))
 
 

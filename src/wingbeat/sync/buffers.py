@@ -188,9 +188,9 @@ class BufferSync:
         """The channel of its own, to be closed in the end."""
         return None if self._own is None else self._own.world
 
-    def owns(self, module: torch.nn.Module) -> bool:
-        """Whether the module itself has buffers that are synchronised."""
-        return any(place.module is module and not place.shared for place in self._places())
+    def owners(self) -> set[torch.nn.Module]:
+        """Return the modules that themselves have buffers that are synchronised."""
+        return {place.module for place in self._places() if not place.shared}
 
     def start(self, root: int = 0) -> None:
         """Send rank ``root``'s buffers to everyone, in the background.

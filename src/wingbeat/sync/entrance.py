@@ -79,9 +79,10 @@ class Entrance(Intake):
             if not in_transform():  # buffers may be its arguments, and cannot be written to
                 self.buffer_sync.ask(self.buffer_root)
 
-    def reads_directly(self, module: torch.nn.Module) -> bool:
-        """Whether the module has parameters or buffers of its own that are synchronised."""
-        return bool(self.bucketing.needed_by(module)) or self.buffer_sync.owns(module)
+    def readers(self) -> set[torch.nn.Module]:
+        """Return the modules that have parameters or buffers of their own that are synchronised."""
+        trained = {module for module in self.model.modules() if self.bucketing.needed_by(module)}
+        return trained | self.buffer_sync.owners()
 
     def enter_compiled(self) -> None:
         """Before a forward that ``torch.compile`` has compiled: nothing can be done inside of it.
