@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections import deque
@@ -14,7 +15,7 @@ import torch
 from helpers.pieces import cut
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.pieces import Pieces
-from wingbeat.exchanges.replica import CountedSums, TorchReplica, pace_of
+from wingbeat.exchanges.replica import Sums, TorchReplica, counted, pace_of
 from wingbeat.stale.letters import message_of, numbers_of
 from wingbeat.stale.messages import Round
 from wingbeat.stale.pace import Pace
@@ -313,7 +314,7 @@ def test_state_that_cannot_be_sent_is_named() -> None:
 
 def test_numbers_of_steps_are_passed_on_with_their_workers_and_checked() -> None:
     pieces = Pieces([{"a": torch.zeros(2)}], 2)
-    sums = CountedSums(pieces, "worker {}".format)
+    sums = Sums(pieces, functools.partial(counted, "worker {}".format))
     assert sums.combine(1, 0, {(0, 0): b"7", (0, 1): b"7"}) == b"0:7 1:7"
     assert sums.combine(1, 0, {(0, 1): b"12", (0, 0): b"7"}) == b"0:7 1:12"
     assert sums.combine(1, 1, {(0, 0): None}) is None

@@ -5,6 +5,7 @@ The colayer of number k, behind the k that have gradients, has the optimizer's o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -47,26 +48,50 @@ class Sums:
 
     Args:
         pieces: of the gradients.
-        form: what options are like.
-        name: what messages call the worker of a rank.
+        control: makes one payload of what waits in the last colayer, which has no gradients.
     """
 
-    def __init__(self, pieces: Pieces, form: Form, name: Callable[[int], str]) -> None:
-        self._pieces, self._form, self._name = pieces, form, name
+    def __init__(self, pieces: Pieces, control: Callable[[Mapping[Entry, Any]], bytes]) -> None:
+        self._pieces, self._control = pieces, control
 
     def combine(self, colayer: int, piece: int, waiting: Mapping[Entry, Any]) -> Payload | None:
-        """Add contributions up; of options take the latest.
+        """Add contributions up.
 
         Raises:
             PeerError: a contribution is malformed; names who sent it.
         """
         if colayer != len(self._pieces):
             return self._pieces.summed(colayer, piece, waiting)
-        if piece or not waiting:
-            return None
-        (_, worker), payload = list(waiting.items())[-1]
-        self._form.read(payload or b"", self._name(worker))
-        return bytes(payload)
+        return None if piece or not waiting else self._control(waiting)
+
+
+def latest(form: Form, name: Callable[[int], str], waiting: Mapping[Entry, Any]) -> bytes:
+    """Of options take the latest; ``form`` is what they are like, ``name`` calls a rank's worker.
+
+    Raises:
+        PeerError: they are malformed; names who sent them.
+    """
+    (_, worker), payload = list(waiting.items())[-1]
+    form.read(payload or b"", name(worker))
+    return bytes(payload)
+
+
+def counted(name: Callable[[int], str], waiting: Mapping[Entry, Any]) -> bytes:
+    """Return each number of steps with its worker.
+
+    Raises:
+        PeerError: one is malformed; names who sent it.
+    """
+    told = []
+    for (_, worker), payload in sorted(waiting.items()):
+        count = bytes(payload or b"")
+        if not _is_number(count):
+            raise PeerError(
+                f"{name(worker)} sent {count[:_DIGITS]!r}, as the number of steps that it has "
+                "made; check that it runs the same version"
+            )
+        told.append(b"%d:%s" % (worker, count))
+    return b" ".join(told)
 
 
 class TorchReplica:
@@ -108,7 +133,7 @@ class TorchReplica:
         self._optimizer = optimizer
         self._flat = [param for of_one in params for param in of_one]
         self._tensors = [*self._flat, *others]
-        self.sums = Sums(pieces, self._options.form, name)
+        self.sums = Sums(pieces, functools.partial(latest, self._options.form, name))
         self._last: Groups = self._options.form.read(self._options.written(), name(0))
 
     @property
@@ -216,7 +241,7 @@ class SummedReplica:
         self.taking, self.alone = False, 0
         self._flat = [param for of_one in params for param in of_one]
         self._tensors = [*self._flat, *others]
-        self.sums = CountedSums(pieces, name)
+        self.sums = Sums(pieces, functools.partial(counted, name))
 
     @property
     def control(self) -> int:
@@ -303,39 +328,6 @@ class SummedReplica:
             PeerError: the optimizer keeps something that cannot be sent.
         """
         return written(self._tensors, self._flat, self._optimizer, [])
-
-
-class CountedSums:
-    """As `Sums`, with numbers of steps in place of options.
-
-    Args:
-        pieces: of the gradients.
-        name: what messages call the worker of a rank.
-    """
-
-    def __init__(self, pieces: Pieces, name: Callable[[int], str]) -> None:
-        self._pieces, self._name = pieces, name
-
-    def combine(self, colayer: int, piece: int, waiting: Mapping[Entry, Any]) -> Payload | None:
-        """Add contributions up; of numbers of steps return each with its worker.
-
-        Raises:
-            PeerError: a contribution is malformed; names who sent it.
-        """
-        if colayer != len(self._pieces):
-            return self._pieces.summed(colayer, piece, waiting)
-        if piece or not waiting:
-            return None
-        told = []
-        for (_, worker), payload in sorted(waiting.items()):
-            count = bytes(payload or b"")
-            if not _is_number(count):
-                raise PeerError(
-                    f"{self._name(worker)} sent {count[:_DIGITS]!r}, as the number of steps that "
-                    "it has made; check that it runs the same version"
-                )
-            told.append(b"%d:%s" % (worker, count))
-        return b" ".join(told)
 
 
 def _is_number(text: bytes) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from wingbeat.transport.incarnation import lives
+from wingbeat.transport.text import number
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
@@ -49,5 +50,5 @@ def _read(store: Store, rank: int) -> int | None:
     key = f"waiting/{rank}"
     with contextlib.suppress(RuntimeError, TimeoutError):
         said = store.get(key, _STORE_S) if store.has(key) else ""
-        return int(said) if said.isascii() and said.isdigit() and len(said) < 10 else None
+        return number(said, 9)
     return None

@@ -15,6 +15,7 @@ from wingbeat.observe.log import log
 from wingbeat.transport import leaving
 from wingbeat.transport.blame import TERMINATED, has_left
 from wingbeat.transport.store import Ledger
+from wingbeat.transport.text import number
 from wingbeat.transport.world import World, current
 
 GRACE_S = 25.0
@@ -203,8 +204,8 @@ class Termination:
 
     def _read(self, said: str, who: str) -> int:
         """Return a number of steps; this rank's own, or the next, where it is none."""
-        if said.isascii() and said.isdigit() and len(said) <= _DIGITS:
-            return int(said)
+        if (steps := number(said, _DIGITS)) is not None:
+            return steps
         log.warning(
             "rank %d: %s says %r for a number of steps after SIGTERM: it is ignored",
             self.world.rank, who, said[:80],

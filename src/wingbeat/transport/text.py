@@ -14,6 +14,11 @@ def first_line(err: BaseException) -> str:
     return line.partition("] ")[2] if line.startswith("[") and "] " in line else line
 
 
+def number(text: str, digits: int) -> int | None:
+    """Return the number that a peer sent, of at most so many ``digits``; None if it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None
+
+
 def printable(text: str, most: int) -> str:
     """Return ``text`` fit for a line: without control characters, cut to ``most`` characters."""
     return "".join(filter(str.isprintable, text[:most]))
