@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import weakref
 
 import pytest
 import torch
 
+from helpers.waiting import PATIENCE, until
 from wingbeat.collectives import Collectives, lanes
 from wingbeat.collectives.threads import Threads
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Group
-
-PATIENCE = 20.0
 
 
 def test_a_thread_is_used_again() -> None:
@@ -82,10 +80,3 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         finally:
             os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def until(true: object) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +13,13 @@ from torch import nn
 
 import wingbeat
 from helpers.training import engine, on
+from helpers.waiting import PATIENCE, until
 from wingbeat import sync
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.exchanges import hosting
 from wingbeat.servers.config import ServerConfig
 from wingbeat.transport.services.launch import InThread
 from wingbeat.transport.store import Store
-
-PATIENCE = 20.0
-
-
-def until(is_so: Callable[[], bool], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.01)
 
 
 def threads() -> list[str]:

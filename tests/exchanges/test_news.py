@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
+from helpers.waiting import PATIENCE, until
 from wingbeat.exchanges.news import News, printable
 from wingbeat.servers.protocol import TEXT
 from wingbeat.transport.loopback import Switchboard
-
-PATIENCE = 20.0
-
-
-def until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_what_one_tells_the_others_hear() -> None:

@@ -419,15 +419,21 @@ def test_worker_that_lives_is_in_the_mean_of_all_however_long_it_takes() -> None
     assert sorted(rig.runs(0)[-1].members) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_worker_that_a_group_did_not_wait_for_is_in_the_mean_of_all(early: bool) -> None:
-    """It has made fewer steps, and stands in a barrier that the others come to later."""
+def with_a_late_worker() -> Rig:
+    """Three have made steps; two have asked again, and waited for the third, 2, long enough."""
     rig = Rig()
     for _ in range(3):
         rig.round(0, 1, 2)
     rig.say(0, Kind.ASK)
     rig.say(1, Kind.ASK)
     rig.pass_(10.0)
+    return rig
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_worker_that_a_group_did_not_wait_for_is_in_the_mean_of_all(early: bool) -> None:
+    """It has made fewer steps, and stands in a barrier that the others come to later."""
+    rig = with_a_late_worker()
     for worker in (0, 1):
         (run,) = rig.runs(worker)
         assert sorted(run.members) == [0, 1]
@@ -441,12 +447,7 @@ def test_worker_that_a_group_did_not_wait_for_is_in_the_mean_of_all(early: bool)
 
 @pytest.mark.parametrize("how", ["left", "lost", "cut"])
 def test_worker_that_a_group_did_not_wait_for_and_that_ends_holds_up_no_mean(how: str) -> None:
-    rig = Rig()
-    for _ in range(3):
-        rig.round(0, 1, 2)
-    rig.say(0, Kind.ASK)
-    rig.say(1, Kind.ASK)
-    rig.pass_(10.0)
+    rig = with_a_late_worker()
     for worker in (0, 1):
         (run,) = rig.runs(worker)
         rig.say(worker, Kind.DONE, run.number, run.epoch)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,24 +15,17 @@ import numpy as np
 import psutil
 import pytest
 
+from helpers.waiting import PATIENCE, until
 from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.protocol import Kind
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Mailbox, open_mailbox
 from wingbeat.transport.services.launch import InProcess, InThread
 
-PATIENCE = 20.0
 CONFIG = ServerConfig(
     room="servers/", index=0, workers=2, hosts=(1,), interfaces=("lo",), classes=2,
     encrypted=True, timeout=PATIENCE, most=1 << 20, order="ready",
 )  # fmt: skip
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -13,19 +13,11 @@ import pytest
 import torch
 
 import wingbeat
+from helpers.waiting import PATIENCE, until
 from wingbeat.errors import UsageError
 from wingbeat.transport import leaving, loopback, termination
 from wingbeat.transport.termination import Termination
 from wingbeat.transport.world import World
-
-PATIENCE = 20.0
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def end(one: Termination) -> None:

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
+from helpers.waiting import PATIENCE, until
 from wingbeat.errors import PeerError, RendezvousError, UsageError, WingbeatError
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
@@ -24,8 +25,6 @@ from wingbeat.transport.messages import Limits, Mailbox, open_mailbox, zeromq
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.messages.header import Header, Type
 from wingbeat.transport.messages.zeromq import Keys, ZeroMQCarrier
-
-PATIENCE = 20.0
 
 
 class Relay:
@@ -299,13 +298,6 @@ def test_a_mailbox_that_nobody_uses_goes_away() -> None:
 
 def ports(box: Mailbox) -> list[str]:
     return [end for of in box._carrier.reach.endpoints for end in of]
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_keys_that_nobody_knows_are_turned_away(closing: list[Mailbox]) -> None:
