@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from wingbeat.errors import UsageError
+from wingbeat.updates.given import Given
 from wingbeat.updates.stepper import Stepper
 
 
@@ -139,3 +140,16 @@ def test_a_parameter_that_was_moved_to_another_group_is_noticed() -> None:
         partial.refuse_regrouped()
     partial.refresh()
     partial.refuse_regrouped()
+
+
+def test_the_arguments_of_a_call_are_forgotten_after_it_also_where_it_raises() -> None:
+    """Otherwise a later step that no call asked for would get them."""
+    stepper = _partial(torch.optim.SGD(_params(), lr=0.5))
+
+    def served() -> None:
+        with stepper.calling(Given(kwargs={"bs": 64})):
+            raise RuntimeError(f"others: {stepper.given.others}")
+
+    with pytest.raises(RuntimeError, match="others: True"):
+        served()
+    assert not stepper.given.others
