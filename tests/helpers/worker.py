@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helpers import zygote
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -56,6 +58,12 @@ def main(pipe: Connection, env: dict[str, str], log: str, join: bool) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with_parent()
+
+    def of_zygote() -> None:
+        pipe.close()  # the pool has to see when this worker ends
+        die_with_parent()
+
+    zygote.start(of_zygote)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*find_unused_parameters=True.*")
     if join:
