@@ -42,6 +42,7 @@ from wingbeat.sync.attach import Hooks, in_backward, outside_transforms
 from wingbeat.sync.buffers import BufferSync
 from wingbeat.sync.entrance import Entrance
 from wingbeat.sync.hooks import ForwardHook, WeakCall
+from wingbeat.sync.members import Members
 from wingbeat.sync.returned import refuse_loading
 from wingbeat.transport import leaving, termination
 from wingbeat.types import Choices
@@ -99,6 +100,7 @@ class Engine(Entrance):
         if flat and not choices.shard_optimizer:
             refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
+        self._members = Members(model, optimizer)
         refresh = WeakCall(self.refresh)
         training = Training(
             optimizer, self.stepper, self.steps_made, self.bucketing, collectives, refresh
@@ -328,7 +330,13 @@ class Engine(Entrance):
     # -- the optimizer --------------------------------------------------------------------
 
     def step(self, given: Given) -> Any:
-        """Do what a call of the user's ``optimizer.step`` asks for; return the closure's value."""
+        """Do what a call of the user's ``optimizer.step`` asks for; return the closure's value.
+
+        Raises:
+            UsageError: model or optimizer have other parameters than at `distribute`.
+        """
+        if self.hooks is not None:
+            self._members.check()
         # A scaler asks before each step that it makes: without one, that was the last.
         if given.closure is not None:  # whose forwards belong to the step
             self.between_steps()
