@@ -258,9 +258,11 @@ class SentGradients(HiddenGradients):
         if self.spent:
             raise UsageError(
                 "a backward after optimizer.step() without zero_grad(): its gradients would be "
-                "added to ones that other workers have used (Canary); call optimizer.zero_grad() "
-                "before each backward, or model.zero_grad(), and forward and backward under "
-                "no_sync() where only another model is to learn, as a GAN's generator"
+                "added to ones that other workers have used (Canary); call zero_grad() of the "
+                "optimizer that distribute() has returned before each backward, or "
+                "model.zero_grad(), and forward and backward under no_sync() where only another "
+                "model is to learn, as a GAN's generator; to train with a new optimizer call "
+                "wingbeat.release(model, optimizer), and distribute(model, new_optimizer)"
             )
 
     def zeroed(self, set_to_none: bool) -> None:

@@ -135,8 +135,8 @@ class DividedUpdate:
         """Say why ``what``, which needs gradients that a step has used up, is not possible."""
         return (
             f"{what}: with {self.option} a step uses the gradients up, and nothing can be "
-            "added to them; call optimizer.zero_grad() between step() and backward(), and "
-            "backward() before each step()"
+            "added to them; call zero_grad() of the optimizer that distribute() has returned "
+            "between step() and backward(), and backward() before each step()"
         )
 
     def refuse_lost(self, what: str) -> None:
