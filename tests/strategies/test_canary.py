@@ -776,6 +776,22 @@ def test_what_cannot_be_right_is_refused_in_one_line(act: Callable[[Any, Any], N
     assert "\n" not in said
 
 
+@pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
+def test_release_after_a_refusal_ends_what_was_sent(act: Callable[[Any, Any], None]) -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = made(world, canary(s=None))
+        with pytest.raises(UsageError):
+            act(model, optimizer)
+        sync.release(model, optimizer)
+        model, optimizer = made(world, canary(s=None), model=model)
+        train(model, optimizer, range(2))
+        model.flush()
+        return weights(model)
+
+    first, second = on(2, body)
+    assert_same(first, second)
+
+
 @pytest.mark.parametrize("s", [0, 2])
 def test_weights_may_be_changed_where_all_have_the_same(s: int) -> None:
     """After a flush, and with s=0 after each step; alike on all workers."""

@@ -277,6 +277,23 @@ class StaleExchange:
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     @property
+    def room(self) -> str:
+        """The model's in the store, on all workers the same, also on one that came back."""
+        return f"stale{self._world.serial}/alike"
+
+    @property
+    def made(self) -> int:
+        """How many rounds were applied here."""
+        return self.machine.applied
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that take part, and have not ended."""
+        world, machine = self._world, self.machine
+        ranks = (r for r in range(world.size) if machine.life_of(r) is not None)
+        return [r for r in ranks if not world.said("end", r)]
+
+    @property
     def colayers(self) -> int:
         """How many colayers have gradients; behind them, the machine has one of options."""
         return len(self._pieces)

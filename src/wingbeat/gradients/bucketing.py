@@ -35,6 +35,7 @@ class Bucketing:
     Attributes:
         slots: one for each trained parameter with a dense gradient, in the order of
             ``model.named_parameters()``.
+        frozen: the names of parameters that need no gradient, and these.
         others: the model's tensors that are not trained, and buffers, but those to be ignored.
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same, in the order in which forward needs their parameters.
@@ -52,7 +53,8 @@ class Bucketing:
         lockstep: bool = True,
         sparse: Container[str] = (),
     ) -> None:
-        known = synchronised(model)
+        known = list(synchronised(model))
+        self.frozen = [(name, param) for name, param in known if not param.requires_grad]
         trained = [(n, p) for n, p in known if p.requires_grad and n not in sparse]
         connected = fully_connected(model)
         kinds = dict.fromkeys(convolutional(model), "conv") | dict.fromkeys(connected, "fc")

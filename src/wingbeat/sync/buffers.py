@@ -275,6 +275,8 @@ class BufferSync:
 
     def level(self) -> None:
         """Take over rank 0's now; every worker must call it."""
+        if not self._layout and not _specs(self._places()):
+            return  # where workers come back alone, there is nobody to send to
         with torch.no_grad():
             self._root = 0
             if self._rank == 0:

@@ -388,6 +388,7 @@ class Engine(Entrance):
         """
         self.settle()
         if meet:
+            self.update.leave()
             self.level()
         self.remove_hooks()
         for bucket in self.buckets:

@@ -13,14 +13,16 @@ import torch
 
 from wingbeat.errors import UsageError
 from wingbeat.gradients.views import SentGradients, replaced
+from wingbeat.observe.log import log
 from wingbeat.schedules.events import Step, UpdateCommand
+from wingbeat.updates.alike import Alike, Place
 from wingbeat.updates.update import Closure, Host, Training
 from wingbeat.updates.whole import WholeUpdate
 
 _OTHERS = "or use wingbeat.AllReduce()"
 
-_Marks = tuple[int, tuple[tuple[int, int], ...]]
-"""Of a parameter and of the tensors in its state: which they are, and how often changed."""
+_Marks = tuple[tuple[int, int], tuple[tuple[int, int], ...]]
+"""Of a parameter and of the tensors in its state: where they are, and how often changed."""
 
 
 def _versions(state: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -28,7 +30,7 @@ def _versions(state: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     return tuple((id(tensor), tensor._version) for tensor in tensors)
 
 
-class Rounds(Protocol):
+class Rounds(Place, Protocol):
     """The workers' side: `wingbeat.exchanges.stale.StaleExchange`."""
 
     @property
@@ -82,6 +84,8 @@ class BoundedUpdate(WholeUpdate):
         self._views, self._rounds = views, rounds
         self._moved = False
         self._left: dict[str, _Marks] | None = None  # by a step; None where all hold the same
+        self._alike = Alike(training, rounds)
+        self._loaded = self._leaving = False
 
     def step(self, host: Host, closure: Closure) -> Any:
         """Do what a call of the user's ``optimizer.step`` asks for.
@@ -123,6 +127,9 @@ class BoundedUpdate(WholeUpdate):
                 f"and step(), {_OTHERS}"
             )
         self._refuse_changed()
+        if self._loaded and self._rounds.apart:
+            self._refuse_different()
+        self._loaded = False
         return super().step(host, None)
 
     def _refuse_changed(self) -> None:
@@ -146,11 +153,48 @@ class BoundedUpdate(WholeUpdate):
                     "first, and change it on all alike; or use Canary(s=0)"
                 )
 
+    def _refuse_different(self) -> None:
+        """Refuse to go on with weights, or state, that differ between workers.
+
+        Marks tell nothing of writes through ``p.data``, nor of what was loaded.
+
+        Raises:
+            UsageError: some do; names the first. While this is released, it is logged.
+            RendezvousError: a worker does not compare its own.
+        """
+        found = self._alike.different()
+        if found is None:
+            return
+        said = (
+            f"{found} differs between workers (Canary), as something else than optimizer.step() "
+            "has changed it: a state that each rank has saved for itself and loads, or a write "
+            "between two steps; save, load and write on all ranks alike right after model.flush(), "
+            "and load one state on all now; or use Canary(s=0)"
+        )
+        if not self._leaving:
+            raise UsageError(said)
+        log.warning("release(): %s", said)
+
+    @torch.no_grad()
+    def _level_frozen(self) -> None:
+        """Take over the first worker's frozen parameters, if workers' differ."""
+        first = self._alike.of_frozen()
+        if first is not None:
+            for _, param in self._training.bucketing.frozen:
+                values = param.detach().clone(memory_format=torch.contiguous_format)
+                sent = values.view(-1).view(torch.uint8)
+                collectives = self._training.collectives
+                collectives.broadcast(sent, first, label="frozen parameters").wait()
+                param.copy_(values)
+
     def _marks(self) -> dict[str, _Marks]:
         """Return what changes when parameters do, or what the optimizer remembers of them."""
         state = self._training.optimizer.state
         return {
-            slot.name: (slot.param._version, _versions(state.get(slot.param, {})))
+            slot.name: (
+                (slot.param.data_ptr(), slot.param._version),
+                _versions(state.get(slot.param, {})),
+            )
             for slot in self._training.bucketing.slots
         }
 
@@ -188,11 +232,23 @@ class BoundedUpdate(WholeUpdate):
                 "the gradients have been sent, and are applied before step(); call it first"
             )
         meets, self._moved = self._moved or always, False
+        self._loaded = self._loaded or not always  # this comes before something is loaded
         if meets:
             self._refuse_changed()
             self._rounds.level()
             self._left = None
+            if self._rounds.apart:
+                self._refuse_different()
+                self._level_frozen()
         return meets
+
+    def leave(self) -> None:
+        """End the iteration that a refusal has left open, as its gradients have been sent."""
+        self._leaving = True
+        if self._views.sent:
+            self.perform(Step(), None)
+        else:
+            self._left = None
 
     def refuse_lost(self, what: str) -> NoReturn:
         """Refuse what changes gradients after backward: they have been sent.

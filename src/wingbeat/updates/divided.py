@@ -170,6 +170,12 @@ class DividedUpdate:
             return state
         return DividedState(self._parts(), self.state_is)
 
+    def before_forward(self) -> None:
+        """Nothing to look at."""
+
+    def leave(self) -> None:
+        """Nothing is left open."""
+
     def detach(self) -> None:
         """Give the optimizer its whole state back."""
         self._training.optimizer.__dict__["state"] = self._whole()

@@ -128,6 +128,12 @@ class Update(Protocol):
     def visible_state(self) -> Any:
         """Return the optimizer's state for somebody to read."""
 
+    def before_forward(self) -> None:
+        """A forward of the model's begins that may be trained on."""
+
+    def leave(self) -> None:
+        """Before `detach`, with all workers: end what a refusal may have left open."""
+
     def detach(self) -> None:
         """Leave the optimizer as a plain one."""
 

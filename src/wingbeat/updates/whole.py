@@ -76,5 +76,11 @@ class WholeUpdate:
         """Return the optimizer's own."""
         return self._training.optimizer.__dict__["state"]
 
+    def before_forward(self) -> None:
+        """Nothing to look at."""
+
+    def leave(self) -> None:
+        """Nothing is left open."""
+
     def detach(self) -> None:
         """Nothing was changed."""
