@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import torch
+
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.lossy import Lossy
@@ -17,8 +19,6 @@ from wingbeat.transport.meeting import room_of
 from wingbeat.types import Group, Span
 
 if TYPE_CHECKING:
-    import torch
-
     from wingbeat.collectives import Handle
     from wingbeat.groups.generator import Run
     from wingbeat.transport.world import World
@@ -67,7 +67,7 @@ class GroupAverage:
         self.members: tuple[int, ...] = ()
         self.made = 0
         # A collective that fails leaves nothing of its buffer.
-        self._sum = buffer.clone()
+        self._sum = torch.empty_like(buffer)
         self._longest_s = 0.0
         self._kept: dict[int, tuple[Group, World, Collectives]] = {}
 

@@ -71,17 +71,20 @@ class GroupAverager:
         """The average was taken over: what it lacks on account of a codec is sent the next time."""
         self.grouping.averages.wire.taken()
 
-    def level(self) -> None:
-        """Make the whole buffer the mean over all workers that take part, who all call this.
+    def level(self, part: Span | None = None) -> None:
+        """Make the buffer the mean over all workers that take part, who all call this.
 
         It travels as it is, whatever averages travel as; what these have rounded off it has back.
+
+        Args:
+            part: of it; all if None.
 
         Raises:
             PeerError: a worker did not; names it.
             UsageError: it was closed.
         """
         self.grouping.averages.wire.settle(self.buffer)
-        self._start(self._whole, self.grouping.level)
+        self._start(part or self._whole, self.grouping.level)
         self.end()
 
     def sections(self) -> Sequence[Section]:

@@ -147,11 +147,14 @@ class PairAverager:
     def taken(self) -> None:
         """Nothing is lost that would have to be sent later."""
 
-    def level(self) -> None:
+    def level(self, part: Span | None = None) -> None:
         """Make the buffer, and what it is a part of, the mean over all workers; same bits.
 
         Passive workers serve until no active one asks any more. What was begun is ended. Whoever
         is lost, or has left, is left out.
+
+        Args:
+            part: of what the buffer is a part of; all if None.
 
         Raises:
             PeerError: a worker did not call it in time; names it. Or the others went on without
@@ -164,7 +167,8 @@ class PairAverager:
         self._pairing.level()
         self._begun = False
         self._pairing.watching = True
-        averages = GroupAverage(self._everyone, self._whole, first=self._first)
+        whole = self._whole if part is None else self._whole[part.start : part.stop]
+        averages = GroupAverage(self._everyone, whole, first=self._first)
         try:
             with torch.no_grad():
                 self._follower.level(averages)

@@ -70,7 +70,8 @@ def runtime_of(
     fragments = _fragments(training, bucketing.fusion)
     slots = [slot for part in fragments for slot in part]
     state = _state_of(training, slots) if averaging.state else None
-    model = _flat(fragments, averaging, lambda: _floating(buffers()), state)
+    frozen = _floating([param for _, param in bucketing.frozen])
+    model = _flat(fragments, averaging, lambda: _floating(buffers()), state, frozen)
     wires = _lossy(wire, slots, compression, averaging, len(model.trained))
     averager = _averager_of(averaging, wires, world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
@@ -213,14 +214,15 @@ def _flat(
     averaging: Averaging,
     buffers: Callable[[], list[torch.Tensor]],
     state: ElementState | None,
+    frozen: Sequence[torch.Tensor],
 ) -> FlatModel:
     params = [[slot.param for slot in part] for part in fragments]
     copies = 0
     if averaging.outer is not None:
         each = [param for part in params for param in part]
-        narrow = is_narrow(each, room_dtype([*each, *buffers()]))
+        narrow = is_narrow(each, room_dtype([*each, *buffers(), *frozen]))
         copies = copies_of(averaging.outer[1], narrow=narrow)
-    return FlatModel(params, buffers, copies, state)
+    return FlatModel(params, buffers, copies, state, frozen)
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -38,8 +38,8 @@ class Averager(Protocol):
     def taken(self) -> None:
         """The average was taken over: what it lacks on account of a codec is sent the next time."""
 
-    def level(self) -> None:
-        """Make the whole buffer the mean over all workers, who all call this; same bits."""
+    def level(self, part: Span) -> None:
+        """Make a part of the whole the mean over all workers, who all call this; same bits."""
 
     def sections(self) -> Sequence[Section]:
         """Return what is to be seen of it in `wingbeat top`, now; other threads ask."""

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from wingbeat.errors import UsageError
 from wingbeat.types import Span
+from wingbeat.updates.alike import checksum
 from wingbeat.updates.per_element import ElementState
 from wingbeat.updates.state_room import StateRoom
 
 Tensors = list[torch.Tensor]
+
+_BITS = 32
+"""Of a checksum; each is a number whose mean is 0 or 1 only where all workers have the same."""
+
+_ROUNDED = 1e-4
+"""How far a mean of equal bits may be from them. Others, of up to 5,000 workers, are further."""
 
 
 def room_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
@@ -30,7 +38,11 @@ class FlatModel:
 
     Values are copied in and out: whatever a parameter's strides and ``data`` are by then.
     Behind a fragment's parameters comes what the optimizer remembers of them, where that is
-    averaged as well. Last comes a number that workers who average all of it agree on so.
+    averaged as well. Then comes a number that workers who average all of it agree on so.
+
+    Frozen parameters come last, and are averaged only where workers hold others, as after each has
+    moved a teacher towards its own model: most are large, and change on no worker. Whether they do
+    is seen by the bits of a checksum, which is averaged with all the rest.
 
     Args:
         fragments: parameters that are averaged at the same time, in the order of their turns.
@@ -39,12 +51,15 @@ class FlatModel:
         copies: how many tensors as long as all parameters are behind them, for whoever has values
             of each parameter that are averaged when all workers meet.
         state: the optimizer's, where it is averaged; there are no copies then.
+        frozen: parameters that need no gradient, of floating point.
 
     Attributes:
         flat: the room, on the CPU; its values are whatever was put there last.
         spans: of each fragment.
         trained: of all fragments.
-        number: the last element.
+        shared: of what is averaged when all workers meet: all but the frozen parameters.
+        frozen: of these.
+        number: one element.
         copies: as many tensors as was said, zeros to begin with.
         narrow: whether a parameter has not all bits that the room has.
     """
@@ -55,11 +70,12 @@ class FlatModel:
         buffers: Callable[[], Tensors] = list,
         copies: int = 0,
         state: ElementState | None = None,
+        frozen: Sequence[torch.Tensor] = (),
     ) -> None:
         self._fragments, self._buffers = [list(part) for part in fragments], buffers
-        self._state = state
+        self._state, self._still = state, list(frozen)
         params = [param for part in self._fragments for param in part]
-        dtype = room_dtype([*params, *buffers()])
+        dtype = room_dtype([*params, *buffers(), *frozen])
         sizes = [0] * len(self._fragments)
         if state is not None:
             assert not copies, "an outer optimizer has no average of the inner one's state"
@@ -68,8 +84,14 @@ class FlatModel:
             sizes = [StateRoom.size(state, part) for part in self._fragments]
         trained = sum(param.numel() for param in params) + sum(sizes)
         numel = trained + sum(tensor.numel() for tensor in buffers())
-        self.flat = torch.zeros(numel + copies * trained + 1, dtype=dtype, device="cpu")
-        self.number = self.flat[-1:]
+        end = numel + copies * trained + 1
+        bits = _BITS if self._still else 0
+        self.shared = Span(0, end + bits)
+        self.frozen = Span(end + bits, end + bits + sum(param.numel() for param in frozen))
+        # Pages that nobody ever writes to take no memory.
+        room = np.zeros(self.frozen.stop, np.float64 if dtype is torch.float64 else np.float32)
+        self.flat = torch.from_numpy(room)
+        self.number, self._checksum = self.flat[end - 1 : end], self.flat[end : end + bits]
         begins = (numel + copy * trained for copy in range(copies))
         self.copies = [self.flat[begin : begin + trained] for begin in begins]
         self.narrow = is_narrow(params, dtype)
@@ -89,6 +111,9 @@ class FlatModel:
             start += size
             spans.append(Span(begin, start))
         self._add_views(self._buffers(), start)
+        values, numels = self.flat[self.frozen.start :], [p.numel() for p in self._still]
+        pairs = zip(values.split(numels), self._still, strict=True) if numels else ()
+        self._still_views = [view.view(param.shape) for view, param in pairs]
         return spans
 
     def _add_views(self, tensors: Sequence[torch.Tensor], start: int) -> int:
@@ -117,6 +142,28 @@ class FlatModel:
             torch._foreach_copy_(views, tensors)
         for room in self._rooms[first:last]:
             room.read()
+
+    def read_checksum(self) -> None:
+        """Put the bits of a checksum of the frozen parameters into the room."""
+        found = 0
+        for param in self._still:
+            found = checksum(param, found)
+        self._checksum.copy_(torch.tensor([found >> bit & 1 for bit in range(len(self._checksum))]))
+
+    @property
+    def frozen_differ(self) -> bool:
+        """Whether the mean of checksums, which is in the room, says that workers' differ."""
+        return bool(((self._checksum - self._checksum.round()).abs() > _ROUNDED).any())
+
+    @torch.no_grad()
+    def read_frozen(self) -> None:
+        """Put the values of frozen parameters into the room."""
+        torch._foreach_copy_(self._still_views, [param.detach() for param in self._still])
+
+    @torch.no_grad()
+    def write_frozen(self) -> None:
+        """Give frozen parameters the values in the room."""
+        torch._foreach_copy_([param.detach() for param in self._still], self._still_views)
 
     @torch.no_grad()
     def write(self, first: int = 0, last: int | None = None) -> None:

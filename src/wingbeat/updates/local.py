@@ -106,8 +106,9 @@ class LocalUpdate(WholeUpdate):
     def level(self, *, always: bool) -> bool:
         """Make all models their mean, on every worker the same bits.
 
-        Buffers of floating point, such as BatchNorm's statistics, are averaged with them. All go on
-        as after the same number of steps: the mean, for workers may have made different numbers.
+        Buffers of floating point, such as BatchNorm's statistics, are averaged with them, and
+        frozen parameters where workers hold others. All go on as after the same number of steps:
+        the mean, for workers may have made different numbers.
 
         Raises:
             UsageError: a parameter has another dtype, device or shape than at `distribute`.
@@ -211,8 +212,9 @@ class LocalUpdate(WholeUpdate):
     def _level(self) -> None:
         self._model.number.fill_(self._schedule.made)
         self._model.read()
+        self._model.read_checksum()
         try:
-            self._wait(self._averager.level)
+            self._wait(functools.partial(self._averager.level, self._model.shared))
         except Exception:
             # Meanwhile others may have averaged with this worker, which they have taken over.
             with contextlib.suppress(PeerError):
@@ -223,6 +225,10 @@ class LocalUpdate(WholeUpdate):
         self._model.write()
         self._model.write_state()
         self._schedule.resume(round(float(self._model.number)))
+        if self._model.frozen_differ:
+            self._model.read_frozen()
+            self._wait(functools.partial(self._averager.level, self._model.frozen))
+            self._model.write_frozen()
 
     def _begin(self, first: int, last: int) -> None:
         self._offer(first, last)
