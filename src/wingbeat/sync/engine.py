@@ -358,6 +358,10 @@ class Engine(Entrance):
         if not self.stepper.stepping:
             termination.between(lockstep=self.choices.lockstep)
 
+    def _begin_forward(self) -> None:
+        super()._begin_forward()
+        self.update.before_forward()
+
     def enter_alone(self, *_args: Any) -> None:
         """Before a forward of a worker alone, which has no other hooks."""
         if torch.is_grad_enabled() and not in_backward():

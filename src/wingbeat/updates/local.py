@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.convert import check_kind
 from wingbeat.observe.events import stream
+from wingbeat.observe.log import log
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
 from wingbeat.schedules.local import Local
 from wingbeat.updates.averager import Averager
@@ -23,6 +24,12 @@ from wingbeat.updates.update import Closure, Host, Training, evaluated
 from wingbeat.updates.whole import WholeUpdate
 
 Tensors = dict[str, torch.Tensor]
+
+_FORWARDS, _CHANGES = 3, 3
+"""Forwards without any step, from which on weights are looked at; and changes to be told of."""
+
+_SAMPLE = 8
+"""Elements of each parameter by which a change is seen."""
 
 
 class LocalUpdate(WholeUpdate):
@@ -56,11 +63,14 @@ class LocalUpdate(WholeUpdate):
         self._begun = 0  # how many steps were made when that was begun
         self._sent: torch.Tensor | None = None
         self._moved = self.left = self._cut = self._stepping = False
+        self._forwards: int | None = 0  # None once a step was made
+        self._changes = 0
+        self._sample: tuple[tuple[float, ...], ...] = ()
         self._hooks = self._watch_inside()
         self._evaluates_once = _evaluates_once(training.optimizer)
+        named = [*((s.name, s.param) for s in training.bucketing.slots), *training.bucketing.frozen]
         self._like = [
-            (slot.name, slot.param, slot.param.detach().new_empty(()).expand(slot.param.shape))
-            for slot in training.bucketing.slots
+            (name, param, param.detach().new_empty(()).expand(param.shape)) for name, param in named
         ]
 
     def step(self, host: Host, closure: Closure) -> Any:
@@ -71,7 +81,7 @@ class LocalUpdate(WholeUpdate):
             PeerError: a worker was waited for in vain; names it.
         """
         self._check_kinds()
-        self._moved = True
+        self._moved, self._forwards = True, None
         self._wait_again()
         closure = self._evaluated_early(closure)
         self._stepping = True
@@ -180,6 +190,32 @@ class LocalUpdate(WholeUpdate):
         if steps < 0:
             raise ValueError(f"{steps} steps")
         self._schedule.resume(steps)
+
+    # -- updates made by hand -----------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Log once if weights change from forward to forward, and no step is ever made.
+
+        Models are averaged in steps, so a loop that writes to parameters itself averages nothing.
+        """
+        if self._forwards is None:
+            return
+        self._forwards += 1
+        if self._forwards < _FORWARDS:
+            return
+        slots = self._training.bucketing.slots
+        now = tuple(tuple(s.param.detach().reshape(-1)[:_SAMPLE].tolist()) for s in slots)
+        self._changes += self._sample not in ((), now)
+        self._sample = now
+        if self._changes == _CHANGES:
+            self._forwards = None
+            if self._training.collectives.world.rank == 0:
+                log.warning(
+                    "weights have changed in %d forwards, and optimizer.step() was never called, "
+                    "in which models are averaged: call it in place of updates made by hand, or "
+                    "wingbeat.consensus(model) on all ranks every so many of them",
+                    _CHANGES,
+                )
 
     # -- averages -----------------------------------------------------------------------------
 

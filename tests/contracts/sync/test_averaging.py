@@ -101,6 +101,123 @@ def test_last_worker_may_call_consensus_after_the_others_have_left(strategy: str
     on(2, body, timeout=PATIENCE)
 
 
+# -- what is not trained, or not by the optimizer ------------------------------------------------
+
+
+class Momentum(nn.Module):
+    """A teacher of frozen parameters, which each forward moves towards the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.teacher, self.still = net(), net(1), net(2)
+        self.teacher.requires_grad_(False)
+        self.still.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.online.parameters(), strict=True):
+                old.data = old.data * 0.9 + new.data * 0.1
+        out: torch.Tensor = self.online(x) - self.teacher(x) + self.still(x)
+        return out
+
+
+@pytest.mark.parametrize("strategy", [*AVERAGING, "localsgd:every=2,wire=bf16,encrypted=false"])
+def test_frozen_parameters_that_each_rank_changes_are_their_mean_after_consensus(
+    strategy: str,
+) -> None:
+    def body(world: Any) -> list[Any]:
+        model: Any = Momentum()
+        model, optimizer = sync.distribute(
+            model, sgd(model.online.parameters()), parse(strategy), world=world
+        )
+        found = []
+        for turn in range(2):
+            train(model, optimizer, range(4 * turn, 4 * turn + 3))
+            found.append(weights(model.teacher))
+            wingbeat.consensus(model)
+            found.append(weights(model))
+        return found
+
+    one, other = on(2, body, timeout=PATIENCE)
+    for own, level in ((0, 1), (2, 3)):
+        assert_same(one[level], other[level])
+        means = {f"teacher.{n}": (one[own][n] + other[own][n]) / 2 for n in one[own]}
+        assert_same({name: one[level][name] for name in means}, means, 1e-6)
+    still = {name: value for name, value in one[3].items() if name.startswith("still.")}
+    assert_same(still, {f"still.{name}": value for name, value in weights(net(2)).items()})
+
+
+@pytest.mark.parametrize("strategy", AVERAGING)
+def test_parameter_replaced_in_training_is_refused_and_distributed_anew(strategy: str) -> None:
+    def body(world: Any) -> Any:
+        model = net()
+        model, optimizer = sync.distribute(
+            model, sgd(model.parameters()), parse(strategy), world=world
+        )
+        train(model, optimizer, range(2))
+        new = nn.Parameter(torch.full((3, 7), 0.1 * world.rank))
+        group = optimizer.param_groups[0]
+        group["params"] = [new if p is model.head.weight else p for p in group["params"]]
+        model.head.weight = new
+        said = r"'head.weight', of shape \(3, 7\), .* at distribute\(\).*wingbeat.release"
+        with pytest.raises(UsageError, match=said):
+            train(model, optimizer, [2])
+        sync.release(model, optimizer)
+        model, optimizer = sync.distribute(
+            model, sgd(model.parameters()), parse(strategy), world=world
+        )
+        train(model, optimizer, range(3, 5))
+        wingbeat.consensus(model)
+        return weights(model)
+
+    assert_same(*on(2, body, timeout=PATIENCE))
+
+
+def by_own_hand(model: Any, rank: int, steps: Any) -> None:
+    for step in steps:
+        backward(model, rank, step)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= 0.1 * param.grad
+                    param.grad = None
+
+
+@pytest.mark.parametrize("strategy", AVERAGING)
+def test_updates_made_by_hand_are_told_of_once_and_averaged_by_consensus(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(world: Any) -> Any:
+        model = net()
+        model, _ = sync.distribute(model, sgd(model.parameters()), parse(strategy), world=world)
+        by_own_hand(model, world.rank, range(10))
+        wingbeat.consensus(model)
+        return weights(model)
+
+    assert_same(*on(2, body, timeout=PATIENCE))
+    lines = [r.getMessage() for r in caplog.records if "made by hand" in r.getMessage()]
+    assert len(lines) == 1, lines
+    assert "optimizer.step() was never called" in lines[0]
+
+
+@pytest.mark.parametrize("strategy", AVERAGING)
+def test_forwards_without_changes_and_changes_between_steps_are_not_told_of(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(world: Any) -> None:
+        model = net()
+        model, optimizer = sync.distribute(
+            model, sgd(model.parameters()), parse(strategy), world=world
+        )
+        for step in range(8):  # accumulated
+            backward(model, world.rank, step)
+        optimizer.step()
+        by_own_hand(model, world.rank, range(8, 16))
+
+    on(2, body, timeout=PATIENCE)
+    assert "made by hand" not in caplog.text
+
+
 # -- saved and resumed ---------------------------------------------------------------------------
 
 
