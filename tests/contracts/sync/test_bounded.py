@@ -142,6 +142,24 @@ def test_flush_does_not_wait_for_a_rank_whose_script_has_ended() -> None:
     assert_same(first, second)
 
 
+def test_another_optimizer_in_training_is_refused_and_distributed_after_release() -> None:
+    def body(world: Any) -> Any:
+        model, optimizer = begun(world)
+        train(model, optimizer, range(2))
+        new = adamw(model.parameters())
+        new.zero_grad()
+        said = r"zero_grad\(\) of the optimizer that distribute\(\) has returned"
+        with pytest.raises(UsageError, match=said):
+            backward(model, world.rank, 2)
+        sync.release(model, optimizer)
+        model, new = sync.distribute(model, new, parse(APART), world=world)
+        train(model, new, range(3, 5))
+        model.flush()
+        return weights(model)
+
+    assert_same(*on(2, body, timeout=PATIENCE))
+
+
 # -- what follows the weights --------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from wingbeat.errors import UsageError
 
 from ..compare import assert_same_on_every_rank
 from ..models import cross_entropy, sgd, train
-from ..registry import ALL, BOUND, CODED, LARGE, SERVED, Grid, Rig, check
+from ..registry import ALL, BOUND, CODED, DIVIDED, LARGE, SERVED, Grid, Rig, check
 from ..sides import WingbeatSide
 from .errors import refused
 
@@ -92,6 +92,27 @@ for _change, *_words in (
     _play = _refused(_change, *_words)  # type: ignore[arg-type]
     _play.__name__ = f"parameters_replaced{_change.__name__}"
     check(GRID)(_play)
+
+
+@check(Grid(worlds=(2,), strategies=DIVIDED, mbs=(LARGE,)))
+def another_optimizer_in_training(rig: Rig) -> None:
+    """Its ``zero_grad`` is not the one that is asked for, and the line says so."""
+    side = WingbeatSide(rig.rank, rig.size, strategy=rig.strategy)
+    model: Any = Words()
+    model, optimizer = side.setup(model, sgd(model))
+    train(side, model, optimizer, range(2))
+    new = sgd(model)
+
+    def go_on() -> None:
+        new.zero_grad()
+        cross_entropy(model, *side.batch(2)).backward()
+        new.step()
+
+    refused(UsageError, go_on, "zero_grad() of the optimizer that distribute() has returned")
+    wingbeat.release(*side.trained.pop())
+    train(side, *side.setup(model, new), range(3, 5))
+    side.leave()
+    assert_same_on_every_rank(dict(model.state_dict()), "with the new optimizer")
 
 
 @check(GRID)
