@@ -53,16 +53,34 @@ KEPT = "wingbeat"
 """Where an optimizer's state dict has residuals, and what averages of models go on with."""
 
 
-class _MakesPlain(type):
-    """What is made by ``type(model)(...)``, as a method ``clone`` does, is a plain object."""
+class _Upgraded(type):
+    """Of the classes made here: ``extra``'s methods come before those of the user's class.
+
+    The user's class is the first base all the same: an object's class can only be exchanged for
+    one of the same layout in memory, which is that of the first base.
+    """
+
+    def mro(cls) -> list[type]:
+        """Put what the second base brings right behind the class itself."""
+        first, *others = super().mro()
+        if _PLAIN not in cls.__dict__:
+            return [first, *others]
+        added = [each for each in cls.__bases__[1].__mro__ if each is not object]
+        return [first, *added, *(each for each in others if each not in added)]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """What is made by ``type(model)(...)``, as a method ``clone`` does, is a plain object."""
         plain = cls.__dict__.get(_PLAIN)
         return super().__call__(*args, **kwargs) if plain is None else plain(*args, **kwargs)
 
 
 class _Distributed:
     """What both have in common: an engine, which copies and pickles are without."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # The user's classes may keep a list of their subclasses: that made here is none of theirs.
+        if _PLAIN not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # As a method ``__deepcopy__`` does.
@@ -410,8 +428,8 @@ def upgrade(target: Any, extra: type, engine: Engine) -> None:
     # The name stays: libraries choose a loss, or what to write into a checkpoint, by it.
     qualified = f"Distributed{plain.__name__}"
     namespace = {"__doc__": plain.__doc__, "__qualname__": qualified, _PLAIN: plain}
-    bases = (_without_taken(extra, target), plain)
-    meta = type("Upgraded", (_MakesPlain, type(plain)), {})
+    bases = (plain, _without_taken(extra, target))
+    meta = type("Upgraded", (_Upgraded, type(plain)), {})
     target.__class__ = meta(plain.__name__, bases, namespace)
 
 
