@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 
+Blocks = tuple[Span, ...] | None
+"""Which part of a buffer each worker owns, in order and end to end; None: nearly equal ones."""
+
 SHORT_BYTES = 80 << 10
 """All payloads together from which a gather goes another way than by doubling (Thakur, Rabenseifner
 and Gropp 2005, section 4.1; of 16 workers at 7.3 Mbit/s both took the same at 64 KB)."""
@@ -40,7 +43,8 @@ class Collectives:
     """Queues collectives in the order of the calls, which must be the same on every worker.
 
     Every collective works in place on a flat, contiguous tensor; rank ``r`` owns
-    ``owned(numel)``, the r-th of ``size`` nearly equal blocks. On several links, each block is
+    ``owned(numel)``, the r-th of ``size`` nearly equal blocks, where no other ``blocks`` are given:
+    one for each rank, in order, end to end, empty ones allowed. On several links, each block is
     cut by the links' measured speed. Tensors on a GPU must be a multiple of ``size`` long.
 
     With a dtype as ``wire`` (bfloat16 or float16) the elements travel in that, and the buffer keeps
@@ -72,14 +76,19 @@ class Collectives:
         return blocks_of(numel, self.world.size)[self.world.rank]
 
     def reduce_scatter(
-        self, buffer: torch.Tensor, *, bucket: int = -1, wire: WireFormat | None = None
+        self,
+        buffer: torch.Tensor,
+        *,
+        bucket: int = -1,
+        wire: WireFormat | None = None,
+        blocks: Blocks = None,
     ) -> Handle:
         """Sum all workers' buffers into each owner's block; the rest becomes scratch.
 
         Raises:
             UsageError: gradients cannot travel in the dtype ``wire``.
         """
-        return self._submit("reduce_scatter", buffer, bucket, wire=wire)
+        return self._submit("reduce_scatter", buffer, bucket, wire=wire, blocks=blocks)
 
     def all_gather(
         self,
@@ -89,6 +98,7 @@ class Collectives:
         after: Handle | None = None,
         wire: WireFormat | None = None,
         label: str = "",
+        blocks: Blocks = None,
     ) -> Handle:
         """Spread each owner's block to everyone; a chunk starts when ``after`` is done with it.
 
@@ -98,7 +108,7 @@ class Collectives:
         Raises:
             UsageError: gradients cannot travel in the dtype ``wire``.
         """
-        return self._submit("all_gather", buffer, bucket, after, wire, label=label)
+        return self._submit("all_gather", buffer, bucket, after, wire, label=label, blocks=blocks)
 
     def all_reduce(
         self, buffer: torch.Tensor, *, bucket: int = -1, wire: WireFormat | None = None
@@ -207,12 +217,14 @@ class Collectives:
         wire: WireFormat | None = None,
         topology: Topology | None = None,
         label: str = "",
+        blocks: Blocks = None,
     ) -> Handle:
         """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
         world = self.world
-        packing = self._packing(buffer, wire)
+        own = self.owned(buffer.numel()) if blocks is None else blocks[world.rank]
+        packing = self._packing(buffer, wire, own)
         if buffer.device.type in world.native_on:
-            return Handle([self._start_native(what, buffer, _native_of(after), packing)])
+            return Handle([self._start_native(what, buffer, _native_of(after), packing, blocks)])
         encoded = isinstance(packing, CodecPacking)
         itemsize: float = buffer.element_size()
         if packing is not None:
@@ -231,6 +243,7 @@ class Collectives:
             world.speeds,
             # Chunks are encoded one by one: what they are must not depend on what was measured.
             MIN_CHUNK_BYTES if encoded else least_message(world.speeds),
+            blocks,
         )
         call = ""
         if world.group is not None:
@@ -258,24 +271,29 @@ class Collectives:
         return Handle(jobs)
 
     def _start_native(
-        self, what: str, buffer: torch.Tensor, after: native.NativeJob | None, packing: Any
+        self,
+        what: str,
+        buffer: torch.Tensor,
+        after: native.NativeJob | None,
+        packing: Any,
+        blocks: Blocks,
     ) -> native.NativeJob:
         if not isinstance(packing, CodecPacking):
-            return native.start(self.world, what, buffer, after, packing)
+            return native.start(self.world, what, buffer, after, packing, blocks)
+        assert blocks is None, "codecs on GPUs have equal blocks"
         if after is not None:
             after.wait()  # on the host nothing waits; streams are ordered
         return start_encoded(self.world, what, buffer, packing)
 
-    def _packing(self, buffer: torch.Tensor, wire: WireFormat | None) -> Packing | None:
+    def _packing(self, buffer: torch.Tensor, wire: WireFormat | None, own: Span) -> Packing | None:
         assert not isinstance(wire, Factors), "these are summed by all_reduce_factors"
         alone = self.world.size == 1  # nothing travels and nothing is rounded
         if isinstance(wire, Encoded):
-            own = self.owned(buffer.numel())
             return None if alone else CodecPacking(wire.coding, wire.residual, own)
         dtype = narrower(wire, buffer)
         if dtype is None or alone:
             return None
-        return CastPacking(dtype, self.owned(buffer.numel()))
+        return CastPacking(dtype, own)
 
 
 def _fitted(topology: str | Topology, world: World) -> Topology:

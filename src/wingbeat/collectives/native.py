@@ -11,6 +11,7 @@ from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
+from wingbeat.types import Span
 
 if TYPE_CHECKING:
     from wingbeat.collectives.packing import CastPacking
@@ -66,6 +67,20 @@ class NativeJob:
             self.wait()
 
 
+class _Broadcasts:
+    """One for each block of a buffer, waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 class Narrowed:
     """A copy of a buffer in the wire's dtype, for the library to work on.
 
@@ -95,8 +110,12 @@ def start(
     buffer: torch.Tensor,
     after: NativeJob | None = None,
     cast: CastPacking | None = None,
+    blocks: tuple[Span, ...] | None = None,
 ) -> NativeJob:
     """Start ``what`` in place on ``buffer``, whose length is a multiple of the world's size.
+
+    The library's own halves of an all-reduce have equal ``blocks``. For others all is summed
+    everywhere, at twice the bytes of a reduce-scatter, and each block is broadcast by its owner.
 
     With a ``cast`` the buffer gets the result when the job is first waited for, or when another
     one is started ``after`` it.
@@ -108,5 +127,13 @@ def start(
     if name == "broadcast":
         return NativeJob(group.broadcast(buffer, int(root)), name, world.rank)
     narrowed = None if cast is None else Narrowed(name, buffer, cast)
-    work = getattr(group, name)(buffer if narrowed is None else narrowed.carried)
+    carried = buffer if narrowed is None else narrowed.carried
+    work: Any
+    if blocks is not None and name == "all_gather":
+        parts = [(root, carried[b.start : b.stop]) for root, b in enumerate(blocks) if b]
+        work = _Broadcasts([group.broadcast(part, root) for root, part in parts])
+    elif blocks is not None and name == "reduce_scatter":
+        work = group.all_reduce(carried)
+    else:
+        work = getattr(group, name)(carried)
     return NativeJob(work, name, world.rank, narrowed)

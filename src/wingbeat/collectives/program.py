@@ -184,6 +184,7 @@ def compile_collective(
     itemsize: float,
     speeds: tuple[float, ...],
     least: int = MIN_CHUNK_BYTES,
+    blocks: tuple[Span, ...] | None = None,
 ) -> tuple[Program, ...]:
     """Return one worker's program for each lane of a collective.
 
@@ -198,8 +199,9 @@ def compile_collective(
         itemsize: bytes that an element takes on the links, 0 to leave blocks whole.
         speeds: of the links: each carries its share of each block.
         least: bytes of a message, if there are so many.
+        blocks: one of the buffer for each worker; nearly equal ones if None.
     """
-    blocks = blocks_of(numel, size)
+    blocks = blocks or tuple(blocks_of(numel, size))
     stripes = [split(block, speeds) for block in blocks]
     chunk = chunk_elements(max(map(len, blocks)), itemsize, least)
     if topology.spans_links:

@@ -36,7 +36,7 @@ class CollectiveExchange:
 
     def owned(self, bucket: Bucket) -> Span:
         """Return the elements of the buffer that a reduce-scatter leaves whole here."""
-        return self._collectives.owned(bucket.flat.numel())
+        return bucket.owned(self._collectives.world.rank)
 
     def sections(self) -> Sequence[Section]:
         """All that there is to see is on the interfaces."""
@@ -54,16 +54,21 @@ class CollectiveExchange:
             PeerError: an earlier collective failed, so that the workers are no longer in step.
         """
         begin, number, wire = self._collectives, bucket.index, bucket.wire
+        blocks = bucket.blocks
         if isinstance(wire, Factors) and operation is not Operation.ALL_GATHER_PARAMETERS:
             if operation is not Operation.ALL_GATHER:  # that first half has brought all of it
                 bucket.handle = begin.all_reduce_factors(bucket.flat, wire, bucket=number)
         elif operation is Operation.REDUCE_SCATTER:
-            bucket.handle = begin.reduce_scatter(bucket.flat, bucket=number, wire=wire)
+            bucket.handle = begin.reduce_scatter(
+                bucket.flat, bucket=number, wire=wire, blocks=blocks
+            )
         elif operation is Operation.ALL_GATHER:
             after = cast("Handle | None", bucket.handle) if chained else None
-            bucket.handle = begin.all_gather(bucket.flat, bucket=number, after=after, wire=wire)
+            bucket.handle = begin.all_gather(
+                bucket.flat, bucket=number, after=after, wire=wire, blocks=blocks
+            )
         elif operation is Operation.ALL_GATHER_PARAMETERS:
-            bucket.handle = begin.all_gather(bucket.flat, bucket=number)
+            bucket.handle = begin.all_gather(bucket.flat, bucket=number, blocks=blocks)
         elif isinstance(wire, Encoded) and isinstance(self._compression.coded, TopK):
             velocity = self._compression.velocity(bucket)
             bucket.handle = begin.all_gather_sum(

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from wingbeat.gradients.convert import check_kind
+from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
     from wingbeat.collectives import WireFormat
@@ -162,6 +163,7 @@ class Bucket:
         wire: what its gradients travel as in this iteration.
         due: whether an update of its parameters is due when ``handle`` is done.
         missing: how many gradients the bucket still waits for in this backward.
+        blocks: which part of ``flat`` each worker reduces; None: the r-th of nearly equal ones.
     """
 
     def __init__(
@@ -180,6 +182,12 @@ class Bucket:
         self.wire: WireFormat | None = None
         self.due = False
         self.missing = len(slots)
+        self.blocks: tuple[Span, ...] | None = None
+
+    def owned(self, rank: int) -> Span:
+        """Return the elements of ``flat`` that a reduce-scatter leaves whole on worker ``rank``."""
+        blocks = self.blocks or blocks_of(self.flat.numel(), self._workers)
+        return blocks[rank]
 
     def renew(self) -> None:
         """Take new memory for the buffer; whoever refers to the old one keeps it as it is."""

@@ -22,7 +22,7 @@ def owned_parts(buckets: Iterable[Bucket], collectives: Collectives) -> list[tor
     """
     parts = []
     for bucket in buckets:
-        mine = collectives.owned(bucket.flat.numel())
+        mine = bucket.owned(collectives.world.rank)
         stop = min(mine.stop, bucket.numel)
         if mine.start < stop:
             parts.append(bucket.flat[mine.start : stop])
