@@ -67,8 +67,8 @@ def _with_function(params: Any) -> Any:
 REFUSED: dict[str, tuple[Make, str]] = {
     "whole parameters": (
         lambda params: Together(params, lr=0.1),
-        r"update=\"server\": optimizer Together does not treat each element .* among the servers; "
-        r"use update=\"worker\"",
+        r"update=\"server\": the work of optimizer Together cannot be divided among the servers: "
+        r"it does not treat each element of a parameter alone; use update=\"worker\"",
     ),
     "an attribute": (
         lambda params: Remembering(params, lr=0.1),

@@ -11,6 +11,7 @@ import torch
 import wingbeat
 from helpers.pool import Pool
 from helpers.training import assert_same, distributed, engine, state_of, train, weights
+from wingbeat.errors import UsageError
 from wingbeat.transport.native import NativeGroup
 from wingbeat.types import Fusion
 
@@ -39,6 +40,19 @@ def _trained(native: bool, **options: Any) -> Any:
     return result
 
 
+def _adafactor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=0.1)
+
+
+def trains_the_same_by_whole_parameters() -> None:
+    want = _trained(False, make=_adafactor, shard_optimizer=False)
+    assert_same(_trained(True, make=_adafactor), want, 1e-5)
+    _trained(True, make=_adafactor, wire="bf16")
+    with pytest.raises(UsageError, match="Adafactor is divided by whole parameters, and codecs"):
+        _trained(True, make=_adafactor, wire="sketch@4")
+    wingbeat.shutdown()
+
+
 def trains_the_same() -> None:
     torch.manual_seed(0)
     want = _trained(False, shard_optimizer=False)
@@ -50,3 +64,8 @@ def trains_the_same() -> None:
 @pytest.mark.slow
 def test_sharded_training_ends_the_same_as_over_steps(pool: Pool) -> None:
     pool.run(trains_the_same)
+
+
+@pytest.mark.slow
+def test_whole_parameters_end_the_same_as_over_steps(pool: Pool) -> None:
+    pool.run(trains_the_same_by_whole_parameters)

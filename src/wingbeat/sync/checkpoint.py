@@ -6,6 +6,7 @@ can take what it needs from all parts of an earlier run.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -176,10 +177,8 @@ def _in_order(name: str, parts: list[Part]) -> list[dict[str, Any]]:
 
 def _cut(shards: list[dict[str, Any]], held: _Held, saved_dtype: str) -> dict[str, Any]:
     """Put together the state of the elements in ``held.span``."""
-    state = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in shards[0]["all"].items()
-    }
+    # Of whole parameters it may be lists of tensors, in which training goes on.
+    state = {key: copy.deepcopy(value) for key, value in shards[0]["all"].items()}
     span, like = held.span, held.param
     for key in shards[0]["each"]:
         parts = []

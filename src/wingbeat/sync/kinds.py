@@ -38,6 +38,7 @@ from wingbeat.updates.bounded import BoundedUpdate, MeetingUpdate
 from wingbeat.updates.deferred import DeferredUpdate
 from wingbeat.updates.described import OPTION, describe
 from wingbeat.updates.divided import check_divisible
+from wingbeat.updates.owned import OwnedTensors
 from wingbeat.updates.served import ServedUpdate
 from wingbeat.updates.sharded import ShardedUpdate
 from wingbeat.updates.update import Training, Update
@@ -250,7 +251,15 @@ def _update_of(
     if training.collectives.world.size == 1:
         return AloneUpdate(training, compression)
     if choices.shard_optimizer:
-        return ShardedUpdate(training, schedule, views)
+        update = ShardedUpdate(training, schedule, views)
+        on_gpu = training.bucketing.device.type in training.collectives.world.native_on
+        if on_gpu and compression.coded is not None and isinstance(update.shards, OwnedTensors):
+            raise UsageError(
+                f"DeAR(shard_optimizer=True): optimizer {type(training.optimizer).__name__} is "
+                "divided by whole parameters, and codecs on GPUs have equal blocks; use "
+                'wire="fp32" or "bf16", or leave shard_optimizer out'
+            )
+        return update
     if schedule.whole_after_backward:
         return WholeUpdate(training)
     return DeferredUpdate(training)

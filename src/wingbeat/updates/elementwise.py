@@ -16,7 +16,16 @@ import torch
 from wingbeat.errors import UsageError
 from wingbeat.servers.values import encode
 from wingbeat.updates.chance import kept_random_state
-from wingbeat.updates.twin import bare_step, close, copied_settings, make_twin, same_settings
+from wingbeat.updates.twin import (
+    Unfit,
+    bare_step,
+    close,
+    copied_settings,
+    make_twin,
+    same_settings,
+    try_step,
+    why,
+)
 
 _SHAPES = ((72, 64), (3, 2, 2, 2))
 _CUTS = (1537, 7)
@@ -46,9 +55,8 @@ class Division:
     def refusal(self, optimizer: Any, reason: str) -> UsageError:
         """Return the error for an optimizer that cannot be divided."""
         return UsageError(
-            f"{self.option}: optimizer {type(optimizer).__name__} does not treat each element of a "
-            f"parameter alone ({reason}), so its work cannot be divided among {self.among}; "
-            f"{self.instead}"
+            f"{self.option}: the work of optimizer {type(optimizer).__name__} cannot be divided "
+            f"among {self.among}: {reason}; {self.instead}"
         )
 
 
@@ -118,14 +126,11 @@ class _Trial:
                 wholes, [state] = self._train([[slice(None), slice(None)]])
                 first, second = [slice(0, c) for c in _CUTS], [slice(c, None) for c in _CUTS]
                 pieces, states = self._train([first, second])
-        except UsageError:
-            raise
         except Exception as err:
-            reason = str(err).strip().splitlines() or [""]
-            raise self._refusal(f"{type(err).__name__}: {reason[0]}") from None
+            raise self._refusal(why(err)) from None
         for whole, parts in zip(wholes, zip(*pieces, strict=True), strict=True):
             if not close(whole.reshape(-1), torch.cat(parts)):
-                raise self._refusal("parts of a parameter come out other than the whole")
+                raise self._refusal("it does not treat each element of a parameter alone")
         return self._compare(state, states)
 
     def _refusal(self, reason: str) -> UsageError:
@@ -161,19 +166,16 @@ class _Trial:
 
     def _step_once(self, twin: Any, params: list[torch.nn.Parameter]) -> None:
         group = {**copied_settings(self._settings), "params": params}
-        before = dict(group)
-        twin.__dict__["param_groups"] = [group]
-        self._step(twin)
-        changed = [k for k, v in group.items() if k not in before or v is not before[k]]
+        changed = try_step(twin, self._step, group)
         if changed:
-            raise self._refusal(f"it keeps state in its param groups: {', '.join(changed)}")
+            raise Unfit(f"it keeps state in its param groups: {', '.join(changed)}")
         for param in params:
             state, grad = twin.state.get(param, {}), param.grad
             if grad is not None and any(_same_memory(v, grad) for v in state.values()):
-                raise self._refusal("it keeps gradients themselves, whose memory is used again")
+                raise Unfit("it keeps gradients themselves, whose memory is used again")
         loose = [k for k in twin.state if not isinstance(k, torch.Tensor)]
         if loose:
-            raise self._refusal(f"it keeps state that belongs to no parameter: {loose[0]!r}")
+            raise Unfit(f"it keeps state that belongs to no parameter: {loose[0]!r}")
 
     def _numbers(self, seed: int, scale: float) -> list[torch.Tensor]:
         """Test tensors whose norms differ by orders of magnitude from piece to piece."""

@@ -15,7 +15,14 @@ import torch
 from wingbeat.errors import UsageError
 from wingbeat.transport.text import first_line
 from wingbeat.updates.chance import kept_random_state
-from wingbeat.updates.twin import bare_step, copied_settings, make_twin, same_settings
+from wingbeat.updates.twin import (
+    Unfit,
+    bare_step,
+    copied_settings,
+    make_twin,
+    same_settings,
+    try_step,
+)
 
 OPTION = "average_state=True"
 """What asks for it, as users write it."""
@@ -116,8 +123,9 @@ def _tried(
         with kept_random_state([]):
             for number in range(1, _STEPS + 1):
                 param.grad = _drawn(number, shape, dtype)
-                twin.__dict__["param_groups"] = [{**copied_settings(settings), "params": [param]}]
-                step(twin)
+                try_step(twin, step, {**copied_settings(settings), "params": [param]})
+    except Unfit as error:
+        raise _refusal(optimizer, str(error)) from None
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise _refusal(optimizer, f"it cannot be tried on a small tensor: {reason}") from None

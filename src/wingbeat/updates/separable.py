@@ -15,7 +15,16 @@ import torch
 
 from wingbeat.observe.log import log
 from wingbeat.updates.chance import kept_random_state
-from wingbeat.updates.twin import bare_step, close, copied_settings, make_twin, same_settings
+from wingbeat.updates.twin import (
+    Unfit,
+    bare_step,
+    close,
+    copied_settings,
+    make_twin,
+    same_settings,
+    try_step,
+    why,
+)
 
 _STEPS = 3
 _LONGEST = 6
@@ -33,22 +42,32 @@ def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
     The optimizer, its parameters and the random numbers stay as they are: a twin makes the steps.
     If it cannot be found out, the answer is no.
     """
+    why_not = dependence(optimizer)
+    if why_not:
+        _say(optimizer, why_not)
+    return not why_not
+
+
+def dependence(optimizer: torch.optim.Optimizer) -> str:
+    """Return why stepping on one parameter after the other does not do the same; empty if it does.
+
+    The optimizer, its parameters and the random numbers stay as they are: a twin makes the steps.
+    """
     step = bare_step(type(optimizer).step)
     tried: set[Any] = set()
     for group in optimizer.__dict__["param_groups"]:
         settings = {k: v for k, v in group.items() if k != "params"}
-        for kind in _kinds(group["params"]):
+        for kind in kinds(group["params"]):
             key = (*kind, same_settings(settings))
             if key not in tried:
                 tried.add(key)
                 why_not = _differs(optimizer, step, settings, *kind)
                 if why_not:
-                    _say(optimizer, why_not)
-                    return False
-    return True
+                    return why_not
+    return ""
 
 
-def _kinds(
+def kinds(
     params: list[torch.Tensor],
 ) -> list[tuple[torch.device, torch.dtype, tuple[_Shape, ...]]]:
     """For each dtype and device: small shapes with as many dimensions as its parameters have."""
@@ -59,10 +78,6 @@ def _kinds(
             shapes.setdefault((p.device, p.dtype), {}).setdefault(p.ndim, small)
     # At least two of each: one alone has nobody to depend on.
     return [(*kind, tuple(found.values()) * 2) for kind, found in shapes.items()]
-
-
-class _Dependent(Exception):
-    """Says why an optimizer cannot step on some of its parameters."""
 
 
 def _differs(
@@ -88,11 +103,8 @@ def _differs(
                 batches = [params] if together else [[p] for p in params]
                 state = _train(make_twin(optimizer), step, settings, batches)
                 runs.append((params, [state[p] for p in params]))
-    except _Dependent as err:
-        return str(err)
     except Exception as err:
-        reason = str(err).strip().splitlines() or [""]
-        return f"{type(err).__name__}: {reason[0]}"
+        return why(err)
     return _compare(*runs)
 
 
@@ -105,29 +117,28 @@ def _train(
     """Make some steps, on each batch by itself; return the optimizer's state.
 
     Raises:
-        _Dependent: something was kept, or left undone, that has nothing to do with the batch.
+        Unfit: something was kept, or left undone, that has nothing to do with the batch.
     """
     params = [p for batch in batches for p in batch]
     first = [p.detach().clone() for p in params]
-    before = _attributes(twin)
+    before: dict[str, str] = {}
     for number in range(1, _STEPS + 1):
-        _set_gradients(params, number)
+        set_gradients(params, number)
         for batch in batches:
             group = {**copied_settings(settings), "params": batch}
-            known = dict(group)
-            twin.__dict__["param_groups"] = [group]
-            step(twin)
-            changed = [k for k, v in group.items() if v is not known.get(k, twin)]
+            changed = try_step(twin, step, group)
             if changed:
-                raise _Dependent(f"it keeps state in its param groups: {', '.join(changed)}")
+                raise Unfit(f"it keeps state in its param groups: {', '.join(changed)}")
+        # What is set in the first step alone does not count: if it mattered, results would differ.
+        before = before or _attributes(twin)
     after = _attributes(twin)
     changed = [key for key in after if after[key] != before.get(key)]
     if changed:
-        raise _Dependent(f"it keeps state outside of its state dict: {', '.join(changed)}")
+        raise Unfit(f"it keeps state outside of its state dict: {', '.join(changed)}")
     if any(p.numel() and torch.equal(p, old) for p, old in zip(params, first, strict=True)):
-        raise _Dependent("it does not update what its param groups hold")
+        raise Unfit("it does not update what its param groups hold")
     if not all(isinstance(key, torch.Tensor) for key in twin.state):
-        raise _Dependent("it remembers what belongs to no parameter")
+        raise Unfit("it remembers what belongs to no parameter")
     return twin.state
 
 
@@ -156,7 +167,7 @@ def _attributes(twin: Any) -> dict[str, str]:
     }
 
 
-def _set_gradients(params: list[torch.nn.Parameter], number: int) -> None:
+def set_gradients(params: list[torch.nn.Parameter], number: int) -> None:
     """Gradients large at first and small later, so that no threshold is only on one side."""
     for seed, param in enumerate(params):
         scale = 10.0 ** (2 - number)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.views import Views
 from wingbeat.observe.events import stream
@@ -23,9 +24,10 @@ from wingbeat.schedules.events import (
     UpdateCommand,
     UpdateOwn,
 )
-from wingbeat.updates import elementwise
+from wingbeat.updates import elementwise, tensorwise
 from wingbeat.updates.deferred import refuse_evaluating
 from wingbeat.updates.divided import DividedUpdate, check_divisible
+from wingbeat.updates.owned import OwnedTensors
 from wingbeat.updates.shards import Piece, Shards, take_parameter
 from wingbeat.updates.sharing import share_gradients, share_settings, taken_over
 from wingbeat.updates.stepper import State
@@ -51,12 +53,13 @@ class ShardedUpdate(DividedUpdate):
 
     def __init__(self, training: Training, schedule: Schedule, views: Views) -> None:
         refuse_evaluating(training.optimizer)
-        each = elementwise.prove(training.optimizer, type(training.optimizer).step)
+        each = _how_divided(training.optimizer)
         super().__init__(training, schedule, views)
         check_divisible(training)
         slots = training.bucketing.slots
-        self.shards = Shards(
-            training.optimizer, training.stepper, training.collectives, slots, each
+        kind = Shards if each is not None else OwnedTensors
+        self.shards = kind(
+            training.optimizer, training.stepper, training.collectives, slots, each or {}
         )
 
     # -- what the schedule says ------------------------------------------------------------
@@ -104,10 +107,13 @@ class ShardedUpdate(DividedUpdate):
                 stand_in.grad = None
 
     def _gradient(self, bucket: Bucket, piece: Piece) -> torch.Tensor | None:
+        shape = piece.stand_in.shape
         if self._reduced:
-            return bucket.flat[piece.place.start : piece.place.stop]
+            return bucket.flat[piece.place.start : piece.place.stop].view(shape)
         grad = piece.slot.param.grad
-        return None if grad is None else grad.reshape(-1)[piece.span.start : piece.span.stop]
+        if grad is None:
+            return None
+        return grad.reshape(-1)[piece.span.start : piece.span.stop].view(shape)
 
     def _place(self, bucket: Bucket) -> None:
         """Put this worker's parameters in the place of its gradients.
@@ -117,7 +123,7 @@ class ShardedUpdate(DividedUpdate):
         """
         bucket.settle()
         for piece in self.shards.pieces_in(bucket):
-            bucket.flat[piece.place.start : piece.place.stop].copy_(piece.stand_in)
+            bucket.flat[piece.place.start : piece.place.stop].copy_(piece.stand_in.reshape(-1))
 
     def _forget(self, spent: frozenset[int] | None) -> None:
         self.shards.steps += spent is not None
@@ -152,3 +158,16 @@ class ShardedUpdate(DividedUpdate):
 
     def _parts(self) -> int:
         return len(self.shards.state)
+
+
+def _how_divided(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:
+    """Return which state has a value for each element; None if parameters are owned as wholes.
+
+    Raises:
+        UsageError: neither is possible.
+    """
+    try:
+        return elementwise.prove(optimizer, type(optimizer).step)
+    except UsageError:
+        tensorwise.prove(optimizer)
+        return None

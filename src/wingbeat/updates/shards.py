@@ -68,13 +68,15 @@ class Piece:
         span: which elements of the parameter, flattened.
         place: where they lie in the bucket's buffer.
         stand_in: shape ``(len(span),)``; what the optimizer updates. It shares the parameter's
-            memory where that is laid out in order, and has its own otherwise.
+            memory where that is laid out in order, and has its own otherwise. Where parameters are
+            owned as wholes it has the parameter's shape, and always its memory.
     """
 
-    __slots__ = ("place", "slot", "span", "stand_in")
+    __slots__ = ("place", "slot", "span", "stand_in", "whole")
 
-    def __init__(self, slot: Slot, span: Span, place: Span) -> None:
+    def __init__(self, slot: Slot, span: Span, place: Span, whole: bool = False) -> None:
         self.slot = slot
+        self.whole = whole
         self.span = span
         self.place = place
         self.stand_in = torch.nn.Parameter(self._values(), slot.param.requires_grad)
@@ -85,6 +87,8 @@ class Piece:
 
     def _values(self) -> torch.Tensor:
         whole = self.slot.param.detach()
+        if self.whole:
+            return whole
         part = slice(self.span.start, self.span.stop)
         return whole.view(-1)[part] if whole.is_contiguous() else whole.reshape(-1)[part].clone()
 
@@ -105,7 +109,9 @@ def take_parameter(slot: Slot, own: Piece | None) -> None:
 class Layout:
     """Where parameters lie in a bucket's buffer, and what of it is this worker's."""
 
-    def __init__(self, bucket: Bucket, own: Span, stepper: Stepper) -> None:
+    def __init__(
+        self, bucket: Bucket, own: Span, stepper: Stepper, whole_tensors: bool = False
+    ) -> None:
         self.length = bucket.flat.numel()
         self.device = bucket.flat.device
         self.slots: list[tuple[Slot, Span]] = []
@@ -118,7 +124,7 @@ class Layout:
             mine = Span(max(whole.start, own.start), min(whole.stop, own.stop))
             if mine and stepper.owns(slot.param):
                 span = Span(mine.start - whole.start, mine.stop - whole.start)
-                self.pieces.append(Piece(slot, span, mine))
+                self.pieces.append(Piece(slot, span, mine, whole_tensors))
 
     @property
     def members(self) -> list[int]:
@@ -221,6 +227,13 @@ class Shards:
         Raises:
             PeerError: another worker sent something that is no description of its state.
         """
+        parts = self._gather()
+        others: State = self._optimizer.__dict__["state"]
+        known = {**others, **parts}
+        order = [p for p in self._stepper.params() if p in known]
+        return defaultdict(dict, {key: known[key] for key in [*order, *others]})
+
+    def _gather(self) -> State:
         memories = self._agree()
         gathered: dict[torch.Tensor, dict[str, Any]] = {}
         for slot, key, value in self._travelling(self._layouts, memories):
@@ -232,10 +245,7 @@ class Shards:
             for slot in self._slots
             if slot.index in memories
         }
-        others: State = self._optimizer.__dict__["state"]
-        known = {**others, **parts}
-        order = [p for p in self._stepper.params() if p in known]
-        return defaultdict(dict, {key: known[key] for key in [*order, *others]})
+        return defaultdict(dict, parts)
 
     def _filled(self, slot: Slot, memory: Memory, tensors: dict[str, Any]) -> dict[str, Any]:
         """One parameter's state in the optimizer's own order."""
@@ -250,8 +260,8 @@ class Shards:
     def rebuild(self, buckets: Sequence[Bucket]) -> None:
         """Change to the pieces of the next plan; every worker must do so at the same time.
 
-        Each bucket's state is gathered from those who had it and taken by those who have it
-        next, one tensor at a time, so that no worker holds much more than its part.
+        State is gathered from those who had it and taken by those who have it next, one tensor or
+        parameter at a time, so that no worker holds much more than its part.
 
         Raises:
             PeerError: another worker sent something that is no description of its state.
@@ -259,6 +269,11 @@ class Shards:
         layouts = self._laid_out(buckets)
         if [a.members for a in layouts] == [a.members for a in self._layouts]:
             return
+        self.state = self._move(layouts)
+        self._layouts = layouts
+
+    def _move(self, layouts: list[Layout]) -> State:
+        """Return the state of the pieces of these layouts; the former ones' is given up."""
         memories = self._agree()
         next_state: State = defaultdict(dict)
         by_slot = {piece.slot.index: piece for layout in layouts for piece in layout.pieces}
@@ -276,7 +291,7 @@ class Shards:
                 next_state[piece.stand_in] = self._filled(
                     piece.slot, memories[index], tensors.get(index, {})
                 )
-        self._layouts, self.state = layouts, next_state
+        return next_state
 
     def _laid_out(self, buckets: Sequence[Bucket]) -> list[Layout]:
         return [

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LR = 0.01
 """In place of a group's own learning rate, which a warm-up may have set to zero."""
@@ -15,6 +16,48 @@ LR = 0.01
 _RTOL, _ATOL = 1e-4, 1e-6
 
 Optimizer = torch.optim.Optimizer
+
+
+class Unfit(Exception):
+    """Says why an optimizer cannot do what a trial is to show."""
+
+
+class _Alone(TorchDispatchMode):
+    """Ends a trial in which an optimizer calls ``torch.distributed`` by itself.
+
+    What it does then depends on other workers, and they are not in the same trial.
+    """
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._opname.rstrip("_")
+            raise Unfit(f"it exchanges tensors with other workers by itself ({name})")
+        return func(*args, **(kwargs or {}))
+
+
+def try_step(twin: Any, step: Callable[[Any], Any], group: dict[str, Any]) -> list[str]:
+    """Have a twin make a step on one group; return the settings that have changed.
+
+    One with a mode for training, as schedule-free optimizers have, is in that.
+
+    Raises:
+        Unfit: it calls ``torch.distributed`` by itself.
+    """
+    before = dict(group)
+    twin.__dict__["param_groups"] = [group]
+    with _Alone():
+        if callable(getattr(twin, "train", None)):
+            twin.train()
+        step(twin)
+    return [key for key, value in group.items() if key not in before or value is not before[key]]
+
+
+def why(error: Exception) -> str:
+    """Say what a trial has ended in."""
+    if isinstance(error, Unfit):
+        return str(error)
+    reason = str(error).strip().splitlines() or [""]
+    return f"a step on test tensors ends in {type(error).__name__}: {reason[0]}"
 
 
 def bare_step(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
