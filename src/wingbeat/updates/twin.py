@@ -45,7 +45,7 @@ def try_step(twin: Any, step: Callable[[Any], Any], group: dict[str, Any]) -> li
     """
     before = dict(group)
     twin.__dict__["param_groups"] = [group]
-    with _Alone():
+    with _Alone():  # type: ignore[no-untyped-call]
         if callable(getattr(twin, "train", None)):
             twin.train()
         step(twin)

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from ..models import adamw, cross_entropy, evaluation, mlp, sgd, train
-from ..registry import BOTH, BOUND, DIVIDED, LARGE, UPDATED_THERE, Grid, add, scenario
+from ..registry import ALL, BOTH, BOUND, DIVIDED, LARGE, UPDATED_THERE, Grid, add, scenario
 from ..sides import Side
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -51,6 +51,19 @@ def _with_optimizer(cls: Any, options: dict[str, Any]) -> Callable[[Side], None]
 
 for _name, (_cls, _options) in OPTIMIZERS.items():
     add(_with_optimizer(_cls, _options), f"optimizer_{_name}")
+
+
+@scenario(Grid(strategies=ALL))
+def an_optimizer_of_rows_and_columns(side: Side) -> None:
+    model = mlp()
+    train(side, *side.setup(model, optim.Adafactor(model.parameters(), lr=0.02)), range(8))
+
+
+@scenario(Grid(worlds=(2,), strategies=ALL))  # more add in other orders, which bfloat16 magnifies
+def an_optimizer_of_whole_matrices(side: Side) -> None:
+    model = mlp()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    train(side, *side.setup(model, optim.Muon(matrices, lr=0.02)), range(8))
 
 
 @scenario(Grid(worlds=(1, 2, 4)))
