@@ -1,16 +1,13 @@
-"""Which optimizers train as under DDP with which strategies, and what dividing Muon's work brings.
+"""Which optimizers train as under DDP with which strategies.
 
     pip install muon-optimizer schedulefree adam-mini prodigyopt lion-pytorch pytorch-optimizer \
         bitsandbytes heavyball
     python benchmarks/optimizers.py --json docs/results/optimizers.json
     python benchmarks/optimizers.py --page docs/results/optimizers.json
-    python benchmarks/optimizers.py --time out/optimizers-time.json
 
 The first trains a small network with each optimizer that is installed, on two workers of this
 machine, for six steps: under DDP, and under each strategy from the same weights on the same
-batches. The second prints the table that docs/how-to/optimizers.md has. The third measures seconds
-of updates and of steps, and bytes sent, with Muon over eight matrices, whole and divided.
-On CPUs without bfloat16 instructions one of 512 x 512 takes tens of seconds, so they are smaller.
+batches. The second prints the table that docs/how-to/optimizers.md has.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +35,7 @@ from torch import nn
 import wingbeat
 from wingbeat import strategies
 from wingbeat.bench import machine
-from wingbeat.bench.sent import Sent
 from wingbeat.errors import WingbeatError
-from wingbeat.lab.spec import LabSpec
-from wingbeat.observe.events import stream
 from wingbeat.transport.text import first_line
 
 STRATEGIES = (
@@ -296,53 +289,6 @@ def page(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# -- what dividing brings -------------------------------------------------------------------
-
-
-def measure(path: Path, count: int, side: int, steps: int) -> None:
-    """Be one of the workers that train with Muon; rank 0 keeps what was measured."""
-    torch.set_num_threads(1)
-    wingbeat.init(timeout=60.0)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    lab = LabSpec.parse(f"loopback:{size}")
-    rows = []
-    for strategy in ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(count)))
-        optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
-        wingbeat.distribute(model, optimizer, strategies.parse(strategy))
-        x = torch.randn(4, side, generator=torch.Generator().manual_seed(rank))
-        for number in range(steps + 2):
-            if number == 2:
-                wingbeat.flush(model)
-                dist.barrier()
-                before, begin = Sent.read(lab, classes=False), time.monotonic()
-                stream.start(rank)
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        wingbeat.flush(model)
-        dist.barrier()
-        seconds = time.monotonic() - begin
-        sent = Sent.read(lab, classes=False).since(before, steps).sent
-        updates = sum(e.end_ns - e.begin_ns for e in stream.stop() if e.what == "update") / 1e9
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, updates / steps)
-        rows.append(
-            {
-                "strategy": strategy,
-                "workers": size,
-                "update_s_by_worker": found,
-                "step_s": seconds / steps,
-                "bytes_sent_by_all_a_step": sent,
-            }
-        )
-        wingbeat.release(model, optimizer)
-    if rank == 0:
-        path.write_text(json.dumps(rows), encoding="utf-8")
-    wingbeat.shutdown()
-
-
 # -- workers --------------------------------------------------------------------------------
 
 
@@ -375,13 +321,7 @@ def main() -> int:
     parser.add_argument("--optimizers", nargs="*", default=[], help="which (default: all)")
     parser.add_argument("--json", type=Path, help="keep what was found here")
     parser.add_argument("--page", type=Path, help="print the table of what was kept there")
-    parser.add_argument("--time", type=Path, help="measure Muon instead, and keep it here")
-    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4], help="of --time")
-    parser.add_argument("--matrices", type=int, default=8, help="of --time (default 8)")
-    parser.add_argument("--side", type=int, default=128, help="of each matrix (default 128)")
-    parser.add_argument("--steps", type=int, default=4, help="of --time (default 4)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--timed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.optimizers or list(OPTIMIZERS)
     unknown = [name for name in names if name not in OPTIMIZERS]
@@ -390,21 +330,10 @@ def main() -> int:
     if options.page:
         print(page(json.loads(options.page.read_text(encoding="utf-8"))["results"]), end="")
         return 0
-    if options.worker and options.timed:
-        measure(options.worker, options.matrices, options.side, options.steps)
-        return 0
     if options.worker:
         try_all(options.worker, names)
         return 0
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
-    if options.time:
-        shape = ["--matrices", options.matrices, "--side", options.side, "--steps", options.steps]
-        words = ["--timed", *map(str, shape)]
-        report["results"] = [row for size in options.workers for row in run(size, words)]
-        for row in report["results"]:
-            print(json.dumps(row))
-        write(options.time, report)
-        return 0
     report["results"] = run(2, ["--optimizers", *names])
     if options.json:
         write(options.json, report)

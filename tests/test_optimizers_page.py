@@ -58,7 +58,7 @@ def test_a_table_tells_apart_what_was_found() -> None:
         row = {"optimizer": "a.B", "package": "a", "version": "1", "strategies": found}
         table = module.page([row, {"optimizer": "c.D", "package": "c", "skipped": "not there"}])
     assert "WORKERS DIFFER | 2e-07 | = | = | refused | trains | trains |" in table
-    assert "- `a.B`, `canary:s=0`: `Canary(s=0): why; what to do`" in table
+    assert "- `a.B`: `Canary(s=0): why; what to do`" in table
     assert "- `c.D`: `not there`" in table
 
 
