@@ -156,7 +156,7 @@ def train(
 ) -> tuple[list[torch.Tensor], bool]:
     """Weights after some steps, and whether all workers have the same."""
     model = network()
-    optimizer = make(module, model)
+    optimizer: Any = make(module, model)
     whole: Any = model
     if strategy is None:
         whole = nn.parallel.DistributedDataParallel(model)
