@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import write
+from common import end_as_by_ctrl_c, write
 from torch import nn
 
 import wingbeat
@@ -333,6 +333,7 @@ def main() -> int:
     if options.worker:
         try_all(options.worker, names)
         return 0
+    end_as_by_ctrl_c()  # and end the workers
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     report["results"] = run(2, ["--optimizers", *names])
     if options.json:
