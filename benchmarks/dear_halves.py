@@ -18,8 +18,8 @@ from wingbeat.lab.spec import LabSpec
 
 SIZES_KB = (4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0)
 WAYS = ("gloo", "all_reduce", "reduce_scatter", "all_gather", "rsag")
-LIMIT, LARGE_KB = 1.05, 1024.0
-"""How much longer than an all-reduce its halves one after the other may take, from this size on."""
+LIMIT = 1.05
+"""How much longer than an all-reduce its halves one after the other may take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,12 +65,12 @@ def show(where: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return which limits are missed: two halves cost no more than the whole."""
+    """Return which limits are missed: two halves cost no more than the whole, small ones too."""
     return [
         f"5: {row['kb']:g} KB: both halves take {row['ms']['rsag'] / row['ms']['all_reduce']:.3f} "
         f"of an all-reduce; limit {LIMIT}"
         for row in rows
-        if row["kb"] >= LARGE_KB and row["ms"]["rsag"] > LIMIT * row["ms"]["all_reduce"]
+        if row["ms"]["rsag"] > LIMIT * row["ms"]["all_reduce"]
     ]
 
 

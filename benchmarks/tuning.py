@@ -4,14 +4,15 @@
     python benchmarks/tuning.py --models resnet50 densenet201 --searches bo --curve-steps 3
 
 For each model, on one lab and in one run: DeAR trains with 20 bucket sizes between 1 and 100 MB,
-evenly spaced in their logarithm, which take turns (the curve). Then each search tunes a training
-of its own, from 25 MB on. At the end the sizes that the searches chose, the curve's best and the
-start take turns once more, so that all are judged side by side.
+evenly spaced in their logarithm, which take turns (the curve). Then each search tunes trainings
+of its own, one from each of several small sizes (``--starts``): 25 MB, where DeAR starts, is within
+3% of the best on these networks, so that a search from there has nothing to find. At the end the
+sizes that the searches chose and the curve's best take turns once more, side by side.
 
-A search has *found* a size when the curve is within 3% of its best there. Random and grid search
-start at 25 MB too; the grid then goes up from the smallest size. Random search needs 1/p trials on
-average, where a share p of the range is within 3%. Model scale, network and stretch are those of
-``dear.py`` (slow: 10GbE on 64 GPUs); sizes shrink with the model.
+A search has *found* a size when the curve is within 3% of its best there. A start that is within 3%
+itself is said so, and counts for nothing. The grid goes up from the smallest size. Random search
+needs 1/p trials on average, where a share p of the range is within 3%. Model scale and network are
+those of ``dear.py`` (slow: 10GbE on 64 GPUs); sizes shrink with the model.
 
 Exit code 1 if Bayesian optimisation needs more than 10 trials on a model, chooses a size that is
 more than 3% from the best, or a trial costs 50 ms or more.
@@ -63,13 +64,13 @@ def curve_sizes() -> list[float]:
 class Training:
     """One distributed paced model whose bucket size can be changed."""
 
-    def __init__(self, options: argparse.Namespace, plan: str) -> None:
+    def __init__(self, options: argparse.Namespace, plan: str, start_mb: float = 25.0) -> None:
         self.scale = paced.parse(options.model).scale
         profile = paced.parse(options.model)
         network = paced.PacedModel(profile, dist.get_rank(), time_scale=options.stretch)
         strategy = wingbeat.DeAR(
             plan=plan,
-            mb=25 * self.scale,
+            mb=start_mb * self.scale,
             edge_mb=options.edge_mb * self.scale,
             min_mb=1 * self.scale,
             max_mb=100 * self.scale,
@@ -129,9 +130,9 @@ def take_turns(
     return [statistics.median(values) for values in times]
 
 
-def search(options: argparse.Namespace, name: str) -> dict[str, Any]:
+def search(options: argparse.Namespace, name: str, start_mb: float) -> dict[str, Any]:
     """Train until the search has ended; what it tried, and what it chose (on rank 0)."""
-    training = Training(options, name)
+    training = Training(options, name, start_mb)
     control = training.engine.control
     assert control is not None
     tuning = control.tuning
@@ -147,6 +148,7 @@ def search(options: argparse.Namespace, name: str) -> dict[str, Any]:
     mega = 2**20 * training.scale
     return {
         "search": name,
+        "start_mb": start_mb,
         "iterations": iterations,
         "tried_mb": [s.nbytes / mega for s in result.samples],
         "iterations_per_s": [s.throughput for s in result.samples],
@@ -167,11 +169,13 @@ def worker(options: argparse.Namespace) -> None:
     wingbeat.init(timeout=120.0)
     sizes = curve_sizes()
     curve = take_turns(options, sizes, options.curve_steps, options.curve_rounds, "curve")
-    searches = [search(options, name) for name in options.searches]
+    searches = [
+        search(options, *each) for each in itertools.product(options.searches, options.starts)
+    ]
     best = sizes[curve.index(min(curve))]
     chosen: list[Any] = [[s.get("chosen_mb") for s in searches]]
     dist.broadcast_object_list(chosen)
-    finalists = [*chosen[0], best, 25.0]
+    finalists = [*chosen[0], best]
     final = take_turns(options, finalists, options.curve_steps, 2, "final")
     if dist.get_rank() == 0:
         report = {"sizes_mb": sizes, "curve_s": curve, "searches": searches}
@@ -200,12 +204,12 @@ def judge(raw: dict[str, Any]) -> dict[str, Any]:
     limit = min(curve) / WITHIN
     fine = [100 ** (i / 2000) for i in range(2001)]
     share = sum(interpolate(sizes, curve, mb) <= limit for mb in fine) / len(fine)
-    finals = dict(zip([s["search"] for s in raw["searches"]], raw["final_s"], strict=False))
-    best_s, start_s = raw["final_s"][-2:]
-    for each in raw["searches"]:
+    *finals, best_s = raw["final_s"]
+    for each, final_s in zip(raw["searches"], finals, strict=True):
         found = [interpolate(sizes, curve, mb) <= limit for mb in each["tried_mb"]]
+        each["start_of_best"] = min(curve) / interpolate(sizes, curve, each["start_mb"])
         each["trials_until_found"] = found.index(True) + 1 if any(found) else None
-        each["chosen_of_best"] = best_s / finals[each["search"]]
+        each["chosen_of_best"] = best_s / final_s
         each["max_trial_cost_ms"] = 1e3 * max(each["trial_cost_s"], default=0.0)
     return {
         **raw,
@@ -213,7 +217,6 @@ def judge(raw: dict[str, Any]) -> dict[str, Any]:
         "expected_trials_random": 1 / share,
         "best_mb": sizes[curve.index(min(curve))],
         "worst_of_best": min(curve) / max(curve),
-        "start_of_best": best_s / start_s,
     }
 
 
@@ -225,7 +228,8 @@ def missed(name: str, report: dict[str, Any]) -> list[str]:
             continue
         trials = each["trials_until_found"]
         if trials is None or trials > MAX_TRIALS:
-            out.append(f"{name}: no size within 3% in {MAX_TRIALS} trials")
+            start = f"{each['start_mb']:g} MB"
+            out.append(f"{name}: from {start} no size within 3% in {MAX_TRIALS} trials")
         if each["chosen_of_best"] < WITHIN:
             out.append(f"{name}: the chosen size reaches {each['chosen_of_best']:.3f} of the best")
         if each["max_trial_cost_ms"] >= 1e3 * MAX_COST_S:
@@ -239,8 +243,11 @@ def show(name: str, report: dict[str, Any]) -> None:
         f"{report['share_within_3_percent']:.0%} of the range within 3%"
     )
     for each in report["searches"]:
+        useless = ", counts for nothing" if each["start_of_best"] >= WITHIN else ""
         print(
-            f"  {each['search']:7} found after {each['trials_until_found'] or 'more than all'} of "
+            f"  {each['search']:7} from {each['start_mb']:g} MB "
+            f"({each['start_of_best']:.2f} of the best{useless}) "
+            f"found after {each['trials_until_found'] or 'more than all'} of "
             f"{len(each['tried_mb'])} trials; chose {each['chosen_mb']:.1f} MB = "
             f"{each['chosen_of_best']:.3f} of the best; a trial cost up to "
             f"{each['max_trial_cost_ms']:.0f} ms"
@@ -256,7 +263,7 @@ def run(options: argparse.Namespace, name: str) -> dict[str, Any]:
         command = [sys.executable, __file__, "--worker", str(path), "--model", model]
         for key in ("stretch", "trials", "trial_steps", "curve_steps", "curve_rounds", "edge_mb"):
             command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
-        command += ["--searches", *options.searches]
+        command += ["--searches", *options.searches, "--starts", *map(str, options.starts)]
         ended = lab.run(spec, command)
         if ended.exit_code:
             sys.exit(ended.exit_code)
@@ -269,6 +276,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
     parser.add_argument("--searches", nargs="+", default=list(SEARCHES), choices=SEARCHES)
+    parser.add_argument(
+        "--starts", nargs="+", type=float, default=[1.0, 2.0, 4.0], metavar="MB",
+        help="each search from each of them, from 1 to 100 (1 2 4)",
+    )  # fmt: skip
     parser.add_argument("--lab", default="star:4@7.62gbit", help="before scaling")
     parser.add_argument("--scale", type=float, default=0.05, help="of the models (default 0.05)")
     parser.add_argument("--stretch", type=float, default=1.0, help="slow motion (default 1)")
@@ -291,6 +302,9 @@ def main() -> int:
     if options.worker:
         worker(options)
         return 0
+    if not all(1 <= mb <= 100 for mb in options.starts):
+        print(f"tuning.py: --starts {options.starts}: allowed are 1 to 100 MB", file=sys.stderr)
+        return 2
     about = {"machine": machine.describe(), "versions": machine.versions(), "command": sys.argv}
     models: dict[str, Any] = {}
     misses: list[str] = []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.scripts import benchmark
-from wingbeat import paced
+from wingbeat import AllReduce, paced
 from wingbeat.bench.results import Quantiles
 from wingbeat.errors import UsageError
 
@@ -145,9 +145,35 @@ def test_two_halves_cost_no_more_than_the_whole(figures: ModuleType) -> None:
     def row(kb: float, rsag: float) -> dict[str, Any]:
         return {"kb": kb, "ms": {"all_reduce": 1.0, "rsag": rsag}}
 
-    assert figures.judged({"5": {"rows": [row(4, 2.0), row(1024, 1.04)]}}) == []
+    assert figures.judged({"5": {"rows": [row(4, 1.05), row(1024, 1.04)]}}) == []
     [line] = figures.judged({"5": {"rows": [row(2048, 1.06)]}})
     assert line == "5: 2048 KB: both halves take 1.060 of an all-reduce; limit 1.05"
+
+
+def test_small_halves_are_judged_as_large_ones(figures: ModuleType) -> None:
+    """The paper says so of both; what small ones cost is what Fig. 6 is about."""
+    rows = [{"kb": 4, "ms": {"all_reduce": 1.0, "rsag": 1.34}}]
+    assert len(figures.judged({"5": {"rows": rows}})) == 1
+
+
+def test_all_reduces_have_the_buckets_that_a_user_would_have(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args = arguments(figures, monkeypatch)
+    for figure, bar in (("7", "Horovod's"), ("9", "Horovod-FB"), ("11", "Horovod's")):
+        [(_, _, bench), *_] = figures.benches(figure, args, tmp_path)
+        row = dict(zip(figures.BARS[figure].rows, bench.check().rows, strict=True))[bar]
+        usual = AllReduce().choices().fusion.first_bytes
+        assert row.strategy.choices().fusion.first_bytes == pytest.approx(usual * 0.05, abs=1)
+
+
+def test_what_the_search_gains_is_seen_beside_its_start(figures: ModuleType) -> None:
+    assert figures.BARS["9"].rows["DeAR, 25 MB"] == "dear:plan=fixed"
+
+
+def test_error_bars_reach_from_the_slowest_to_the_fastest_tenth(figures: ModuleType) -> None:
+    bar = {"speed": 1.2, "iteration_s": {"median": 1.0, "p10": 0.8, "p90": 1.5}}
+    assert figures.error_bar(bar) == pytest.approx((0.4, 0.3))
 
 
 def test_what_is_measured_is_shown_kept_and_drawn(

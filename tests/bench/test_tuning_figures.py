@@ -1,0 +1,64 @@
+"""``benchmarks/tuning.py``: what it calls found, and from where a search has something to find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from helpers.scripts import benchmark
+
+
+@pytest.fixture(scope="module")
+def tuning() -> Iterator[ModuleType]:
+    with benchmark("tuning") as module:
+        yield module
+
+
+def raw(*searches: tuple[float, list[float]], finals: list[float]) -> dict[str, Any]:
+    """A curve that falls from 2 s at 1 MB to 1 s at 10 MB and stays there."""
+    return {
+        "sizes_mb": [1.0, 10.0, 100.0],
+        "curve_s": [2.0, 1.0, 1.0],
+        "final_s": finals,
+        "searches": [
+            {"search": "bo", "start_mb": start, "tried_mb": tried, "chosen_mb": tried[-1],
+             "trial_cost_s": [0.001]}
+            for start, tried in searches
+        ],
+    }  # fmt: skip
+
+
+def test_a_start_far_from_the_best_is_the_first_trial(tuning: ModuleType) -> None:
+    found = tuning.judge(raw((1.0, [1.0, 3.0, 20.0]), finals=[1.25, 1.0]))
+    [each] = found["searches"]
+    assert each["trials_until_found"] == 3
+    assert each["start_of_best"] == 0.5
+    assert each["chosen_of_best"] == 0.8
+
+
+def test_a_start_that_is_good_already_counts_for_nothing(
+    tuning: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = tuning.judge(raw((25.0, [25.0]), (1.0, [1.0, 25.0]), finals=[1.0, 1.0, 1.0]))
+    tuning.show("resnet50", found)
+    good, far = [line for line in capsys.readouterr().out.splitlines() if " from " in line]
+    assert "from 25 MB (1.00 of the best, counts for nothing) found after 1 of 1" in good
+    assert "from 1 MB (0.50 of the best) found after 2 of 2" in far
+
+
+def test_a_search_that_finds_nothing_is_missed_by_its_start(tuning: ModuleType) -> None:
+    found = tuning.judge(raw((1.0, [1.0, 1.5]), finals=[1.0, 1.0]))
+    assert tuning.missed("resnet50", found) == [
+        "resnet50: from 1 MB no size within 3% in 10 trials"
+    ]
+
+
+def test_starts_outside_of_the_range_are_refused(
+    tuning: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tuning.py", "--starts", "0.5"])
+    assert tuning.main() == 2
+    assert "allowed are 1 to 100 MB" in capsys.readouterr().err
