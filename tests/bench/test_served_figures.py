@@ -53,13 +53,22 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_simulated(
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_a_derived_pace_is_an_interval(served: ModuleType) -> None:
+    """A device that takes half as long hides less, and AlexNet's throughput is derived."""
+    usual, fast = (served.Setting("alexnet", 3, pace) for pace in (1.0, 0.5))
+    assert fast.alone_s == pytest.approx(usual.alone_s / 2)
+    assert "vgg19" not in served.DERIVED
+    assert fast.efficiency(served.ROWS["geryon"]) < usual.efficiency(served.ROWS["geryon"])
+
+
 def test_a_model_is_shown_with_its_sweep(
     served: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = tuned(thresholds=(0.9,), trials=14, sweep={0.9: 0.97, 0.5: 0.95})
     found[3] |= {"thresholds": (0.9, 0.2), "trials": 23}
-    served.show("alexnet", OURS, found)
+    served.show("alexnet", OURS, found, {"geryon": [0.98, 0.71]})
     said = capsys.readouterr().out
+    assert "geryon    96.0%   the paper  95.4% (98.0%, 71.0% if the pace is off by two)" in said
     assert "tuned 3   98.0%   the paper  95.4%" in said
     assert "2 classes: 0.900 after 14 trials, 1.000 of the best swept" in said
     assert "0.90 97.0%, 0.50 95.0%" in said
