@@ -9,6 +9,7 @@
      times without overlap, as the paper draws it.
 ddp  Figs. 25 to 27: DistributedDataParallel with and without the sketch by its hook, paced
      models on emulated clusters; samples per second. Profiles are of ImageNet's sizes (Fig. 27).
+     At the paper's 10GbE first, and at 1 Gbit/s.
 
 Rules, with exit code 1 and a line for each that is missed: in 22a the final accuracy, mean over
 seeds, is at most 0.5 points below that of the dense training, all workers end with the same
@@ -50,6 +51,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 POINTS, FASTER, OVERHEAD = 0.5, 0.9, 0.1
 DDP_MODELS = ("alexnet", "vgg19", "inception_v3", "resnet50")
 """Those of the paper's six for which there are profiles; ResNet-50 stands for its ResNets."""
+LABS = ("star:4@10gbit", "star:4@1gbit")
 PAPER_WIRE = "lowrank@4:bits=8:split=count:level=ends"
 EXAMPLES = f"""examples:
   python benchmarks/sketch.py --json out/sketch.json
@@ -313,7 +315,7 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=1, help="22b, of the CPU; default: 1")
     add("--workers", type=int, default=16, help="22b; default: 16, BCube(4,2)")
     add("--gbit", type=float, default=10.0, help="22b, of a worker's links; default: 10")
-    add("--labs", nargs="+", default=["star:4@1gbit"], help="ddp; default: star:4@1gbit")
+    add("--labs", nargs="+", default=list(LABS), help=f"ddp; default: {' '.join(LABS)}")
     add("--scale", type=float, default=0.0, help="of models; default: 1 for 22b, 0.1 for ddp")
     add("--ddp-iterations", type=int, default=6, help="ddp, timed, in each turn; default: 6")
     add("--json", type=Path, help="write figures here, after each part")

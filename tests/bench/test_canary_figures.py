@@ -48,6 +48,22 @@ def test_figure_23_is_judged(canary: ModuleType, name: str, found: Any, said: li
     assert all(text in line for text, line in zip(said, missed, strict=True))
 
 
+def test_the_row_without_staleness_is_shown_and_not_judged(canary: ModuleType) -> None:
+    assert canary.BSP == "canary:s=0,colayers=10,wire=sketch,encrypted=False"
+    found = part()
+    found["rows"][canary.BSP] = found["rows"]["bml"] | {"iteration_s": 1.5}
+    assert canary.judged_23({"random": found}) == []
+
+
+def test_default_rows_are_in_the_clear_as_baselines_are(canary: ModuleType) -> None:
+    assert all("encrypted=False" in row for row in (canary.CANARY, canary.SIX_BITS, canary.BSP))
+    assert "wire=sketch@6," in canary.SIX_BITS
+
+
+def test_what_slow_motion_hides_is_said(canary: ModuleType) -> None:
+    assert "1/40 of their share" in canary.codecs_share("paced:vgg19_v100@0.1", 4.0)
+
+
 def test_speed_has_to_grow_with_workers(canary: ModuleType) -> None:
     assert canary.judged_20({"2x2": part(2.0), "3x2": part(3.0)}) == []
     (line,) = canary.judged_20({"2x2": part(2.0), "3x2": part(2.0)})
