@@ -11,12 +11,16 @@
     A normal iteration is that of Ripples' smart groups in 17, which is less than All-Reduce's.
 steps  Random groups, + Group Buffer, + Global Division, + Inter-Intra, + slowdown filter, with
     equal workers and with one that is 2 times slow.
-15  An all-reduce alone by where workers are: several on each host, or one.
+15  An all-reduce alone by where workers are: several on each host, or one. Links are scaled and in
+    slow motion, and their times are divided by it; within one host there is no link that could be
+    slowed down, so it is of the whole model at the machine's own pace.
 16  Real training on real data (digits): iterations to a loss by how often groups average.
 18  The same by strategy: iterations and seconds to a loss, and accuracy after equal samples.
 20  The same after equal time, in as many iterations as a strategy makes in it.
 
-Where models are averaged an iteration is as many steps as there are workers, whoever made them.
+Where models are averaged an iteration is as many steps as there are workers, whoever made them; for
+AD-PSGD as many steps of active workers as there are of these, since passive ones wait for nobody
+and run ahead. What it would be by everybody's steps is printed beside it (``by all``).
 The rate of 25 Gbit/s makes All-Reduce compute for 0.4 of its time. Fig. 2b says that AD-PSGD
 synchronises for more than 0.9 of an iteration, which is 3.9 of All-Reduce's (5.1 and 4.3 times,
 section 1): so computation is less than 0.4 of All-Reduce's. Model and rates are scaled together,
@@ -45,6 +49,7 @@ from wingbeat.bench import estimate, runner
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
+from wingbeat.pairs.split import is_active
 
 FIGURES = ("17", "19", "steps", "15", "16", "18", "20")
 SMART, ADPSGD = "ripples:policy=smart", "adpsgd:overlap=False,encrypted=False"
@@ -171,14 +176,13 @@ def placement(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         placed = argparse.Namespace(**vars(args) | {"hosts": hosts, "per_host": each})
         made = asdict(config(placed, ("single",))) | {"measure": True, "iterations": 2, "rounds": 2}
         if hosts == 1:
-            made["lab"] = f"loopback:{each}"
-            made["per_host"] = 1
+            made |= {"lab": f"loopback:{each}", "per_host": 1}
+            made |= {"model": f"paced:{args.model}", "stretch": 1.0}
         report = runner.run(BenchConfig(**made), command=sys.argv).report
         assert report.measured is not None
-        compute = sum((report.compute_s or {}).values())
-        alone = report.measured.t_rs_s + report.measured.t_ag_s
-        print(f"{hosts} hosts x {each}: {alone / args.stretch * 1e3:7.2f} ms; computation "
-              f"{compute / args.stretch * 1e3:.2f} ms")  # fmt: skip
+        alone = (report.measured.t_rs_s + report.measured.t_ag_s) / made["stretch"]
+        compute = sum((report.compute_s or {}).values()) / made["stretch"]
+        print(f"{hosts} hosts x {each}: {alone * 1e3:7.2f} ms; computation {compute * 1e3:.2f} ms")
         yield f"{hosts}x{each}", {"all_reduce_s": alone, "compute_s": compute}
 
 
@@ -198,16 +202,33 @@ def figures(report: Report) -> dict[str, Any]:
     rows = {}
     for run in report.runs:
         # Whoever is not in lockstep has iterations of all lengths: what counts is their sum.
-        mean = statistics.fmean(run.samples_s)
+        by_all = statistics.fmean(run.samples_s)
+        longer = longer_by_active(run.strategy, run.steps_by_rank)
         rows[run.strategy] = {
-            "iteration_s": mean,
-            "synchronising": max(0.0, 1.0 - compute / mean),
-            "bytes_per_iteration": run.bytes_per_iteration,
+            "iteration_s": longer * by_all,
+            "by_all_s": by_all,
+            "synchronising": max(0.0, 1.0 - compute / (longer * by_all)),
+            "bytes_per_iteration": longer * run.bytes_per_iteration,
             "steps_by_rank": run.steps_by_rank,
             "cores_share": run.cores_share,
             "limited_by_cores": run.limited_by_cores,
         }
     return rows
+
+
+def longer_by_active(row: str, steps_by_rank: list[int] | None) -> float:
+    """How much longer an iteration is if active workers' steps count in place of everybody's.
+
+    >>> longer_by_active("adpsgd:overlap=False", [5, 15, 5, 15])
+    2.0
+    >>> longer_by_active("ripples:policy=smart", [5, 15, 5, 15])
+    1.0
+    """
+    if not row.startswith("adpsgd") or not steps_by_rank:
+        return 1.0
+    active = steps_by_rank[::2]
+    assert [is_active(rank) for rank in range(2)] == [True, False]
+    return statistics.fmean(steps_by_rank) / statistics.fmean(active)
 
 
 def show(title: str, rows: dict[str, Any]) -> None:
@@ -219,6 +240,8 @@ def show(title: str, rows: dict[str, Any]) -> None:
         faster = f"{server['iteration_s'] / own['iteration_s']:6.2f}" if server else ""
         steps = " ".join(map(str, own["steps_by_rank"] or ()))
         full = "  limited by this machine's cores" if own["limited_by_cores"] else ""
+        if own["by_all_s"] != own["iteration_s"]:
+            full += f"  (by all {own['by_all_s']:.3f} s)"
         print(
             f"{row:40} {own['iteration_s']:7.3f} {faster:>6} {own['synchronising']:5.0%} "
             f"{own['bytes_per_iteration'] / 1e6:6.2f}  {steps}{full}"

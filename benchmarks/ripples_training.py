@@ -3,6 +3,10 @@
 SGD is that of ``accuracy.py``: a rate of 0.05 with momentum 0.9, up at first and then along a
 cosine to 0, by the share of all steps that is done.
 
+An iteration is as many steps as there are workers, whoever made them; for AD-PSGD as many steps of
+active workers as there are of these. Passive ones make more, so it sees more samples than the
+others in as many iterations: ``steps_by_rank`` has all.
+
 As a program, one worker of a lab: trains all rows by turns within a seed.
 """
 
@@ -31,6 +35,7 @@ from wingbeat.bench import contenders
 from wingbeat.bench.attach import attached
 from wingbeat.bench.steps import SharedSteps
 from wingbeat.errors import LabError, UsageError
+from wingbeat.pairs.split import is_active
 
 POINTS = 0.5
 LAST = 10
@@ -128,7 +133,7 @@ def summary(runs: list[dict[str, Any]], loss: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(run["row"] for run in runs):
         own = [run for run in runs if run["row"] == name]
-        there = [reached(run["losses"], run["workers"], loss) for run in own]
+        there = [reached(run["losses"], counting(name, run["workers"]), loss) for run in own]
         known = [each for each in there if each is not None]
         final = statistics.fmean(run["accuracy"] for run in own)
         whole = len(known) == len(there)
@@ -147,21 +152,31 @@ def summary(runs: list[dict[str, Any]], loss: float) -> list[dict[str, Any]]:
     return rows
 
 
+def counting(row: str, workers: int) -> list[int]:
+    """The ranks whose steps count as iterations.
+
+    >>> counting("adpsgd:encrypted=False", 5), counting("allreduce", 3)
+    ([0, 2, 4], [0, 1, 2])
+    """
+    return [rank for rank in range(workers) if is_active(rank) or not row.startswith("adpsgd")]
+
+
 def reached(
-    losses: list[tuple[float, float]], workers: int, target: float
+    losses: list[tuple[float, float, int]], ranks: list[int], target: float
 ) -> tuple[float, float] | None:
     """Seconds and iterations until the mean loss of the last steps is below the target.
 
     Args:
-        losses: when each step of any worker was over, and its loss; in this order.
-        workers: as many steps are an iteration.
+        losses: when each step of any worker was over, its loss, and whose it was; in this order.
+        ranks: as many steps of these are an iteration; the losses of others do not count.
         target: the loss.
     """
-    count, total = LAST * workers, 0.0
-    for number, (seconds, loss) in enumerate(losses, start=1):
-        total += loss - (losses[number - 1 - count][1] if number > count else 0.0)
+    own = [(seconds, loss) for seconds, loss, rank in losses if rank in ranks]
+    count, total = LAST * len(ranks), 0.0
+    for number, (seconds, loss) in enumerate(own, start=1):
+        total += loss - (own[number - 1 - count][1] if number > count else 0.0)
         if number >= count and total / count < target:
-            return seconds, number / workers
+            return seconds, number / len(ranks)
     return None
 
 
@@ -204,20 +219,21 @@ def train(
     counted: Path,
     limit_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Train until all workers together have made ``length`` steps each, on the average.
+    """Train until workers have made ``length`` steps each, on the average (`counting`).
 
     With ``limit_s`` until so many seconds have passed, whatever the steps.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     batches, contender = task.batches(rank, size, seed), contenders.parse(row)
-    steps = SharedSteps(counted, rank, size)
+    steps, ranks = SharedSteps(counted, rank, size), counting(row, size)
     own: list[tuple[float, float]] = []
     sgd = functools.partial(torch.optim.SGD, lr=task.rate, momentum=task.momentum)
     with attached(contender, task.network(seed), sgd) as made:
         dist.barrier()
         begin, share = time.monotonic(), 0.0
         while True:
-            done = steps.total() / size if contender.averages else float(len(own))
+            made_by = steps.by_rank()
+            done = statistics.fmean(made_by[r] for r in ranks) if contender.averages else len(own)
             if limit_s and (contender.averages or len(own) % ASKED == 0):
                 share = passed(begin, limit_s, alike=not contender.averages)
             elif not limit_s:
@@ -241,12 +257,12 @@ def train(
     steps.close()
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, own)
-    losses = sorted((s, loss) for each in everyone for s, loss in each)
+    losses = sorted((s, loss, by) for by, each in enumerate(everyone) for s, loss in each)
     return {
         "row": row,
         "seed": seed,
         "workers": size,
-        "iterations": sum(map(len, everyone)) / size,
+        "iterations": statistics.fmean(len(everyone[r]) for r in ranks),
         "s": seconds,
         "accuracy": final,
         "same_weights": same,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,10 +65,47 @@ def test_a_slow_worker_sleeps_normal_iterations(ripples: ModuleType) -> None:
 
 
 def run(row: str, accuracy: float, losses: list[tuple[float, float]]) -> dict[str, Any]:
+    made = [(s, loss, number % 2) for number, (s, loss) in enumerate(losses)]
     return {
-        "row": row, "accuracy": accuracy, "s": 9.0, "workers": 2, "losses": losses,
+        "row": row, "accuracy": accuracy, "s": 9.0, "workers": 2, "losses": made,
         "iterations": len(losses) / 2, "same_weights": True,
     }  # fmt: skip
+
+
+def test_iterations_of_ad_psgd_are_those_of_its_active_workers(ripples: ModuleType) -> None:
+    """Rank 1 is passive and makes three steps for each of rank 0's."""
+    training = ripples.ripples_training
+    losses = [(0.1 * n, 1.0 if n <= 40 else 0.0, int(n % 4 > 0)) for n in range(1, 121)]
+    assert training.reached(losses, [0, 1], 0.5) == (pytest.approx(5.1), 25.5)
+    # Six of rank 0's last ten losses are low with its 16th step, the 64th of all.
+    assert training.reached(losses, training.counting("adpsgd", 2), 0.5) == (
+        pytest.approx(6.4),
+        16.0,
+    )
+    assert ripples.longer_by_active("adpsgd", [10, 30]) == 2.0
+    assert ripples.longer_by_active("ripples:policy=smart", [10, 30]) == 1.0
+
+
+def test_within_one_host_nothing_is_divided_by_the_slow_motion(
+    ripples: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def measured(config: Any, **_: Any) -> Any:
+        asked.append(config)
+        found = SimpleNamespace(measured=SimpleNamespace(t_rs_s=1.0, t_ag_s=1.0), compute_s={})
+        return SimpleNamespace(report=found)
+
+    monkeypatch.setattr(ripples.runner, "run", measured)
+    args = argparse.Namespace(
+        hosts=4, per_host=2, rate="1gbit", model="vgg16_cifar_1080ti", scale=0.1, stretch=10.0,
+        iterations=4, rounds=1, warmup=1,
+    )  # fmt: skip
+    found = {name: part["all_reduce_s"] for name, part in ripples.placement(args)}
+    assert found == {"1x2": 2.0, "2x1": 0.2, "4x1": 0.2, "4x2": 0.2}
+    assert (asked[0].lab, asked[0].model, asked[0].stretch) == (
+        "loopback:2", "paced:vgg16_cifar_1080ti", 1.0,
+    )  # fmt: skip
 
 
 def test_training_is_judged_by_accuracy_and_timed_to_a_loss(ripples: ModuleType) -> None:
