@@ -213,11 +213,18 @@ def evaluate(model: nn.Module, task: Task) -> dict[str, float | None]:
 
 
 def train(
-    task: Task, contender: Contender, seed: int, iterations: int, evaluations: int = EVALUATIONS
+    task: Task,
+    contender: Contender,
+    seed: int,
+    iterations: int,
+    evaluations: int = EVALUATIONS,
+    until: float = math.inf,
 ) -> dict[str, Any]:
     """Train once; the curve, and whether all workers end with the same weights.
 
-    A curve's seconds are those of training, without what evaluations take.
+    A curve's seconds are those of training, without what evaluations take. What has to come from
+    the others before a model can be judged is training: it goes on from there. Training ends early
+    once the accuracy is ``until`` percent.
     """
     begin = time.monotonic()
     batches = task.batches(dist.get_rank(), dist.get_world_size(), seed)
@@ -234,12 +241,13 @@ def train(
                 clip(made, task.max_norm)
             made.optimizer.step()
             if step + 1 in marks:
+                made.settle()  # also makes models that differ their mean
                 paused = time.monotonic()
                 trained = paused - begin - evaluating
-                if contender.averages:
-                    wingbeat.consensus(made.model)
                 curve.append({"iteration": step + 1, "s": trained, **evaluate(made.model, task)})
                 evaluating += time.monotonic() - paused
+                if curve[-1]["accuracy"] >= until:
+                    break
         weights = [p.detach().clone() for p in made.model.parameters()]
     return {"same_weights": same_everywhere(weights), "s": time.monotonic() - begin, "curve": curve}
 

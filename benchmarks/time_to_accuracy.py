@@ -1,0 +1,223 @@
+"""Seconds of training to an accuracy that was named before, end to end, in one run.
+
+    python benchmarks/time_to_accuracy.py --json out/time_to_accuracy.json
+    python benchmarks/time_to_accuracy.py --lab star:4@20mbit --strategies ddp ddp+bf16 omgs
+    python benchmarks/time_to_accuracy.py --task text --seeds 0 1 2 3 4
+
+Each row trains a real network on real data over the links of a lab, and is timed while it does: the
+clock runs from before `distribute` on. So all that a row has to find out first is on it (links are
+measured, sizes tuned, codecs tried), and so are densities that still fall, and what a worker needs
+from the others before it can be judged (what is put off, the mean of all models). Evaluations alone
+are not. Nothing is paced, scaled or in slow motion: links are as slow as the network is small.
+
+The scoring is MLPerf Training's. Rows take turns; each trains once for each seed, from the same
+weights on the same batches, until held-out accuracy is at the target, or to the end. Of a row's
+seconds the best and the worst are dropped, and the mean of the rest is its score; a training that
+ends below the target counts as the worst, and how many did is shown. Targets stand in this file
+(`TARGETS`), below what DDP comes to, and were written down before a row was run.
+
+Exit code 1 if a form of DDP is there before the first of wingbeat's strategies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import hooks
+import torch
+import torch.distributed as dist
+from common import run_and_judge, write
+
+import wingbeat
+from wingbeat import lab
+from wingbeat.bench import contenders
+from wingbeat.errors import LabError, UsageError
+
+TARGETS = {"digits": 97.0, "text": 56.0}
+"""Percent of held-out data, of 2026-11-25."""
+ROWS = (
+    "ddp",
+    "ddp+fp16",
+    "ddp+bf16",
+    "ddp+powersgd:rank=1",
+    "ddp+powersgd:rank=4",
+    "allreduce",
+    "dear",
+    "dear:plan=fixed,wire=sketch@4",
+    "allreduce:wire=lowrank@4",
+    "omgs",
+    "localsgd:every=10",
+    "diloco:every=30,wire=sketch@4",
+)
+LEAST = 3
+"""Seeds: the best and the worst are dropped."""
+
+
+def score(seconds: Sequence[float | None]) -> float | None:
+    """The mean without the best and the worst; None counts as the worst, and as many as remain.
+
+    >>> score([3.0, 1.0, 2.0]), score([3.0, None, 2.0]), score([None, 1.0, None])
+    (2.0, 3.0, None)
+    """
+    inner = sorted(math.inf if each is None else each for each in seconds)[1:-1]
+    mean = statistics.fmean(inner)
+    return mean if math.isfinite(mean) else None
+
+
+def summary(runs: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any]]:
+    """A row for each strategy, in order, from all trainings."""
+    rows = []
+    for name in dict.fromkeys(run["strategy"] for run in runs):
+        own = [run for run in runs if run["strategy"] == name]
+        ends = [run["curve"][-1] for run in own]
+        seconds = [end["s"] if end["accuracy"] >= target else None for end in ends]
+        rows.append(
+            {
+                "strategy": name,
+                "ddp": contenders.parse(name).ddp,
+                "score_s": score(seconds),
+                "seconds": seconds,
+                "iterations": [end["iteration"] for end in ends],
+                "accuracy": [end["accuracy"] for end in ends],
+                "not_reached": seconds.count(None),
+                "same_weights": all(run["same_weights"] for run in own),
+            }
+        )
+    return rows
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Whether a form of DDP is there first, and who ends with different weights."""
+    out = [
+        f"{row['strategy']} leaves the workers with different weights"
+        for row in rows
+        if not row["same_weights"]
+    ]
+    first = {}
+    for ddp in (True, False):
+        there = [row for row in rows if row["ddp"] == ddp and row["score_s"] is not None]
+        first[ddp] = min(there, key=lambda row: row["score_s"], default=None)
+    theirs, ours = first[True], first[False]
+    if theirs and (ours is None or ours["score_s"] >= theirs["score_s"]):
+        said = "nothing of wingbeat's is" if ours is None else _said(ours)
+        out.append(f"{_said(theirs)} is there first; {said}")
+    return out
+
+
+def _said(row: dict[str, Any]) -> str:
+    return f"{row['strategy']} ({row['score_s']:.1f} s)"
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table in Markdown; the slowest first, and before it who is not there."""
+    print(f"\n| {title} | s | of seeds | iterations | not reached |")
+    print("|---" * 5 + "|")
+    for row in sorted(rows, key=lambda row: -(row["score_s"] or math.inf)):
+        there = [each for each in row["seconds"] if each is not None]
+        spread = f"{min(there):.1f} .. {max(there):.1f}" if there else "-"
+        own = "-" if row["score_s"] is None else f"{row['score_s']:.1f}"
+        count = f"{statistics.median(row['iterations']):g}"
+        print(f"| `{row['strategy']}` | {own} | {spread} | {count} | {row['not_reached']} |")
+
+
+def worker(options: argparse.Namespace) -> None:
+    """All trainings on this rank, rows taking turns within a seed; rank 0 keeps a line each."""
+    torch.set_num_threads(1)
+    wingbeat.init(timeout=120.0)
+    task = accuracy.TASKS[options.task]()
+    iterations = options.iterations or task.iterations
+    for seed, text in itertools.product(options.seeds, options.strategies):
+        made = accuracy.train(
+            task, contenders.parse(text), seed, iterations, options.evaluations, options.target
+        )
+        if dist.get_rank() == 0:
+            with options.worker.open("a", encoding="utf-8") as file:
+                print(json.dumps({"seed": seed, "strategy": text, **made}), file=file)
+            end = made["curve"][-1]
+            print(f"seed {seed} {text}: {end['accuracy']:.2f}% in {end['s']:.1f} s", flush=True)
+        dist.barrier()
+    wingbeat.shutdown()
+
+
+def trainings(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train on the lab; every training's curve.
+
+    Raises:
+        LabError: the lab cannot be made, or a worker failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "runs.jsonl"
+        words = [sys.executable, __file__, *sys.argv[1:], "--worker", str(path)]
+        words += ["--target", str(options.target)]
+        ended = lab.run(lab.LabSpec.parse(options.lab), words, on_line=hooks.progress)
+        if ended.exit_code:
+            raise LabError(f"{options.lab}: {ended.first_failure or ended.exit_code}")
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def measure(options: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report, and return what is missed."""
+    check(options)
+    report |= {"lab": options.lab, "task": options.task, "target": options.target}
+    write(options.json, report)
+    report["runs"] = trainings(options)
+    report["rows"] = summary(report["runs"], options.target)
+    write(options.json, report)
+    show(f"{options.task} to {options.target:g}%, {options.lab}", report["rows"])
+    return missed(report["rows"])
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise UsageError for what cannot work, before anything starts."""
+    if len(set(options.seeds)) < LEAST:
+        raise UsageError(
+            f"--seeds {' '.join(map(str, options.seeds))}: allowed are {LEAST} or more, each once: "
+            "the best and the worst are dropped"
+        )
+    lab.LabSpec.parse(options.lab)
+    for text in options.strategies:
+        contenders.parse(text)
+    if options.target is None:
+        options.target = TARGETS[options.task]
+    accuracy.check_numbers(argparse.Namespace(**{**vars(options), "tasks": [options.task]}))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--strategies", nargs="+", default=list(ROWS), help="rows as of wingbeat bench")
+    add("--task", choices=tuple(TARGETS), default="digits", help="as of accuracy.py (digits)")
+    add("--lab", default="star:4@100mbit", help="(star:4@100mbit)")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help=f"{LEAST} or more (0 1 2)")
+    add("--target", type=float, help="percent of held-out data (what stands in this file)")
+    add("--iterations", type=int, help="of a training that does not get there; the task's own")
+    add("--evaluations", type=int, default=40, help="of a whole training (40)")
+    add("--json", type=Path, default=Path("out/time_to_accuracy.json"))
+    add("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Train and time each row, print a table and judge it."""
+    options = arguments()
+    if options.worker:
+        worker(options)
+        return 0
+    return run_and_judge(options.json, functools.partial(measure, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""``benchmarks/time_to_accuracy.py``: how it scores, and that it trains and times in one run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from helpers.scripts import benchmark
+
+
+@pytest.fixture(scope="module")
+def timed() -> Iterator[ModuleType]:
+    with benchmark("time_to_accuracy") as module:
+        yield module
+
+
+def runs(strategy: str, *ends: tuple[float, float], same: bool = True) -> list[dict[str, Any]]:
+    """Trainings that end after so many seconds with such an accuracy."""
+    return [
+        {
+            "strategy": strategy,
+            "seed": seed,
+            "same_weights": same,
+            "curve": [
+                {"iteration": 10, "s": 1.0, "accuracy": 20.0},
+                {"iteration": 20, "s": s, "accuracy": right},
+            ],
+        }
+        for seed, (s, right) in enumerate(ends)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "score"),
+    [
+        ([3.0, 1.0, 2.0], 2.0),
+        ([5.0, 1.0, 2.0, 4.0], 3.0),
+        ([3.0, None, 2.0], 3.0),
+        ([None, 1.0, None], None),
+    ],
+)
+def test_best_and_worst_are_dropped_and_who_is_not_there_is_the_worst(
+    timed: ModuleType, seconds: list[float | None], score: float | None
+) -> None:
+    assert timed.score(seconds) == score
+
+
+def test_who_ends_below_the_target_has_no_seconds_and_is_counted(timed: ModuleType) -> None:
+    trained = runs("ddp", (9.0, 97.0), (8.0, 97.5), (7.0, 99.0))
+    trained += runs("omgs", (2.0, 96.9), (2.0, 96.9), (2.0, 98.0))
+    first, second = timed.summary(trained, 97.0)
+    assert (first["score_s"], first["not_reached"], first["ddp"]) == (8.0, 0, True)
+    assert (second["score_s"], second["not_reached"], second["ddp"]) == (None, 2, False)
+    assert timed.missed([first, second]) == [
+        "ddp (8.0 s) is there first; nothing of wingbeat's is",
+    ]
+
+
+def test_a_form_of_ddp_that_is_there_first_is_a_miss(timed: ModuleType) -> None:
+    slow, fast = [(9.0, 98.0)] * 3, [(8.0, 98.0)] * 3
+    behind = timed.summary(runs("ddp+bf16", *fast) + runs("dear", *slow), 97.0)
+    assert timed.missed(behind) == ["ddp+bf16 (8.0 s) is there first; dear (9.0 s)"]
+    ahead = timed.summary(runs("ddp+bf16", *slow) + runs("dear", *fast), 97.0)
+    assert timed.missed(ahead) == []
+    parted = timed.summary(runs("ddp", *slow) + runs("dear", *fast, same=False), 97.0)
+    assert timed.missed(parted) == ["dear leaves the workers with different weights"]
+
+
+def test_the_slowest_stands_first_and_who_is_not_there_before_it(
+    timed: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = runs("dear", (3.0, 98.0), (4.0, 98.0), (5.0, 98.0))
+    trained += runs("ddp", *[(9.0, 98.0)] * 3) + runs("omgs", *[(9.0, 90.0)] * 3)
+    timed.show("digits to 97%", timed.summary(trained, 97.0))
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "| `omgs` | - | - | 20 | 3 |",
+        "| `ddp` | 9.0 | 9.0 .. 9.0 | 20 | 0 |",
+        "| `dear` | 4.0 | 3.0 .. 5.0 | 20 | 0 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--seeds", "0", "1"], "allowed are 3 or more"),
+        (["--seeds", "0", "1", "1"], "each once"),
+        (["--strategies", "dera"], "'dear'"),
+        (["--lab", "sta:4@1gbit"], "'sta'"),
+        (["--evaluations", "0"], "allowed are 1 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    timed: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    named: str,
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["time_to_accuracy.py", "--json", str(tmp_path / "a.json"), *words]
+    )
+    monkeypatch.setattr(timed.lab, "run", lambda *_, **__: pytest.fail("it started"))
+    assert timed.main() == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_training_and_timing_are_one_run_and_end_at_the_target(
+    timed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["--lab", "star:2@100mbit", "--strategies", "ddp", "omgs", "--target", "15"]
+    words += ["--iterations", "60", "--evaluations", "6", "--json", str(tmp_path / "a.json")]
+    monkeypatch.setattr(sys, "argv", ["time_to_accuracy.py", *words])
+    assert timed.main() in (0, 1)  # which is there first is chance
+    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert [(run["seed"], run["strategy"]) for run in found["runs"]] == [
+        (seed, row) for seed in (0, 1, 2) for row in ("ddp", "omgs")
+    ]
+    for run in found["runs"]:
+        assert all(point["accuracy"] < 15 for point in run["curve"][:-1])
+        stamps = [point["s"] for point in run["curve"]]
+        assert stamps == sorted(stamps)
+        assert 0 < stamps[-1] < run["s"]
+    assert all(row["same_weights"] for row in found["rows"])
