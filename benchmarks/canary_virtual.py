@@ -16,8 +16,9 @@ sums cost what `Work` says, and a sketch of 8 bits what one core needs, or nothi
 
 One owner stands for all everywhere else, too, unless ``--whole`` is given: that takes an hour.
 
-Exit code 1 if Canary with a random slow worker is not 1.61x as fast as BML, or 0.98x where all are
-alike, or the stand-in is more than 5% off.
+Exit code 1 if Canary, with a sketch that one core codes, is not 1.61x as fast as BML with a random
+slow worker, or 0.98x where all are alike, or the stand-in is more than 5% off. The paper's 1.61 is
+of the time to converge (section 6.6), so the first is a mark of ours.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from wingbeat.errors import UsageError
 from wingbeat.stale.pace import Pace
 
 PAPER = {"bml": 1.61, "ako": 2.28, "ps": 2.84}
-"""Fig. 23, VGG-19: how much longer than Canary."""
+"""Fig. 23, VGG-19: how much longer than Canary to converge; no time of an iteration."""
 PAPER_PEAK = {"bml": 0.7598, "canary": 0.5105}
 PAPER_LESS_TRAFFIC = 0.5628
 SLOWS = {"alike": (), "random": ("random:+2x",), "one": ("0=+2x",)}
@@ -94,7 +95,7 @@ def fig23(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
         for name, row in rows.items():
             row["as_fast_as_bml"] = bml / row["iterations_s"]
             show(f"{how}: {name}", row, f"{row['as_fast_as_bml']:.2f}x BML")
-        best = rows["canary sketch, free star"]["as_fast_as_bml"]
+        best = rows["canary sketch star"]["as_fast_as_bml"]
         least = 0.98 if how == "alike" else PAPER["bml"]
         if best < least:
             yield f"fig23 {how}: Canary {best:.2f}x BML, wanted {least}x"
