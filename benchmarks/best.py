@@ -14,7 +14,10 @@ way, so that factors of rank 1 are as large a share of their bytes as those of r
 the whole model's. Two cores carry four workers, so cells with fast links are in slow motion, up to
 four times; those in which an iteration of DDP takes long, up to a minute, are in fast motion, down
 to a tenth, and what processors do counts for more there. Printed are milliseconds at the model's
-real pace. *Cores* marks rows that the processors limit.
+real pace. Codecs, PowerSGD's hook and optimizers do the work of a twentieth of the model, and are
+not slowed down, so their share is too small; top-k is timed after its warm-up, and what rows find
+out first is not on the clock: `time_to_accuracy.py` has all of that. *Cores* marks rows that the
+processors limit.
 
 Rule: in each cell the fastest strategy of wingbeat's with an exchange in each step is faster than
 the fastest form of DDP, and the fastest of its exact ones than DDP (exit code 1 otherwise).
