@@ -37,7 +37,9 @@ MEASURED = 30
 """Iterations that say how long one of the first row takes."""
 FIRST_RATE, QUARTERLY = 0.1, 0.2
 MARKS = 20
-ROWS = ("bml", "canary:s={s},p=2,colayers=4,wire=sketch", "ako", "vanillaps:servers=1")
+OURS = "canary:s={s},p=2,colayers=4,wire=sketch,encrypted=False"
+ROWS = ("bml", OURS, f"{OURS},in_flight=none", "ako", "vanillaps:servers=1,encrypted=False")
+"""The third is Canary as published: rounds in flight have no bound but s."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

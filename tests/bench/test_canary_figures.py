@@ -78,6 +78,13 @@ def training(row: str, seed: int, slow: bool, curve: list[tuple[float, float]]) 
     }  # fmt: skip
 
 
+def test_real_training_has_a_row_as_published(canary: ModuleType) -> None:
+    training = canary.canary_training
+    rows = [training.contenders.parse(row.format(s=8)) for row in training.ROWS]
+    bounds = [row.strategy.exchange.in_flight for row in rows[1:3]]
+    assert bounds == [2, None]
+
+
 def test_real_training_is_judged_against_bsp(canary: ModuleType) -> None:
     runs = [
         training("bml", 0, True, [(10.0, 90.0), (20.0, 96.0)]),

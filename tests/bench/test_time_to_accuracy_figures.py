@@ -113,6 +113,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 
 @pytest.mark.lab
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_training_and_timing_are_one_run_and_end_at_the_target(
     timed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
