@@ -246,7 +246,7 @@ def train(
                 trained = paused - begin - evaluating
                 curve.append({"iteration": step + 1, "s": trained, **evaluate(made.model, task)})
                 evaluating += time.monotonic() - paused
-                if curve[-1]["accuracy"] >= until:
+                if (curve[-1]["accuracy"] or 0.0) >= until:
                     break
         weights = [p.detach().clone() for p in made.model.parameters()]
     return {"same_weights": same_everywhere(weights), "s": time.monotonic() - begin, "curve": curve}

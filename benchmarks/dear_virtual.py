@@ -1,0 +1,95 @@
+"""DeAR's Fig. 6 with as many workers as the paper has, in virtual time: no tensor fusion.
+
+    python benchmarks/dear_virtual.py --json out/dear_virtual.json
+    python benchmarks/dear_virtual.py --models resnet50 --latency-us 5 50
+
+No run and no clock: `wingbeat.simulator` with 64 workers on 10GbE less headers, in a ring, each
+tensor alone: DeAR over all-reduces under backward (WFBP), whose collectives are those of DeAR, one
+half after the other, as in the paper (section VI-C). In the lab two cores start each collective for
+all workers, which costs them more than DeAR hides. Here starting costs nothing but the links'
+latency: its Eqs. 3 and 4 have P - 1 of them in each half. The paper does not state it, so several
+stand side by side.
+
+Exit code 1 if DeAR is slower than WFBP anywhere; the paper has 1.06 to 1.19.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import dear
+from common import run_and_judge, write
+
+from wingbeat import AllReduce, DeAR, paced, simulator
+from wingbeat.errors import UsageError
+
+GOODPUT = 1448 / 1538
+WORK = simulator.Work(
+    chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0
+)  # as on GPUs: the cards copy, and add
+WAYS = {"wfbp": AllReduce(plan="none"), "dear": DeAR(plan="none")}
+ITERATIONS = 3
+
+
+def seconds(model: str, way: str, workers: int, latency_s: float) -> float:
+    """Return the median of an iteration."""
+    links = simulator.Links(bytes_per_s=10e9 / 8 * GOODPUT, latency_s=latency_s)
+    run = simulator.simulate(
+        simulator.of_profile(paced.load_profile(model)),
+        WAYS[way].choices(),
+        workers,
+        links,
+        work=WORK,
+        iterations=ITERATIONS,
+    )
+    return run.median_s
+
+
+def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report; return where DeAR is slower.
+
+    Raises:
+        UsageError: a value that cannot work.
+    """
+    if args.workers < 2 or min(args.latency_us) < 0:
+        raise UsageError("--workers: allowed are 2 or more; --latency-us: 0 or more")
+    missed = []
+    report["models"] = {}
+    heads = " ".join(f"{latency:>7g} us" for latency in args.latency_us)
+    print(f"DeAR over WFBP, {args.workers} workers, 10GbE (the paper: 1.06 to 1.19)")
+    print(f"{'model':14} {heads}")
+    for model in args.models:
+        found = report["models"][model] = {}
+        for latency in args.latency_us:
+            both = {way: seconds(model, way, args.workers, 1e-6 * latency) for way in WAYS}
+            faster = both["wfbp"] / both["dear"]
+            found[f"{latency:g}"] = {**both, "faster": faster}
+            if faster < 1:
+                missed.append(f"6: {model}, {latency:g} us: DeAR is {faster:.3f} of WFBP")
+        cells = " ".join(f"{each['faster']:10.3f}" for each in found.values())
+        print(f"{model:14} {cells}", flush=True)
+        write(args.json, report)
+    return missed
+
+
+def main() -> int:
+    """Simulate what was asked for, print a table and judge it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(dear.MODELS), metavar="NAME")
+    parser.add_argument("--workers", type=int, default=64, help="(64)")
+    parser.add_argument(
+        "--latency-us", type=float, nargs="+", default=[5.0, 20.0, 50.0], help="(5 20 50)"
+    )
+    parser.add_argument("--json", type=Path, default=Path("out/dear_virtual.json"), metavar="FILE")
+    args = parser.parse_args()
+    return run_and_judge(args.json, functools.partial(measure, args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
