@@ -105,6 +105,18 @@ def test_bytes_by_class_are_a_worker_s() -> None:
     assert dear.class_bytes_per_iteration == {}
 
 
+def test_how_often_a_bound_has_acted_is_added_up_over_rounds_and_told() -> None:
+    each = [{"dropped": 1, "pulled": 0}, {"dropped": 2, "pulled": 1}]
+    made = report()
+    blocks = [block(0, 2.0), block(1, 2.0, fired_by_rank=each), block(1, 2.0, fired_by_rank=each)]
+    ddp, canary = runs(checked(strategies=("ddp", "canary")), blocks)
+    assert ddp.fired_by_rank is None
+    assert canary.fired_by_rank == [{"dropped": 2, "pulled": 0}, {"dropped": 4, "pulled": 2}]
+    shown = table.render(replace(made, runs=[ddp, canary])).caption
+    said = "canary: the staleness bound dropped 6 iterations of 2 workers; parameters pulled: 2"
+    assert said in str(shown)
+
+
 def test_exposed_time_is_never_negative() -> None:
     ddp, _ = runs(checked(), [block(0, 0.01), block(1, 0.01)])
     assert ddp.exposed_s == 0.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 
-from helpers.stale import Game, Replica, add, audit, gradient
+from helpers.stale import Game, Player, Replica, add, audit, gradient
 from wingbeat.stale.messages import Round
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import whole
@@ -115,6 +116,48 @@ def test_workers_that_are_alike_are_summed_together() -> None:
         for iteration, _ in part.entries
     ]
     assert sum(ages) / len(ages) < 0.5
+
+
+class Paused(Game):
+    """A game in which worker 2 stands still amid an iteration, while the others make 100.
+
+    Attributes:
+        waited: the most rounds that have waited at it.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self.waited = 0
+        super().__init__(0, 3, pace, iterations=150, keep=pace.keep, even=True)
+        self.lag = 0.01
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        player = getattr(what, "__self__", None)
+        if isinstance(player, Player) and player.rank == 2 and 60 <= when < 360:
+            when = 360.0
+        super().at(when, what)
+
+    def flush(self, player: Player) -> None:
+        super().flush(player)
+        if player.rank == 2:
+            self.waited = max(self.waited, player.machine.waiting)
+
+
+@pytest.mark.parametrize("pace", [Pace(2, 2, 3), Pace(18, 2, 3), Pace(None, 3, 3)])
+def test_rounds_beyond_the_bound_are_let_go_and_pulled_once(pace: Pace) -> None:
+    played = Paused(pace)
+    audit(played.play())
+    late = played.living()[2]
+    assert late.pulls == late.machine.pulls == 1
+    assert [player.pulls for player in played.living()[:2]] == [0, 0]
+    assert played.waited <= pace.keep + 2  # the others have not applied the last ones yet
+
+
+@pytest.mark.parametrize("pace", [Pace(2, 3, 3), Pace(0, 3, 3)])
+def test_where_the_others_wait_nothing_is_let_go(pace: Pace) -> None:
+    played = Paused(pace)
+    audit(played.play())
+    assert not any(player.pulls for player in played.living())
+    assert played.waited <= pace.keep + 1  # one is not whole yet
 
 
 def test_all_go_on_together_after_they_have_settled() -> None:

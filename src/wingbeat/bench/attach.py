@@ -68,8 +68,10 @@ def _attach_strategy(
     engine = engine_of(model)
     assert engine is not None
     bounded = sync.bounded_exchange(model)
-    applied = None if bounded is None else lambda: bounded.applied
-    return Attached(model, optimizer, detach, flush, engine.compression, engine.control, applied)
+    made = Attached(model, optimizer, detach, flush, engine.compression, engine.control)
+    if bounded is not None:
+        made.applied, made.fired = lambda: bounded.applied, lambda: bounded.fired
+    return made
 
 
 def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:

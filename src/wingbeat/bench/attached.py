@@ -27,6 +27,8 @@ class Attached:
         control: what is decided while the row trains; None where nothing is.
         applied: how many iterations' worth of all workers' gradients are in the parameters; None
             where workers are in lockstep, and every iteration's are.
+        fired: how often the staleness bound has acted on this worker, by what it did; None where
+            there is none.
     """
 
     model: nn.Module
@@ -36,6 +38,7 @@ class Attached:
     compression: Compression | None = None
     control: Control | None = None
     applied: Callable[[], float] | None = None
+    fired: Callable[[], dict[str, int]] | None = None
 
     def deciding(self) -> bool:
         """Whether the row is still finding out how it will train, and cannot be timed yet."""

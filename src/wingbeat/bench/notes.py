@@ -34,6 +34,11 @@ NOTES = {
         " made; null for other rows. A step counts when the optimizer's step has returned, so with"
         " the wait for its average where it has one"
     ),
+    "fired_by_rank": (
+        "under bounded staleness (canary): how often the bound has acted on each worker in timed"
+        " iterations: iterations dropped before all of their colayers were sent, and parameters"
+        " pulled from another worker in place of rounds that were let go; null for other rows"
+    ),
     "cpu_s_per_iteration": (
         "by role of a process and in it by rank: CPU seconds of all its threads, in user mode and"
         " in the kernel, over the timed iterations, for each of them; server: all parameter servers"

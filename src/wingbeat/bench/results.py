@@ -41,6 +41,8 @@ class Block:
         traffic: for each worker, what its host had sent when; None unless it was looked at.
         steps_by_rank: of models that are averaged: the steps of each worker in the timed
             iterations.
+        fired_by_rank: under bounded staleness: how often the bound has acted on each worker in the
+            timed iterations, by what it did.
     """
 
     row: int
@@ -55,6 +57,7 @@ class Block:
     sent_by_class: list[dict[str, float]] = field(default_factory=list)
     traffic: list[Samples] | None = None
     steps_by_rank: list[int] | None = None
+    fired_by_rank: list[dict[str, int]] | None = None
 
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
@@ -136,6 +139,7 @@ class Run:
     class_bytes_per_iteration: dict[str, float] = field(default_factory=dict)
     traffic: Traffic | None = None
     steps_by_rank: list[int] | None = None
+    fired_by_rank: list[dict[str, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +250,7 @@ def _run(
         time_to_loss=_time_to_loss(checked, own),
         traffic=_traffic(checked, own),
         steps_by_rank=_steps_by_rank(own),
+        fired_by_rank=_fired_by_rank(own),
         class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
         **_of_clocks(frame, own),
     )
@@ -275,6 +280,16 @@ def _time_to_loss(checked: Checked, blocks: Sequence[Block]) -> TimeToLoss | Non
 def _steps_by_rank(blocks: Sequence[Block]) -> list[int] | None:
     steps = [block.steps_by_rank for block in blocks if block.steps_by_rank is not None]
     return [sum(own) for own in zip(*steps, strict=True)] if steps else None
+
+
+def _fired_by_rank(blocks: Sequence[Block]) -> list[dict[str, int]] | None:
+    fired = [block.fired_by_rank for block in blocks if block.fired_by_rank is not None]
+    if not fired:
+        return None
+    return [
+        {what: sum(one[what] for one in of_rank) for what in of_rank[0]}
+        for of_rank in zip(*fired, strict=True)
+    ]
 
 
 def _traffic(checked: Checked, blocks: Sequence[Block]) -> Traffic | None:

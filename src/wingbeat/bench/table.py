@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -84,6 +85,11 @@ def _caption(report: Report) -> list[str]:
         if run.deciding is not None
     ]
     full = f"limited by this machine's cores ({CORES_FULL:.0%} or more of their time in use)"
+    lines += [
+        f"{run.strategy}: the staleness bound {acted(run.fired_by_rank)}"
+        for run in report.runs
+        if run.fired_by_rank is not None
+    ]
     listed = {
         "codec switched off, as it was not faster here": [
             run.codec == "off" for run in report.runs
@@ -116,6 +122,19 @@ def decided(decision: dict[str, Any]) -> str:
     if "thresholds" in decision:
         said.append(f"thresholds {written(tuple(decision['thresholds']))}")
     return ", ".join(said)
+
+
+def acted(by_rank: Sequence[Mapping[str, int]]) -> str:
+    """Say how often the bound of staleness has acted, and on how many workers.
+
+    >>> acted([{"dropped": 0, "pulled": 0}, {"dropped": 3, "pulled": 1}])
+    'dropped 3 iterations of 1 worker; parameters pulled: 1'
+    """
+    dropped = [fired["dropped"] for fired in by_rank]
+    workers = sum(map(bool, dropped))
+    pulled = sum(fired["pulled"] for fired in by_rank)
+    of = f" of {workers} worker{'s' * (workers != 1)}" if workers else ""
+    return f"dropped {sum(dropped)} iterations{of}; parameters pulled: {pulled}"
 
 
 def s_max(measured: Measured) -> str:

@@ -102,7 +102,11 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
     """One row's turn; rank 0 gets the result, the others None."""
     with worker.training(row, round_=round_) as own:
         before, worth = _warmed_up(worker, own, row, round_)
+        fired = own.made.fired
+        earlier = {} if fired is None else fired()
         said = _timed(worker, own, row, round_)
+        if fired is not None:
+            said["fired"] = {what: count - earlier[what] for what, count in fired().items()}
         said |= asdict(_settled(worker, own.made).since(before, own.done() - worth))
         about: dict[str, Any] = {}
         if own.steps is not None:
@@ -243,6 +247,7 @@ def _gather(worker: Worker, row: int, said: dict[str, Any], about: dict[str, Any
         loss=sum(losses) / len(losses),
         curves=[each["curve"] for each in everyone] if "curve" in said else None,
         traffic=[each["traffic"] for each in everyone] if "traffic" in said else None,
+        fired_by_rank=[each["fired"] for each in everyone] if "fired" in said else None,
         **about,
     )
 

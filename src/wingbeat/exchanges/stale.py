@@ -159,7 +159,7 @@ class StaleExchange:
             self._replica = TorchReplica(*rest, self._step, world.size, others=self._others)
         arrived = arrive(world, encrypted=staleness.encrypted)
         combine, life = self._replica.sums.combine, arrived.life
-        self.machine = Worker(world.rank, world.size, pace, combine, life=life)
+        self.machine = Worker(world.rank, world.size, pace, combine, keep=pace.keep, life=life)
         held = self._held = _Held(self._replica, world)
         self._courier = Courier(
             self.machine,
@@ -303,6 +303,11 @@ class StaleExchange:
         """Iterations' worth of all workers' gradients that are in the parameters here."""
         world, machine = self._world, self.machine
         return machine.gei.counted / (world.size**2 * machine.colayers)
+
+    @property
+    def fired(self) -> dict[str, int]:
+        """How often the bound has acted here: iterations ``dropped``, and parameters ``pulled``."""
+        return {"dropped": len(self.machine.dropped), "pulled": self.machine.pulls}
 
     def sections(self) -> Sequence[Section]:
         """Return how far this worker is, what was dropped, and what it has of the others."""

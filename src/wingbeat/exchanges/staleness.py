@@ -20,13 +20,16 @@ def shown(machine: Worker, workers: int, colayers: int) -> list[Section]:
         workers: how many there are.
         colayers: of how many columns to show; one for each.
     """
-    at = machine.at
+    at, in_flight = machine.at, machine.pace.ahead
     fastest = max(at, machine.zeta)  # between two iterations it is about to enter ``at``
     rows: dict[str, Cell] = {
         "iteration": at,
         "fastest": fastest,
         "behind": fastest - at,
         "dropped": len(machine.dropped),
+        "in_flight": "any" if in_flight is None else in_flight,
+        "waiting": machine.waiting,
+        "pulled": machine.pulls,
     }
     row = machine.gei.retired
     index: dict[str, Cell] = {"row": row}

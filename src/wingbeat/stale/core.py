@@ -40,12 +40,13 @@ class Core:
         workers: how many there are.
         pace: the thresholds.
         combine: adds contributions up.
-        keep: complete rounds that may wait to be applied if another worker can be asked for
-            parameters; None for any number.
+        keep: rounds that may wait to be applied if another worker can be asked for parameters;
+            None for any number.
         life: 0, or a larger number than in all its lives before if the worker comes back.
         history: whether the GEI keeps the rows that are retired.
 
     Attributes:
+        pace: the thresholds.
         colayers: k.
         posts: what is to be sent, oldest first.
         at: the iteration that is computed, or wanted.
@@ -53,6 +54,7 @@ class Core:
         gei: what is in the parameters.
         dropped: iterations that the rule has ended, each with the number of colayers that were
             sent and so count.
+        pulls: how often parameters were pulled that were let go, or that a new life lacked.
         expelled: the others take this worker for dead; only a new life can go on.
     """
 
@@ -67,14 +69,15 @@ class Core:
         life: int = 0,
         history: bool = False,
     ) -> None:
-        self.rank, self.life, self._n, self._pace = rank, life, workers, pace
+        self.rank, self.life, self._n, self.pace = rank, life, workers, pace
         self.colayers = pace.colayers
         self._combine, self._keep = combine, keep
         self.posts: deque[Post] = deque()
         self.at = self.zeta = 0
         self.gei = Gei(workers, pace.colayers, keep=history)
         self.dropped: list[tuple[int, int]] = []
-        self.expelled = self.ended = self._computing = False
+        self.pulls = 0
+        self.expelled = self.ended = self._computing = self._inside = False
         self._rounds, self._even = Rounds(workers, pace.colayers), Even()
         self._kept, self._others = Kept(pace.colayers), Others(rank)
         self._wishes: dict[int, int] = {}
@@ -255,7 +258,7 @@ class Core:
         """Drop the iteration if it is out of date (Pseudocode 1)."""
         exchanged = self.gei.exchanged(self.at)
         if not self._out and not self.ended:
-            self._out = self._pace.outdated(self.zeta - self.at, exchanged)
+            self._out = self.pace.outdated(self.zeta - self.at, exchanged)
             if self._out and self._computing:
                 self.dropped.append((self.at, exchanged))
                 self._computing = False
@@ -273,7 +276,7 @@ class Core:
             return self._last if rounds is None else rounds - 1
         if self._out:  # rounds that were closed before this worker was there need no answer
             return max(self.zeta, (self.lacking or 0) - 1)
-        reached = self._pace.reached(self.at, self.zeta)
+        reached = self.pace.reached(self.at, self.zeta)
         return reached if reached > self.at + 1 else self.at - 1
 
     def _say(self) -> None:
@@ -319,17 +322,25 @@ class Core:
                 self._post(self._peers(), Settled(rounds, self._agreement.view))
 
     def _trim(self) -> None:
-        """Let go of rounds that wait for too long, if there is somebody to pull them from."""
-        waiting = self._rounds.complete - self._rounds.applied
-        if self._keep is not None and waiting > self._keep and not self._agreement.frozen:
-            end = min(self._others.safe(self._agreement.view), self._rounds.complete)
+        """Let go of rounds that wait for training, if there is somebody to pull them from.
+
+        Between iterations none waits: what is not whole is still on its way, and so may the
+        parameters be that are pulled.
+        """
+        waits = self._keep is not None and self._rounds.waiting > self._keep
+        if waits and self._inside and not self._agreement.frozen:
+            end = self._others.safe(self._agreement.view)
             if end > self._rounds.applied:
                 self._rounds.drop(end)
 
     def _ask(self) -> None:
-        """Pull parameters from the fastest if some rounds are not to be had any more."""
+        """Pull parameters from the fastest if some rounds are not to be had any more.
+
+        Amid an iteration nothing can be put into the parameters, however long it takes: what would
+        be pulled then would soon be too old.
+        """
         lacking = self.lacking
-        if lacking is None or not self._rounds.knows_all:
+        if lacking is None or self._inside or not self._rounds.knows_all:
             return
         view = self._agreement.view
         if self._asked is not None:

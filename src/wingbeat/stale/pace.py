@@ -26,6 +26,10 @@ EVEN_ROUNDS = 8
 so many iterations one finds out whether somebody is."""
 
 
+KEPT_ROUNDS = 32
+"""Rounds that may wait at a worker where staleness has no bound."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """The thresholds, and what follows from them.
@@ -77,6 +81,24 @@ class Pace:
             return "PGE"
         return "SSP" if self.s else "BSP"
 
+    @property
+    def keep(self) -> int:
+        """How many rounds may wait to be applied: all that come for a worker within the bound.
+
+        An iteration begins with all but ``in_flight`` of the rounds before it, and while it is
+        computed the others are up to ``s`` ahead. Whoever has more waiting is beyond the bound.
+        """
+        if self.s is None:
+            return KEPT_ROUNDS
+        assert self.ahead is not None
+        return self.s + 1 + self.ahead
+
+    @property
+    def ahead(self) -> int | None:
+        """Rounds that need not have been applied where somebody is slow; None for any number."""
+        bounds = [bound for bound in (self.s, self.in_flight) if bound is not None]
+        return min(bounds, default=None)
+
     def fresh(self, staleness: int) -> bool:
         """Whether a worker so many iterations behind is within the bound (line 19)."""
         return self.s is None or staleness <= self.s
@@ -107,10 +129,12 @@ class Pace:
                 computed, and that is all that can be hidden. Now and then one goes ahead all the
                 same: else whoever just comes in time would be waited for and never count as slow.
         """
-        bounds = [bound for bound in (self.s, self.in_flight) if bound is not None]
+        ahead = self.ahead
+        if ahead is None:
+            return 0
         if even and self.in_flight is not None and iteration % EVEN_ROUNDS:
-            bounds.append(1)
-        return max(iteration - min(bounds), 0) if bounds else 0
+            ahead = min(ahead, 1)
+        return max(iteration - ahead, 0)
 
 
 class Even:

@@ -111,6 +111,11 @@ class Rounds:
         """Whether it is known of each piece from where on it comes."""
         return None not in self._next
 
+    @property
+    def waiting(self) -> int:
+        """How many rounds are held, whole or in part."""
+        return len(self._have)
+
     def take(self) -> tuple[Round, ...] | None:
         """Return the next complete round's parts, by colayer and piece, and count it as applied."""
         if self.applied == self.complete:
@@ -131,7 +136,10 @@ class Rounds:
         self._look()
 
     def drop(self, end: int) -> None:
-        """Let go of the rounds before ``end``, which pulled parameters will have."""
+        """Let go of the rounds before ``end``, which pulled parameters will have.
+
+        Parts of them that are still on their way come later, and go with the next call.
+        """
         for number in [number for number in self._have if number < end]:
             del self._have[number]
         self.complete = self.applied

@@ -31,7 +31,7 @@ class Worker(Core):
             return self.at
         # No iteration twice, and none of a row that is complete without this worker.
         least = max(self._rounds.touched(self.rank) + 1, self.gei.retired)
-        if self._pace.mode == "BSP":  # nor one that it has said to have nothing for
+        if self.pace.mode == "BSP":  # nor one that it has said to have nothing for
             return max(self._said() + 1, least)
         return max(self.zeta, least)
 
@@ -39,12 +39,12 @@ class Worker(Core):
         """Whether the wanted iteration may be computed: nobody is left behind the bound."""
         if self.lacking is not None:
             return False
-        if self._out and self._pace.mode == "BSP":  # the others wait for it from here on
+        if self._out and self.pace.mode == "BSP":  # the others wait for it from here on
             self.at, self._out = self.wanted, False
             self._enter(self.at)
             self._go_on()
-        wanted, s = self.wanted, self._pace.s
-        if self._rounds.applied < self._pace.first_needed(wanted, even=self._even.now):
+        wanted, s = self.wanted, self.pace.s
+        if self._rounds.applied < self.pace.first_needed(wanted, even=self._even.now):
             return False
         return s is None or self._others.reach(self._agreement.view, wanted - s)
 
@@ -55,7 +55,8 @@ class Worker(Core):
 
     def begin(self) -> int:
         """Enter the wanted iteration, and return it."""
-        self.at, self._out, self._computing = self.wanted, False, True
+        self.at, self._out = self.wanted, False
+        self._computing = self._inside = True
         self._enter(self.at)
         self._go_on()
         return self.at
@@ -79,6 +80,7 @@ class Worker(Core):
         """End the iteration: all of its colayers have been computed."""
         if self._computing:
             self.at, self._computing = self.at + 1, False
+        self._inside = False
         self._go_on()
 
     def take(self) -> tuple[Round, ...] | None:
@@ -96,13 +98,18 @@ class Worker(Core):
         return parts
 
     @property
+    def waiting(self) -> int:
+        """How many rounds are held until they are taken, or let go."""
+        return self._rounds.waiting
+
+    @property
     def applied(self) -> int:
         """How many rounds have been taken, or were pulled with the parameters."""
         return self._rounds.applied
 
     def end(self) -> None:
         """Begin no more iterations, and let what is under way be applied everywhere."""
-        self.ended = True
+        self.ended, self._inside = True, False
         self._go_on()
 
     @property
@@ -167,5 +174,6 @@ class Worker(Core):
         self.gei.adopt(message.gei)
         self._release()
         self._fresh, self._asked = False, None
+        self.pulls += 1
         self._go_on()
         return message.payload

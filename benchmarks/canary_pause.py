@@ -1,0 +1,215 @@
+"""A worker under bounded staleness that stands still amid an iteration, while the others train on.
+
+    python benchmarks/canary_pause.py --json out/canary_pause.json
+
+Real processes in a lab train a network of random weights on random numbers with `Canary`. After
+some iterations the last rank's training sleeps between forward and backward, as on a slow disk or a
+machine that swaps; its process goes on to hear the others. It sleeps until the fastest is so many
+iterations ahead, so that a busy machine shows the same as an idle one. Each worker looks, twenty
+times a second, at how many rounds wait at it and at how much memory its process has.
+
+Judged: what waits at the worker that stands still stays within its bound (`Pace.keep`, and the
+rounds that the others have not applied yet); it drops an iteration and pulls parameters once; its
+memory grows by no more than these rounds and two copies of the model; all end with equal weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from common import at_least_one, run_and_judge, write
+
+from wingbeat import lab, strategies
+from wingbeat.errors import LabError
+
+LOOK_S = 0.05
+AFTER = 20
+"""Iterations before the pause."""
+UNSAFE = 4
+"""Rounds above the bound: those that the others have on their way, or have not applied."""
+
+
+def main() -> int:
+    """Run once, print what was found and judge it."""
+    args = arguments()
+
+    def measure(report: dict[str, Any]) -> list[str]:
+        strategies.parse(args.row)
+        with tempfile.TemporaryDirectory() as folder:
+            report |= run(args, Path(folder))
+        write(args.json, report)
+        show(report)
+        return judged(report)
+
+    return run_and_judge(args.json, measure)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lab", default="star:3@1gbit", help="(star:3@1gbit)")
+    parser.add_argument(
+        "--row", default="canary:s=2,p=2,wire=fp32,encrypted=False",
+        help="(canary:s=2,p=2,wire=fp32,encrypted=False)",
+    )  # fmt: skip
+    parser.add_argument("--mb", type=float, default=8.3, help="of the model, 10**6 bytes (8.3)")
+    parser.add_argument(
+        "--ahead", type=at_least_one, default=94, help="iterations of the others (94)"
+    )
+    parser.add_argument("--json", type=Path, default=Path("out/canary_pause.json"), metavar="FILE")
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """Train in a lab, with one pause.
+
+    Raises:
+        LabError: a lab cannot be made, or somebody failed.
+    """
+    lines: list[str] = []
+    words = [str(home), args.row, str(args.mb), str(args.ahead)]
+    ended = lab.run(
+        args.lab,
+        [sys.executable, __file__, "--work", *words],
+        env={"WINGBEAT_TOP": "off"},
+        on_line=lambda rank, line: lines.append(f"[{rank}] {line}"),
+    )
+    if ended.exit_code:
+        print("\n".join(lines[-40:]))
+        raise LabError(f"{args.lab}: {ended.first_failure or ended.exit_code}")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "row": args.row,
+        "mb": args.mb,
+        "ahead": args.ahead,
+        "workers": [json.loads(path.read_text()) for path in sorted(home.glob("rank-*"))],
+    }
+
+
+def judged(report: dict[str, Any]) -> list[str]:
+    """Return what does not hold."""
+    *_, late = report["workers"]
+    missed = []
+    most = late["keep"] + UNSAFE
+    if late["waiting"] > most:
+        missed.append(f"{late['waiting']} rounds waited; limit {most}")
+    if not late["dropped"] or late["pulled"] != 1:
+        missed.append(f"{late['dropped']} iterations dropped, {late['pulled']} pulls; 1 or more, 1")
+    grown, limit = late["rss_mb"] - late["rss_before_mb"], (most + 2) * report["mb"]
+    if grown > limit:
+        missed.append(f"memory grew by {grown:.0f} MB; limit {limit:.0f} MB")
+    if any(each["weights"] != late["weights"] for each in report["workers"]):
+        missed.append("weights differ in the end")
+    return missed
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one line for each worker."""
+    print(
+        f"{'rank':>4} {'rounds':>6} {'dropped':>7} {'pulled':>6} {'most waiting':>12} "
+        f"{'MB before':>9} {'MB at most':>10}"
+    )
+    for rank, each in enumerate(report["workers"]):
+        print(
+            f"{rank:4} {each['rounds']:6} {each['dropped']:7} {each['pulled']:6} "
+            f"{each['waiting']:12} {each['rss_before_mb']:9.0f} {each['rss_mb']:10.0f}"
+        )
+
+
+# -- on a host of the lab --------------------------------------------------------------------
+
+
+class Watch(threading.Thread):
+    """Looks at this process, and at what waits.
+
+    Attributes:
+        waiting: rounds that have waited, at most.
+        rss_mb: memory, at most.
+    """
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(daemon=True)
+        self._machine, self.over = machine, threading.Event()
+        self.waiting, self.rss_mb = 0, rss_mb()
+
+    def run(self) -> None:
+        """Look until it is over."""
+        while not self.over.wait(LOOK_S):
+            self.waiting = max(self.waiting, self._machine.waiting)
+            self.rss_mb = max(self.rss_mb, rss_mb())
+
+
+def rss_mb() -> float:
+    """Return the memory that this process has, in 10**6 bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def work(home: Path, row: str, mb: float, ahead: int) -> None:
+    """Train; the last rank stands still once, and all end some iterations after that."""
+    import torch
+
+    import wingbeat
+    from wingbeat.sync import bounded_exchange
+
+    torch.set_num_threads(1)
+    world = wingbeat.init(timeout=300.0)
+    torch.manual_seed(0)
+    width = int((mb * 1e6 / 4 / 8) ** 0.5)
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer = wingbeat.distribute(model, optimizer, strategies.parse(row))
+    exchange = bounded_exchange(model)
+    assert exchange is not None
+    machine, watch = exchange.machine, Watch(exchange.machine)
+    late = world.rank == world.size - 1
+    begun, before, left = 0, 0.0, AFTER
+    while left:
+        loss = model(torch.randn(1, width)).square().mean()
+        begun += 1
+        if begun == AFTER:
+            before = rss_mb()
+            watch.start()
+            while late and machine.zeta < begun + ahead:
+                time.sleep(LOOK_S)
+            if late:
+                (home / "over").touch()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        left -= (home / "over").exists()
+    wingbeat.flush(model)
+    watch.over.set()
+    watch.join()
+    said = {
+        "rounds": machine.applied,
+        "dropped": len(machine.dropped),
+        "pulled": machine.pulls,
+        "keep": machine._keep,
+        "waiting": watch.waiting,
+        "rss_before_mb": before,
+        "rss_mb": watch.rss_mb,
+        "weights": [float(p.detach().double().abs().sum()) for p in model.parameters()],
+    }
+    (home / f"rank-{world.rank}").write_text(json.dumps(said))
+    wingbeat.shutdown()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))
+        sys.exit()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
