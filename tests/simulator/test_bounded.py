@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -9,18 +10,22 @@ from typing import Any
 import pytest
 
 from wingbeat.errors import UsageError
+from wingbeat.gradients.bucketing import Bucketing
+from wingbeat.paced.model import PacedModel
+from wingbeat.paced.profile import load_profile
 from wingbeat.simulator import Links, Model, Work
 from wingbeat.simulator.bounded import simulate_bounded
 from wingbeat.simulator.colayers import Coding, bundled
 from wingbeat.simulator.crowd import Member
-from wingbeat.simulator.model import TimedLayer
+from wingbeat.simulator.model import TimedLayer, of_profile
 from wingbeat.simulator.staleness import StaleRun
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.stale.messages import Here
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import whole
 from wingbeat.stale.worker import Worker
-from wingbeat.types import TensorSpec
+from wingbeat.transport import loopback
+from wingbeat.types import Fusion, TensorSpec
 
 FREE = Work(
     chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0,
@@ -38,7 +43,7 @@ def model(layers: int = 1, numel: int = NUMEL) -> Model:
     """0.1 s of forward and 0.3 s of backward, in equal layers."""
     return Model(
         tuple(TimedLayer(0.1 / layers, 0.3 / layers, (i,)) for i in range(layers)),
-        tuple(TensorSpec(f"t{i}", (numel // layers,), "float32", 4) for i in range(layers)),
+        tuple(TensorSpec(f"{i}.weight", (numel // layers,), "float32", 4) for i in range(layers)),
     )
 
 
@@ -295,7 +300,7 @@ def test_all_of_a_model_is_in_its_colayers() -> None:
     layers = [(0.01, 0.04, 100), (0.02, 0.06, 0), (0.0, 0.1, 300), (0.03, 0.2, 500)]
     made = Model(
         tuple(TimedLayer(f, b, (i,) if n else ()) for i, (f, b, n) in enumerate(layers)),
-        tuple(TensorSpec(f"t{i}", (n,), "float32", 4) for i, (_, _, n) in enumerate(layers)),
+        tuple(TensorSpec(f"{i}.weight", (n,), "float32", 4) for i, (_, _, n) in enumerate(layers)),
     )
     found = bundled(made, 3)
     assert found.forward_s == pytest.approx(0.06)
@@ -304,6 +309,21 @@ def test_all_of_a_model_is_in_its_colayers() -> None:
     assert found.seconds == pytest.approx(0.46)
     assert found.rest_s == 0.0
     assert (bundled(made, 1).numel, bundled(made, 1).tensors) == ((900,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("vgg19", 10), ("inception_v3", 10), ("bert_base", 10), ("lstm_ptb", 3)]
+)
+def test_colayers_are_those_that_training_makes(name: str, count: int) -> None:
+    profile = load_profile(name)
+    fusion = Fusion(kind="colayers", layers=count)
+    (world,) = loopback.worlds(1)
+    trained = Bucketing(PacedModel(profile), fusion, world, lockstep=False)
+    trained.build()
+    made = [[trained.specs[slot.index].shape for slot in each.slots] for each in trained.buckets]
+    found = bundled(of_profile(profile), count)
+    assert found.tensors == tuple(map(len, made))
+    assert found.numel == tuple(sum(map(math.prod, shapes)) for shapes in made)
 
 
 @pytest.mark.parametrize(

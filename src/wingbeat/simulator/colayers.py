@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from wingbeat import plans
 from wingbeat.errors import UsageError
-from wingbeat.plans.colayers import LayerProperties, colayers
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS
-from wingbeat.simulator.model import ITEMSIZE, Model, TimedLayer
+from wingbeat.simulator.model import ITEMSIZE, Model
 from wingbeat.stale.letters import letter_of
 from wingbeat.stale.messages import Here, Message, Piece, Round
 from wingbeat.stale.view import whole
 from wingbeat.transport.messages.header import FIXED
+from wingbeat.types import Fusion
 from wingbeat.wires import Coded, Half, Sketch
 
 _TYPICAL = 100
@@ -104,25 +105,24 @@ class Bundled:
 
 
 def bundled(model: Model, count: int) -> Bundled:
-    """Bundle a model's layers as `wingbeat.plans.colayers` does.
+    """Bundle a model's layers as training does, by the same rule and what it goes by.
 
     Raises:
         UsageError: it has fewer layers with parameters.
     """
-    layers = [layer for layer in reversed(model.layers) if layer.tensors]
-    bundles = colayers([_properties(model, layer) for layer in layers], count)
-    if len(bundles) < count:
+    plan = plans.make(Fusion(kind="colayers", layers=count), model.tensors, model.ready_order)
+    tensors = [bucket.tensors for bucket in plan.buckets]
+    if len(tensors) < count:
         raise UsageError(
-            f"colayers={count}; allowed: up to {len(bundles)}, as many as the model has layers"
+            f"colayers={count}; allowed: up to {len(tensors)}, as many as the model has layers"
         )
-    last = {id(layers[bundle.stop - 1]) for bundle in bundles}
+    last = {each[-1] for each in tensors}
     seconds, ends = 0.0, []
     for layer in reversed(model.layers):
         seconds += layer.backward_s
-        if id(layer) in last:
+        if last.intersection(layer.tensors):
             ends.append(seconds)
             seconds = 0.0
-    tensors = [[t for n in bundle for t in layers[n].tensors] for bundle in bundles]
     return Bundled(
         sum(layer.forward_s for layer in model.layers),
         tuple(ends),
@@ -130,12 +130,6 @@ def bundled(model: Model, count: int) -> Bundled:
         tuple(sum(model.tensors[t].numel for t in each) for each in tensors),
         tuple(map(len, tensors)),
     )
-
-
-def _properties(model: Model, layer: TimedLayer) -> LayerProperties:
-    numel = sum(model.tensors[t].numel for t in layer.tensors)
-    kind = "linear" if layer.fully_connected else "conv"
-    return LayerProperties("", kind, numel, layer.backward_s)
 
 
 class Letter(NamedTuple):

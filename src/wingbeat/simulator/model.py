@@ -12,6 +12,8 @@ from wingbeat.types import Fusion, TensorSpec
 ITEMSIZE = FLOAT32_BYTES
 """Bytes of an element of a gradient."""
 
+_MATRIX = 2
+
 
 @dataclass(frozen=True, slots=True)
 class TimedLayer:
@@ -21,7 +23,7 @@ class TimedLayer:
         forward_s: its time for a batch, in seconds.
         backward_s: the same.
         tensors: its parameters, as numbers of tensors.
-        fully_connected: whether it is a fully connected layer.
+        fully_connected: whether it is a fully connected layer, as training judges that.
     """
 
     forward_s: float
@@ -72,14 +74,17 @@ def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
     layers = []
     for layer in profile.layers:
         first = len(tensors)
+        # As `wingbeat.gradients.layers` judges a paced layer: by its parameter of most dimensions.
+        connected = max((len(p.shape) for p in layer.parameters), default=0) == _MATRIX
+        kind = "fc" if connected else ""
         tensors += [
-            TensorSpec(f"{layer.name}.{p.name}", p.shape, "float32", FLOAT32_BYTES)
+            TensorSpec(f"{layer.name}.{p.name}", p.shape, "float32", FLOAT32_BYTES, layer=kind)
             for p in layer.parameters
         ]
         numbers = tuple(range(first, len(tensors)))
         forward_s = time_scale * (layer.forward_ms / 1e3)
         backward_s = time_scale * (layer.backward_ms / 1e3)
-        layers.append(TimedLayer(forward_s, backward_s, numbers, layer.kind == "linear"))
+        layers.append(TimedLayer(forward_s, backward_s, numbers, connected))
     return Model(tuple(layers), tuple(tensors))
 
 
