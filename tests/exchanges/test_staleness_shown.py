@@ -32,7 +32,7 @@ def test_how_far_a_worker_is_and_what_it_has_sent() -> None:
 
 
 def test_what_is_dropped_is_counted() -> None:
-    machine = Worker(1, 2, Pace(1, 2, 3), nothing)
+    machine = Worker(1, 2, Pace(2, 2, 3), nothing)
     machine.begin()
     machine.receive(0, 0, Here(4, 3, 0, ended=False, zeta=4, view=whole(2)))
     staleness, _ = shown(machine, 2, 3)
@@ -47,7 +47,7 @@ def test_without_a_bound_of_rounds_in_flight_it_is_s() -> None:
 
 
 def test_nobody_is_ahead_of_the_fastest() -> None:
-    machine = Worker(1, 2, Pace(1, 2, 3), nothing)
+    machine = Worker(1, 2, Pace(2, 2, 3), nothing)
     machine.begin()
     machine.finish()
     staleness, _ = shown(machine, 2, 3)

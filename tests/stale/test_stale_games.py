@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from helpers.stale import Game, Player, Replica, add, audit, gradient
-from wingbeat.stale.messages import Round
+from wingbeat.stale.messages import Parameters, Round
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import whole
 
@@ -123,10 +124,11 @@ class Paused(Game):
 
     Attributes:
         waited: the most rounds that have waited at it.
+        copies: of parameters that were sent to it.
     """
 
     def __init__(self, pace: Pace) -> None:
-        self.waited = 0
+        self.waited = self.copies = 0
         super().__init__(0, 3, pace, iterations=150, keep=pace.keep, even=True)
         self.lag = 0.01
 
@@ -135,6 +137,10 @@ class Paused(Game):
         if isinstance(player, Player) and player.rank == 2 and 60 <= when < 360:
             when = 360.0
         super().at(when, what)
+
+    def post(self, player: Player, to: int, message: Any) -> None:
+        self.copies += isinstance(message, Parameters)
+        super().post(player, to, message)
 
     def flush(self, player: Player) -> None:
         super().flush(player)
@@ -147,7 +153,7 @@ def test_rounds_beyond_the_bound_are_let_go_and_pulled_once(pace: Pace) -> None:
     played = Paused(pace)
     audit(played.play())
     late = played.living()[2]
-    assert late.pulls == late.machine.pulls == 1
+    assert late.pulls == late.machine.pulls == played.copies == 1
     assert [player.pulls for player in played.living()[:2]] == [0, 0]
     assert played.waited <= pace.keep + 2  # the others have not applied the last ones yet
 
@@ -158,6 +164,15 @@ def test_where_the_others_wait_nothing_is_let_go(pace: Pace) -> None:
     audit(played.play())
     assert not any(player.pulls for player in played.living())
     assert played.waited <= pace.keep + 1  # one is not whole yet
+
+
+@pytest.mark.parametrize("mode", ["BSP", "SSP"])
+def test_who_waits_for_links_lets_nothing_go(mode: str) -> None:
+    for seed in range(15):
+        pace = game(mode, seed).pace
+        played = Game(seed, 5, pace, iterations=12, keep=pace.keep).play()
+        audit(played)
+        assert not any(player.pulls for player in played.living())
 
 
 def test_all_go_on_together_after_they_have_settled() -> None:

@@ -24,7 +24,7 @@ from wingbeat.bench import digits
 from wingbeat.errors import PeerError, UsageError
 
 SIZE = 4
-PLAIN: dict[str, Any] = {"encrypted": False}
+PLAIN: dict[str, Any] = {"s": 2, "p": None, "wire": "fp32", "encrypted": False}
 
 
 def canary(**options: Any) -> wingbeat.Canary:
@@ -39,6 +39,16 @@ def made(world: Any, strategy: Any = None, make: Any = sgd, model: Any = None) -
 
 def courier(model: Any) -> Any:
     return engine(model).runtime.exchange._courier
+
+
+def test_on_a_model_of_few_layers_the_default_p_is_in_proportion() -> None:
+    def worker(world: Any) -> int:
+        strategy = wingbeat.Canary(encrypted=False)
+        model, _ = made(world, strategy, lambda params: torch.optim.SGD(params, 0.1), Layers())
+        p: int = engine(model).runtime.exchange.machine.pace.p
+        return p
+
+    assert on(2, worker) == [2, 2]  # of 4, as 6 of 10
 
 
 class Layers(nn.Module):
@@ -260,7 +270,8 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
             finally:
                 go_on.set()
         model.flush()
-        found = weights(model), list(courier(model).machine.dropped)
+        machine = courier(model).machine
+        found = weights(model), list(machine.dropped), machine.pulls
         sync.release(model, optimizer)
         return found
 
@@ -268,10 +279,12 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
 
 
 def test_a_worker_that_is_out_of_date_holds_up_nobody_and_drops_its_iteration() -> None:
-    (mine, nothing), (theirs, dropped) = held_up(canary(s=2, p=3), steps=9, colayers_before=1)
+    strategy = canary(s=2, p=3)
+    (mine, *nothing), (theirs, dropped, pulls) = held_up(strategy, steps=9, colayers_before=1)
     assert_same(mine, theirs)
-    assert nothing == []
+    assert nothing == [[], 0]
     assert dropped == [(0, 1)]
+    assert pulls == 1  # of the nine rounds that came five may wait
     wanted = total([*((step, 0) for step in range(9)), (1, 1)], 2)
     sent = given(0, 1)[-1]
     wanted["layers.3.weight"] -= 0.5 * sent / 2  # what it had sent by then counts
@@ -292,8 +305,8 @@ def test_where_nothing_is_dropped_nobody_runs_ahead_of_the_bound(s: int) -> None
 
 
 def test_without_a_bound_nobody_waits_and_nothing_is_dropped() -> None:
-    (mine, nothing), (theirs, dropped) = held_up(canary(s=None), steps=9, colayers_before=1)
-    assert nothing == dropped == []
+    (mine, *nothing), (theirs, *dropped) = held_up(canary(s=None), steps=9, colayers_before=1)
+    assert nothing == dropped == [[], 0]
     assert_same(mine, theirs)
     assert_same(mine, total([*((step, 0) for step in range(9)), (0, 1), (1, 1)], 2))
 
@@ -362,7 +375,7 @@ def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made()
 
 
 def test_what_a_dropped_iteration_had_not_sent_changes_no_residual() -> None:
-    (mine, _), (theirs, dropped) = held_up(
+    (mine, *_), (theirs, dropped, _) = held_up(
         canary(s=2, p=3, wire=wingbeat.Sketch(auto_disable=False)), steps=6, colayers_before=1
     )
     assert dropped == [(0, 1)]
