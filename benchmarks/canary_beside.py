@@ -117,7 +117,7 @@ def pace_of_row(choices: Choices) -> Pace:
     """
     staleness, colayers = choices.staleness, choices.fusion.layers
     assert staleness is not None, "it was asked for"
-    p = colayers if staleness.p is None else staleness.p
+    p = staleness.exchanged(colayers)
     return Pace(staleness.s, p, colayers, staleness.in_flight)
 
 

@@ -296,16 +296,28 @@ class Staleness:
     Attributes:
         s: iterations that a worker may be behind the fastest; None for any number.
         p: buckets that a worker must have exchanged not to have its iteration dropped; None for
-            all of them, so that nothing is dropped.
+            all of them, so that nothing is dropped; ``"auto"`` for 6 in 10 of them.
         encrypted: whether messages are.
         in_flight: rounds that a worker may be ahead of the sums where one is slow; None for as many
             as ``s``.
     """
 
     s: int | None
-    p: int | None = None
+    p: int | str | None = None
     encrypted: bool = True
     in_flight: int | None = 2
+
+    def exchanged(self, count: int) -> int:
+        """Return p of so many buckets.
+
+        >>> [Staleness(s=18, p="auto").exchanged(count) for count in (1, 4, 10)]
+        [1, 2, 6]
+        >>> Staleness(s=2).exchanged(10), Staleness(s=2, p=3).exchanged(10)
+        (10, 3)
+        """
+        if self.p == "auto":
+            return max(1, count * 6 // 10)
+        return count if self.p is None else int(self.p)
 
     @property
     def synchronous(self) -> bool:

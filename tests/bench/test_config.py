@@ -134,7 +134,7 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "mgs:density=0.01": ("whole", 606),
         "strategy:wire=sketch@4,schedule=dear": ("halves", 5_050),
         "ako": ("partial", 40_400),
-        "canary:s=2,p=6": ("stale", 40_400),
+        "canary:s=2,p=6,wire=fp32": ("stale", 40_400),
         "ripples:policy=static": ("local", 40_400),
         "adpsgd": ("local", 40_400),
         "localsgd:every=8": ("local", 40_400),

@@ -16,6 +16,7 @@ import wingbeat
 from wingbeat import wires
 from wingbeat.errors import UsageError
 from wingbeat.strategies import parse
+from wingbeat.types import Staleness
 
 
 @pytest.mark.parametrize(
@@ -83,10 +84,10 @@ def test_a_tuned_all_reduce_is_spelled_as_dear_is() -> None:
     [
         ({"s": -1}, "Canary(s=-1): allowed are whole numbers, 0 to 1000000, and None"),
         ({"s": 1.5}, "Canary(s=1.5)"),
-        ({"p": 0}, "Canary(p=0): allowed are whole numbers, 1 to 10 (colayers), and None"),
+        ({"p": 0}, "Canary(p=0): allowed are whole numbers, 1 to 10 (colayers), None and 'auto'"),
         ({"p": True}, "Canary(p=True): allowed are whole numbers"),
         ({"in_flight": 0}, "Canary(in_flight=0): allowed are whole numbers, 1 to 1000000,"),
-        ({"p": 11}, "Canary(p=11): allowed are whole numbers, 1 to 10 (colayers), and None"),
+        ({"p": 11}, "Canary(p=11): allowed are whole numbers, 1 to 10 (colayers), None and 'auto'"),
         ({"s": None, "p": 3}, "Canary(s=None, p=3): without a bound nobody is out of date"),
         ({"colayers": 0}, "Canary(colayers=0)"),
         ({"wire": "int8"}, "int8"),
@@ -100,13 +101,28 @@ def test_thresholds_that_cannot_be_are_refused(options: dict[str, Any], words: s
     assert "\n" not in str(caught.value)
 
 
+def test_the_defaults_of_canary_are_the_paper_s_and_exact_where_nobody_is_ahead() -> None:
+    choices = wingbeat.Canary().choices()
+    staleness = Staleness(s=18, p="auto", encrypted=True, in_flight=2)
+    assert choices.staleness == staleness
+    assert staleness.exchanged(10) == 6
+    assert (choices.fusion.layers, choices.wire) == (10, wingbeat.Sketch(auto_disable=False))
+    assert wingbeat.Canary(s=0).choices().wire == ""
+    for s in (0, None):
+        assert wingbeat.Canary(s=s).choices().staleness == Staleness(s=s)
+    assert wingbeat.Canary(s=0).traits.exact
+    assert not wingbeat.Canary(s=0, p=6).traits.exact
+    assert parse("canary:p=auto") == wingbeat.Canary()
+    assert parse("canary:p=none") == wingbeat.Canary(p=None)
+
+
 def test_thresholds_are_spelled_with_none() -> None:
     assert parse("canary:s=18,p=6") == wingbeat.Canary(s=18, p=6)
     with pytest.raises(UsageError, match=r"option s='x' in 'canary:s=x' is no valid count$"):
         parse("canary:s=x")
     assert parse("canary:s=none,colayers=4") == wingbeat.Canary(s=None, colayers=4)
     assert parse("strategy:exchange=bounded@none,schedule=stale,plan=colayers").choices() == (
-        wingbeat.Canary(s=None).choices()
+        wingbeat.Canary(s=None, wire="fp32").choices()
     )
 
 

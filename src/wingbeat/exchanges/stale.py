@@ -141,7 +141,7 @@ class StaleExchange:
             RendezvousError: a worker did not come.
         """
         world, staleness, count = self._world, self._staleness, len(buckets)
-        p = count if staleness.p is None else staleness.p
+        p = staleness.exchanged(count)
         pace = pace_of(staleness.s, p, count, staleness.in_flight)
         self.apart = pace.mode != "BSP"
         colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]

@@ -21,6 +21,8 @@ PLACEMENTS = ("sharded", "whole")
 CLASSES = 4
 """The most classes of flows that there are."""
 
+AUTO = "auto"
+
 COARSE, TUNED = "coarse", "tuned"
 Threshold = float | tuple[float, ...] | str
 THRESHOLD: Threshold = 0.5
@@ -226,6 +228,18 @@ def count_of(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
+def colayers_of(text: str) -> int | str | None:
+    """Read a number of colayers, ``none`` or ``auto``.
+
+    >>> colayers_of("6"), colayers_of("none"), colayers_of("auto")
+    (6, None, 'auto')
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    return AUTO if text.lower() == AUTO else count_of(text)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Bounded(Part, Settings):
     """Workers exchange pieces of buckets among themselves, up to so many iterations apart.
@@ -237,8 +251,9 @@ class Bounded(Part, Settings):
         s: iterations that a worker may be behind the fastest; None (``none`` where strategies are
             spelled): any number.
         p: a worker that is further behind drops its iteration, unless it has sent so many of its
-            buckets; then the others wait for the rest. None: nothing is dropped, and the others
-            wait.
+            buckets; then the others wait for the rest. ``"auto"``: 6 of 10 (section 6.6), as many
+            in proportion of others, and nothing is dropped where ``s`` is 0 or None. None: nothing
+            is dropped, and the others wait.
         encrypted: whether messages are; without it whoever sees the traffic can send in them.
         in_flight: rounds that a worker may be ahead of the sums while another is slow; one while
             nobody is. None (``none``): as many as ``s``, whoever is slow.
@@ -250,7 +265,7 @@ class Bounded(Part, Settings):
     has: ClassVar[frozenset[str]] = frozenset({ROUNDS})
 
     s: int | None = field(default=2, metadata={READ: count_of})
-    p: int | None = field(default=None, metadata={READ: count_of})
+    p: int | str | None = field(default=None, metadata={READ: colayers_of})
     encrypted: bool = True
     in_flight: int | None = field(default=2, metadata={READ: count_of})
 
@@ -261,7 +276,7 @@ class Bounded(Part, Settings):
     @property
     def exact(self) -> bool:  # type: ignore[override]
         """Whether weights stay DDP's: if nobody is ahead, and nothing is dropped."""
-        return self.s == 0 and self.p is None
+        return self.s == 0 and self.p in (None, AUTO)
 
     @property
     def synchronous(self) -> bool:  # type: ignore[override]
@@ -280,15 +295,17 @@ class Bounded(Part, Settings):
 
     def staleness(self) -> Staleness:
         """Return the thresholds for the engine."""
-        return Staleness(s=self.s, p=self.p, encrypted=self.encrypted, in_flight=self.in_flight)
+        p = None if self.p == AUTO and not self.s else self.p
+        return Staleness(s=self.s, p=p, encrypted=self.encrypted, in_flight=self.in_flight)
 
 
 def check_thresholds(options: Any) -> None:
     """Raise a `UsageError` unless the thresholds are some of bounded staleness."""
     options.check_count_if_any("s", 0, 1_000_000)
-    options.check_count_if_any("p", 1, 100_000)
+    if options.p != AUTO:
+        options.check_count_if_any("p", 1, 100_000)
     options.check_count_if_any("in_flight", 1, 1_000_000)
-    if options.s is None and options.p is not None:
+    if options.s is None and options.p not in (None, AUTO):
         raise UsageError(
             f"{type(options).__name__}(s=None, p={options.p!r}): without a bound nobody is out of "
             "date, and nothing is dropped; leave p out, or give s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
-from wingbeat.parts.exchange import check_thresholds, count_of
+from wingbeat.parts.exchange import AUTO, check_thresholds, colayers_of, count_of
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
@@ -23,9 +23,10 @@ class Canary(Preset):
 
     - ``s=0``: nobody is ahead (BSP). Exact: the weights equal DDP's. Gradients are whole when
       backward returns, so any optimizer and whatever changes gradients works as under `AllReduce`.
-    - ``s=2``: who would be more than 2 iterations ahead of the slowest waits (SSP).
-    - ``s=18, p=6``, as in the paper: who is more than 18 behind drops what it computes and goes on
-      from the fastest's iteration, unless it has sent 6 of its colayers already.
+    - ``s=2, p=None``: who would be more than 2 iterations ahead of the slowest waits (SSP).
+    - ``s=18, p=6``, the defaults, as in the paper: who is more than 18 behind drops what it
+      computes and goes on from the fastest's iteration, unless it has sent 6 of its colayers
+      already.
     - ``s=None``: nobody waits for a slow worker and nothing is dropped (ASP).
 
     Replicas differ by the rounds that they have applied, until `wingbeat.flush`.
@@ -33,14 +34,17 @@ class Canary(Preset):
     Args:
         s: iterations that a worker may be behind the fastest; None (``none`` on the command line):
             any number.
-        p: colayers that a worker must have sent for its iteration not to be dropped; None: nothing
-            is dropped, and the others wait for it.
+        p: colayers that a worker must have sent for its iteration not to be dropped; ``"auto"``: 6
+            of 10, and as many in proportion of others, where ``s`` is 1 or more; None (``none``):
+            nothing is dropped, and the others wait for it.
         colayers: into how many bundles layers are put, k; a model with fewer layers has as many.
         wire: what pieces travel as: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
             ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``; it
-            is not tried whether that is faster. All but fp32 are not exact.
+            is not tried whether that is faster. All but fp32 are not exact. ``"auto"``: the sketch
+            of 8 bits, as in the paper; ``"fp32"`` where nobody is ahead (``s=0``).
         encrypted: whether messages between workers, gradients and the model for a worker that
-            comes back among them, are.
+            comes back among them, are. Without it whoever is on the network can read them, and
+            send in their place; what it costs is in ``docs/how-to/staleness.md``.
         in_flight: rounds that a worker may be ahead of the sums, as far as ``s`` allows, while
             another is slow; one while nobody is, so that what waits for links makes no gradients
             late. None (``none``): as many as ``s``, as in the paper; with ``s=None`` there is then
@@ -50,32 +54,35 @@ class Canary(Preset):
         UsageError: a value out of range.
     """
 
-    s: int | None = field(default=2, metadata={READ: count_of})
-    p: int | None = field(default=None, metadata={READ: count_of})
+    s: int | None = field(default=18, metadata={READ: count_of})
+    p: int | str | None = field(default=AUTO, metadata={READ: colayers_of})
     colayers: int = 10
-    wire: Wire = "fp32"
+    wire: Wire = AUTO
     encrypted: bool = True
     in_flight: int | None = field(default=2, metadata={READ: count_of})
 
     def __post_init__(self) -> None:
         self.check_count("colayers", 1, 10_000)
-        if self.p not in (None, *range(1, self.colayers + 1)):
-            raise self._refuse("p", f"whole numbers, 1 to {self.colayers} (colayers), and None")
+        if self.p not in (None, AUTO, *range(1, self.colayers + 1)):
+            allowed = f"whole numbers, 1 to {self.colayers} (colayers), None and 'auto'"
+            raise self._refuse("p", allowed)
         check_thresholds(self)
         self.check_flag("encrypted")
         self.compose()
 
     def compose(self) -> Strategy:
         """Return the parts that it stands for."""
+        exchange = parts.Bounded(
+            s=self.s,
+            # All colayers, however many the model has.
+            p=None if self.p == self.colayers else self.p,
+            encrypted=self.encrypted,
+            in_flight=self.in_flight,
+        )
+        auto: Wire = "fp32" if exchange.exact else "sketch"
         return Strategy(
             plan=parts.Colayers(count=self.colayers),
-            wire=self.wire,
-            # All colayers, however many the model has.
-            exchange=parts.Bounded(
-                s=self.s,
-                p=None if self.p == self.colayers else self.p,
-                encrypted=self.encrypted,
-                in_flight=self.in_flight,
-            ),
+            wire=auto if self.wire == AUTO else self.wire,
+            exchange=exchange,
             schedule=parts.Stale(),
         )

@@ -306,7 +306,7 @@ def test_training_resumed_with_what_each_rank_has_saved_ends_with_the_same_bits(
         ("localsgd:every=2,encrypted=false", False, "what its model had moved"),
         ("ripples:encrypted=false", False, "what its model had moved"),
         ("adpsgd:encrypted=false", False, "what its model had moved"),
-        ("canary:s=2,encrypted=false", False, "call model.flush() on all ranks before"),
+        ("canary:encrypted=false", False, "call model.flush() on all ranks before"),
     ],
 )
 def test_training_resumed_without_what_it_needs_says_so_once(
@@ -321,7 +321,10 @@ def test_training_resumed_without_what_it_needs_says_so_once(
 
 @pytest.mark.parametrize(
     "strategy",
-    ["canary:s=2,encrypted=false", "localsgd:every=2,average_state=true,encrypted=false"],
+    [
+        "canary:s=2,p=none,wire=fp32,encrypted=false",
+        "localsgd:every=2,average_state=true,encrypted=false",
+    ],
 )
 def test_training_resumed_with_what_all_share_lacks_nothing(
     strategy: str, caplog: pytest.LogCaptureFixture
