@@ -41,7 +41,11 @@ def courier(model: Any) -> Any:
     return engine(model).runtime.exchange._courier
 
 
-def test_on_a_model_of_few_layers_the_default_p_is_in_proportion() -> None:
+def test_on_a_model_of_few_layers_the_default_p_is_in_proportion(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="wingbeat")
+
     def worker(world: Any) -> int:
         strategy = wingbeat.Canary(encrypted=False)
         model, _ = made(world, strategy, lambda params: torch.optim.SGD(params, 0.1), Layers())
@@ -49,6 +53,7 @@ def test_on_a_model_of_few_layers_the_default_p_is_in_proportion() -> None:
         return p
 
     assert on(2, worker) == [2, 2]  # of 4, as 6 of 10
+    assert "4 colayers: p=2, s=18, in_flight=2" in caplog.text
 
 
 class Layers(nn.Module):
