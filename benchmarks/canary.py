@@ -45,7 +45,7 @@ import canary_training
 from common import run_and_judge, write
 
 from wingbeat import paced, topologies
-from wingbeat.bench import estimate, runner
+from wingbeat.bench import estimate, runner, table
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
 
@@ -187,6 +187,7 @@ def figures(made: BenchConfig, report: Report) -> dict[str, Any]:
             "cores_share": run.cores_share,
             "cpu_s_per_iteration": run.cpu_s_per_iteration,
             "limited_by_cores": run.limited_by_cores,
+            "fired_by_rank": run.fired_by_rank,
         }
     return rows
 
@@ -201,9 +202,11 @@ def show(title: str, rows: dict[str, Any]) -> None:
         traffic = own["traffic"]
         shares = f"{traffic['mean']:5.0%} {traffic['peak']:5.0%}" if traffic else ""
         full = "  limited by this machine's cores" if own["limited_by_cores"] else ""
+        fired = own.get("fired_by_rank")
+        bound = f"  {table.acted(fired)}" if fired else ""
         print(
             f"{row:44} {own['iteration_s']:7.3f} {faster:>6} {own['images_per_s']:9.1f} "
-            f"{own['bytes_per_iteration'] / 2**20:7.1f} {shares}{full}"
+            f"{own['bytes_per_iteration'] / 2**20:7.1f} {shares}{full}{bound}"
         )
 
 

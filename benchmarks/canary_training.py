@@ -26,7 +26,7 @@ from exactness import same_everywhere
 
 import wingbeat
 from wingbeat import lab, topologies
-from wingbeat.bench import contenders
+from wingbeat.bench import contenders, results, table
 from wingbeat.bench.attach import attached
 from wingbeat.errors import LabError
 
@@ -108,6 +108,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "seconds": statistics.fmean(run["s"] for run in mine),
                     "to_target_s": statistics.fmean(known) if len(known) == len(times) else None,
                     "same_weights": all(run["same_weights"] for run in mine),
+                    "fired_by_rank": results.all_fired(run["fired_by_rank"] for run in mine),
                 }
             )
     return rows
@@ -127,6 +128,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         print(
             f"{row['row']:44} {'yes' if row['slow'] else 'no':>5} {row['accuracy']:8.2f} "
             f"{row['gap']:+6.2f} {row['seconds']:7.1f} {to_target:>12}"
+            + (f"  {table.acted(row['fired_by_rank'])}" if row["fired_by_rank"] else "")
         )
 
 
@@ -183,10 +185,13 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
         seconds = time.monotonic() - begin
         same = same_everywhere([p.detach().clone() for p in made.model.parameters()])
         state = {name: t.clone() for name, t in made.model.state_dict().items()}
+        fired: list[Any] = [None] * size
+        dist.all_gather_object(fired, None if made.fired is None else made.fired())
     kept.append((seconds, done, state))
     curve = [{"s": s, "done": at, "accuracy": judge(task, seed, state)} for s, at, state in kept]
     found = {"row": row, "seed": seed, "s": seconds, "same_weights": same, "curve": curve}
     each = [after - before for before, after in itertools.pairwise(ends)]
+    found["fired_by_rank"] = fired if fired[0] else None
     return {**found, "median_s": statistics.median(each) if each else seconds}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from helpers.scripts import benchmark
 
+FIRED = [{"dropped": 0, "pulled": 0}, {"dropped": 4, "pulled": 1}]
 OURS = "canary:s=18,p=6,colayers=10,wire=sketch"
 
 
@@ -74,7 +75,7 @@ def training(row: str, seed: int, slow: bool, curve: list[tuple[float, float]]) 
     points = [{"s": s, "accuracy": accuracy} for s, accuracy in curve]
     return {
         "row": row, "seed": seed, "slow": slow, "s": curve[-1][0], "same_weights": True,
-        "curve": points,
+        "curve": points, "fired_by_rank": FIRED if row.startswith("canary") else None,
     }  # fmt: skip
 
 
@@ -85,7 +86,9 @@ def test_real_training_has_a_row_as_published(canary: ModuleType) -> None:
     assert bounds == [2, None]
 
 
-def test_real_training_is_judged_against_bsp(canary: ModuleType) -> None:
+def test_real_training_is_judged_against_bsp(
+    canary: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [
         training("bml", 0, True, [(10.0, 90.0), (20.0, 96.0)]),
         training("canary:s=8", 0, True, [(5.0, 95.6), (11.0, 95.8)]),
@@ -94,6 +97,9 @@ def test_real_training_is_judged_against_bsp(canary: ModuleType) -> None:
     rows = canary.canary_training.summary(runs)
     assert [row["to_target_s"] for row in rows] == [20.0, 5.0, 18.0]
     assert rows[1]["gap"] == pytest.approx(-0.2)
+    assert [row["fired_by_rank"] for row in rows] == [None, FIRED, None]
+    canary.canary_training.show("19", rows)
+    assert "dropped 4 iterations of 1 worker; parameters pulled: 1" in capsys.readouterr().out
     assert canary.canary_training.judged_19({"2x2": {"rows": rows}}) == []
     runs[1] = training("canary:s=8", 0, True, [(5.0, 95.0), (19.0, 95.6)])
     (line,) = canary.canary_training.judged_19(

@@ -250,7 +250,7 @@ def _run(
         time_to_loss=_time_to_loss(checked, own),
         traffic=_traffic(checked, own),
         steps_by_rank=_steps_by_rank(own),
-        fired_by_rank=_fired_by_rank(own),
+        fired_by_rank=all_fired(block.fired_by_rank for block in own),
         class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
         **_of_clocks(frame, own),
     )
@@ -282,8 +282,9 @@ def _steps_by_rank(blocks: Sequence[Block]) -> list[int] | None:
     return [sum(own) for own in zip(*steps, strict=True)] if steps else None
 
 
-def _fired_by_rank(blocks: Sequence[Block]) -> list[dict[str, int]] | None:
-    fired = [block.fired_by_rank for block in blocks if block.fired_by_rank is not None]
+def all_fired(blocks: Iterable[list[dict[str, int]] | None]) -> list[dict[str, int]] | None:
+    """Add up by rank how often a bound has acted; None where there is none."""
+    fired = [by_rank for by_rank in blocks if by_rank is not None]
     if not fired:
         return None
     return [
