@@ -16,7 +16,7 @@ from helpers.scripts import benchmark
 from wingbeat.bench.config import BenchConfig
 from wingbeat.errors import UsageError
 
-OURS = "canary:s=3,p=1,colayers=2,encrypted=False"
+OURS = "canary:s=3,p=1,colayers=2,wire=fp32,encrypted=False"
 ROWS = ("bml", OURS, "ddp")
 
 
@@ -66,7 +66,7 @@ def test_a_bench_counts_between_iterations_of_its_own(beside: ModuleType) -> Non
 
 
 def test_what_cannot_be_simulated_is_refused(beside: ModuleType, tmp_path: Path) -> None:
-    row = OURS + ",wire=lowrank"
+    row = OURS.replace("fp32", "lowrank")
     with pytest.raises(UsageError, match=r"how small .* makes gradients depends on which they are"):
         beside.fill(given(tmp_path / "lab.json", rows=(row,)), {})
     (tmp_path / "lab.json").write_text('{"23": {"equal": {"rows": {}}}}')

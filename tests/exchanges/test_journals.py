@@ -67,7 +67,7 @@ def test_training_is_written_down_and_stands_the_audit(
     def body(world: Any) -> None:
         torch.manual_seed(0)
         model = net()
-        strategy = wingbeat.Canary(s=3, encrypted=False)
+        strategy = wingbeat.Canary(s=3, p=None, encrypted=False)
         model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
         for step in range(5):
             train(model, optimizer, [step])

@@ -44,7 +44,7 @@ def courier(model: Any) -> Any:
 def test_on_a_model_of_few_layers_the_default_p_is_in_proportion(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", logger="wingbeat")
+    caplog.set_level("DEBUG", logger="wingbeat")
 
     def worker(world: Any) -> int:
         strategy = wingbeat.Canary(encrypted=False)

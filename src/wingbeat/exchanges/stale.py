@@ -146,7 +146,7 @@ class StaleExchange:
         self.apart = pace.mode != "BSP"
         if world.rank == 0:
             said = count, p, staleness.s, staleness.in_flight
-            log.info("%d colayers: p=%d, s=%s, in_flight=%s", *said)
+            log.debug("%d colayers: p=%d, s=%s, in_flight=%s", *said)
         colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
         wires = [self._compression.encoded(bucket) for bucket in buckets]
         self._pieces = (
