@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-gpu wheel-test sanitize lint format bench docs clean distclean
+.PHONY: help setup demo test test-slow test-gpu wheel-test sanitize lint format bench figures docs clean distclean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,9 @@ bench: $(READY) ## Compare strategies; LAB=, MODEL=, STRATEGIES= and ITERATIONS=
 	@mkdir -p out
 	$(BIN)/wingbeat bench --lab $(LAB) --model $(MODEL) --strategies $(STRATEGIES) \
 	  --iterations $(ITERATIONS) --json out/bench.json --png out/bench.png --trace out/bench-trace.json
+
+figures: $(READY) ## Write the measured figures of the docs anew from docs/results
+	$(BIN)/python tools/figures.py pages
 
 docs: $(DOCS_READY) ## Build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -31,10 +31,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import end_as_by_ctrl_c, refuse_unwritable, write
+from common import end_as_by_ctrl_c, refuse_unwritable, show, write
 
 from wingbeat import lab, topologies
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError, UsageError
 from wingbeat.lab import counters
 from wingbeat.lab.units import parse_rate
@@ -158,17 +159,40 @@ def missed(made: dict[str, Any], levels: int) -> list[str]:
     return lines
 
 
-def show(made: dict[str, Any]) -> None:
-    """Print a table."""
-    print(f"{'case':8} {'s':>8} {'x ring':>7} {'of line rate':>13} {'of TCP bound':>13}", end="")
-    print(f" {'MB a host':>10} {'most/least':>11}")
-    for case, row in made.items():
-        sent = f"{row['sent_mb']:10.1f} {row['most_over_least_sent']:11.3f}"
-        speedup = made["ring"]["seconds"] / row["seconds"]
-        print(
-            f"{case:8} {row['seconds']:8.3f} {speedup:7.2f} {row['of_line_rate']:13.3f} "
-            f"{row['of_tcp_bound']:13.3f} {sent}"
+COLUMNS = (
+    "case",
+    "s",
+    "least .. largest, s",
+    "times the ring",
+    "of line rate",
+    "of TCP's bound",
+    "MiB a host",
+    "most / least sent",
+)
+
+
+def table(made: dict[str, Any], setting: dict[str, Any]) -> Printed:
+    """Return all cases as they are printed."""
+    cells = [
+        (
+            case,
+            f"{row['seconds']:.3f}",
+            f"{min(row['rounds']):.3f} .. {max(row['rounds']):.3f}",
+            f"{made['ring']['seconds'] / row['seconds']:.2f}",
+            f"{row['of_line_rate']:.3f}",
+            f"{row['of_tcp_bound']:.3f}",
+            f"{row['sent_mb']:.1f}",
+            f"{row['most_over_least_sent']:.3f}",
         )
+        for case, row in made.items()
+    ]
+    title = f"{setting['bytes'] / 2**20:.1f} MiB on {' and '.join(setting['labs'])}"
+    rounds = len(made["ring"]["rounds"])
+    notes = [
+        f"median of {rounds} rounds; ring: on one interface of the star",
+        "most / least sent: by the interfaces of one host, in the worst round",
+    ]
+    return Printed.of(title, COLUMNS, cells, notes)
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -194,7 +218,8 @@ def launch(args: argparse.Namespace) -> int:
         made = summary(rounds, setting)
         report |= {"cases": made, "missed": missed(made, levels)}
         write(args.json, report)
-    show(made)
+    show(report, table(made, setting))
+    write(args.json, report)
     for line in report["missed"]:
         print(f"MISSED: {line}")
     return int(bool(report["missed"]))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import statistics
 import sys
 import time
@@ -30,8 +29,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from common import show, write
 
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.kernels import layout
 
 NUMEL = 25_000_000
@@ -198,20 +199,33 @@ def limits(found: dict[str, Any], device: str) -> dict[str, float]:
     return {}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"{'kernels':10} {'what':16} {'setting':8} {'ms':>9} {'GB/s':>7} {'of copy':>8} "
-        f"{'x topk':>7} {'x ref.':>7}"
-    )
+COLUMNS = (
+    "kernels, what, setting",
+    "ms",
+    "GB/s of float32",
+    "of a copy",
+    "times torch.topk",
+    "times the reference",
+)
+
+
+def table(rows: list[dict[str, Any]], numel: int, device: str, threads: int) -> Printed:
+    """Return all cases as they are printed."""
+    cells = []
     for found in rows:
-        factors = " ".join(
-            f"{found[key]:7.1f}" if found[key] is not None else f"{'':7}"
-            for key in ("times_topk", "times_reference")
+        factors = [found[key] for key in ("times_topk", "times_reference")]
+        cells.append(
+            (
+                f"{found['kernels']}, {found['what']}, {found['setting']}",
+                f"{found['ms']:.3f}",
+                f"{found['gbps']:.2f}",
+                f"{found['of_copy']:.2f}",
+                *("" if factor is None else f"{factor:.1f}" for factor in factors),
+            )
         )
-        print(
-            f"{found['kernels']:10} {found['what']:16} {found['setting']:8} {found['ms']:9.3f} "
-            f"{found['gbps']:7.2f} {found['of_copy']:8.2f} {factors}"
-        )
+    title = f"codecs on {numel:,} float32 values, {device}, {threads} thread(s)"
+    notes = ["of a copy: bytes that the case cannot avoid to move, against a copy in the same run"]
+    return Printed.of(title, COLUMNS, cells, notes)
 
 
 def parsed() -> argparse.Namespace:
@@ -242,22 +256,21 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     before = machine.describe()
     rows = measure(args)
-    show(rows)
     # With more threads torch is faster too, and for small tensors other things decide.
     judged = args.numel == NUMEL and (args.device == "cuda" or args.threads == 1)
     lines = missed(rows, args.device) if judged else []
+    report = {
+        "numel": args.numel,
+        "threads": args.threads,
+        "device": args.device,
+        "machine": before,
+        "versions": machine.versions(),
+        "missed": lines,
+        "rows": rows,
+    }
+    show(report, table(rows, args.numel, args.device, args.threads))
     if args.json:
-        report = {
-            "numel": args.numel,
-            "threads": args.threads,
-            "device": args.device,
-            "machine": before,
-            "versions": machine.versions(),
-            "missed": lines,
-            "rows": rows,
-        }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(report, indent=1))
+        write(Path(args.json), report)
     for line in lines:
         print(line, file=sys.stderr)
     return int(bool(lines))

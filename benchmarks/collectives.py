@@ -80,8 +80,11 @@ def _row(case: tuple[float, str, bool], values: list[float]) -> dict[str, Any]:
 
 def launch(args: argparse.Namespace) -> int:
     """Run the workers on the lab, print a table, and judge it."""
+    from common import show, write
+
     from wingbeat import lab
     from wingbeat.bench import machine
+    from wingbeat.bench.printed import Printed
 
     spec = lab.LabSpec.parse(args.lab)
     args.line_rate = spec.rate / 8 * spec.rails
@@ -101,19 +104,36 @@ def launch(args: argparse.Namespace) -> int:
         "machine": machine.describe(),
         "rows": rows,
     }
-    Path(args.json).write_text(json.dumps(report, indent=1))
-    print(f"{'collective':16} {'MB':>5} {'way':8} {'of line rate':>12} {'of TCP bound':>13}")
-    missed = False
-    for row in rows:
-        limit = LIMITS.get(row["mb"])
-        low = limit is not None and row["of_line_rate"] < limit
-        missed |= low
-        note = f"  below {limit}" if low else ""
-        print(
-            f"{row['collective']:16} {row['mb']:5g} {row['way']:8} {row['of_line_rate']:12.3f} "
-            f"{row['of_tcp_bound']:13.3f}{note}"
+    missed = [
+        f"{case(row)}: {row['of_line_rate']:.3f} of the line rate; limit {LIMITS[row['mb']]}"
+        for row in rows
+        if row["of_line_rate"] < LIMITS.get(row["mb"], 0.0)
+    ]
+    cells = [
+        (
+            case(row),
+            f"{row['of_line_rate']:.3f}",
+            f"{min(row['rounds']):.3f} .. {max(row['rounds']):.3f}",
+            f"{row['of_tcp_bound']:.3f}",
         )
-    return int(missed)
+        for row in rows
+    ]
+    show(
+        report,
+        Printed.of(
+            f"collectives on {args.lab}, {args.topology}",
+            ("collective", "of line rate", "least .. largest", "of TCP's bound"),
+            cells,
+            [f"median of {args.rounds} rounds", *(f"missed: {line}" for line in missed)],
+        ),
+    )
+    write(Path(args.json), report)
+    return int(bool(missed))
+
+
+def case(row: dict[str, Any]) -> str:
+    """Name a row: what was done, with how much, and how."""
+    return f"{row['collective']}, {row['mb']:g} MB, {row['way']}"
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError
 
@@ -78,6 +79,12 @@ def write(path: Path, report: dict[str, Any]) -> None:
     """Keep what there is; called after each part, so that nothing measured is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def show(report: dict[str, Any], table: Printed) -> None:
+    """Print a table, and add it to what the report keeps for the documentation."""
+    report.setdefault("tables", []).append(table.to_json())
+    print(f"\n{table.text()}", flush=True)
 
 
 def run_and_judge(path: Path, measure: Callable[[dict[str, Any]], list[str]]) -> int:

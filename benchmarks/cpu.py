@@ -24,10 +24,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 from wingbeat.bench import contenders, estimate, links, runner
 from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.printed import Printed
 from wingbeat.bench.results import Run
 from wingbeat.errors import UsageError
 from wingbeat.lab.spec import LabSpec
@@ -109,18 +110,33 @@ def missed(lab: str, rows: dict[str, Any]) -> list[str]:
     return out
 
 
-def show(lab: str, rows: dict[str, Any]) -> None:
-    """Print a lab's table."""
-    print(f"\n| {lab} | CPU ms | of DDP's | CPU s a GB of gradients | CPU s a GB sent | ms |")
-    print("|---|---|---|---|---|---|")
+COLUMNS = (
+    "strategy",
+    "CPU ms",
+    "of DDP's",
+    "CPU s a GB of gradients",
+    "CPU s a GB sent",
+    "iteration, ms",
+)
+
+
+def table(lab: str, rows: dict[str, Any]) -> Printed:
+    """Return a lab's table as it is printed."""
+    cells = []
     for text, row in rows.items():
-        share = row["cpu_s"] / rows["ddp"]["cpu_s"]
         sent = row["cpu_s_per_gb_sent"]
-        print(
-            f"| {text} | {row['cpu_s'] * 1e3:.1f} | {share:.2f} "
-            f"| {row['cpu_s_per_gb_of_gradients']:.2f} | {'' if sent is None else f'{sent:.2f}'} "
-            f"| {row['iteration_s']['median'] * 1e3:.0f} |"
+        cells.append(
+            (
+                text,
+                f"{row['cpu_s'] * 1e3:.1f}",
+                f"{row['cpu_s'] / rows['ddp']['cpu_s']:.2f}",
+                f"{row['cpu_s_per_gb_of_gradients']:.2f}",
+                "" if sent is None else f"{sent:.2f}",
+                f"{row['iteration_s']['median'] * 1e3:.0f}",
+            )
         )
+    notes = ["CPU time of one worker in one iteration, with all of its threads"]
+    return Printed.of(f"CPU time on {lab}", COLUMNS, cells, notes)
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
@@ -131,8 +147,8 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
         runs = {r.strategy: r for r in runner.run(config, command=sys.argv).report.runs}
         gradients = estimate.gradient_bytes(config.check()) / 1e9
         labs[lab] = {text: figures(r, runs["single"], gradients) for text, r in runs.items()}
+        show(report, table(lab, labs[lab]))
         write(args.json, report)
-        show(lab, labs[lab])
         out += missed(lab, labs[lab])
     return out
 

@@ -53,11 +53,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 from wingbeat import paced
 from wingbeat.bench import bound, estimate, runner
 from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.printed import Printed
 from wingbeat.bench.results import Report
 from wingbeat.bench.speedup import Measured
 from wingbeat.errors import UsageError, unknown
@@ -142,7 +143,8 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
             models[name] = figures(config, runner.run(config, command=sys.argv).report)
             report["rates"][rate] = summary(rate, models)
             write(args.json, report)
-        show(rate, report["rates"][rate])
+        show(report, table(rate, report["rates"][rate]))
+        write(args.json, report)
         missed += report["rates"][rate]["missed"]
     return missed
 
@@ -326,37 +328,58 @@ def summary(rate: str, models: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def show(rate: str, results: dict[str, Any]) -> None:
-    """Print one rate's table."""
+COLUMNS = (
+    "model, strategy",
+    "S_max / P",
+    "the paper's",
+    "Eq. 9 (case)",
+    "Eq. 8 / Eq. 7",
+    "S / P",
+    "S / S_max",
+    "S / S_max by the line rate",
+    "the paper's",
+    "ceiling",
+    "ratio to the first row",
+)
+
+
+def table(rate: str, results: dict[str, Any]) -> Printed:
+    """Return one rate's table as it is printed."""
     gbit = NETWORKS[rate].gbit
     where = f"as on 64 GPUs with {gbit:g} Gbit/s each" if gbit else "where t_ag = 2 t_ff"
     motions = sorted({own["config"]["stretch"] for own in results["models"].values()})
-    print(f"\n{rate}: {where}; slow motion: {', '.join(f'{each:g}' for each in motions)} times")
-    print(
-        f"{'model':17} {'S_max/P':>7} {'paper':>6} {'Eq. 9':>9} {'8 / 7':>6}  {'row':28} "
-        f"{'S/P':>6} {'S/S_max':>8} {'S/line':>7} {'paper':>6} {'ceiling':>8} ratio"
-    )
+    cells = []
     for name, own in results["models"].items():
-        workers, paper = own["measured"]["workers"], of_paper(rate, name)
-        for number, (row, made) in enumerate(own["rows"].items()):
-            eq9_ = own["eq9"]
-            case = f"({eq9_['case']}) {eq9_['gain']:.3f}" if eq9_["case"] else "-"
-            head = f"{name:17} {own['s_max'] / workers:7.3f} {three(paper and paper[0])} {case:>9}"
-            head += f" {eq9_['general']:6.3f}"
+        workers, paper, eq9_ = own["measured"]["workers"], of_paper(rate, name), own["eq9"]
+        for row, made in own["rows"].items():
             judged = row == own["judged"]
-            print(
-                f"{'' if number else head:49}  {row:28} {made['speedup'] / workers:6.3f} "
-                f"{made['fraction'] or float('nan'):8.3f} {three(made['of_line']):>7} "
-                f"{three(paper and judged and paper[1])} "
-                f"{three(judged and own['ceiling']):>8} {made['ratio']:.3f}"
+            cells.append(
+                (
+                    f"{name}, {row}",
+                    three(own["s_max"] / workers),
+                    three(paper and paper[0]),
+                    f"{eq9_['gain']:.3f} ({eq9_['case']})" if eq9_["case"] else "",
+                    three(eq9_["general"]),
+                    three(made["speedup"] / workers),
+                    three(made["fraction"]),
+                    three(made["of_line"]),
+                    three(paper and judged and paper[1]),
+                    three(judged and own["ceiling"]),
+                    three(made["ratio"]),
+                )
             )
     worst = results["worst"]
-    print(f"average {results['average']:.3f}, worst {worst['fraction']:.3f} ({worst['model']})")
+    notes = [
+        f"S / S_max of the judged rows: {results['average']:.3f} on average, "
+        f"{worst['fraction']:.3f} at worst ({worst['model']})",
+        f"slow motion: {', '.join(f'{each:g}' for each in motions)} times",
+    ]
+    return Printed.of(f"{rate}: {where}", COLUMNS, cells, notes)
 
 
 def three(value: float | None) -> str:
-    """Three digits, or as much room."""
-    return f"{value:6.3f}" if value else 6 * " "
+    """Three decimals, or nothing."""
+    return f"{value:.3f}" if value else ""
 
 
 if __name__ == "__main__":

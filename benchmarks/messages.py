@@ -349,10 +349,11 @@ def judge(args: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any
 
 def launch(args: argparse.Namespace) -> int:
     """Run each case on its lab, print a table, and judge it."""
-    from common import refuse_unwritable, write
+    from common import refuse_unwritable, show, write
 
     from wingbeat import lab
     from wingbeat.bench import machine
+    from wingbeat.bench.printed import Printed
 
     refuse_unwritable(args.json)
     found: dict[str, Any] = {}
@@ -376,10 +377,16 @@ def launch(args: argparse.Namespace) -> int:
         "found": found,
         "rows": rows,
     }
+    cells = [
+        (
+            row["what"],
+            f"{row['value']:.3f}",
+            "" if row["limit"] is None else f"{row['limit']:g}{'' if row['ok'] else ' (missed)'}",
+        )
+        for row in rows
+    ]
+    show(report, Printed.of("messages", ("what", "value", "limit"), cells))
     write(args.json, report)
-    for row in rows:
-        limit = "" if row["limit"] is None else f"  limit {row['limit']}"
-        print(f"{row['what']:46} {row['value']:10.3f}{limit}{'' if row['ok'] else '  MISSED'}")
     return int(not all(row["ok"] for row in rows))
 
 

@@ -12,7 +12,6 @@ Exit code 1 if a figure is above the limit.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -22,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import show, write
 from torch import nn
 
 import wingbeat
 from wingbeat import paced, strategies
 from wingbeat.bench import digits, machine
+from wingbeat.bench.printed import Printed
 
 LIMIT_PERCENT = 1.0
 Loop = Callable[[], None]
@@ -103,6 +104,24 @@ def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
     return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
 
 
+def table(results: list[dict[str, Any]]) -> Printed:
+    """Return the overhead of each model and strategy as it is printed."""
+    rows = []
+    for result in results:
+        low, high = result["interval_percent"]
+        rows.append(
+            (
+                f"{result['model']}, {result['strategy']}",
+                f"{1e3 * result['plain_s']:.2f}",
+                f"{result['overhead_percent']:+.2f}",
+                f"{low:+.2f} .. {high:+.2f}",
+            )
+        )
+    columns = ("model, strategy", "plain iteration, ms", "overhead, %", "95% interval, %")
+    notes = [f"medians over pairs of iterations; limit {LIMIT_PERCENT:g}%"]
+    return Printed.of("overhead of one worker alone", columns, rows, notes)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -121,22 +140,17 @@ def main() -> int:
         for strategy in options.strategies:
             result = measure(name, strategy, options.pairs or PAIRS[name])
             results.append(result)
-            low, high = result["interval_percent"]
-            print(
-                f"{name:22} {strategy:10} {1e3 * result['plain_s']:8.2f} ms plain "
-                f"{result['overhead_percent']:+6.2f} %  (95%: {low:+.2f} .. {high:+.2f})",
-                flush=True,
-            )
+            print(f"{name} {strategy}: {result['overhead_percent']:+.2f} %", file=sys.stderr)
     wingbeat.shutdown()
+    report = {
+        "limit_percent": LIMIT_PERCENT,
+        "machine": about,
+        "versions": machine.versions(),
+        "results": results,
+    }
+    show(report, table(results))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {
-            "limit_percent": LIMIT_PERCENT,
-            "machine": about,
-            "versions": machine.versions(),
-            "results": results,
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write(options.json, report)
     return int(any(result["overhead_percent"] > LIMIT_PERCENT for result in results))
 
 

@@ -43,10 +43,11 @@ from pathlib import Path
 from typing import Any
 
 import ripples_training
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 from wingbeat.bench import estimate, runner
 from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.printed import Printed
 from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
 from wingbeat.pairs.split import is_active
@@ -90,6 +91,8 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
         found: dict[str, Any] = report.setdefault(figure, {})
         for name, part in measures[figure](args):
             found[name] = part
+            if "title" in part:
+                show(report, table(part))
             write(args.json, report)
     return judged(report)
 
@@ -192,8 +195,12 @@ def measured(made: BenchConfig, title: str) -> dict[str, Any]:
     print(f"{title}; takes about {estimate.about(long)}", file=sys.stderr, flush=True)
     report = runner.run(made, command=sys.argv).report
     rows = figures(report)
-    show(f"{title}: {report.model} on {report.lab}, {report.workers} workers", rows)
-    return {"rows": rows, "config": asdict(made), "normal_s": report.normal_iteration_s}
+    return {
+        "title": f"{title}: {report.model} on {report.lab}, {report.workers} workers",
+        "rows": rows,
+        "config": asdict(made),
+        "normal_s": report.normal_iteration_s,
+    }
 
 
 def figures(report: Report) -> dict[str, Any]:
@@ -231,21 +238,34 @@ def longer_by_active(row: str, steps_by_rank: list[int] | None) -> float:
     return statistics.fmean(steps_by_rank) / statistics.fmean(active)
 
 
-def show(title: str, rows: dict[str, Any]) -> None:
-    """Print the rows of one bench, with their speed over the parameter server's."""
+COLUMNS = ("strategy", "s", "times the server", "synchronising", "MB sent", "steps by rank")
+
+
+def table(part: dict[str, Any]) -> Printed:
+    """Return the rows of one bench, with their speed over the parameter server's."""
+    rows = part["rows"]
     server = rows.get(SERVER)
-    print(f"\n{title}")
-    print(f"{'row':40} {'s':>7} {'x PS':>6} {'sync':>5} {'MB':>6}  steps by rank")
-    for row, own in rows.items():
-        faster = f"{server['iteration_s'] / own['iteration_s']:6.2f}" if server else ""
-        steps = " ".join(map(str, own["steps_by_rank"] or ()))
-        full = "  limited by this machine's cores" if own["limited_by_cores"] else ""
-        if own["by_all_s"] != own["iteration_s"]:
-            full += f"  (by all {own['by_all_s']:.3f} s)"
-        print(
-            f"{row:40} {own['iteration_s']:7.3f} {faster:>6} {own['synchronising']:5.0%} "
-            f"{own['bytes_per_iteration'] / 1e6:6.2f}  {steps}{full}"
+    cells = [
+        (
+            row,
+            f"{own['iteration_s']:.3f}",
+            f"{server['iteration_s'] / own['iteration_s']:.2f}" if server else "",
+            f"{own['synchronising']:.0%}",
+            f"{own['bytes_per_iteration'] / 1e6:.2f}",
+            " ".join(map(str, own["steps_by_rank"] or ())),
         )
+        for row, own in rows.items()
+    ]
+    full = [row for row, own in rows.items() if own["limited_by_cores"]]
+    stretch = part["config"]["stretch"]
+    notes = [f"s: mean of an iteration, {stretch:g} times slower than the model's pace"]
+    notes += [f"limited by this machine's cores: {', '.join(full)}"] if full else []
+    notes += [
+        f"{row}: by the steps of active workers; by all workers' steps {own['by_all_s']:.3f} s"
+        for row, own in rows.items()
+        if own["by_all_s"] != own["iteration_s"]
+    ]
+    return Printed.of(part["title"], COLUMNS, cells, notes)
 
 
 def judged(report: dict[str, Any]) -> list[str]:

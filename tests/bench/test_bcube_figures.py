@@ -65,11 +65,11 @@ def test_each_limit_that_is_missed_is_said(
     assert all(part in line for part, line in zip(words, lines, strict=True))
 
 
-def test_the_table_has_every_case(bcube: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    bcube.show(bcube.summary([one_round()], SETTING))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["case", "bml", "table2", "routed", "ring"]
-    assert lines[1].split()[1:3] == ["8.500", "2.00"]
+def test_the_table_has_every_case(bcube: ModuleType) -> None:
+    made = bcube.table(bcube.summary([one_round()], SETTING), SETTING | {"labs": ("a", "b")})
+    assert [row[0] for row in made.rows] == ["bml", "table2", "routed", "ring"]
+    assert made.rows[0][1:4] == ("8.500", "8.500 .. 8.500", "2.00")
+    assert made.title == "8.6 MiB on a and b"
 
 
 def test_both_labs_take_turns_and_a_miss_is_the_exit_code(

@@ -306,6 +306,6 @@ def test_the_time_to_a_loss_is_there_when_it_is_asked_for() -> None:
     assert dear.time_to_loss is not None
     assert dear.time_to_loss.seconds is None
     shown = table.render(replace(report("digits"), runs=made))
-    assert shown.columns[-1].header == "s to\nloss 1.5"
+    assert shown.columns[-1].header == "to loss 1.5\ns"
     assert list(shown.columns[-1].cells) == ["5", table.MISSING]
     assert runs(checked(), [block(0, 2.0), block(1, 1.5)])[0].time_to_loss is None

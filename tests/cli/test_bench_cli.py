@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from helpers.disk import room_for
-from wingbeat.bench import contenders
+from wingbeat.bench import contenders, table
+from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import spread, write
 from wingbeat.errors import UsageError
 
@@ -31,13 +32,16 @@ def wingbeat(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str
     )
 
 
-def test_figures_cut_short_leave_the_old_file_and_are_one_line(tmp_path: Path) -> None:
+def test_figures_cut_short_leave_the_old_file_and_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Figures:
         runs = ()
 
         def to_json(self) -> dict[str, str]:
             return {"figures": "x" * 100_000}
 
+    monkeypatch.setattr(table, "printed", lambda _: Printed.of("figures", ("row",), ()))
     path = tmp_path / "figures.json"
     path.write_text("good")
     outcome: Any = SimpleNamespace(report=Figures(), events=[])
@@ -115,6 +119,8 @@ def run_bench(tmp_path: Path, *args: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert "p10 .. p90" in done.stdout
     data: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    (kept,) = (Printed.from_json(each) for each in data["tables"])
+    assert [row[0] for row in kept.rows] == [run["strategy"] for run in data["runs"]]
     return data
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from wingbeat.bench.clocks import CORES_FULL
 from wingbeat.bench.machine import disturbed
+from wingbeat.bench.printed import Printed
 from wingbeat.bench.results import Report, Run
 from wingbeat.bench.speedup import Measured
 from wingbeat.plans.result import as_mb
@@ -20,49 +21,57 @@ MISSING = "-"
 
 _COLUMNS = (
     "strategy",
-    "time\nms",
-    "p10 .. p90\nms",
+    "time, ms",
+    "p10 .. p90, ms",
     "ratio",
-    "of best\nDDP",
-    "sent\nMB",
-    "exposed\nms",
-    "bound\nms",
-    "of\nbound",
-    "of\nS_max",
-    "final\nloss",
+    "of best DDP",
+    "sent, MB",
+    "exposed, ms",
+    "bound, ms",
+    "of bound",
+    "of S_max",
+    "final loss",
 )
 
 
 def render(report: Report) -> Table:
-    """One row for each run, in the report's order."""
-    compute = report.compute_s
-    times = (
-        f"; compute {1e3 * compute['forward']:.0f} + {1e3 * compute['backward']:.0f} ms"
-        if compute
-        else ""
-    )
+    """One row for each run, in the report's order, for a terminal."""
+    made = printed(report)
     table = Table(
-        title=f"{report.model} on {report.lab}, {report.workers} workers{times}",
+        title=made.title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == "strategy" else "right")
-    timed = [run.time_to_loss for run in report.runs if run.time_to_loss is not None]
-    if timed:
-        table.add_column(f"s to\nloss {timed[0].target:g}", justify="right")
-    classes = report.runs[0].class_bytes_per_iteration if report.runs else {}
-    for name in classes:
-        table.add_column(f"{name}\nMB", justify="right")
-    for run in report.runs:
-        sent = run.class_bytes_per_iteration
-        table.add_row(*cells(run), *(megabytes(sent[name]) for name in classes))
-    table.caption = "\n".join(_caption(report))
+    for number, name in enumerate(made.columns):
+        table.add_column("\n".join(name.rsplit(", ", 1)), justify="right" if number else "left")
+    for row in made.rows:
+        table.add_row(*row)
+    table.caption = "\n".join(made.notes)
     table.caption_justify = "left"
     return table
+
+
+def printed(report: Report) -> Printed:
+    """One row for each run, in the report's order, with the conditions as title and notes."""
+    compute = report.compute_s
+    times = (
+        f"; compute {1e3 * compute['forward']:.0f} + {1e3 * compute['backward']:.0f} ms"
+        if compute
+        else ""
+    )
+    timed = [run.time_to_loss for run in report.runs if run.time_to_loss is not None]
+    classes = report.runs[0].class_bytes_per_iteration if report.runs else {}
+    columns = [*_COLUMNS, *(f"to loss {each.target:g}, s" for each in timed[:1])]
+    columns += [f"{name}, MB" for name in classes]
+    rows = [
+        [*cells(run), *(megabytes(run.class_bytes_per_iteration[name]) for name in classes)]
+        for run in report.runs
+    ]
+    title = f"{report.model} on {report.lab}, {report.workers} workers{times}"
+    return Printed.of(title, columns, rows, _caption(report))
 
 
 def _caption(report: Report) -> list[str]:
@@ -71,6 +80,15 @@ def _caption(report: Report) -> list[str]:
     classes = report.runs[0].class_bytes_per_iteration if report.runs else {}
     if classes:
         lines.append(f"{', '.join(classes)}: what it sent by class, as on the wire")
+    stretch = float(report.config.get("stretch", 1.0))
+    if stretch != 1:
+        lines.append(
+            f"slow motion: links and computation {stretch:g} times as slow; "
+            "codecs and other work of the processors at its own pace"
+            if stretch > 1
+            else f"fast motion: links and computation {1 / stretch:g} times as fast; "
+            "codecs and other work of the processors at its own pace"
+        )
     if report.normal_iteration_s is not None:
         lines.append(
             f"slow workers: {', '.join(report.config['slow'])}, where a normal iteration is "

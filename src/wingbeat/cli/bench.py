@@ -233,7 +233,10 @@ def show(outcome: Outcome) -> None:
 def write(outcome: Outcome, json_out: Path | None, png: Path | None, trace: Path | None) -> None:
     """Write what was asked for, and say where it is."""
     if json_out is not None:
-        text = json.dumps(outcome.report.to_json(), indent=2)
+        from wingbeat.bench import table
+
+        tables = [table.printed(outcome.report).to_json()]
+        text = json.dumps(outcome.report.to_json() | {"tables": tables}, indent=2)
         with replacing(json_out) as file:
             file.write(text.encode() + b"\n")
         print(f"figures: {json_out}")
