@@ -19,9 +19,9 @@
     does not name.
 
 The model's scale shrinks bytes and rates together; the stretch slows computation and links down
-together, until two cores can do the work of all hosts. Rows take turns. **Codecs, sums and copies
-are not slowed down, and have fewer bytes:** at a scale of 0.05 and a stretch of 8 they take 1/160
-of their real share, which is said with the rows. ``canary_virtual.py`` prices them.
+together, until two cores can do the work of all hosts. Rows take turns. Codecs
+are slowed down as well, by stretch over scale, to what one core would need for the whole model.
+Sums and copies are not: at a scale of 0.05 and a stretch of 8 they take 1/160 of their real share.
 
 Exit code 1 if a limit is missed. 23: a row of Canary, but for s = 0, slower than 0.98 of BML with
 equal workers, or less than 1.61 times as fast with slow ones, or its busiest window not below
@@ -44,7 +44,7 @@ from typing import Any
 import canary_training
 from common import run_and_judge, write
 
-from wingbeat import paced, topologies
+from wingbeat import topologies
 from wingbeat.bench import estimate, runner, table
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.results import Report
@@ -157,19 +157,8 @@ def measured(planned: dict[str, list[BenchConfig]]) -> Any:
         rows: dict[str, Any] = {}
         for each in made:
             rows |= figures(each, runner.run(each, command=sys.argv).report)
-        print(f"\n{codecs_share(made[0].model, made[0].stretch)}", end="")
         show(f"{name}: {made[0].model} on {made[0].lab}", rows)
         yield name, {"rows": rows, "configs": [asdict(each) for each in made]}
-
-
-def codecs_share(model: str, stretch: float) -> str:
-    """Say how much of their real share of an iteration codecs take.
-
-    >>> codecs_share("paced:vgg19_v100@0.05", 8.0)
-    'codecs, sums and copies take 1/160 of their share at real pace and size'
-    """
-    times = stretch / paced.parse(model).scale
-    return f"codecs, sums and copies take 1/{times:.0f} of their share at real pace and size"
 
 
 def figures(made: BenchConfig, report: Report) -> dict[str, Any]:

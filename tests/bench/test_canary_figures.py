@@ -61,10 +61,6 @@ def test_default_rows_are_in_the_clear_as_baselines_are(canary: ModuleType) -> N
     assert "wire=sketch@6," in canary.SIX_BITS
 
 
-def test_what_slow_motion_hides_is_said(canary: ModuleType) -> None:
-    assert "1/40 of their share" in canary.codecs_share("paced:vgg19_v100@0.1", 4.0)
-
-
 def test_speed_has_to_grow_with_workers(canary: ModuleType) -> None:
     assert canary.judged_20({"2x2": part(2.0), "3x2": part(3.0)}) == []
     (line,) = canary.judged_20({"2x2": part(2.0), "3x2": part(2.0)})

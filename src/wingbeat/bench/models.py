@@ -36,6 +36,11 @@ class BenchModel:
         """Factor on the lab's rates that keeps communication over computation as it was."""
         return 1.0 if self.profile is None else self.profile.scale / self.stretch
 
+    @property
+    def codec_factor(self) -> float:
+        """How many times as long codec work takes on the whole model, at the bench's pace."""
+        return 1.0 / self.link_scale
+
     def compute_s(self) -> tuple[float, float] | None:
         """Forward and backward seconds of an iteration; None for a real model."""
         if self.profile is None:

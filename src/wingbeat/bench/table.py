@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from wingbeat.bench import models
 from wingbeat.bench.clocks import CORES_FULL
 from wingbeat.bench.machine import disturbed
 from wingbeat.bench.printed import Printed
@@ -83,12 +84,18 @@ def _caption(report: Report) -> list[str]:
     stretch = float(report.config.get("stretch", 1.0))
     if stretch != 1:
         lines.append(
-            f"slow motion: links and computation {stretch:g} times as slow; "
-            "codecs and other work of the processors at its own pace"
+            f"slow motion: links and computation {stretch:g} times as slow"
             if stretch > 1
-            else f"fast motion: links and computation {1 / stretch:g} times as fast; "
-            "codecs and other work of the processors at its own pace"
+            else f"fast motion: links and computation {1 / stretch:g} times as fast"
         )
+    factor = models.parse(report.model, stretch=stretch).codec_factor
+    if factor > 1 and any(not run.exact for run in report.runs):
+        lines.append(
+            f"codecs of workers take {factor:g} times as long as measured here, as on the whole "
+            "model; those of servers do not"
+        )
+    if factor < 1:
+        lines.append("codecs have more than their share: they run at the processor's pace")
     if report.normal_iteration_s is not None:
         lines.append(
             f"slow workers: {', '.join(report.config['slow'])}, where a normal iteration is "

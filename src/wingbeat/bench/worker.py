@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.bench import halves, measure, processes, steps, tracing, traffic
+from wingbeat.bench import halves, measure, pace, processes, steps, tracing, traffic
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.clocks import SERVER, WORKER
 from wingbeat.bench.config import BenchConfig, Checked
@@ -328,6 +328,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     config_path, result_path = Path(argv[0]), Path(argv[1])
     checked = BenchConfig.load(config_path).check()
+    pace.slow_codecs(checked.model.codec_factor)
     world = wingbeat.init(timeout=120.0)
     try:
         worker = Worker(checked, world, folder=result_path.parent)
