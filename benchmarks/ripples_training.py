@@ -47,6 +47,7 @@ ROWS = (
     "adpsgd",
     "ripples:policy=static",
     "ripples:policy=random",
+    "ripples:policy=paper",
     "ripples:policy=smart",
     "localsgd:every=8",
     "diloco:every=30",

@@ -17,7 +17,7 @@ from wingbeat.groups.layout import Layout
 from wingbeat.groups.mixing import parts_of
 from wingbeat.groups.rules import ABLATION, Rules
 
-ASKED = ABLATION | {"everyone": Rules.everyone()}
+ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.everyone()}
 
 ALL = ASKED | {
     f"{name}, notified": Rules(
@@ -145,8 +145,8 @@ def test_inter_and_intra_give_each_worker_two_groups_in_this_order() -> None:
 
 
 def test_who_is_far_behind_the_fastest_is_in_no_second_group_with_others() -> None:
-    def crowd(threshold: int | None) -> Crowd:
-        made = Crowd(Layout.even(1, 3), Rules(threshold=threshold), Random(0))
+    def crowd(rules: Rules) -> Crowd:
+        made = Crowd(Layout.even(1, 3), rules, Random(0))
         for worker, requests in enumerate((9, 2, 8)):
             made.busy(worker)
             for _ in range(requests):
@@ -155,11 +155,12 @@ def test_who_is_far_behind_the_fastest_is_in_no_second_group_with_others() -> No
                 made.rest(worker)
         return made
 
-    assert crowd(4).fastest == 0
-    *_, together, alone = policies.inter_and_intra(1, crowd(4))
+    assert crowd(Rules()).fastest == 0
+    *_, together, alone = policies.inter_and_intra(1, crowd(Rules()))
     assert sorted(together) == [0, 2]
     assert alone == [1]
-    assert sorted(policies.inter_and_intra(1, crowd(None))[-1]) == [0, 1, 2]
+    for unfiltered in (Rules(threshold=None), Rules.paper()):
+        assert sorted(policies.inter_and_intra(1, crowd(unfiltered))[-1]) == [0, 1, 2]
 
 
 def test_heads_are_random_and_all_heads_meet() -> None:
@@ -230,6 +231,24 @@ def test_counters_are_halved_so_that_who_was_slow_once_is_let_in_again() -> None
                     generator.acknowledge(member, run.number)
     assert max(generator._crowd.asked) < 16
     assert generator._crowd.asked[0] - generator._crowd.asked[1] <= 1
+
+
+def test_section_5_3_as_published_a_worker_that_fell_behind_once_stays_out() -> None:
+    generators = [Generator(Layout.even(1, 3), rules) for rules in (Rules(), Rules.paper())]
+    for generator in generators:
+        for worker, count in enumerate((8, 8, 2)):
+            generator._crowd.busy(worker)
+            generator._crowd.asked[worker] = count
+            generator._crowd.rest(worker)
+        for _ in range(200):  # all are equally fast from now on
+            for worker in range(3):
+                if not generator.waits(worker):
+                    ended(generator, generator.request(worker))
+    behind = [max(g._crowd.asked) - g._crowd.asked[2] for g in generators]
+    assert behind[0] < 4, "ours has halved the difference away"
+    assert behind[1] == 6
+    assert generators[1]._crowd.asked[0] > 200
+    assert 2 not in members(made(generators[1], 0))
 
 
 # -- membership -------------------------------------------------------------------------------
@@ -485,9 +504,9 @@ def ended(generator: Generator, runs: list[Run]) -> list[tuple[int, ...]]:
     return members
 
 
-def in_turns(connect: int | None, rounds: int) -> list[tuple[int, ...]]:
+def in_turns(rules: Rules, rounds: int) -> list[tuple[int, ...]]:
     """Groups of two hosts of two, of whom one is never idle while the other's workers ask."""
-    generator = Generator(Layout.even(2, 2), Rules(connect=connect), seed=3)
+    generator = Generator(Layout.even(2, 2), rules, seed=3)
     runs: list[tuple[int, ...]] = []
 
     def ask(worker: int) -> None:
@@ -510,7 +529,7 @@ def in_turns(connect: int | None, rounds: int) -> list[tuple[int, ...]]:
 
 
 def test_workers_that_are_never_idle_together_are_connected_all_the_same() -> None:
-    apart, joined = in_turns(None, 50), in_turns(2, 50)
+    apart, joined = in_turns(Rules.paper(), 50), in_turns(Rules(), 50)
     assert parts_of(apart[len(apart) // 4 :], 4) == 2, "the paper's rules keep the hosts apart"
     # Within 2 * 3 requests of each of 4 workers, of which each makes a group at most.
     most = 2 * 3 * 4 + 4

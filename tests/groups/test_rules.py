@@ -10,7 +10,7 @@ from wingbeat.errors import UsageError
 from wingbeat.groups import policies
 from wingbeat.groups.crowd import Crowd, shuffle
 from wingbeat.groups.layout import Layout
-from wingbeat.groups.rules import ABLATION, Rules
+from wingbeat.groups.rules import ABLATION, FORGET, Rules, rules_of
 
 
 def test_each_step_of_the_ablation_is_one_option_more() -> None:
@@ -19,6 +19,16 @@ def test_each_step_of_the_ablation_is_one_option_more() -> None:
     assert on == [[i < step for i in range(4)] for step in range(5)]
     assert ABLATION["random"] == Rules.random()
     assert ABLATION["+ filter"] == Rules()
+
+
+def test_the_papers_rules_are_ours_without_what_we_added() -> None:
+    added = {"filter_intra": True, "forget": FORGET, "connect": 2}
+    without = {"filter_intra": False, "forget": None, "connect": None}
+    assert Rules.paper() == Rules(**without)
+    assert Rules() == Rules(**added)
+    assert rules_of("paper", 5, 7) == Rules(size=5, threshold=7, **without)
+    assert rules_of("random", 5, None) == Rules.random(5)
+    assert Rules.random().forget is None
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,11 @@ def test_random_groups_have_the_initiator_and_anybody_else() -> None:
     met = [worker for group in groups for worker in group[1:]]
     assert sorted(set(met)) == [0, 1, 3, 4, 5, 6, 7, 8]
     assert all(80 < met.count(worker) < 150 for worker in set(met))
+
+
+def test_random_groups_are_never_smaller_than_their_size_where_so_many_are_there() -> None:
+    everyone = crowd(Rules.random(9))
+    assert all(len(set(policies.one_at_random(2, everyone)[0])) == 9 for _ in range(2000))
 
 
 def test_a_group_is_no_larger_than_all() -> None:

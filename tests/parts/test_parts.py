@@ -65,7 +65,7 @@ def wrong(make: Any, *args: Any, **options: Any) -> str:
         (parts.Bounded, {"encrypted": 1}, "Bounded(encrypted=1): allowed are True and False"),
         (parts.Groups, {"policy": "smrt"}, "(did you mean 'smart'?)"),
         (parts.Groups, {"size": 1}, "Groups(size=1): allowed are whole numbers, 2 to"),
-        (parts.Groups, {"policy": "random", "threshold": 9}, 'only policy="smart" has a filter'),
+        (parts.Groups, {"policy": "random", "threshold": 9}, 'only policy="smart" and "paper"'),
         (parts.Pairs, {"seed": -1}, "Pairs(seed=-1)"),
         (parts.Local, {"every": 3, "delay": 4}, "allowed is delay=0 to 3"),
         (parts.Outer, {"lr": 0}, "Outer(lr=0): allowed are numbers above 0"),

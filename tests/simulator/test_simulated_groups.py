@@ -31,7 +31,7 @@ def run(rules: Rules | None, layout: Layout, **options: object) -> GroupRun:
     return simulate_groups(MODEL, rules, layout, LINKS, **given | options)
 
 
-@pytest.mark.parametrize("rules", [None, Rules()])
+@pytest.mark.parametrize("rules", [None, Rules(), Rules.paper()])
 def test_the_same_arguments_give_the_same_run_to_the_last_bit(rules: Rules | None) -> None:
     layout = Layout.even(2, 3)
     runs = [run(rules, layout, jitter=0.1, slow={1: 2.0}, work=Work()) for _ in range(2)]
@@ -149,6 +149,13 @@ def test_smart_groups_keep_their_speed_beside_a_slow_worker_and_static_ones_do_n
     assert kept[None] < 0.5
     assert uneven[Rules()].steps[5] < 0.6 * uneven[Rules()].steps[0]
     assert parts_of(uneven[Rules()].groups, 16) == 1
+
+
+def test_with_the_papers_rules_a_slow_worker_holds_up_its_host() -> None:
+    made = run(Rules.paper(), Layout.even(4, 2), slow={5: 6.0}, iterations=60, jitter=0.02)
+    others = min(steps for worker, steps in enumerate(made.steps) if worker not in (4, 5))
+    assert made.steps[4] < 0.5 * others
+    assert made.steps[4] - made.steps[5] <= 2
 
 
 @pytest.mark.parametrize("slowness", [3.0, 6.0])

@@ -374,7 +374,7 @@ def test_one_worker_alone_just_trains() -> None:
     ("make", "said"),
     [
         (lambda: wingbeat.Ripples(policy="smrt"), "smart"),
-        (lambda: wingbeat.Ripples(policy="static", threshold=9), 'only policy="smart" has'),
+        (lambda: wingbeat.Ripples(policy="static", threshold=9), 'only policy="smart" and'),
         (lambda: wingbeat.Ripples(size=1), "size=1"),
         (lambda: wingbeat.Ripples(wire="sketch"), "travel as they are, or rounded"),
         (lambda: wingbeat.LocalSGD(every=0), "every=0"),

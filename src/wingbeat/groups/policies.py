@@ -42,6 +42,10 @@ def one_at_random(initiator: int, crowd: Crowd) -> list[list[int]]:
     here, draw = crowd.here, crowd.chance.random
     group, floor = [initiator], crowd.floor(initiator)
     size = min(crowd.rules.size, len(here))
+    if crowd.rules.threshold is None:
+        # One more than is needed, as the initiator may be among them.
+        drawn = crowd.chance.sample(here, size)
+        return [group + [worker for worker in drawn if worker != initiator][: size - 1]]
     # So few may be fast enough that they are not found; then the group is smaller.
     for _ in range(_DRAWS * size):
         if len(group) == size:
@@ -67,8 +71,8 @@ def inter_and_intra(initiator: int, crowd: Crowd) -> list[list[int]]:
     A random worker of each host, its head, is in a group of heads, and the others are in groups
     within their host; then all of a host are in one. Only workers that are idle count in any of
     this. Whoever has no partner gets a group of its own, so that it is as many steps away from the
-    second group as the others are. Who is too slow for the fastest worker's groups is in no second
-    group with others.
+    second group as the others are. With ``rules.filter_intra``, who is too slow for the fastest
+    worker's groups is in no second group with others.
     """
     host_of, size = crowd.layout.host_of, crowd.rules.size
     hosts: dict[int, list[int]] = {}
@@ -80,7 +84,7 @@ def inter_and_intra(initiator: int, crowd: Crowd) -> list[list[int]]:
     groups = parts(heads, size)
     for local in hosts.values():
         groups += parts(local[1:], size)
-    floor = crowd.floor(crowd.fastest)
+    floor = crowd.floor(crowd.fastest) if crowd.rules.filter_intra else 0
     for local in hosts.values():
         groups += of_like_speed(local, crowd.asked, floor)
     return groups

@@ -21,9 +21,11 @@ CONNECT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How groups are made (Ripples, sections 4.1 and 5). The defaults are the paper's smart GG.
+    """How groups are made (Ripples, sections 4.1 and 5). The defaults are wingbeat's smart groups.
 
-    `Rules.random()` is its random GG, `Rules.everyone()` one group of all.
+    They are the paper's smart GG with three additions: ``filter_intra``, ``forget`` and
+    ``connect``. `Rules.paper()` is the paper's, `Rules.random()` its random GG, and
+    `Rules.everyone()` one group of all.
 
     Attributes:
         size: members of a random group; what remains of a division makes some larger by one or two.
@@ -35,6 +37,10 @@ class Rules:
             ``division``.
         threshold: C_thres: who has asked so many times less often than the initiator, or still
             less, is not put in its group (slowdown filter); None for no filter.
+        filter_intra: whether the filter holds for second groups, too: a worker ``threshold``
+            requests behind the fastest of all is in no second group with others. False in the
+            paper, where a division is filtered once, by the initiator's counter. Without
+            ``threshold`` it has no effect.
         forget: requests of the fastest worker after which all counters are halved; None for never,
             as in the paper, where whoever was slow once stays out for ever.
         connect: requests of each worker, times the bits of their number, in which groups connect
@@ -54,6 +60,7 @@ class Rules:
     division: bool = True
     inter_intra: bool = True
     threshold: int | None = THRESHOLD
+    filter_intra: bool = True
     forget: int | None = FORGET
     connect: int | None = CONNECT
     notified: bool = False
@@ -115,6 +122,17 @@ class Rules:
         )
 
     @classmethod
+    def paper(cls, size: int = GROUP_SIZE, threshold: int | None = THRESHOLD) -> Rules:
+        """Return the rules of the paper's smart GG, with nothing added (section 5).
+
+        Group Buffer and Global Division (5.1), Inter-Intra (5.2) and the slowdown filter (5.3),
+        with counters that only grow. The paper states neither a size of groups in a division nor a
+        value of C_thres: they are arguments. These rules do not bound how long groups leave two
+        parts of the workers unconnected.
+        """
+        return cls(size=size, threshold=threshold, filter_intra=False, forget=None, connect=None)
+
+    @classmethod
     def random(cls, size: int = GROUP_SIZE, *, notified: bool = False) -> Rules:
         """Return the rules of the paper's random GG (section 4.1)."""
         return cls(
@@ -123,6 +141,7 @@ class Rules:
             division=False,
             inter_intra=False,
             threshold=None,
+            forget=None,
             connect=None,
             notified=notified,
         )
@@ -138,8 +157,11 @@ ABLATION = {
 """Section 5, a step at a time."""
 
 
-POLICIES = ("smart", "random", "buffered", "divided", "inter-intra", "static", "all")
+POLICIES = ("smart", "paper", "random", "buffered", "divided", "inter-intra", "static", "all")
 """What users call the ways to make groups. Each step of the ablation has all before it."""
+
+FILTERED = ("smart", "paper")
+"""Those with a slowdown filter."""
 
 
 def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
@@ -157,6 +179,8 @@ def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
         return Rules.everyone()
     if policy == "random":
         return Rules.random(size)
+    if policy == "paper":
+        return Rules.paper(size, threshold)
     return Rules(
         size=size,
         division=policy != "buffered",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from wingbeat.errors import UsageError
-from wingbeat.groups.rules import GROUP_SIZE, POLICIES, THRESHOLD
+from wingbeat.groups.rules import FILTERED, GROUP_SIZE, POLICIES, THRESHOLD
 from wingbeat.settings import READ, Named, Settings
 from wingbeat.traits import LOCAL, MEANS, Part
 
@@ -43,12 +43,14 @@ class Groups(PartnersPart):
     """Workers average in groups that a generator makes as they ask (Ripples, sections 4 and 5).
 
     Args:
-        policy: ``"smart"``, the paper's last word; the steps to it, ``"random"``, ``"buffered"``,
-            ``"divided"`` and ``"inter-intra"``, each with all before it; ``"static"``, a schedule
-            that needs no generator (4.2); or ``"all"``, one group of everybody.
+        policy: ``"smart"``, the paper's smart groups with what was found missing; ``"paper"``,
+            these exactly as published; ``"random"``, the paper's random groups (4.1); steps from
+            there to ``"smart"``, ``"buffered"``, ``"divided"`` and ``"inter-intra"``, each with all
+            before it; ``"static"``, a schedule that needs no generator (4.2); or ``"all"``, one
+            group of everybody.
         size: members of a random group.
-        threshold: C_thres of the slowdown filter (5.3), of ``"smart"``; None (``none`` on the
-            command line): no filter.
+        threshold: C_thres of the slowdown filter (5.3), of ``"smart"`` and ``"paper"``; None
+            (``none`` on the command line): no filter.
         seed: of random choices.
         encrypted: whether requests to the generator, and its answers, are. Parameters never are:
             they travel over links that are neither authenticated nor encrypted.
@@ -110,10 +112,10 @@ def check_groups(options: Any) -> None:
     options.check_count("size", 2, 100_000)
     if options.threshold is not None:
         options.check_count("threshold", 2, 1_000_000)
-    if options.threshold != THRESHOLD and options.policy != "smart":
+    if options.threshold != THRESHOLD and options.policy not in FILTERED:
         raise UsageError(
             f"{type(options).__name__}(policy={options.policy!r}, threshold={options.threshold!r}):"
-            ' only policy="smart" has a filter; leave threshold out'
+            ' only policy="smart" and "paper" have a filter; leave threshold out'
         )
 
 

@@ -25,12 +25,15 @@ class Ripples(Preset):
     `wingbeat.consensus`.
 
     Args:
-        policy: ``"smart"``, the paper's last word; the steps to it, ``"random"``, ``"buffered"``
-            (+ Group Buffer), ``"divided"`` (+ Global Division) and ``"inter-intra"``, each with all
-            before it; or ``"static"``, a schedule that needs no generator (section 4.2).
+        policy: ``"smart"``, the paper's smart groups (section 5) with what was found missing;
+            ``"paper"``, these exactly as published: whoever fell behind once stays out, and nothing
+            keeps parts of the workers from going on without each other; ``"random"``, the paper's
+            random groups (section 4.1); steps from there to ``"smart"``, ``"buffered"`` (+ Group
+            Buffer), ``"divided"`` (+ Global Division) and ``"inter-intra"``, each with all before
+            it; or ``"static"``, a schedule that needs no generator (section 4.2).
         size: members of a random group.
-        threshold: C_thres of the slowdown filter (section 5.3), of ``"smart"``; None (``none`` on
-            the command line): no filter.
+        threshold: C_thres of the slowdown filter (section 5.3), of ``"smart"`` and ``"paper"``;
+            None (``none`` on the command line): no filter.
         every: steps from one average to the next.
         overlap: whether an average is made under the next forward and backward, and taken over in
             the next step; otherwise each step waits for its own.

@@ -33,6 +33,7 @@ PATIENCE = 60.0
 
 AVERAGING = (
     "ripples:encrypted=false",
+    "ripples:policy=paper,encrypted=false",
     "ripples:policy=random,size=2,encrypted=false",
     "ripples:policy=buffered,size=2,encrypted=false",
     "localsgd:every=2,encrypted=false",
