@@ -225,11 +225,11 @@ class Tuning:
 class Merging:
     """How layers are merged by what they are measured to cost (OMGS-SGD, section IV).
 
-    ``rule`` is ``"exact"``, ``"paper"`` (Algorithm 1), ``"wfbp"`` (MG-WFBP) or ``"tried"`` (the
-    fastest, by a trial of whole iterations). Backward is measured
-    over ``steps`` iterations; everything is measured anew when iterations come to take ``drift``
-    times as long, or as short, as right after planning. With a ``file``, what was measured is kept
-    there, and taken from there.
+    ``rule`` is ``"exact"``, ``"paper"`` (Algorithm 1, put right), ``"printed"`` (Algorithm 1 line
+    by line), ``"wfbp"`` (MG-WFBP) or ``"tried"`` (the fastest, by a trial of whole iterations).
+    Backward is measured over ``steps`` iterations; everything is measured anew when iterations come
+    to take ``drift`` times as long, or as short, as right after planning. With a ``file``, what was
+    measured is kept there, and taken from there.
     """
 
     rule: str

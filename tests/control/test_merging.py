@@ -84,7 +84,7 @@ def _on(size: int, *args: Any, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("rule", ["exact", "paper", "wfbp"])
+@pytest.mark.parametrize("rule", ["exact", "paper", "printed", "wfbp"])
 def test_workers_plan_together_and_weights_stay(rule: str, accumulate: int) -> None:
     strategy = wingbeat.OMGS(wire="fp32", merge=rule, steps=STEPS)
     iterations = PLANNED * accumulate + 2

@@ -145,7 +145,7 @@ def test_iterations_with_the_plan_before_do_not_count(monkeypatch: pytest.Monkey
         assert each["iteration_s"] == many_are_best(each["buckets"])
 
 
-@pytest.mark.parametrize("merge", ["exact", "paper", "wfbp"])
+@pytest.mark.parametrize("merge", ["exact", "paper", "printed", "wfbp"])
 def test_a_rule_by_name_is_not_tried(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     laps(monkeypatch, one_is_best)
     for run in on(2, omgs(merge=merge)):

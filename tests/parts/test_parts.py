@@ -106,6 +106,7 @@ def test_a_part_is_a_value(make: Any) -> None:
         ("one", parts.OneBucket()),
         ("merged", parts.Merged()),
         ("merged@paper", parts.Merged(rule="paper")),
+        ("merged@printed", parts.Merged(rule="printed")),
         ("colayers@4", parts.Colayers(count=4)),
     ],
 )

@@ -199,6 +199,7 @@ PLANNERS = {
     "one": lambda w, _: merge.one(w),
     "by_size": lambda w, _: merge.by_size(w, 1000),
     "greedy": merge.greedy,
+    "printed": merge.printed,
     "wfbp": merge.wfbp,
     "exact": merge.exact,
     "exhaustive": merge.exhaustive,
@@ -229,7 +230,7 @@ def test_nothing_to_send_is_an_empty_plan(name: str) -> None:
 def test_plans_name_the_models_own_indices() -> None:
     workload = Workload((7, 2, 5), (0.0, 0.0, 9.0), (1, 1, 1), (1.0, 1.0, 1.0), (F32,) * 3)
     costs = Costs(NOTHING, Line(1.0, 1.0))
-    for planner in (merge.greedy, merge.wfbp, merge.exact, merge.exhaustive):
+    for planner in (merge.greedy, merge.printed, merge.wfbp, merge.exact, merge.exhaustive):
         assert groups(planner(workload, costs)) == [(7, 2), (5,)]
 
 

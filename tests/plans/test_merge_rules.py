@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from helpers.merges import groups, plan_of, work
@@ -93,6 +93,50 @@ def test_algorithm_1_is_not_optimal() -> None:
     assert groups(best) == [(0,), (1, 2)]
     assert merge.predict(greedy, workload, costs).finish_s == pytest.approx(13.0)
     assert merge.predict(best, workload, costs).finish_s == pytest.approx(11.0)
+
+
+def test_algorithm_1_as_printed_by_hand() -> None:
+    """The layers of `test_algorithm_1_by_hand`.
+
+    Layer 3: u = tau_b(3) + t_b(2) = 1, Q3: 1 < 1 + 2, Q5: 1 + 1 > 1: it waits; t_b(3) is missing.
+    Then tau_b(3) = 0 + 2, tau_s(2) = 2 + 2, tau_c(2) = 4, by line 10, and layer 2: u = 2 + 0.5,
+    Q3: 2.5 < 4 + 3, Q5: 4 + 1 > 2.5: it waits, too.
+    """
+    workload = work([1.0, 2.0, 2.5], [1, 1, 1], [1.0, 1.0, 1.0])
+    assert groups(merge.printed(workload, Costs(NOTHING, Line(1.0, 1.0)))) == [(0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "ready", "alpha", "printed"),
+    [
+        # With t_b(l) in u, (3,) would be alone, as it is by section IV-A.
+        (5, [0.5, 1.0, 1.5, 2.5], 1.0, [(0, 1, 2, 3)]),
+        # Counted from tau_b(l), all would be one.
+        (10, [0.5, 1.0, 2.0, 6.0], 2.0, [(0, 1, 2), (3,)]),
+        # Were nothing charged for what is merged, (0, 1) and (2, 3) would be.
+        (22, [0.5, 1.0, 5.0, 5.5], 3.0, [(0, 1, 2, 3)]),
+    ],
+)
+def test_each_line_that_is_printed_otherwise_makes_its_own_plans(
+    line: int, ready: list[float], alpha: float, printed: list[tuple[int, ...]]
+) -> None:
+    """In each instance that line alone decides: found by changing one at a time."""
+    workload, costs = work(ready, [1] * 4, [1.0] * 4), Costs(NOTHING, Line(alpha, 1.0))
+    assert groups(merge.printed(workload, costs)) == printed
+
+
+@given(st.floats(0.01, 3.0), st.floats(0.01, 3.0), st.floats(0.01, 3.0), st.floats(0.001, 1.0))
+def test_two_layers_are_merged_as_printed_if_lines_6_and_7_say_so(
+    first: float, second: float, alpha: float, gamma: float
+) -> None:
+    workload = work([first, first + second], [50, 70], [50.0, 70.0])
+    costs = Costs(Sorting(gamma, 0.1), Line(alpha, 0.01))
+    u, tau_c = second, first + costs.encode(50.0)
+    q3 = u + costs.encode(50.0) + costs.encode(70.0) < tau_c + costs.exchange(50.0)
+    q5 = tau_c + alpha > u + costs.encode(120.0)
+    assume(not math.isclose(u + costs.encode(120.0), tau_c + alpha))
+    expected = [(0, 1)] if q3 and q5 else [(0,), (1,)]
+    assert groups(merge.printed(workload, costs)) == expected
 
 
 def test_mg_wfbp_by_hand() -> None:

@@ -37,6 +37,7 @@ def _undelayed(workload: Workload, costs: Costs) -> Plan:
 RULES: dict[str, Callable[[Workload, Costs], Plan]] = {
     "exact": _exact,
     "paper": merge.greedy,
+    "printed": merge.printed,
     "wfbp": merge.wfbp,
 }
 

@@ -16,7 +16,7 @@ from wingbeat.traits import Part
 from wingbeat.types import Fusion, Merging, Tuning
 
 SEARCHES = ("bo", "random", "grid")
-RULES = ("tried", "exact", "paper", "wfbp")
+RULES = ("tried", "exact", "paper", "printed", "wfbp")
 
 
 class PlanPart(Part, Settings, ABC):
@@ -207,8 +207,10 @@ class Merged(PlanPart):
 
     Args:
         rule: ``"exact"``, the plan with the shortest iteration of all, as predicted; ``"paper"``,
-            Algorithm 1; ``"wfbp"``, MG-WFBP, which knows no codec; or ``"tried"``, of ``"exact"``,
-            ``"paper"`` and all in one bucket the one with which whole iterations are shortest.
+            Algorithm 1 with its lines put right by the equations that it stands for;
+            ``"printed"``, Algorithm 1 line by line; ``"wfbp"``, MG-WFBP, which knows no codec; or
+            ``"tried"``, of ``"exact"``, ``"paper"`` and all in one bucket the one with which whole
+            iterations are shortest.
         steps: iterations in which backward is measured.
         drift: measure and merge anew when iterations take this many times as long, or as short,
             as right after planning.

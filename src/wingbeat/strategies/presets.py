@@ -212,9 +212,10 @@ class OMGS(Preset):
     Args:
         merge: which layers are merged: ``"tried"``, the fastest of what ``"exact"``, ``"paper"``
             and ``"one"`` make, by a trial of whole iterations. Without a trial: ``"exact"``, the
-            plan with the shortest iteration of all, as predicted; ``"paper"``, Algorithm 1;
-            ``"wfbp"``, MG-WFBP, which knows no codec; ``"size"``, until there are ``elements``
-            elements; ``"none"``; or ``"one"``, all into one.
+            plan with the shortest iteration of all, as predicted; ``"paper"``, Algorithm 1 with its
+            lines put right by the equations that it stands for; ``"printed"``, Algorithm 1 line by
+            line; ``"wfbp"``, MG-WFBP, which knows no codec; ``"size"``, until there are
+            ``elements`` elements; ``"none"``; or ``"one"``, all into one.
         wire: what gradients travel as; any codec can be merged.
         density: share of the gradients that travel, with ``wire="topk"``; the paper's is 0.001.
         warmup: steps in which the density falls from 0.25 to ``density``; the paper has none.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from wingbeat.plans.merge.exact import Bounded, bounded, exact
 from wingbeat.plans.merge.exhaustive import exhaustive
-from wingbeat.plans.merge.paper import greedy, wfbp
+from wingbeat.plans.merge.paper import greedy, printed, wfbp
 from wingbeat.plans.merge.simple import by_size, one
 from wingbeat.plans.merge.timeline import Row, Timeline, predict
 
@@ -24,5 +24,6 @@ __all__ = [
     "greedy",
     "one",
     "predict",
+    "printed",
     "wfbp",
 ]
