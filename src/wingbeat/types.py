@@ -210,7 +210,9 @@ class Tuning:
     """How bucket sizes are tried out while training goes on (DeAR, section IV-B).
 
     ``search`` is ``"bo"``, ``"random"`` or ``"grid"``; sizes are in bytes. A trial is ``steps``
-    iterations with one size. With a ``file``, what was found is kept there, and taken from there.
+    iterations with one size. Sizes are tried anew when iterations come to take ``drift`` times as
+    long, or as short, as right after tuning. With a ``file``, what was found is kept there, and
+    taken from there.
     """
 
     search: str
@@ -218,6 +220,7 @@ class Tuning:
     high_bytes: int
     trials: int = 10
     steps: int = 10
+    drift: float = 1.5
     file: str = ""
 
 

@@ -80,6 +80,19 @@ def test_times_that_drift_begin_it_anew(seconds: float) -> None:
     assert _window(drift, seconds) is None
 
 
+def test_only_windows_in_a_row_count_where_several_are_asked_for() -> None:
+    drift = Drift(0, 1.5, windows=2)
+    drift.planned(known=True)
+    for seconds in (0.1, 0.2, 0.1, 0.2, 0.14):
+        assert _window(drift, seconds) is None
+    assert _window(drift, 0.2) is None
+    assert not drift.watching
+    assert _window(drift, 0.3) == (0.1, 0.3)
+    drift.planned(known=True)
+    assert _window(drift, 0.3) is None
+    assert _window(drift, 0.9) is None, "nothing is left of the windows before"
+
+
 def test_the_slowest_worker_counts() -> None:
     drift = _planned()
     assert _window(drift, 0.1, [0.2]) is None

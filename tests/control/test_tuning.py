@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,6 +212,111 @@ def test_laps_with_the_size_before_are_not_told_as_those_with_the_new_one(
     for seconds in told.values():
         assert seconds[:2] == [0.0, 0.0]
         assert all(seconds[2:])
+
+
+WINDOW = 4
+"""Iterations of a window in the tests of drift."""
+
+
+class _Scripted:
+    """A stopwatch whose laps follow from their number alone."""
+
+    seconds: Callable[[int], float]
+
+    def __init__(self, _device: torch.device) -> None:
+        self.laps = 0
+
+    def lap(self) -> float:
+        self.laps += 1
+        return type(self).seconds(self.laps)
+
+    def restart(self) -> None:
+        pass
+
+
+def _tuned_in_virtual_time(
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[int], float],
+    iterations: int,
+    **options: Any,
+) -> list[tuple[Sizes, list[int]]]:
+    """The bucket sizes of each iteration, and laps of which tuning begins anew, by worker."""
+    monkeypatch.setattr("wingbeat.control.drift.WINDOW", WINDOW)
+    clock = type("_Clock", (_Scripted,), {"seconds": staticmethod(seconds)})
+    monkeypatch.setattr("wingbeat.control.control.Stopwatch", clock)
+    begun: dict[int, list[int]] = {}
+    watched = SizeTuning.boundary
+
+    def boundary(tuning: SizeTuning, lap: float, rows: Any) -> bool:
+        before = tuning.done
+        result = watched(tuning, lap, rows)
+        own = begun.setdefault(tuning._collectives.world.rank, [])
+        if before and not tuning.done:
+            own.append(int(lap))
+        return result
+
+    monkeypatch.setattr(SizeTuning, "boundary", boundary)
+    made = loopback.run(
+        loopback.worlds(2), lambda world: _train(world, iterations, plan="grid", **options)
+    )
+    assert all(sizes == made[0][1] for _, sizes, _ in made)
+    return [(sizes, begun[rank]) for rank, (_, sizes, _) in enumerate(made)]
+
+
+def test_iterations_that_come_to_take_longer_have_sizes_tried_anew_on_all_workers_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    since = ENDS_WITHIN + 3 * (WINDOW + SETTLING)
+    iterations = since + 5 * (WINDOW + SETTLING) + ENDS_WITHIN
+
+    def seconds(lap: int) -> float:
+        return 1.0 if lap < since else 2.0
+
+    (sizes, begun), other = _tuned_in_virtual_time(monkeypatch, seconds, iterations)
+    assert other == (sizes, begun)
+    assert begun == [2], "once, after laps of two seconds"
+    at_rest = sizes[since - 1]
+    assert all(now == at_rest for now in sizes[ENDS_WITHIN:since])
+    assert len({tuple(now) for now in sizes[since:]}) > 2, "other sizes are tried"
+
+
+@pytest.mark.parametrize(
+    ("slow", "options"),
+    [
+        pytest.param(range(60, 60 + WINDOW), {}, id="one window"),
+        pytest.param(range(60, 10_000), {"drift": 2.5}, id="less than drift"),
+    ],
+)
+def test_what_passes_or_is_small_has_no_sizes_tried_anew(
+    monkeypatch: pytest.MonkeyPatch, slow: range, options: dict[str, Any]
+) -> None:
+    def seconds(lap: int) -> float:
+        return 2.0 if lap in slow else 1.0
+
+    made = _tuned_in_virtual_time(monkeypatch, seconds, 60 + 8 * (WINDOW + SETTLING), **options)
+    assert [begun for _, begun in made] == [[], []]
+
+
+def test_times_that_swing_for_ever_have_sizes_tried_more_and_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds(lap: int) -> float:
+        return 1.0 + lap // 75 % 2
+
+    (_, begun), _ = _tuned_in_virtual_time(monkeypatch, seconds, 600)
+    # Each swing of 75 iterations is long enough for 2 and for 4 windows; not for 16.
+    assert 2 <= len(begun) <= 3
+
+
+def test_a_size_from_a_file_is_watched_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = {"plan_file": str(tmp_path / "plan.json")}
+    _tuned_in_virtual_time(monkeypatch, lambda _: 1.0, ENDS_WITHIN, **options)
+    made = _tuned_in_virtual_time(
+        monkeypatch, lambda lap: 1.0 if lap < 20 else 3.0, 50 + ENDS_WITHIN, **options
+    )
+    assert [begun for _, begun in made] == [[3], [3]]
 
 
 def test_a_plan_file_is_written_and_spares_the_next_run_the_tuning(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ class Control:
         trying = self.trial is not None and self.trial.active()
         if self.merging is not None and self.merging.deciding():
             return True
-        tuned = (self.tuning, self.thresholds)
-        return trying or any(each is not None and each.active() for each in tuned)
+        trying = trying or (self.thresholds is not None and self.thresholds.active())
+        return trying or (self.tuning is not None and not self.tuning.done)
 
     def decisions(self) -> Decisions:
         """Return what has been found out, once it is no longer `deciding`."""
@@ -158,11 +158,13 @@ class Control:
     def _controllers(self) -> list[Controller]:
         """Return who counts at present: what changes iterations is tried alone.
 
-        First whether a codec stays, then the size of buckets, which thresholds divide.
+        First whether a codec stays, then the size of buckets, which thresholds divide. While these
+        are tried, iterations change for another reason than drift.
         """
         if self.trial is not None and self.trial.active():
             return [self.trial]
-        sized = self.tuning is None or not self.tuning.active()
-        others: tuple[Controller | None, ...]
-        others = (self.tuning, self.merging, self.thresholds if sized else None)
+        sized = self.tuning is None or self.tuning.done
+        if sized and self.thresholds is not None and self.thresholds.active():
+            return [self.thresholds]
+        others: tuple[Controller | None, ...] = (self.tuning, self.merging)
         return [each for each in others if each is not None and each.active()]

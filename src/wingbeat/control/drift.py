@@ -30,15 +30,18 @@ class Drift:
     Args:
         steps: iterations that are measured before planning.
         factor: iterations that take this many times as long, or as short, call for a new plan.
+        windows: how many windows in a row have to be that far off. One of several may be another
+            job's doing.
 
     Attributes:
         watching: whether iterations are measured, to plan from what they show.
         first: whether nothing has been planned since measuring began.
     """
 
-    def __init__(self, steps: int, factor: float) -> None:
+    def __init__(self, steps: int, factor: float, windows: int = 1) -> None:
         self.watching = self.first = True
-        self._steps, self._factor = steps, factor
+        self._steps, self._factor, self._windows = steps, factor, windows
+        self._off = 0
         self._seen = 0
         self._laps: list[float] = []
         self._usual = 0.0
@@ -65,7 +68,7 @@ class Drift:
         self._restart()
         self.watching = self.first and not known
         self.first = False
-        self._usual = 0.0
+        self._usual, self._off = 0.0, 0
 
     def reports(self) -> bool:
         """Whether this iteration ends a window, so that all workers tell their medians."""
@@ -93,8 +96,12 @@ class Drift:
             self._usual = now
             return None
         if 1 / self._factor <= now / self._usual <= self._factor:
+            self._off = 0
             return None
-        usual, self._usual = self._usual, 0.0
+        self._off += 1
+        if self._off < self._windows:
+            return None
+        usual, self._usual, self._off = self._usual, 0.0, 0
         self.watching = self.first = True
         return usual, now
 

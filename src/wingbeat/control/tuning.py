@@ -1,7 +1,8 @@
 """Bucket sizes tried out while training goes on (DeAR, section IV-B).
 
 Rank 0 decides, and its decision travels to everyone in its row of numbers (`control`). So all
-workers change plans before the same backward, and all end together.
+workers change plans before the same backward, and all end together. Afterwards iterations are
+watched: when they drift, all begin anew before the same backward, from the size in use.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wingbeat.collectives import Collectives
+from wingbeat.control.drift import Drift
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.observe.log import log
@@ -20,11 +22,18 @@ from wingbeat.plans.result import Result, as_mb, nothing
 from wingbeat.plans.tuner import Tuner
 from wingbeat.types import Choices, Fusion, Tuning
 
+FIRST_WINDOWS = 2
+"""Windows in a row that have to be off before sizes are tried anew; each further time twice as
+many."""
+
 
 class SizeTuning:
     """Lets a `Tuner` set the bucket size of a `Bucketing`, by what iterations take.
 
     A size that an earlier run has found, in the tuning's file on rank 0, is taken over at once.
+
+    Attributes:
+        done: whether a size was decided on; sizes may be tried anew, if iterations drift.
     """
 
     def __init__(
@@ -40,15 +49,15 @@ class SizeTuning:
         known = self._known_size(tuning) if tuning.file else 0
         self.done = bool(known)
         self._asked = tuning
-        self._considered = False
+        self._windows = FIRST_WINDOWS
+        self._drift = self._watch()
+        self._considered = self._one_plan = False
         self._nothing: Result | None = None
         if known:
             bucketing.use(self._resized(known))
             if world.rank == 0:
                 log.info("buckets of %s MB, as plan file %s has it", as_mb(known), tuning.file)
-        # What a larger size makes is the plan of the size that holds the whole model.
-        start = min(self._fusion.bucket_bytes, largest_kind(bucketing.specs))
-        self._tuner = Tuner(within(tuning, bucketing.specs), start, world.rank, world.size)
+        self._tuner = self._new_tuner()
 
     @property
     def result(self) -> Result | None:
@@ -61,8 +70,11 @@ class SizeTuning:
         return self._bucketing.fusion.bucket_bytes
 
     def active(self) -> bool:
-        """Whether sizes are still being tried."""
-        return not self.done
+        """Whether sizes are tried, or iterations watched for drift: to the end of training.
+
+        Where all sizes make one plan there is nothing to watch for.
+        """
+        return not self._one_plan
 
     def decide(self, nbytes: int) -> None:
         """End tuning with a size that is known already; on all workers alike, before training."""
@@ -75,8 +87,12 @@ class SizeTuning:
         Raises:
             PeerError: rank 0 sent something that is no decision.
         """
+        if self._ends_untried():
+            return False
+        if self.done:
+            return self._watched(seconds, rows)
         self._seconds = seconds
-        if self._ends_untried() or rows is None:
+        if rows is None:
             return False
         size = self._tuner.take(rows)
         if size is not None:
@@ -84,12 +100,61 @@ class SizeTuning:
             self._seconds = 0.0
         if self._tuner.done:
             self.done = True
+            self._drift = self._watch()
             self._keep()
         return size is not None
 
     def row(self) -> Sequence[float]:
-        """Return what this worker has measured, and, on rank 0, what is decided."""
+        """Return what this worker has measured, and, on rank 0, what is decided.
+
+        Once a size is decided on: the median of a window at its end, in seconds.
+        """
+        if self.done:
+            return [self._drift.median()] if self._drift.reports() else []
         return self._tuner.report(self._seconds)
+
+    # -- drift ----------------------------------------------------------------------------
+
+    def _watch(self) -> Drift:
+        """Return what watches iterations from now on: its first window says what is usual."""
+        drift = Drift(0, self._asked.drift, self._windows)
+        drift.planned(known=True)
+        return drift
+
+    def _watched(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
+        """Count an iteration under the size that was decided on; return whether tuning begins anew.
+
+        All workers hear the same medians before the same backward, so all begin together.
+
+        Raises:
+            PeerError: a worker sent something that is no median.
+        """
+        drifted = None if rows is None else self._drift.take([row[0] for row in rows])
+        self._drift.lap(seconds)
+        if drifted is None:
+            return False
+        if self._collectives.world.rank == 0:
+            log.info(
+                "iterations take %.4g s in place of %.4g s: tuning buckets anew, from %s MB",
+                drifted[1],
+                drifted[0],
+                as_mb(self.bucket_bytes),
+            )
+        # Times that swing for ever would have sizes tried for ever: so the next time takes longer.
+        self._windows *= 2
+        self._tuner = self._new_tuner()
+        self._seconds = 0.0
+        self.done = False
+        return True
+
+    def _new_tuner(self) -> Tuner:
+        """Return a tuner that starts with the size in use."""
+        world, specs = self._collectives.world, self._bucketing.specs
+        # What a larger size makes is the plan of the size that holds the whole model.
+        start = min(self.bucket_bytes, largest_kind(specs))
+        return Tuner(within(self._asked, specs), start, world.rank, world.size)
+
+    # -- what was found -------------------------------------------------------------------
 
     def _ends_untried(self) -> bool:
         """Once the order of the gradients is known, end tuning if all sizes make one plan.
@@ -103,8 +168,9 @@ class SizeTuning:
         specs, asked = self._bucketing.specs, self._asked
         rule = within(asked, specs)
         plan = one_plan(self._fusion, rule, specs, self._bucketing.ready_order)
-        self.done = plan is not None
-        if self._collectives.world.rank == 0:
+        known, self._one_plan = self.done, plan is not None
+        self.done = known or self._one_plan
+        if self._collectives.world.rank == 0 and not known:
             if plan is not None:
                 self._nothing = nothing(asked, self._fusion.bucket_bytes, len(plan.buckets))
                 log.info("%s", self._nothing.explain())
@@ -112,7 +178,7 @@ class SizeTuning:
             elif rule.high_bytes < asked.high_bytes:
                 low, high = as_mb(rule.low_bytes), as_mb(rule.high_bytes)
                 log.info("%s MB hold the whole model: tuning from %s to %s MB", high, low, high)
-        return self.done
+        return self._one_plan
 
     def _resized(self, nbytes: int) -> Fusion:
         return dataclasses.replace(self._fusion, bucket_bytes=nbytes)

@@ -80,7 +80,9 @@ class TunedBuckets(PlanPart):
         max_mb: largest size that is tried.
         trials: sizes that are tried before it is decided.
         steps: iterations in a trial.
-        file: where rank 0 keeps what was found; a run that finds it there does not tune.
+        drift: tune anew when iterations take this many times as long, or as short, as right after
+            tuning.
+        file: where rank 0 keeps what was found; a run that finds it there does not tune at first.
 
     Raises:
         UsageError: a value out of range.
@@ -94,6 +96,7 @@ class TunedBuckets(PlanPart):
     max_mb: float = field(default=100.0, metadata=SIZE)
     trials: int = 10
     steps: int = 10
+    drift: float = 1.5
     file: str = ""
 
     def __post_init__(self) -> None:
@@ -104,6 +107,7 @@ class TunedBuckets(PlanPart):
             self.check_size(key, zero=True)
         for key in ("trials", "steps"):
             self.check_count(key, 1, 10_000)
+        check_drift(self)
         self.check_file("file")
         check_range(self)
 
@@ -123,6 +127,7 @@ class TunedBuckets(PlanPart):
             high_bytes=in_bytes(self.max_mb),
             trials=self.trials,
             steps=self.steps,
+            drift=self.drift,
             file=self.file,
         )
 
@@ -228,7 +233,7 @@ class Merged(PlanPart):
     def __post_init__(self) -> None:
         self.check_name("rule", RULES)
         self.check_count("steps", 1, 10_000)
-        self.check_number("drift", "numbers above 1", lambda v: v > 1)
+        check_drift(self)
         self.check_file("file")
 
     def fusion(self) -> Fusion:
@@ -247,6 +252,11 @@ def in_bytes(mb: float) -> int:
     (0, 1, 1048576)
     """
     return max(1, int(mb * 2**20)) if mb else 0
+
+
+def check_drift(settings: Settings) -> None:
+    """Raise a `UsageError` unless ``drift`` is a number above 1."""
+    settings.check_number("drift", "numbers above 1", lambda v: v > 1)
 
 
 def check_range(tuned: Settings) -> None:

@@ -14,7 +14,7 @@ from wingbeat.parts.plan import PlanPart
 from wingbeat.settings import named
 from wingbeat.strategies.preset import Preset
 
-_OF_PLANS = ("mb", "min_mb", "max_mb", "layers", "trials", "steps", "plan_file")
+_OF_PLANS = ("mb", "min_mb", "max_mb", "layers", "trials", "steps", "drift", "plan_file")
 """Those options that a plan by its name alone may have; and those of the edges."""
 
 _WITH_FILE = (*plans.SEARCHES, "merged")
@@ -37,6 +37,7 @@ class Bucketed(Preset):
     layers: int = 4
     trials: int = 10
     steps: int = 10
+    drift: float = 1.5
     plan_file: str = ""
 
     @abstractmethod
@@ -49,6 +50,7 @@ class Bucketed(Preset):
             self.check_size(key)
         for key in ("layers", "trials", "steps"):
             self.check_count(key, 1, 10_000)
+        plans.check_drift(self)
         self.check_file("plan_file")
         if self.plan in plans.SEARCHES:
             plans.check_range(self)
@@ -66,7 +68,7 @@ class Bucketed(Preset):
         if plan == "layers":
             return parts.Layers(count=self.layers)
         if plan == "merged":
-            return parts.Merged(steps=self.steps, file=self.plan_file)
+            return parts.Merged(steps=self.steps, drift=self.drift, file=self.plan_file)
         if plan == "fixed":
             return parts.FixedBuckets(mb=self.mb, **self.edge_sizes())
         if plan in plans.SEARCHES:
@@ -78,6 +80,7 @@ class Bucketed(Preset):
                 max_mb=self.max_mb,
                 trials=self.trials,
                 steps=self.steps,
+                drift=self.drift,
                 file=self.plan_file,
             )
         return named("plan", str(plan), plans.BY_NAME)

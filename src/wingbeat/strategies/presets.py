@@ -57,6 +57,8 @@ class AllReduce(Bucketed):
         layers: nearby layers in a bucket, with ``plan="layers"``.
         trials: sizes that tuning tries before it decides.
         steps: iterations in a trial, or in which backward is measured.
+        drift: tune or measure anew when iterations take this many times as long, or as short, as
+            right after.
         plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
@@ -111,6 +113,7 @@ class BML(AllReduce):
         layers: as for `AllReduce`.
         trials: as for `AllReduce`.
         steps: as for `AllReduce`.
+        drift: as for `AllReduce`.
         plan_file: as for `AllReduce`.
         wire: ``"fp32"`` (the gradients' own dtype), ``"bf16"``, or top-k.
         topology: ``"bcube"``, found from the workers and their network interfaces, or with its
@@ -153,6 +156,8 @@ class DeAR(Bucketed):
         layers: nearby layers in a bucket, with ``plan="layers"``.
         trials: sizes that tuning tries before it decides.
         steps: iterations in a trial, or in which backward is measured.
+        drift: tune or measure anew when iterations take this many times as long, or as short, as
+            right after.
         plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
@@ -252,7 +257,7 @@ class OMGS(Preset):
             raise UsageError(f"{name}(merge={self.merge!r}): {name} has {usual!r}; OMGS has others")
         self.check_count("elements", 1, 2**40)
         self.check_count("steps", 1, 10_000)
-        self.check_number("drift", "numbers above 1", lambda v: v > 1)
+        plans.check_drift(self)
         check_topology(self)
         self.check_file("plan_file")
         object.__setattr__(self, "groups", wires.pairs(self.groups))
