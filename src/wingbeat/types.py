@@ -212,7 +212,7 @@ class Tuning:
     ``search`` is ``"bo"``, ``"random"`` or ``"grid"``; sizes are in bytes. A trial is ``steps``
     iterations with one size. Sizes are tried anew when iterations come to take ``drift`` times as
     long, or as short, as right after tuning. With a ``file``, what was found is kept there, and
-    taken from there.
+    taken from there. Where there are ``topologies``, each trial has one of them as well.
     """
 
     search: str
@@ -222,6 +222,7 @@ class Tuning:
     steps: int = 10
     drift: float = 1.5
     file: str = ""
+    topologies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,12 @@ from torch import nn
 
 import wingbeat
 from wingbeat import Strategy, parts, sync
+from wingbeat.collectives import Collectives
 from wingbeat.control.tuning import SizeTuning, _key_of
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.plans.tuner import SETTLING, Tuner
 from wingbeat.sync.upgrade import engine_of
+from wingbeat.topologies import name_of
 from wingbeat.transport import loopback
 
 TRIALS, STEPS = 4, 2
@@ -130,6 +132,81 @@ def test_whole_all_reduces_are_tuned_as_well(
     for weights, _, _ in results:
         for got, want in zip(weights, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_topologies_are_tuned_with_sizes_and_weights_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    along: dict[int, list[str]] = {rank: [] for rank in range(3)}
+    scatter = Collectives.reduce_scatter
+
+    def noting(collectives: Collectives, *args: Any, **options: Any) -> Any:
+        along[collectives.world.rank].append(name_of(collectives._topology))
+        return scatter(collectives, *args, **options)
+
+    file = tmp_path / "plan.json"
+    options = {"plan": "grid", "tune_topology": True, "trials": 6, "plan_file": str(file)}
+    with monkeypatch.context() as patch:
+        patch.setattr(Collectives, "reduce_scatter", noting)
+        results = loopback.run(
+            loopback.worlds(3), lambda world: _train(world, 2 * ENDS_WITHIN, **options)
+        )
+    assert all(ended for _, _, ended in results)
+    assert set(along[0]) == {"ring", "mesh", "doubling"}
+    assert along[2] == along[1] == along[0]
+    kept = json.loads(file.read_text())
+    assert kept["chosen_topology"] == along[0][-1]
+    assert kept["key"]["topologies"] == ["ring", "mesh", "doubling"]
+    expected = loopback.run(
+        loopback.worlds(3), lambda world: _train(world, 2 * ENDS_WITHIN, plan="fixed")
+    )[0][0]
+    for weights, _, _ in results:
+        for got, want in zip(weights, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_topology_from_a_file_is_used_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    options = {"plan_file": str(file), "tune_topology": True, "plan": "random"}
+    loopback.run(loopback.worlds(3), lambda world: _train(world, **options))
+    text = file.read_text()
+    kept = json.loads(text)["chosen_topology"]
+
+    def body(world: Any) -> str:
+        model = _network()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        sizes = {"mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB, "edge_mb": 0}
+        strategy = wingbeat.DeAR(**sizes, trials=TRIALS, steps=STEPS, **options)
+        model, sgd = sync.distribute(model, sgd, strategy, world=world)
+        engine = engine_of(model)
+        assert engine is not None
+        tuning = engine.control.tuning
+        assert tuning is not None
+        assert tuning.done
+        assert tuning.topology == name_of(tuning._collectives._topology)
+        return tuning.topology
+
+    assert loopback.run(loopback.worlds(3), body) == [kept] * 3
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "why"),
+    [
+        (2, {}, "2 workers on these links have one"),
+        (3, {"wire": "topk"}, "a codec goes along its own"),
+    ],
+)
+def test_where_there_is_one_topology_sizes_are_tuned_alone_and_a_line_says_so(
+    workers: int, options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        "wingbeat.control.tuning.log.info", lambda words, *args: told.append(words % args)
+    )
+    loopback.run(
+        loopback.worlds(workers), lambda world: _train(world, 2, tune_topology=True, **options)
+    )
+    assert told[0] == f"topologies are not tuned: {why}"
 
 
 def test_a_size_that_suits_one_schedule_is_not_taken_for_another(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def wrong(make: Any, *args: Any, **options: Any) -> str:
         (parts.TunedBuckets, {"min_mb": 5, "max_mb": 5}, "min_mb must be the smaller"),
         (parts.TunedBuckets, {"trials": 0}, "trials=0"),
         (parts.TunedBuckets, {"steps": True}, "steps=True"),
+        (parts.TunedBuckets, {"drift": 1}, "TunedBuckets(drift=1): allowed are numbers above 1"),
+        (parts.TunedBuckets, {"topology": "mesh"}, "topology='mesh'): allowed are True and False"),
         (parts.TunedBuckets, {"first_mb": 5000}, "first_mb=5000"),
         (parts.TunedBuckets, {"file": 7}, "file=7"),
         (parts.Layers, {"count": 0}, "Layers(count=0)"),
@@ -168,7 +170,8 @@ def test_codecs_and_parts_are_not_exact_and_everything_else_is() -> None:
 def test_sizes_follow_a_models() -> None:
     fixed = parts.FixedBuckets(mb=8, first_mb=2, last_mb=0)
     assert fixed.scaled(0.5) == parts.FixedBuckets(mb=4, first_mb=1, last_mb=0)
-    tuned = parts.TunedBuckets(mb=8, min_mb=2, max_mb=64, trials=3).scaled(0.25)
+    edges = {"first_mb": 1, "last_mb": 1}
+    tuned = parts.TunedBuckets(mb=8, min_mb=2, max_mb=64, trials=3, **edges).scaled(0.25)
     sizes = {"mb": 2, "min_mb": 0.5, "max_mb": 16, "first_mb": 0.25, "last_mb": 0.25}
     assert tuned == parts.TunedBuckets(**sizes, trials=3)
     assert parts.Elements(count=8192).scaled(0.1) == parts.Elements(count=819)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from helpers.curves import GRID, MB, Curve, invented, simulated
 from wingbeat.plans import bayes
-from wingbeat.plans.result import choose
+from wingbeat.plans.result import best, choose
 from wingbeat.plans.sample import Sample
-from wingbeat.plans.search import suggest
+from wingbeat.plans.search import suggest, suggest_setting
 from wingbeat.types import Tuning
 
 CURVES = {**invented(), **simulated()}
@@ -55,6 +55,81 @@ def test_ten_trials_get_within_three_percent_of_the_best_of_a_grid(name: str, se
     assert trials_until_found(curve, samples) <= TRIALS
     chosen, _ = choose(samples)
     assert curve(chosen / MB) >= WITHIN * best_of(curve)
+
+
+def waits(startup: float, filling: float, speed: float = 1.0) -> Curve:
+    """Throughput by MB: latencies of many small buckets, and waits for large ones to fill."""
+    return lambda mb: speed / (1.0 + startup / mb + filling * mb)
+
+
+ALONG = {
+    "fewest messages": {
+        "ring": waits(6, 0.004), "mesh": waits(3, 0.006), "doubling": waits(1, 0.004)
+    },
+    "a tenth better": {
+        "ring": waits(1, 0.01), "mesh": waits(1, 0.01, 1.1), "doubling": waits(1, 0.01, 0.9)
+    },
+    "the start's": {
+        "ring": waits(1, 0.01, 1.2), "mesh": waits(1, 0.01), "doubling": waits(4, 0.01)
+    },
+    "another size is best on each": {
+        "ring": waits(2, 0.004), "mesh": waits(0.3, 0.05, 1.3), "doubling": waits(4, 0.002, 0.9)
+    },
+    "long latencies": {
+        "ring": waits(20, 0.004), "mesh": waits(10, 0.004), "doubling": waits(0.5, 0.004)
+    },
+}  # fmt: skip
+"""Throughput by topology and MB."""
+
+
+def tune_both(search: str, along: dict[str, Curve], seed: int) -> list[Sample]:
+    """The paper's ten trials, from 25 MB along a ring on, each measured with 1% of noise."""
+    rule = Tuning(
+        search=search, low_bytes=MB, high_bytes=100 * MB, trials=TRIALS, topologies=tuple(along)
+    )
+    rng = np.random.default_rng(seed)
+    samples: list[Sample] = []
+    size, topology = 25 * MB, "ring"
+    while len(samples) < TRIALS:
+        speed = along[topology](size / MB) * (1 + 0.01 * rng.standard_normal())
+        samples.append(Sample(size, speed, topology))
+        size, topology = suggest_setting(rule, samples)
+    return samples
+
+
+@pytest.mark.parametrize("name", ALONG)
+@pytest.mark.parametrize("seed", range(4))
+def test_ten_trials_find_the_best_size_and_topology_within_three_percent(
+    name: str, seed: int
+) -> None:
+    along = ALONG[name]
+    samples = tune_both("bo", along, seed)
+    assert {sample.topology for sample in samples} == set(along)
+    chosen = samples[best(samples)[0]]
+    assert along[chosen.topology](chosen.nbytes / MB) >= WITHIN * max(map(best_of, along.values()))
+
+
+def test_with_topologies_random_and_grid_search_lose_more() -> None:
+    lost = {}
+    for search in ("bo", "random", "grid"):
+        rates = []
+        for along in ALONG.values():
+            samples = tune_both(search, along, seed=0)
+            chosen = samples[best(samples)[0]]
+            rates.append(
+                along[chosen.topology](chosen.nbytes / MB) / max(map(best_of, along.values()))
+            )
+        lost[search] = 1 - statistics.fmean(rates)
+    assert lost["bo"] < 0.5 * min(lost["random"], lost["grid"])
+
+
+def test_a_sample_says_less_of_another_topology_than_of_its_own() -> None:
+    samples = [Sample(4 * MB, 10.0, "ring"), Sample(40 * MB, 8.0, "mesh")]
+    at = [4 * MB] * 3
+    mean, std = bayes.posterior(samples, at, ["ring", "mesh", "doubling"])
+    assert mean[0] == pytest.approx(10.0, rel=0.01)
+    assert mean[1] < mean[2] < mean[0]
+    assert std[0] < 0.5 * min(std[1], std[2])
 
 
 def test_random_and_grid_search_need_more_trials() -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     saved.save(str(path), TUNED, {})
     assert saved.load(str(path)).key == {}
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_topologies_are_saved_where_they_were_tuned(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    samples = (Sample(25 * MB, 10.0, "ring"), Sample(25 * MB, 12.0, "mesh"))
+    found = replace(
+        TUNED, samples=samples, expected=(10.0, 12.0), costs_s=(0.0, 0.0), chosen_bytes=25 * MB,
+        chosen_topology="mesh",
+    )  # fmt: skip
+    saved.save(path, found, KEY)
+    assert saved.load(path).result == found
+    assert found.chosen_index == 1
+    path.write_text(path.read_text().replace('"chosen_topology": "mesh"', '"chosen_topology": 7'))
+    with pytest.raises(UsageError, match="chosen_topology=7 has to be a name"):
+        saved.load(path)
 
 
 @given(

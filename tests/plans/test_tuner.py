@@ -186,6 +186,35 @@ def test_a_worker_without_a_time_does_not_count_and_nobody_waits_for_it() -> Non
     assert result.samples == (Sample(START, 2.0),)
 
 
+THREE = ("ring", "mesh", "doubling")
+
+
+@pytest.mark.parametrize("search", ["bo", "random", "grid"])
+def test_size_and_topology_change_together_on_all_workers(search: str) -> None:
+    """Along a mesh iterations take half as long, and of no other size do they differ much."""
+    rule = Tuning(
+        search=search, low_bytes=MB, high_bytes=100 * MB, trials=10, steps=2, topologies=THREE
+    )
+    tuners = [Tuner(rule, START, rank, 3, "ring") for rank in range(3)]
+    stories: list[list[tuple[int | None, str, bool]]] = [[] for _ in tuners]
+    took = [0.0] * 3
+    while not tuners[0].done:
+        rows = [tuner.report(t) for tuner, t in zip(tuners, took, strict=True)]
+        for tuner, story in zip(tuners, stories, strict=True):
+            story.append((tuner.take(rows), tuner.topology, tuner.done))
+        took = [0.1 if tuner.topology == "mesh" else 0.2 for tuner in tuners]
+    assert stories[1] == stories[2] == stories[0]
+    assert {topology for _, topology, _ in stories[0]} == set(THREE)
+    result = tuners[0].result
+    assert result is not None
+    assert result.samples[0].topology == "ring"
+    assert all(s.throughput == (10 if s.topology == "mesh" else 5) for s in result.samples)
+    assert result.chosen_topology == tuners[2].topology == "mesh"
+    assert result.gain == pytest.approx(2, rel=0.05)
+    assert "x the throughput of the start (25 MB along ring)" in result.explain()
+    assert f" {result.chosen_bytes / MB:.3g} MB along mesh, " in result.explain()
+
+
 def test_the_same_size_again_is_no_change() -> None:
     rule = tuning(low_bytes=START, high_bytes=START, trials=3, steps=1)
     worker = Worker(rule, 0, 1)
@@ -204,8 +233,8 @@ def test_only_rank_0_searches(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = [zero.report(0.1), one.report(0.1)]
         zero.take(rows)
         with monkeypatch.context() as patch:
-            patch.setattr(tuner_module, "suggest", refuse)
-            patch.setattr(tuner_module, "choose", refuse)
+            patch.setattr(tuner_module, "suggest_setting", refuse)
+            patch.setattr(tuner_module, "best", refuse)
             one.take(rows)
     assert one.done
 
@@ -222,28 +251,31 @@ def heard_by(rank: int, decided: int = 0) -> tuple[Tuner, list[list[float]]]:
 
 
 BAD_ROWS = {
-    "too short": (0, [0.1, 0, 0, START]),
-    "too long": (0, [0.1, 0, 0, START, 0, 0]),
-    "not a number": (0, [0.1, 0, math.nan, START, 0]),
-    "size is infinite": (0, [0.1, 0, 1, math.inf, 0]),
-    "size below the range": (0, [0.1, 0, 1, MB - 1, 0]),
-    "size above the range": (0, [0.1, 0, 1, 100 * MB + 1, 0]),
-    "size is negative": (0, [0.1, 0, 1, -START, 0]),
-    "half a byte": (0, [0.1, 0, 1, MB + 0.5, 0]),
-    "a decision left out": (0, [0.1, 0, 2, MB, 1]),
-    "a decision from before": (0, [0.1, 0, -1, MB, 0]),
-    "half a decision": (0, [0.1, 0, 0.5, MB, 0]),
-    "another size without a decision": (0, [0.1, 0, 0, MB, 0]),
-    "an early end": (0, [0.1, 0, 1, MB, 1]),
-    "an end without a decision": (0, [0.1, 0, 0, START, 1]),
-    "a flag that is none": (0, [0.1, 0, 1, MB, 0.5]),
-    "negative time": (0, [-0.1, 0, 0, START, 0]),
-    "another worker's time is infinite": (1, [math.inf, 0, 0, 0, 0]),
-    "another worker's time is negative": (1, [-1, 0, 0, 0, 0]),
-    "another worker's time is beyond all measure": (1, [1e300, 0, 0, 0, 0]),
-    "another worker is ahead": (1, [0.1, 1, 0, 0, 0]),
-    "another worker is behind zero": (1, [0.1, -1, 0, 0, 0]),
-    "another worker is between two": (1, [0.1, 0.5, 0, 0, 0]),
+    "too short": (0, [0.1, 0, 0, START, 0]),
+    "too long": (0, [0.1, 0, 0, START, 0, 0, 0]),
+    "no such topology": (0, [0.1, 0, 1, MB, 0, 1]),
+    "a topology below zero": (0, [0.1, 0, 1, MB, 0, -1]),
+    "half a topology": (0, [0.1, 0, 1, MB, 0, 0.5]),
+    "not a number": (0, [0.1, 0, math.nan, START, 0, 0]),
+    "size is infinite": (0, [0.1, 0, 1, math.inf, 0, 0]),
+    "size below the range": (0, [0.1, 0, 1, MB - 1, 0, 0]),
+    "size above the range": (0, [0.1, 0, 1, 100 * MB + 1, 0, 0]),
+    "size is negative": (0, [0.1, 0, 1, -START, 0, 0]),
+    "half a byte": (0, [0.1, 0, 1, MB + 0.5, 0, 0]),
+    "a decision left out": (0, [0.1, 0, 2, MB, 1, 0]),
+    "a decision from before": (0, [0.1, 0, -1, MB, 0, 0]),
+    "half a decision": (0, [0.1, 0, 0.5, MB, 0, 0]),
+    "another size without a decision": (0, [0.1, 0, 0, MB, 0, 0]),
+    "an early end": (0, [0.1, 0, 1, MB, 1, 0]),
+    "an end without a decision": (0, [0.1, 0, 0, START, 1, 0]),
+    "a flag that is none": (0, [0.1, 0, 1, MB, 0.5, 0]),
+    "negative time": (0, [-0.1, 0, 0, START, 0, 0]),
+    "another worker's time is infinite": (1, [math.inf, 0, 0, 0, 0, 0]),
+    "another worker's time is negative": (1, [-1, 0, 0, 0, 0, 0]),
+    "another worker's time is beyond all measure": (1, [1e300, 0, 0, 0, 0, 0]),
+    "another worker is ahead": (1, [0.1, 1, 0, 0, 0, 0]),
+    "another worker is behind zero": (1, [0.1, -1, 0, 0, 0, 0]),
+    "another worker is between two": (1, [0.1, 0.5, 0, 0, 0, 0]),
 }
 
 
@@ -263,7 +295,7 @@ def test_a_malformed_row_is_refused_by_everyone_and_names_who_sent_it(case, rank
 def test_good_rows_are_accepted_in_the_same_place() -> None:
     tuner, rows = heard_by(1)
     assert tuner.take(rows) is None
-    assert tuner.take([[0.1, 0, 1, MB, 0], [0.1, 0, 0, 0, 0]]) == MB
+    assert tuner.take([[0.1, 0, 1, MB, 0, 0], [0.1, 0, 0, 0, 0, 0]]) == MB
 
 
 def test_a_missing_row_is_refused() -> None:
@@ -277,7 +309,7 @@ def test_after_the_end_nothing_can_be_decided() -> None:
     assert tuner.done
     assert tuner.take(rows) is None
     for ends in (0.0, 1.0):
-        rows[0][2:] = [3.0, float(MB), ends]
+        rows[0][2:] = [3.0, float(MB), ends, 0.0]
         with pytest.raises(PeerError, match="decision 2 or the next one"):
             tuner.take(rows)
     assert tuner.done
@@ -296,7 +328,7 @@ def test_any_row_is_taken_or_refused_and_a_size_is_always_allowed(row, sender) -
 
 def test_rows_are_plain_numbers_and_only_rank_0_has_a_decision() -> None:
     _, rows = heard_by(0)
-    assert rows == [[0.1, 0.0, 0.0, float(START), 0.0], [0.1, 0.0, 0.0, 0.0, 0.0]]
+    assert rows == [[0.1, 0.0, 0.0, float(START), 0.0, 0.0], [0.1] + [0.0] * 5]
     assert {type(value) for row in rows for value in row} == {float}
 
 
@@ -320,7 +352,7 @@ def test_libraries_load_before_the_first_trial_and_no_decision_pays_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
-    monkeypatch.setattr(tuner_module, "choose", lambda samples: calls.append(len(samples)))
+    monkeypatch.setattr(tuner_module, "best", lambda samples: calls.append(len(samples)))
     for rank in (1, 0):
         tuner = Tuner(tuning(), START, rank, 2)
         tuner.report(0.1)

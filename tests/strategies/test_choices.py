@@ -58,7 +58,7 @@ CASES: list[tuple[Any, Choices]] = [
         wingbeat.MGWFBP().choices(),
     ),
     (
-        wingbeat.AllReduce(plan=parts.TunedBuckets(last_mb=0)),
+        wingbeat.AllReduce(plan=parts.TunedBuckets(first_mb=1)),
         wingbeat.AllReduce(plan="bo").choices(),
     ),
     (

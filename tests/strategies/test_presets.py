@@ -26,6 +26,8 @@ from wingbeat.types import Staleness
         ({"mb": 0}, "mb=0"),
         ({"mb": True}, "mb=True"),
         ({"edge_mb": -1}, "edge_mb=-1"),
+        ({"drift": 0.5}, "DeAR(drift=0.5): allowed are numbers above 1"),
+        ({"plan": "fixed", "tune_topology": True}, "only plans that are tuned by trials"),
         ({"min_mb": 5, "max_mb": 5}, "min_mb"),
         ({"layers": 0}, "layers=0"),
         ({"trials": 2.5}, "trials=2.5"),
@@ -182,7 +184,7 @@ def test_an_option_that_does_not_exist_is_refused_by_name(cls: Any) -> None:
         (lambda: wingbeat.Sketch(bit=4), "(did you mean 'bits'?)"),
         (lambda: wingbeat.DeAR(25), "DeAR(25): options are given by name, such as DeAR(mb=25);"),
         (lambda: wingbeat.TopK(0.01), "such as TopK(density=0.01);"),
-        (lambda: wingbeat.DeAR(True), "such as DeAR(shard_optimizer=True);"),
+        (lambda: wingbeat.DeAR(True), "such as DeAR(tune_topology=True);"),
         (lambda: wires.Half(3), "such as Half(auto_disable=False);"),
     ],
 )

@@ -249,7 +249,7 @@ def test_a_plan_by_name_alone_takes_those_options_that_it_has() -> None:
         for plan in ("fixed", "layers", "merged", "one")
     }
     assert found == {
-        "fixed": parts.FixedBuckets(mb=8.0, last_mb=1.0),
+        "fixed": parts.FixedBuckets(mb=8.0, first_mb=0.0),
         "layers": parts.Layers(count=2),
         "merged": parts.Merged(steps=5),
         "one": parts.OneBucket(),

@@ -149,7 +149,8 @@ def render(result: Result) -> Table:
     first = result.samples[0].throughput
     for index, (sample, expected) in enumerate(zip(result.samples, result.expected, strict=True)):
         chosen = index == result.chosen_index
-        notes = [*(["start"] if index == 0 else []), *(["chosen"] if chosen else [])]
+        notes = [sample.topology] if sample.topology else []
+        notes += [*(["start"] if index == 0 else []), *(["chosen"] if chosen else [])]
         table.add_row(
             str(index + 1),
             as_mb(sample.nbytes),

@@ -71,6 +71,24 @@ class Collectives:
         self._turns = InTurn(turning)
         self._second: Collectives | None = None
 
+    def use(self, topology: str) -> None:
+        """Go along another topology from the next call on; on every worker at the same place.
+
+        Blocks and their owners are the same along all of them.
+
+        Raises:
+            UsageError: as for a new object.
+        """
+        self._topology = _fitted(topology, self.world)
+
+    def fits(self, topology: str) -> bool:
+        """Whether the topology is for these workers, their interfaces and networks."""
+        try:
+            _fitted(topology, self.world)
+        except UsageError:
+            return False
+        return True
+
     def owned(self, numel: int) -> Span:
         """Return the span of a buffer of ``numel`` elements that this rank reduces."""
         return blocks_of(numel, self.world.size)[self.world.rank]

@@ -100,6 +100,7 @@ class Control:
         return Decisions(
             coded=None if trial is None else trial.coded,
             bucket_bytes=None if tuning is None else tuning.bucket_bytes,
+            topology=None if tuning is None else tuning.topology or None,
             merged=None if merging is None else merging.probe,
             buckets=None if planned is None else len(planned.timeline.rows),
             rules=None if merging is None else merging.chosen,
@@ -115,7 +116,7 @@ class Control:
         if self.trial is not None and known.coded is not None:
             self.trial.decide(known.coded)
         if self.tuning is not None and known.bucket_bytes is not None:
-            self.tuning.decide(known.bucket_bytes)
+            self.tuning.decide(known.bucket_bytes, known.topology or self.tuning.topology)
         if self.merging is not None and known.merged is not None:
             self.merging.decide(known.merged)
         if self.thresholds is not None and known.thresholds is not None:

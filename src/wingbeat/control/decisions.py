@@ -15,6 +15,7 @@ class Decisions:
     Attributes:
         coded: whether the codec stays on; None where that was not asked.
         bucket_bytes: the size of buckets that was found; None where none was looked for.
+        topology: along which these go, that was found; None where it was not looked for.
         merged: what merged layers were planned from; None where nothing was planned.
         thresholds: between the classes of flows, that were found; None where none were looked for.
         buckets: into how many buckets layers were merged; None where nothing was planned.
@@ -23,6 +24,7 @@ class Decisions:
 
     coded: bool | None = None
     bucket_bytes: int | None = None
+    topology: str | None = None
     merged: Probe | None = None
     buckets: int | None = None
     rules: tuple[str, ...] | None = None
@@ -33,6 +35,7 @@ class Decisions:
         found = {
             "codec": None if self.coded is None else "on" if self.coded else "off",
             "bucket_bytes": self.bucket_bytes,
+            "topology": self.topology,
             "buckets": self.buckets,
             "rules": None if self.rules is None else list(self.rules),
             "thresholds": None if self.thresholds is None else list(self.thresholds),

@@ -7,8 +7,8 @@ watched: when they drift, all begin anew before the same backward, from the size
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from wingbeat.collectives import Collectives
@@ -18,7 +18,7 @@ from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.observe.log import log
 from wingbeat.plans import planfile, saved
 from wingbeat.plans.bounds import largest_kind, one_plan, within
-from wingbeat.plans.result import Result, as_mb, nothing
+from wingbeat.plans.result import Result, as_mb, nothing, setting
 from wingbeat.plans.tuner import Tuner
 from wingbeat.types import Choices, Fusion, Tuning
 
@@ -44,19 +44,21 @@ class SizeTuning:
         self._collectives = collectives
         self._file = tuning.file
         self._fusion = bucketing.fusion
-        self._key = _key_of(bucketing, collectives, choices)
+        self._asked = tuning = replace(tuning, topologies=_possible(tuning, choices, collectives))
+        self.topology = choices.topology if tuning.topologies else ""
+        self._key = _key_of(bucketing, collectives, choices, tuning.topologies)
         self._seconds = 0.0
-        known = self._known_size(tuning) if tuning.file else 0
+        known, along = self._known_setting(tuning) if tuning.file else (0, "")
         self.done = bool(known)
-        self._asked = tuning
         self._windows = FIRST_WINDOWS
         self._drift = self._watch()
         self._considered = self._one_plan = False
         self._nothing: Result | None = None
         if known:
-            bucketing.use(self._resized(known))
+            self._use(known, along)
             if world.rank == 0:
-                log.info("buckets of %s MB, as plan file %s has it", as_mb(known), tuning.file)
+                found = setting(known, along)
+                log.info("buckets of %s, as plan file %s has it", found, tuning.file)
         self._tuner = self._new_tuner()
 
     @property
@@ -76,10 +78,10 @@ class SizeTuning:
         """
         return not self._one_plan
 
-    def decide(self, nbytes: int) -> None:
-        """End tuning with a size that is known already; on all workers alike, before training."""
+    def decide(self, nbytes: int, topology: str = "") -> None:
+        """End tuning with what is known already; on all workers alike, before training."""
         self.done = True
-        self._bucketing.use(self._resized(nbytes))
+        self._use(nbytes, topology)
 
     def boundary(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
         """Between two iterations: hear the last decision, and act on it.
@@ -95,14 +97,15 @@ class SizeTuning:
         if rows is None:
             return False
         size = self._tuner.take(rows)
-        if size is not None:
-            self._bucketing.use(self._resized(size))
+        changed = size is not None or self._tuner.topology != self.topology
+        if changed:
+            self._use(size, self._tuner.topology)
             self._seconds = 0.0
         if self._tuner.done:
             self.done = True
             self._drift = self._watch()
             self._keep()
-        return size is not None
+        return changed
 
     def row(self) -> Sequence[float]:
         """Return what this worker has measured, and, on rank 0, what is decided.
@@ -135,10 +138,10 @@ class SizeTuning:
             return False
         if self._collectives.world.rank == 0:
             log.info(
-                "iterations take %.4g s in place of %.4g s: tuning buckets anew, from %s MB",
+                "iterations take %.4g s in place of %.4g s: tuning buckets anew, from %s",
                 drifted[1],
                 drifted[0],
-                as_mb(self.bucket_bytes),
+                setting(self.bucket_bytes, self.topology),
             )
         # Times that swing for ever would have sizes tried for ever: so the next time takes longer.
         self._windows *= 2
@@ -152,7 +155,16 @@ class SizeTuning:
         world, specs = self._collectives.world, self._bucketing.specs
         # What a larger size makes is the plan of the size that holds the whole model.
         start = min(self.bucket_bytes, largest_kind(specs))
-        return Tuner(within(self._asked, specs), start, world.rank, world.size)
+        rule = within(self._asked, specs)
+        return Tuner(rule, start, world.rank, world.size, self.topology)
+
+    def _use(self, nbytes: int | None, topology: str) -> None:
+        """Have buckets of this size, None for the present one, and exchange them along this."""
+        if nbytes is not None:
+            self._bucketing.use(self._resized(nbytes))
+        if topology != self.topology:
+            self.topology = topology
+            self._collectives.use(topology)
 
     # -- what was found -------------------------------------------------------------------
 
@@ -167,7 +179,9 @@ class SizeTuning:
         self._considered = True
         specs, asked = self._bucketing.specs, self._asked
         rule = within(asked, specs)
-        plan = one_plan(self._fusion, rule, specs, self._bucketing.ready_order)
+        plan = None
+        if len(asked.topologies) < 2:
+            plan = one_plan(self._fusion, rule, specs, self._bucketing.ready_order)
         known, self._one_plan = self.done, plan is not None
         self.done = known or self._one_plan
         if self._collectives.world.rank == 0 and not known:
@@ -181,7 +195,7 @@ class SizeTuning:
         return self._one_plan
 
     def _resized(self, nbytes: int) -> Fusion:
-        return dataclasses.replace(self._fusion, bucket_bytes=nbytes)
+        return replace(self._fusion, bucket_bytes=nbytes)
 
     def _keep(self) -> None:
         result = self.result
@@ -193,8 +207,8 @@ class SizeTuning:
         except UsageError as err:  # a full disk, say: no reason to end the training
             log.warning("%s; this run goes on with the plan it has found", err)
 
-    def _known_size(self, tuning: Tuning) -> int:
-        """Return the size in rank 0's file, 0 if it has none for this model and cluster.
+    def _known_setting(self, tuning: Tuning) -> tuple[int, str]:
+        """Return size and topology in rank 0's file, 0 if it has none for this model and cluster.
 
         Raises:
             UsageError: rank 0 cannot use the file; on every rank.
@@ -204,37 +218,66 @@ class SizeTuning:
         answer = world.exchange("plan file", mine)[0]
         if isinstance(answer, str):
             raise UsageError(answer)
-        if not isinstance(answer, int) or answer < 0:
+        if not isinstance(answer, list) or [type(each) for each in answer] != [int, str]:
             raise PeerError(f"rank {world.rank}: rank 0 sent a malformed bucket size: {answer!r}")
-        return answer
+        size, topology = answer
+        if size < 0 or (topology or self.topology) not in (*tuning.topologies, self.topology):
+            raise PeerError(f"rank {world.rank}: rank 0 sent a malformed bucket size: {answer!r}")
+        return size, topology or self.topology
 
 
-def _read(tuning: Tuning, start: int, key: dict[str, Any]) -> int | str:
-    """Return the size that the file holds, 0 if none, or what is wrong with it."""
+def _possible(tuning: Tuning, choices: Choices, collectives: Collectives) -> tuple[str, ...]:
+    """Return the topologies that can be tried; none where only the strategy's own can be."""
+    if not tuning.topologies:
+        return ()
+    names = dict.fromkeys((choices.topology, *tuning.topologies))
+    found = tuple(name for name in names if collectives.fits(name))
+    why = ""
+    if choices.servers is not None or choices.partitions is not None:
+        why = "gradients do not go through collectives of all"
+    elif choices.wire and not isinstance(choices.wire, str):
+        why = "a codec goes along its own"
+    elif len(found) < 2 or collectives.world.size < 3:
+        why = f"{collectives.world.size} workers on these links have one"
+    if not why:
+        return found
+    if collectives.world.rank == 0:
+        log.info("topologies are not tuned: %s", why)
+    return ()
+
+
+def _read(tuning: Tuning, start: int, key: dict[str, Any]) -> list[int | str] | str:
+    """Return the size and topology that the file holds, 0 if none, or what is wrong with it."""
     try:
         known = planfile.known(tuning.file, saved.load)
     except UsageError as err:
         return str(err)
     if known is None:
-        return 0
+        return [0, ""]
     size = known.chosen_bytes
     if not planfile.same_key(known.key, key):
         log.warning(
             "plan file %s is for another model, cluster or strategy: tuning anew", tuning.file
         )
-        return 0
+        return [0, ""]
     if not (tuning.low_bytes <= size <= tuning.high_bytes or size == start):
         log.warning("plan file %s has %s MB, out of range: tuning anew", tuning.file, as_mb(size))
-        return 0
-    return size
+        return [0, ""]
+    return [size, known.chosen_topology]
 
 
-def _key_of(bucketing: Bucketing, collectives: Collectives, choices: Choices) -> dict[str, Any]:
+def _key_of(
+    bucketing: Bucketing,
+    collectives: Collectives,
+    choices: Choices,
+    topologies: Sequence[str] = (),
+) -> dict[str, Any]:
     """Tell apart what a plan was tuned for: the model's parameters, the cluster, the strategy."""
     shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
     return {
         **({"server_updates": True} if choices.server_updates else {}),
         **({} if choices.partitions is None else {"partitions": choices.partitions}),
+        **({"topologies": list(topologies)} if topologies else {}),
         "parameters": planfile.digest(shapes),
         "workers": collectives.world.size,
         "links": len(collectives.world.links),

@@ -16,6 +16,9 @@ from wingbeat.traits import Part
 from wingbeat.types import Fusion, Merging, Tuning
 
 SEARCHES = ("bo", "random", "grid")
+TOPOLOGIES = ("ring", "mesh", "doubling")
+"""Those that any workers can have, whatever joins them."""
+
 RULES = ("tried", "exact", "paper", "printed", "wfbp")
 
 
@@ -75,13 +78,15 @@ class TunedBuckets(PlanPart):
         search: ``"bo"`` (Bayesian optimisation), ``"random"`` or ``"grid"``.
         mb: the size that tuning starts with.
         first_mb: size of the bucket that is ready first, whatever is tried; 0: the one tried.
-        last_mb: size of the bucket that is ready last.
+        last_mb: the same for the bucket that is ready last.
         min_mb: smallest size that is tried.
         max_mb: largest size that is tried.
         trials: sizes that are tried before it is decided.
         steps: iterations in a trial.
         drift: tune anew when iterations take this many times as long, or as short, as right after
             tuning.
+        topology: whether each trial also has one of the topologies ``"ring"``, ``"mesh"`` and
+            ``"doubling"``, beginning with the strategy's own, so that both are found together.
         file: where rank 0 keeps what was found; a run that finds it there does not tune at first.
 
     Raises:
@@ -90,17 +95,19 @@ class TunedBuckets(PlanPart):
 
     search: str = "bo"
     mb: float = field(default=25.0, metadata=SIZE)
-    first_mb: float = field(default=1.0, metadata=SIZE)
-    last_mb: float = field(default=1.0, metadata=SIZE)
+    first_mb: float = field(default=0.0, metadata=SIZE)
+    last_mb: float = field(default=0.0, metadata=SIZE)
     min_mb: float = field(default=1.0, metadata=SIZE)
     max_mb: float = field(default=100.0, metadata=SIZE)
     trials: int = 10
     steps: int = 10
     drift: float = 1.5
+    topology: bool = False
     file: str = ""
 
     def __post_init__(self) -> None:
         self.check_name("search", SEARCHES)
+        self.check_flag("topology")
         for key in ("mb", "min_mb", "max_mb"):
             self.check_size(key)
         for key in ("first_mb", "last_mb"):
@@ -129,6 +136,7 @@ class TunedBuckets(PlanPart):
             steps=self.steps,
             drift=self.drift,
             file=self.file,
+            topologies=TOPOLOGIES if self.topology else (),
         )
 
 

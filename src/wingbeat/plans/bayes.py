@@ -44,6 +44,10 @@ SPREAD = 0.3
 NOISE = 0.02
 """Standard deviation of a sample, relative to itself."""
 
+APART = 1.0
+"""How far two topologies are from each other, in length scales of the size: what one sample says of
+the same size on another topology correlates by 0.52."""
+
 CANDIDATES = 1000
 """Sizes of which the acquisition function picks one: over 1 to 100 MB, one every 0.5%.
 
@@ -61,16 +65,16 @@ def suggest(tuning: Tuning, samples: Sequence[Sample]) -> int:
         tuning: the range, ``low_bytes < high_bytes``.
         samples: all trials so far, one or more.
     """
-    sizes, targets, noise = _merged(samples)
+    points, targets, noise = _merged(samples)
     low, high = math.log2(tuning.low_bytes), math.log2(tuning.high_bytes)
     space = TargetSpace(None, {"log2": (low, high)})
-    for size, target in zip(sizes, targets, strict=True):
+    for size, target in zip(points[:, 0], targets, strict=True):
         if low <= size <= high:  # the start may lie outside
             space.register({"log2": size}, target)
     if not len(space):
         return between(tuning, 0.5)
     found = ExpectedImprovement(xi=XI).suggest(
-        _process(sizes, targets, noise),
+        _process(points[:, :1], targets, noise),
         space,
         n_random=CANDIDATES,
         n_smart=0,
@@ -80,12 +84,38 @@ def suggest(tuning: Tuning, samples: Sequence[Sample]) -> int:
     return min(max(round(math.pow(2.0, found[0])), tuning.low_bytes), tuning.high_bytes)
 
 
-def posterior(samples: Sequence[Sample], sizes: Sequence[float]) -> tuple[Floats, Floats]:
+def suggest_among(tuning: Tuning, samples: Sequence[Sample]) -> tuple[int, str]:
+    """Return the size in bytes and the topology with the largest expected improvement, jointly.
+
+    One process is fitted to all samples: sizes resemble each other along their logarithm, and
+    topologies all alike (DeAR leaves more than the size to future work, section VII-A).
+
+    Args:
+        tuning: the range, ``low_bytes < high_bytes``, and the topologies.
+        samples: all trials so far, one or more.
+    """
+    sizes = np.geomspace(tuning.low_bytes, tuning.high_bytes, CANDIDATES // len(tuning.topologies))
+    settings = [(float(size), name) for name in tuning.topologies for size in sizes]
+    points, targets, noise = _merged(samples)
+    mean, std = _process(points, targets, noise).predict(
+        _points(settings, _topologies(samples)), return_std=True
+    )
+    acquisition = ExpectedImprovement(xi=XI)
+    acquisition.y_max = targets.max()
+    gain = acquisition.base_acq(mean, np.maximum(std, 1e-12))
+    size, topology = settings[int(np.argmax(gain))]
+    return min(max(round(size), tuning.low_bytes), tuning.high_bytes), topology
+
+
+def posterior(
+    samples: Sequence[Sample], sizes: Sequence[float], topologies: Sequence[str] = ()
+) -> tuple[Floats, Floats]:
     """Return what the samples say of other sizes.
 
     Args:
         samples: one or more trials; the first is where tuning started.
         sizes: in bytes.
+        topologies: of each size its topology; none: the first sample's.
 
     Returns:
         The mean and the standard deviation (without the noise of a measurement) of the throughput
@@ -93,7 +123,8 @@ def posterior(samples: Sequence[Sample], sizes: Sequence[float]) -> tuple[Floats
     """
     unit = samples[0].throughput
     centre = _centre(samples)
-    at = np.log2(np.asarray(sizes, dtype=np.float64))[:, None]
+    names = topologies or [samples[0].topology] * len(sizes)
+    at = _points(list(zip(sizes, names, strict=True)), _topologies(samples))
     mean, std = _process(*_merged(samples)).predict(at, return_std=True)
     return (mean + centre) * unit, std * unit
 
@@ -104,21 +135,41 @@ def _centre(samples: Sequence[Sample]) -> float:
 
 
 def _merged(samples: Sequence[Sample]) -> tuple[Floats, Floats, Floats]:
-    """Return sizes (log2 of bytes), throughputs relative to the first, centred, and their noise.
+    """Return points as `_points` does, throughputs relative to the first, centred, and their noise.
 
-    Trials of the same size become one that is known better.
+    Trials of the same size and topology become one that is known better.
     """
     unit, centre = samples[0].throughput, _centre(samples)
-    by_size: dict[int, list[float]] = {}
+    alike: dict[tuple[float, str], list[float]] = {}
     for sample in samples:
-        by_size.setdefault(sample.nbytes, []).append(sample.throughput / unit)
-    means = np.array([np.mean(values) for values in by_size.values()])
-    counts = np.array([len(values) for values in by_size.values()])
-    sizes = np.log2(np.array(list(by_size), dtype=np.float64))
-    return sizes, means - centre, NOISE * means / np.sqrt(counts)
+        key = (float(sample.nbytes), sample.topology)
+        alike.setdefault(key, []).append(sample.throughput / unit)
+    means = np.array([np.mean(values) for values in alike.values()])
+    counts = np.array([len(values) for values in alike.values()])
+    points = _points(list(alike), _topologies(samples))
+    return points, means - centre, NOISE * means / np.sqrt(counts)
 
 
-def _process(sizes: Floats, targets: Floats, noise: Floats) -> Any:
+def _topologies(samples: Sequence[Sample]) -> list[str]:
+    """Return the topologies tried so far, each once."""
+    return list(dict.fromkeys(sample.topology for sample in samples))
+
+
+def _points(settings: Sequence[tuple[float, str]], known: Sequence[str]) -> Floats:
+    """Return where sizes and topologies lie: float64[settings, 1 + topologies tried + 1].
+
+    The first column is the size (log2 of bytes). Topologies are corners of a simplex: all are
+    `APART` length scales from each other, and those not tried yet share a corner.
+    """
+    points = np.zeros((len(settings), len(known) + 2))
+    corner = APART * OCTAVES / math.sqrt(2.0)
+    for row, (size, topology) in enumerate(settings):
+        points[row, 0] = math.log2(size)
+        points[row, 1 + (known.index(topology) if topology in known else len(known))] = corner
+    return points
+
+
+def _process(points: Floats, targets: Floats, noise: Floats) -> Any:
     """Return a Gaussian process that has seen the samples."""
     spread = max(SPREAD, float(np.std(targets)))
     process = GaussianProcessRegressor(
@@ -127,4 +178,4 @@ def _process(sizes: Floats, targets: Floats, noise: Floats) -> Any:
         alpha=noise**2 + 1e-6 * spread**2,
         optimizer=None,
     )
-    return process.fit(sizes[:, None], targets)
+    return process.fit(points, targets)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
-from wingbeat.plans.result import Result, as_mb, counted
+from wingbeat.plans.result import Result, as_mb, counted, setting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +64,9 @@ def _draw_posterior(axes: Axes, result: Result) -> None:
 
     low, high = _limits(result)
     sizes = [low * (high / low) ** (i / (_POINTS - 1)) for i in range(_POINTS)]
-    mean, std = bayes.posterior(result.samples, [mb * 2**20 for mb in sizes])
+    # Of the chosen topology, where several were tried.
+    along = [result.chosen_topology] * len(sizes)
+    mean, std = bayes.posterior(result.samples, [mb * 2**20 for mb in sizes], along)
     axes.fill_between(
         sizes, mean - 1.96 * std, mean + 1.96 * std, color=_BAND, linewidth=0, zorder=2
     )
@@ -181,10 +183,10 @@ def _write_words(figure: Figure, result: Result, title: str) -> None:
     trials = counted(len(result.samples), "trial")
     heading = title or f"Bucket size: {_SEARCHES[result.search]}, {trials}"
     figure.text(0.085, 0.95, heading, fontsize=13, fontweight="bold", color=_INK, va="center")
-    moved = result.chosen_bytes != result.start_bytes
+    moved = result.chosen_index > 0
     why = f"{result.gain:.2f}x the throughput of the start" if moved else "as at the start"
     why = why if result.matters else result.no_matter()
-    outcome = f"chosen: {as_mb(result.chosen_bytes)} MB, {why}"
+    outcome = f"chosen: {setting(result.chosen_bytes, result.chosen_topology)}, {why}"
     figure.text(0.085, 0.893, outcome, fontsize=10.5, color=_CHOSEN, va="center")
     dot: dict[str, Any] = {"marker": "o", "linestyle": "", "markersize": 8}
     ring: dict[str, Any] = {**dot, "markersize": 11, "markeredgewidth": 2}

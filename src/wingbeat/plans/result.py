@@ -27,6 +27,7 @@ class Result:
         costs_s: seconds that each decision took on rank 0.
         buckets: of the one plan that all sizes make, where so there was nothing to try, and
             ``samples``, ``expected`` and ``costs_s`` are empty; 0 where sizes were tried.
+        chosen_topology: of the chosen size; empty where topologies were not tuned.
     """
 
     search: str
@@ -38,6 +39,7 @@ class Result:
     chosen_bytes: int
     costs_s: tuple[float, ...]
     buckets: int = 0
+    chosen_topology: str = ""
 
     @property
     def start_bytes(self) -> int:
@@ -46,8 +48,9 @@ class Result:
 
     @property
     def chosen_index(self) -> int:
-        """The first trial with the chosen size, counted from 0."""
-        return [sample.nbytes for sample in self.samples].index(self.chosen_bytes)
+        """The first trial with the chosen size and topology, counted from 0."""
+        tried = [(sample.nbytes, sample.topology) for sample in self.samples]
+        return tried.index((self.chosen_bytes, self.chosen_topology))
 
     @property
     def spread(self) -> float:
@@ -57,7 +60,7 @@ class Result:
     @property
     def matters(self) -> bool:
         """Whether the size makes a difference that measuring can see."""
-        several = len({sample.nbytes for sample in self.samples}) > 1
+        several = len({(sample.nbytes, sample.topology) for sample in self.samples}) > 1
         return bool(self.samples) and (not several or self.spread >= HARDLY)
 
     @property
@@ -72,16 +75,18 @@ class Result:
         trials, steps = counted(len(self.samples), "trial"), counted(self.steps, "iteration")
         head = f"tuned buckets in {trials} of {steps} ({self.search}): "
         cost = f"a decision took up to {1e3 * max(self.costs_s):.1f} ms"
+        chosen = setting(self.chosen_bytes, self.chosen_topology)
         if not self.matters:
-            return f"{head}{as_mb(self.chosen_bytes)} MB, but {self.no_matter()}; {cost}"
-        if self.chosen_bytes == self.start_bytes:
+            return f"{head}{chosen}, but {self.no_matter()}; {cost}"
+        if self.chosen_index == 0:
             return (
-                f"{head}{as_mb(self.start_bytes)} MB, as at the start: of the sizes tried, none "
+                f"{head}{chosen}, as at the start: of the sizes tried, none "
                 f"is expected to be faster; {cost}"
             )
+        start = setting(self.start_bytes, self.samples[0].topology)
         return (
-            f"{head}{as_mb(self.chosen_bytes)} MB, {self.gain:.2f}x the throughput of the start "
-            f"({as_mb(self.start_bytes)} MB): of the sizes tried, the one expected to be fastest; "
+            f"{head}{chosen}, {self.gain:.2f}x the throughput of the start "
+            f"({start}): of the sizes tried, the one expected to be fastest; "
             f"{cost}"
         )
 
@@ -121,10 +126,26 @@ def choose(samples: Sequence[Sample]) -> tuple[int, tuple[float, ...]]:
     measurements the highest is too high, and its neighbours know better. So searches differ in
     where they look and in nothing else.
     """
+    index, expected = best(samples)
+    return samples[index].nbytes, expected
+
+
+def best(samples: Sequence[Sample]) -> tuple[int, tuple[float, ...]]:
+    """Do as `choose` does, and return which sample is the best, counted from 0."""
     from wingbeat.plans import bayes  # scipy and scikit-learn
 
-    mean, _ = bayes.posterior(samples, [sample.nbytes for sample in samples])
-    return samples[int(mean.argmax())].nbytes, tuple(float(value) for value in mean)
+    sizes, topologies = [s.nbytes for s in samples], [s.topology for s in samples]
+    mean, _ = bayes.posterior(samples, sizes, topologies)
+    return int(mean.argmax()), tuple(float(value) for value in mean)
+
+
+def setting(nbytes: float, topology: str) -> str:
+    """Write a size, and the topology if there is one.
+
+    >>> setting(25 * 2**20, ""), setting(25 * 2**20, "mesh")
+    ('25 MB', '25 MB along mesh')
+    """
+    return f"{as_mb(nbytes)} MB" + (f" along {topology}" if topology else "")
 
 
 def as_mb(nbytes: float) -> str:

@@ -13,11 +13,13 @@ class Sample:
     """What one trial has shown.
 
     ``nbytes`` is the bucket size in bytes; ``throughput`` is in iterations per second: the mean
-    over all workers, the median over the trial's steps.
+    over all workers, the median over the trial's steps. ``topology`` is the one that buckets were
+    exchanged along; empty where topologies are not tuned.
     """
 
     nbytes: int
     throughput: float
+    topology: str = ""
 
 
 def between(tuning: Tuning, share: float) -> int:

@@ -30,6 +30,11 @@ class Saved:
         """The bucket size that was chosen, in bytes."""
         return self.result.chosen_bytes
 
+    @property
+    def chosen_topology(self) -> str:
+        """The topology that was chosen; empty where topologies were not tuned."""
+        return self.result.chosen_topology
+
 
 def save(path: str | os.PathLike[str], result: Result, key: Mapping[str, Any]) -> None:
     """Write the file in one go: whoever looks sees the old one or the new one, never a part.
@@ -63,6 +68,7 @@ def _to_json(result: Result, key: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **TUNED.head(),
         "chosen_mb": _mb(result.chosen_bytes),
+        **({"chosen_topology": result.chosen_topology} if result.chosen_topology else {}),
         "why": result.explain(),
         "search": result.search,
         **({"buckets_of_every_size": result.buckets} if result.buckets else {}),
@@ -71,6 +77,7 @@ def _to_json(result: Result, key: Mapping[str, Any]) -> dict[str, Any]:
         "samples": [
             {
                 "mb": _mb(sample.nbytes),
+                **({"topology": sample.topology} if sample.topology else {}),
                 _MEASURED: sample.throughput,
                 _EXPECTED: expected,
             }
@@ -97,8 +104,10 @@ def _from_json(data: dict[str, Any]) -> Saved:
     if len(limits) != 2 or limits[0] > limits[1]:
         raise UsageError(f"bytes.range={limits!r} has to be the smallest and the largest size")
     chosen = whole(sizes.get("chosen"), "bytes.chosen", 1)
-    if trials and chosen not in nbytes:
-        raise UsageError(f"bytes.chosen={chosen!r} is none of bytes.samples")
+    along = [_name(trial, "topology") for trial in trials]
+    topology = _name(data, "chosen_topology")
+    if trials and (chosen, topology) not in zip(nbytes, along, strict=True):
+        raise UsageError(f"bytes.chosen={chosen!r} {topology} is none of bytes.samples")
     if data.get("search") not in _SEARCHES:
         raise UsageError(f"search={data.get('search')!r}; allowed are {', '.join(_SEARCHES)}")
     result = Result(
@@ -107,19 +116,27 @@ def _from_json(data: dict[str, Any]) -> Saved:
         high_bytes=limits[1],
         steps=whole(data.get("steps_per_trial"), "steps_per_trial", 1),
         samples=tuple(
-            Sample(size, throughput)
-            for size, throughput in zip(nbytes, _column(trials, _MEASURED), strict=True)
+            Sample(*each) for each in zip(nbytes, _column(trials, _MEASURED), along, strict=True)
         ),
         expected=tuple(_column(trials, _EXPECTED)),
         chosen_bytes=chosen,
         costs_s=tuple(costs),
         buckets=buckets,
+        chosen_topology=topology,
     )
     return Saved(result, part(data, "key", dict))
 
 
 def _mb(nbytes: int) -> float:
     return round(nbytes / 2**20, 4)
+
+
+def _name(data: Mapping[str, Any], key: str) -> str:
+    """Return the name under a key, empty where there is none."""
+    name = data.get(key, "")
+    if not isinstance(name, str):
+        raise UsageError(f"{key}={name!r} has to be a name")
+    return name
 
 
 def _column(trials: list[dict[str, Any]], key: str) -> list[float]:

@@ -40,6 +40,31 @@ def suggest(tuning: Tuning, samples: Sequence[Sample]) -> int:
         from wingbeat.plans import bayes  # scipy and scikit-learn, which only this search needs
 
         size = bayes.suggest(tuning, samples)
+    return _to_an_end(tuning, size)
+
+
+def suggest_setting(tuning: Tuning, samples: Sequence[Sample]) -> tuple[int, str]:
+    """Return the bucket size in bytes and the topology to try next.
+
+    With one topology, or none, only sizes are looked for. Bayesian optimisation looks for both
+    together; by the other searches topologies take turns.
+
+    Args:
+        tuning: the search, its range and topologies.
+        samples: all trials so far in order, one or more.
+    """
+    several = tuning.topologies
+    if len(several) < 2:
+        return suggest(tuning, samples), samples[0].topology
+    if tuning.search != "bo" or tuning.low_bytes >= tuning.high_bytes:
+        return suggest(tuning, samples), several[len(samples) % len(several)]
+    from wingbeat.plans import bayes
+
+    size, topology = bayes.suggest_among(tuning, samples)
+    return _to_an_end(tuning, size), topology
+
+
+def _to_an_end(tuning: Tuning, size: int) -> int:
     # At the upper end a bucket may hold the whole model, which one that is hardly smaller does not;
     # and what is drawn from a range is never just its end.
     near = (end for end in (tuning.high_bytes, tuning.low_bytes) if abs(size / end - 1) < NEAR)

@@ -14,7 +14,17 @@ from wingbeat.parts.plan import PlanPart
 from wingbeat.settings import named
 from wingbeat.strategies.preset import Preset
 
-_OF_PLANS = ("mb", "min_mb", "max_mb", "layers", "trials", "steps", "drift", "plan_file")
+_OF_PLANS = (
+    "mb",
+    "min_mb",
+    "max_mb",
+    "layers",
+    "trials",
+    "steps",
+    "drift",
+    "tune_topology",
+    "plan_file",
+)
 """Those options that a plan by its name alone may have; and those of the edges."""
 
 _WITH_FILE = (*plans.SEARCHES, "merged")
@@ -38,6 +48,7 @@ class Bucketed(Preset):
     trials: int = 10
     steps: int = 10
     drift: float = 1.5
+    tune_topology: bool = False
     plan_file: str = ""
 
     @abstractmethod
@@ -51,6 +62,12 @@ class Bucketed(Preset):
         for key in ("layers", "trials", "steps"):
             self.check_count(key, 1, 10_000)
         plans.check_drift(self)
+        self.check_flag("tune_topology")
+        if self.tune_topology and self.plan not in plans.SEARCHES:
+            raise UsageError(
+                f"{type(self).__name__}(plan={self.plan!r}, tune_topology=True): only plans that "
+                f"are tuned by trials can tune it; allowed are {', '.join(plans.SEARCHES)}"
+            )
         self.check_file("plan_file")
         if self.plan in plans.SEARCHES:
             plans.check_range(self)
@@ -81,6 +98,7 @@ class Bucketed(Preset):
                 trials=self.trials,
                 steps=self.steps,
                 drift=self.drift,
+                topology=self.tune_topology,
                 file=self.plan_file,
             )
         return named("plan", str(plan), plans.BY_NAME)

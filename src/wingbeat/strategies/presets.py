@@ -59,6 +59,8 @@ class AllReduce(Bucketed):
         steps: iterations in a trial, or in which backward is measured.
         drift: tune or measure anew when iterations take this many times as long, or as short, as
             right after.
+        tune_topology: whether tuning looks for the best of ``"ring"``, ``"mesh"`` and
+            ``"doubling"`` together with the size, beginning with ``topology``.
         plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
@@ -114,6 +116,7 @@ class BML(AllReduce):
         trials: as for `AllReduce`.
         steps: as for `AllReduce`.
         drift: as for `AllReduce`.
+        tune_topology: as for `AllReduce`.
         plan_file: as for `AllReduce`.
         wire: ``"fp32"`` (the gradients' own dtype), ``"bf16"``, or top-k.
         topology: ``"bcube"``, found from the workers and their network interfaces, or with its
@@ -150,7 +153,8 @@ class DeAR(Bucketed):
             layers by what is measured. Or a plan of `wingbeat.parts`.
         mb: bucket size in MB (1 MB = 2**20 bytes); where tuning starts, as in the paper.
         edge_mb: size of the buckets that are ready first and last; towards the middle sizes
-            double until ``mb``. Nothing hides the last one's exchange. 0: ``mb``, as in the paper.
+            double until ``mb``. 0: ``mb``, as in the paper. With a few workers and large fixed
+            buckets 1 is some per cent faster; with many, or a tuned size, it is not.
         min_mb: smallest size that tuning tries.
         max_mb: largest size that tuning tries.
         layers: nearby layers in a bucket, with ``plan="layers"``.
@@ -158,6 +162,8 @@ class DeAR(Bucketed):
         steps: iterations in a trial, or in which backward is measured.
         drift: tune or measure anew when iterations take this many times as long, or as short, as
             right after.
+        tune_topology: whether tuning looks for the best of ``"ring"``, ``"mesh"`` and
+            ``"doubling"`` together with the size, beginning with ``topology``.
         plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
         wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
             which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
@@ -176,7 +182,7 @@ class DeAR(Bucketed):
     edges: ClassVar[tuple[str, ...]] = ("edge_mb",)
 
     plan: str | PlanPart = "bo"
-    edge_mb: float = 1.0
+    edge_mb: float = 0.0
     wire: Wire = "fp32"
     shard_optimizer: bool = False
     topology: str = "ring"
