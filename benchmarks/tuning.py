@@ -289,7 +289,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--curve-rounds", type=int, default=2, help="turns of each size (default 2)"
     )
-    parser.add_argument("--edge-mb", type=float, default=1.0, help="of the buckets at both edges (default 1)")
+    parser.add_argument(
+        "--edge-mb", type=float, default=1.0, help="of the buckets at both edges (default 1)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)

@@ -26,6 +26,9 @@ from wingbeat.types import TensorSpec
 LEARNING = 2
 """Iterations until the order of the buckets is known."""
 
+LAYERS = 5
+"""Of `net`, the scalar among them."""
+
 Found = dict[str, Any]
 
 
@@ -56,9 +59,10 @@ def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = 
         used.append(getattr(table, "thresholds", None))
     model.flush()
     weights = [param.detach().clone() for param in model.parameters()]
-    buckets, tuning, decisions = len(own.buckets), own.control.thresholds, own.control.decisions()
+    layers = len({name.rpartition(".")[0] for b in own.buckets for name in b.names})
+    tuning, decisions = own.control.thresholds, own.control.decisions()
     sync.release(model, optimizer)
-    return {"weights": weights, "used": used, "buckets": buckets, "decisions": decisions,
+    return {"weights": weights, "used": used, "layers": layers, "decisions": decisions,
             "result": tuning and tuning.result}  # fmt: skip
 
 
@@ -83,12 +87,12 @@ def test_workers_change_thresholds_together_and_weights_stay(
     found = on(geryon(pull=pull, classes=classes, update=update))
     first, second = found
     assert first["used"] == second["used"]
-    assert len(first["used"]) <= LEARNING + most_iterations(first["buckets"], classes, 1)
+    assert len(first["used"]) <= LEARNING + most_iterations(first["layers"], classes, 1)
     assert len(set(first["used"])) > 4
     assert first["used"][-1] == first["result"].thresholds == first["decisions"].thresholds
     assert first["decisions"] == second["decisions"]
     assert second["result"] is None
-    assert first["result"].layers == first["buckets"] > 4
+    assert first["result"].layers == first["layers"] > 4
     level = tuple(1 - (i + 1) / classes for i in range(classes - 1))
     given = level if classes > 2 else level[0]
     fixed = geryon(pull=pull, classes=classes, threshold=given, update="worker")
@@ -100,13 +104,13 @@ def test_workers_change_thresholds_together_and_weights_stay(
 
 def test_the_fastest_threshold_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     class Watch:
-        """Says what an iteration takes by the thresholds in use: best with six buckets."""
+        """Says what an iteration takes by the thresholds in use: best with three layers."""
 
         def __init__(self, _device: torch.device) -> None:
             pass
 
         def lap(self) -> float:
-            return 1 + 0.1 * abs(urgent["count"] - 6)
+            return 1 + 0.1 * abs(urgent["count"] - 3)
 
         def restart(self) -> None:
             pass
@@ -115,14 +119,15 @@ def test_the_fastest_threshold_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     prioritise = ServerExchange.prioritise
 
     def noted(exchange: ServerExchange, levels: Any) -> None:
-        urgent["count"] = sum(cuts_of(levels, len(exchange._buckets)))
+        urgent["count"] = sum(cuts_of(levels, LAYERS))
         prioritise(exchange, levels)
 
     monkeypatch.setattr(ServerExchange, "prioritise", noted)
     monkeypatch.setattr("wingbeat.control.control.Stopwatch", Watch)
     [own, _] = on(geryon())
-    assert own["result"].chosen == (6,)
-    assert own["result"].seconds((6,)) == 1
+    assert own["layers"] == LAYERS
+    assert own["result"].chosen == (3,)
+    assert own["result"].seconds((3,)) == 1
 
 
 def test_what_was_found_is_kept_in_a_file_and_taken_from_there(
@@ -207,7 +212,7 @@ def test_one_bucket_leaves_nothing_to_tune(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, logger="wingbeat"):
         found = on(geryon(mb=1))
     assert [len(own["used"]) for own in found] == [3, 3]
-    assert caplog.text.count("nothing to tune: 1 bucket") == 1
+    assert caplog.text.count("nothing to tune: 1 layer") == 1
 
 
 def test_a_decision_is_kept_from_the_first_iteration_on() -> None:
@@ -229,7 +234,7 @@ def test_bucket_sizes_are_tuned_first() -> None:
     assert first["decisions"] == second["decisions"]
     assert first["decisions"].bucket_bytes
     assert first["decisions"].thresholds == first["used"][-1]
-    assert first["result"].layers == first["buckets"] > 1
+    assert first["result"].layers == first["layers"] > 1
     sized = next(i for i, used in enumerate(first["used"]) if used != (0.5,))
     assert sized >= 2 * 4
 

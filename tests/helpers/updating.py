@@ -22,6 +22,7 @@ from wingbeat.servers.notes import bits_of
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.protocol import Kind
 from wingbeat.servers.requests import KINDS, Requests
+from wingbeat.servers.tables import Places
 from wingbeat.servers.updating import UpdatingService
 from wingbeat.types import Serving
 
@@ -139,7 +140,9 @@ class UpdateDrama(Drama):
     def act(self, rank: int) -> Generator[Wait, None, None]:
         remote, requests = self.remotes[rank], self.requests[rank]
         buckets = list(range(len(self.job.sizes)))
-        requests.planned(self.job.sizes, buckets, [False] * len(buckets), LARGEST // 4)
+        connected = [False] * len(buckets)
+        places = Places(tuple(bucket + 1 for bucket in buckets), len(buckets))
+        requests.planned(self.job.sizes, buckets, connected, places, LARGEST // 4)
         self.hold(rank, {})
         for number, turn in enumerate(self.turns):
             if number and turn.slice:
@@ -150,7 +153,7 @@ class UpdateDrama(Drama):
                 requests._serving = Serving(
                     slice=turn.slice, thresholds=requests._serving.thresholds
                 )
-                requests.planned(self.job.sizes, buckets, [False] * len(buckets), LARGEST // 4)
+                requests.planned(self.job.sizes, buckets, connected, places, LARGEST // 4)
                 self.hold(rank, state)
             for bucket in self.shuffled(buckets):
                 self.memory[rank][bucket][:] = self.gradients[bucket][number, rank]

@@ -103,6 +103,22 @@ def test_urgent_flow_takes_the_link(measure_quietly: Measure, prio: int) -> None
 
 
 @alone
+def test_urgent_flow_takes_an_oversubscribed_trunk(measure_quietly: Measure) -> None:
+    """The flows share no host and no port of one: only the trunk, a quarter of what hosts send."""
+    flows = [[0, 2, "10.0.0.3", EF], [1, 3, "10.0.0.4", 0]]
+    measured = measure_quietly(
+        "fat-tree:4/2@400mbit+200mbit,prio=2",
+        flows,
+        enough=lambda m: m.rates[0] > 0.85 * 2e8 and m.rates[1] < 0.1 * m.rates[0],
+    )
+    urgent, other = measured.rates
+    assert urgent > 0.85 * 2e8
+    assert other < 0.1 * urgent
+    trunk = measured.stats.trunks["leaf0-0 -> spine0"]
+    assert trunk["ef"].bytes > 10 * trunk["be"].bytes > 0
+
+
+@alone
 def test_without_priorities_flows_share(measure: Measure) -> None:
     """Of few flows the first to start keeps most for seconds: so many, and any attempt will do.
 

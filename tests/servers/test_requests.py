@@ -8,15 +8,17 @@ from wingbeat.errors import UsageError
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.protocol import position_of, urgency_of
 from wingbeat.servers.requests import Requests
+from wingbeat.servers.tables import Places
 from wingbeat.types import Serving
 
 FORWARD = [3, 2, 1, 0]
 SIZES = [40, 30, 20, 10]
+PLACES = Places((1, 2, 3, 4), 4)
 
 
 def requests(fully_connected: tuple[bool, ...] = (False,) * 4, **options: object) -> Requests:
     made = Requests(Serving(**options), 2, seed=0)  # type: ignore[arg-type]
-    made.planned(SIZES, FORWARD, fully_connected, 100)
+    made.planned(SIZES, FORWARD, fully_connected, PLACES, 100)
     return made
 
 
@@ -46,7 +48,7 @@ def test_a_round_that_was_pushed_may_be_pulled_in_another_class() -> None:
 def test_thresholds_stay_when_buckets_are_made_anew() -> None:
     made = requests(thresholds=(0.5,))
     made.prioritise((0.1,))
-    made.planned(SIZES, FORWARD, (False,) * 4, 100)
+    made.planned(SIZES, FORWARD, (False,) * 4, PLACES, 100)
     assert classes(made) == [1, 0, 0, 0]
 
 
@@ -55,7 +57,7 @@ def test_thresholds_of_another_number_or_none_are_refused(levels: tuple[float, .
     made = requests(thresholds=(0.5,))
     with pytest.raises(UsageError, match="thresholds="):
         made.prioritise(levels)
-    made.planned(SIZES, FORWARD, (False,) * 4, 100)
+    made.planned(SIZES, FORWARD, (False,) * 4, PLACES, 100)
     assert classes(made) == [1, 1, 1, 0]
 
 
@@ -64,7 +66,7 @@ def test_coarse_has_fully_connected_buckets_in_the_second_class_wherever_they_ar
     assert classes(made) == [1, 0, 1, 0]
     with pytest.raises(UsageError, match="by kind of layer"):
         made.prioritise(())
-    made.planned(SIZES, FORWARD, (True, True, False, False), 100)
+    made.planned(SIZES, FORWARD, (True, True, False, False), PLACES, 100)
     assert classes(made) == [1, 1, 0, 0]
 
 

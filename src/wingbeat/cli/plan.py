@@ -103,14 +103,14 @@ def render_thresholds(result: Thresholds) -> Table:
     from wingbeat.plans.thresholds.result import written
 
     table = Table(
-        title=f"Thresholds: {len(result.samples)} divisions of {result.layers} buckets",
+        title=f"Thresholds: {len(result.samples)} divisions of {result.layers} layers",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    for name in ("threshold", "buckets", "ms", "iterations", ""):
+    for name in ("threshold", "layers", "ms", "iterations", ""):
         table.add_column(name, justify="right")
     for sample in sorted(result.samples, key=lambda sample: sample.seconds):
         chosen = sample.cuts == result.chosen

@@ -17,6 +17,7 @@ from wingbeat.plans import planfile
 from wingbeat.plans.thresholds import saved
 from wingbeat.plans.thresholds.result import Result, nothing, written
 from wingbeat.plans.thresholds.tuner import ThresholdTuner
+from wingbeat.servers.tables import places_of
 from wingbeat.settings import is_number
 from wingbeat.types import Choices, Serving
 
@@ -104,7 +105,9 @@ class ThresholdTuning:
         """
         if self._bucketing.learning or self._bucketing.stale:
             return
-        world, layers = self._collectives.world, len(self._bucketing.buckets)
+        world, buckets = self._collectives.world, self._bucketing.buckets
+        names = [[slot.name for slot in bucket.slots] for bucket in buckets]
+        layers = places_of(names).layers if len(buckets) > 1 else 1
         if layers > 1:
             steps = self._tuning.steps
             self._tuner = ThresholdTuner(layers, self.thresholds, steps, world.rank, world.size)
@@ -185,4 +188,5 @@ def _key_of(
         "placement": "whole" if serving.whole else "sharded",
         "pushes": serving.pushes,
         "buckets": f"{fusion.kind} {fusion.bucket_bytes}",
+        "urgency": "by layer",
     }

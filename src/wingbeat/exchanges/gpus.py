@@ -15,6 +15,7 @@ from wingbeat.collectives.native import NativeJob
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.priorities import Priorities
+from wingbeat.servers.tables import places_of
 from wingbeat.transport.dscp import tos_of
 from wingbeat.transport.native import NativeGroup
 from wingbeat.transport.world import World
@@ -80,7 +81,8 @@ class GpuServers:
                 )
         self._places = {bucket.index: place for place, bucket in enumerate(forward)}
         self._priorities.planned(
-            [all(slot.fully_connected for slot in bucket.slots) for bucket in forward]
+            [all(slot.fully_connected for slot in bucket.slots) for bucket in forward],
+            places_of([bucket.names for bucket in forward]),
         )
 
     def prioritise(self, thresholds: Sequence[float]) -> None:

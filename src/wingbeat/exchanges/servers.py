@@ -27,7 +27,7 @@ from wingbeat.servers.dtypes import sum_dtype
 from wingbeat.servers.partition import Slice
 from wingbeat.servers.protocol import Kind
 from wingbeat.servers.requests import KINDS, Asked, Requests
-from wingbeat.servers.tables import CoarseTable
+from wingbeat.servers.tables import CoarseTable, places_of
 from wingbeat.transport.world import World
 from wingbeat.types import Serving, Span
 from wingbeat.wires import Coded
@@ -103,7 +103,11 @@ class ServerExchange:
             largest = min(largest, room // FLOAT32)
         sizes = [bucket.flat.numel() for bucket in buckets]
         kinds = [all(slot.fully_connected for slot in bucket.slots) for bucket in buckets]
-        self._requests.planned(sizes, [bucket.index for bucket in forward], kinds, largest)
+        order, places = (
+            [bucket.index for bucket in forward],
+            places_of([bucket.names for bucket in forward]),
+        )
+        self._requests.planned(sizes, order, kinds, places, largest)
         self.remote.landing = {}
         self._refuse_too_many(self._requests.most_slices())
         table = self._requests.priorities.table

@@ -189,6 +189,11 @@ class Bucket:
         blocks = self.blocks or blocks_of(self.flat.numel(), self._workers)
         return blocks[rank]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of its parameters, in the order of forward."""
+        return [slot.name for slot in reversed(self.slots)]
+
     def renew(self) -> None:
         """Take new memory for the buffer; whoever refers to the old one keeps it as it is."""
         first, used = self.slots[0].param, self.numel + len(self.slots)

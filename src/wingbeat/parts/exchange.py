@@ -65,10 +65,11 @@ class Servers(Part, Settings):
         slice: the most elements of what a server sums at a time; 0: shards are not cut. Whole
             buckets (``placement="whole"``) are not cut either.
         classes: of flows, 1 to 4, each with a priority that the network honours (DSCP). 1: none.
-        threshold: a bucket travels in a more urgent class if its urgency, ``1 - l/L`` for the
-            ``l``-th of ``L`` in the order of forward, is above this; for more than two classes,
-            falling numbers. ``"tuned"``: found out while training goes on (section III-C).
-            ``"coarse"``: two classes, fully connected layers in the second (section III-B).
+        threshold: a bucket travels in a more urgent class if the urgency of its first layer,
+            ``1 - l/L`` for the ``l``-th of ``L`` in the order of forward, is above this; for more
+            than two classes, falling numbers. ``"tuned"``: found out while training goes on
+            (section III-C). ``"coarse"``: two classes, fully connected layers in the second
+            (section III-B).
         steps: iterations in which each threshold is tried, with ``"tuned"``.
         file: where rank 0 keeps the thresholds that were found; a run that finds it there does not
             tune.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wingbeat.errors import UsageError
-from wingbeat.servers.tables import CoarseTable, PriorityTable
+from wingbeat.servers.tables import CoarseTable, Places, PriorityTable
 from wingbeat.types import Serving
 
 
@@ -22,19 +22,20 @@ class Priorities:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._thresholds = serving.thresholds
-        self.table: PriorityTable | CoarseTable = PriorityTable(1, serving.thresholds)
+        self.table: PriorityTable | CoarseTable = PriorityTable(Places((1,), 1), serving.thresholds)
 
-    def planned(self, fully_connected: Sequence[bool]) -> None:
+    def planned(self, fully_connected: Sequence[bool], places: Places) -> None:
         """From now on there are these buckets.
 
         Args:
             fully_connected: of each, first needed first, whether it is of fully connected layers
                 alone.
+            places: where they lie among the layers.
         """
         if self._serving.coarse:
             self.table = CoarseTable(fully_connected)
         else:
-            self.table = PriorityTable(len(fully_connected), self._thresholds)
+            self.table = PriorityTable(places, self._thresholds)
 
     def change(self, thresholds: Sequence[float]) -> None:
         """Change the thresholds between the classes.

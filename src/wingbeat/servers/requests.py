@@ -11,6 +11,7 @@ from wingbeat.schedules.events import Operation
 from wingbeat.servers.partition import Slice, partitioned, placed
 from wingbeat.servers.priorities import Priorities
 from wingbeat.servers.protocol import Ids, Kind, wish_of
+from wingbeat.servers.tables import Places
 from wingbeat.types import Serving
 
 KINDS = {
@@ -69,6 +70,7 @@ class Requests:
         sizes: Sequence[int],
         forward: Sequence[int],
         fully_connected: Sequence[bool],
+        places: Places,
         largest: int,
     ) -> None:
         """From now on there are these buckets.
@@ -77,6 +79,7 @@ class Requests:
             sizes: elements of each.
             forward: all of them, that first which forward needs first.
             fully_connected: of each, whether it is of fully connected layers alone.
+            places: where they lie among the layers, first needed first.
             largest: the most elements in a message.
         """
         serving, servers, weights = self._serving, self._servers, self._weights
@@ -91,7 +94,7 @@ class Requests:
             self._slices[each.bucket].append(each)
         self._places = {bucket: place for place, bucket in enumerate(forward)}
         self._rounds, self._pulls = [-1] * len(sizes), []
-        self.priorities.planned([fully_connected[bucket] for bucket in forward])
+        self.priorities.planned([fully_connected[bucket] for bucket in forward], places)
 
     def most_slices(self) -> int:
         """Return how many slices the server has that has most of them."""

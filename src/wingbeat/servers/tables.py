@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from wingbeat.errors import UsageError
 
@@ -21,6 +22,37 @@ def urgency_level(position: int, layers: int) -> float:
     """
     # Not 1 - l / L, which rounds twice: a threshold of 0.3 is met by layer 7 of 10.
     return (layers - position) / layers
+
+
+class Places(NamedTuple):
+    """Where buckets lie among the layers of a model.
+
+    Attributes:
+        first: of each bucket, first needed first, its layer that forward needs first; the first
+            layer is 1.
+        layers: how many layers there are.
+    """
+
+    first: tuple[int, ...]
+    layers: int
+
+
+def places_of(buckets: Sequence[Sequence[str]]) -> Places:
+    """Return where buckets lie; layers are counted as forward needs them.
+
+    >>> places_of([["conv1.weight", "conv1.bias", "conv2.weight"], ["conv2.bias"], ["fc.weight"]])
+    Places(first=(1, 2, 3), layers=3)
+
+    Args:
+        buckets: of each, first needed first, the names of its parameters, in the order of forward.
+            ``fc.weight`` and ``fc.bias`` are of the layer ``fc``.
+    """
+    number: dict[str, int] = {}
+    first = []
+    for names in buckets:
+        layers = [name.rpartition(".")[0] for name in names]
+        first.append(min(number.setdefault(layer, len(number) + 1) for layer in layers))
+    return Places(tuple(first), len(number))
 
 
 class CoarseTable:
@@ -49,8 +81,10 @@ class PriorityTable:
 
     An entry is made when it is first asked for, and all are made anew when thresholds change.
 
+    A bucket is as urgent as its layer that forward needs first.
+
     Args:
-        layers: how many buckets there are.
+        places: where buckets lie among the layers.
         thresholds: falling levels of urgency, one less than there are classes: a bucket that is
             more urgent than the first has class 0, one that is not more urgent than any the last.
 
@@ -58,8 +92,8 @@ class PriorityTable:
         UsageError: thresholds that do not fall, or are no levels.
     """
 
-    def __init__(self, layers: int, thresholds: Sequence[float]) -> None:
-        self._layers = layers
+    def __init__(self, places: Places, thresholds: Sequence[float]) -> None:
+        self._places = places
         self.set(thresholds)
 
     def set(self, thresholds: Sequence[float]) -> None:
@@ -79,7 +113,7 @@ class PriorityTable:
         """Return the class of the bucket that forward needs in that place, 0 the first."""
         found = self._classes.get(position)
         if found is None:
-            level = urgency_level(position + 1, self._layers)
+            level = urgency_level(self._places.first[position], self._places.layers)
             found = sum(level <= threshold for threshold in self.thresholds)
             self._classes[position] = found
         return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from wingbeat import plans
 from wingbeat.paced.profile import FLOAT32_BYTES, Profile
+from wingbeat.servers.tables import Places
 from wingbeat.types import Fusion, TensorSpec
 
 ITEMSIZE = FLOAT32_BYTES
@@ -59,6 +60,7 @@ class Buckets:
         numel: how many elements, padding and flags left out.
         forward: the buckets, first needed first.
         fully_connected: of each, whether it is of fully connected layers alone.
+        places: where they lie among the layers, first needed first.
     """
 
     of: tuple[int, ...]
@@ -66,6 +68,7 @@ class Buckets:
     numel: tuple[int, ...]
     forward: tuple[int, ...]
     fully_connected: tuple[bool, ...]
+    places: Places
 
 
 def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
@@ -98,17 +101,20 @@ def buckets_of(model: Model, fusion: Fusion) -> Buckets:
             of[tensor] = number
     place = {tensor: position for position, tensor in enumerate(reversed(order))}
     connected = {t for layer in model.layers if layer.fully_connected for t in layer.tensors}
+    forward = sorted(
+        range(len(plan.buckets)), key=lambda b: min(place[t] for t in plan.buckets[b].tensors)
+    )
+    having = [layer.tensors for layer in model.layers if layer.tensors]
+    layer_of = {t: count for count, tensors in enumerate(having, 1) for t in tensors}
     return Buckets(
         tuple(of),
         tuple(len(bucket.tensors) for bucket in plan.buckets),
         tuple(_numel(model, bucket.tensors) for bucket in plan.buckets),
-        tuple(
-            sorted(
-                range(len(plan.buckets)),
-                key=lambda b: min(place[t] for t in plan.buckets[b].tensors),
-            )
-        ),
+        tuple(forward),
         tuple(connected.issuperset(bucket.tensors) for bucket in plan.buckets),
+        Places(
+            tuple(min(layer_of[t] for t in plan.buckets[b].tensors) for b in forward), len(having)
+        ),
     )
 
 

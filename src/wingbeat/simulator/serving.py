@@ -53,7 +53,9 @@ class ServerExchange:
         largest = LIMITS.message // ITEMSIZE
         if coding.ratio < 1:  # a head goes before, and sums may be sent as they are
             largest = (LIMITS.message - head.ROOM) // ITEMSIZE
-        self._requests.planned(buckets.numel, buckets.forward, buckets.fully_connected, largest)
+        self._requests.planned(
+            buckets.numel, buckets.forward, buckets.fully_connected, buckets.places, largest
+        )
         self._last: dict[int, Request] = {}
 
     def sizes(self) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ class Thresholds:
         iterations: of each run; the first does not count.
 
     Attributes:
-        layers: how many buckets there are.
+        layers: how many layers there are; 1 if all of them are one bucket.
         classes: how many classes.
 
     Raises:
@@ -53,7 +53,8 @@ class Thresholds:
                 "simulator.Thresholds(): no thresholds divide the classes of this strategy; use "
                 "Geryon() or another ParameterServer with classes=2 or more"
             )
-        self.layers = len(buckets_of(model, choices.fusion).forward)
+        buckets = buckets_of(model, choices.fusion)
+        self.layers = buckets.places.layers if len(buckets.forward) > 1 else 1
         self.classes = serving.classes
 
         def simulated(cuts: Cuts) -> float:

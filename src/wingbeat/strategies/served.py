@@ -33,8 +33,9 @@ class ParameterServer(Preset):
         pull: ``"ready"``, a sum comes back as soon as it is complete; or ``"start"``, when the next
             iteration starts, as in the paper.
         classes: of flows, 1 to 4, which the network tells apart (DSCP); 1: none.
-        threshold: a bucket is in a more urgent class if its urgency, ``1 - l/L`` for the ``l``-th
-            of ``L`` in the order of forward, is above this; falling numbers for several classes.
+        threshold: a bucket is in a more urgent class if the urgency of its first layer, ``1 - l/L``
+            for the ``l``-th of ``L`` in the order of forward, is above this; falling numbers for
+            several classes.
             ``"tuned"`` finds them out while training goes on; ``"coarse"`` has fully connected
             layers in the second of two classes, and all others in the first.
         steps: iterations in which each threshold is tried, with ``threshold="tuned"``.

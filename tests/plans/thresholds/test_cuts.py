@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.plans.thresholds.cuts import cuts_of, divided, fits, levels_of
-from wingbeat.servers.tables import PriorityTable
+from wingbeat.servers.tables import Places, PriorityTable
 
 LEVELS = st.lists(st.floats(0, 1), max_size=3).map(lambda levels: sorted(set(levels))[::-1])
 
@@ -22,7 +22,7 @@ def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 def order(levels: list[float] | tuple[float, ...], layers: int) -> list[int]:
     """Who goes first: the classes without those that are empty."""
-    table = PriorityTable(layers, levels)
+    table = PriorityTable(Places(tuple(range(1, layers + 1)), layers), levels)
     classes = [table[place] for place in range(layers)]
     return [sorted(set(classes)).index(each) for each in classes]
 
@@ -34,7 +34,7 @@ def test_thresholds_make_the_cuts_that_they_were_made_for(division) -> None:
     assert len(levels) == classes - 1
     assert all(a > b for a, b in itertools.pairwise((1.0, *levels, 0.0)))
     assert cuts_of(levels, layers) == cuts
-    table = PriorityTable(layers, levels)
+    table = PriorityTable(Places(tuple(range(1, layers + 1)), layers), levels)
     assert table[layers - 1] == classes - 1, "what is left over is not urgent"
     ends = (0, *cuts, layers)
     assert [len(list(same)) for _, same in itertools.groupby(table[p] for p in range(layers))] == [
@@ -43,7 +43,7 @@ def test_thresholds_make_the_cuts_that_they_were_made_for(division) -> None:
 
 
 @given(LEVELS, LEVELS, st.integers(1, 40))
-def test_thresholds_are_the_same_candidate_if_all_buckets_keep_their_order(
+def test_thresholds_are_the_same_candidate_if_all_layers_keep_their_order(
     some: list[float], others: list[float], layers: int
 ) -> None:
     same = order(some, layers) == order(others, layers)

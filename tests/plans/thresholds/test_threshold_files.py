@@ -38,7 +38,7 @@ def test_one_bucket_is_kept_too(tmp_path: Path) -> None:
     saved.save(tmp_path / "one.json", nothing(1, 2), KEY)
     known = saved.load(tmp_path / "one.json").result
     assert known == nothing(1, 2)
-    assert known.explain() == "nothing to tune: 1 bucket, and classes need two"
+    assert known.explain() == "nothing to tune: 1 layer, and classes need two"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_one_bucket_is_kept_too(tmp_path: Path) -> None:
     [
         ({"version": 9}, "version 9"),
         ({"format": "wingbeat bucket plan"}, "is no plan file"),
-        ({"buckets": 0}, "buckets holds 0"),
+        ({"layers": 0}, "layers holds 0"),
         ({"classes": 1}, "classes holds 1"),
         ({"cuts": [24]}, "cuts holds"),
         ({"cuts": [3, 5]}, "cuts holds"),

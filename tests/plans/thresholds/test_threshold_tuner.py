@@ -86,7 +86,7 @@ def test_rank_0_says_in_one_line_what_was_found(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO, logger="wingbeat"):
         play(lambda cuts, _: [seconds_of(CURVES["vee"], cuts, 12)] * 2, 12, size=2)
     [said] = [record.getMessage() for record in caplog.records]
-    assert "12 divisions tried: 0.2917 (8 + 4 of 12 buckets), 1014 ms an iteration" in said
+    assert "12 divisions tried: 0.2917 (8 + 4 of 12 layers), 1014 ms an iteration" in said
     assert said.endswith("1210 ms with all in one class")
 
 
@@ -124,7 +124,7 @@ OTHER = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         ([row(3), OTHER], "rank 0 sent .* decision 1 or the next"),
         ([row(1.5), OTHER], "rank 0 sent .* decision 1 or the next"),
         ([row(0, taken=0), [1.0, 0.0, *OTHER[2:]]], "rank 0 sent .* decision 1 or the next"),
-        ([row(2, 10), OTHER], "do not divide 10 buckets"),
+        ([row(2, 10), OTHER], "do not divide 10 layers"),
         ([row(2, 5, 3), OTHER], "do not divide"),
         ([row(2, 2.5), OTHER], "do not divide"),
         ([row(2, -1), OTHER], "do not divide"),

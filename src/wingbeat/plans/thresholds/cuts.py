@@ -1,7 +1,7 @@
 """Where classes change, as places in the order of forward: what thresholds come to.
 
-With ``L`` buckets the l-th has urgency ``1 - l/L``, so all thresholds between two neighbours make
-the same classes. What is tried is therefore not a level but a cut: how many buckets come before
+With ``L`` layers the l-th has urgency ``1 - l/L``, so all thresholds between two neighbours make
+the same classes. What is tried is therefore not a level but a cut: how many layers come before
 the change. Classes only say who goes first, so one that is empty makes no difference, and the same
 set of cuts is the same candidate, however many classes there are.
 """
@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 Cuts = tuple[int, ...]
-"""Rising numbers of buckets, above 0 and below all; none: one class for all buckets."""
+"""Rising numbers of layers, above 0 and below all; none: one class for all layers."""
 
 
 def cuts_of(levels: Sequence[float], layers: int) -> Cuts:
@@ -22,8 +22,8 @@ def cuts_of(levels: Sequence[float], layers: int) -> Cuts:
     ((1,), (1,), ())
 
     Args:
-        levels: thresholds of urgency; a bucket of more is on the urgent side.
-        layers: how many buckets there are.
+        levels: thresholds of urgency; a layer of more is on the urgent side.
+        layers: how many layers there are.
     """
     # As `servers.tables.urgency_level` divides, so that levels that are met exactly agree.
     counts = {
@@ -41,7 +41,7 @@ def levels_of(cuts: Cuts, layers: int, classes: int) -> tuple[float, ...]:
     Args:
         cuts: fewer than there are classes; the urgent classes that are left over stay empty, so
             that what is not urgent has the last class whatever is tried.
-        layers: how many buckets there are.
+        layers: how many layers there are.
         classes: how many classes there are.
     """
     first = cuts[0] if cuts else 0
@@ -51,13 +51,13 @@ def levels_of(cuts: Cuts, layers: int, classes: int) -> tuple[float, ...]:
 
 
 def fits(cuts: Sequence[int], layers: int, classes: int) -> bool:
-    """Whether these are cuts of so many buckets into at most so many classes."""
+    """Whether these are cuts of so many layers into at most so many classes."""
     rising = list(cuts) == sorted(set(cuts))
     return rising and len(cuts) < classes and all(0 < cut < layers for cut in cuts)
 
 
 def divided(cuts: Cuts, layers: int) -> str:
-    """Write how many buckets are in each class that has some, the most urgent first.
+    """Write how many layers are in each class that has some, the most urgent first.
 
     >>> divided((2, 5), 9)
     '2 + 3 + 4'

@@ -23,7 +23,7 @@ class Line:
 
     Attributes:
         base: the cuts that are known.
-        layers: how many buckets there are.
+        layers: how many layers there are.
     """
 
     base: Cuts
@@ -41,7 +41,7 @@ class Line:
         """Return the places to begin with.
 
         Closer to each other towards the front: what is gained there is that forward begins sooner,
-        for which few buckets are enough. Behind the middle evenly, for the first cut, or one place
+        for which few layers are enough. Behind the middle evenly, for the first cut, or one place
         behind the cuts that stay.
         """
         last = self.layers - 1

@@ -76,7 +76,7 @@ def _draw_line(axes: Axes, result: Result, base: Cuts) -> None:
         axes.axvline(_level(result, cut), color=_FAINT, linestyle=(0, (4, 3)), zorder=1)
     axes.set_xlim(1.02, -0.02)
     stays = f" beside {written(levels_of(base, result.layers, len(base) + 1))}" if base else ""
-    axes.set_xlabel(f"threshold{stays}: above it a bucket goes first", fontsize=10, color=_INK)
+    axes.set_xlabel(f"threshold{stays}: above it a layer goes first", fontsize=10, color=_INK)
     axes.set_ylabel("iteration in ms", fontsize=10, color=_INK)
     axes.tick_params(labelsize=9, color=_FAINT, labelcolor=_INK)
     axes.grid(color=_GRID, linewidth=0.7, zorder=0)
@@ -86,6 +86,6 @@ def _draw_line(axes: Axes, result: Result, base: Cuts) -> None:
 
 
 def _level(result: Result, place: int) -> float:
-    """Return the threshold that puts so many buckets on the urgent side."""
+    """Return the threshold that puts so many layers on the urgent side."""
     (level,) = levels_of((place,) if place else (), result.layers, 2)
     return level

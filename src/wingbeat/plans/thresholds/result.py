@@ -25,7 +25,7 @@ class Result:
     """The end of a tuning.
 
     Attributes:
-        layers: how many buckets there are.
+        layers: how many layers there are.
         classes: how many classes of flows there are.
         chosen: the best cuts.
         bases: for each cut that was looked for, in order, those that stayed meanwhile.
@@ -63,7 +63,7 @@ class Result:
     def explain(self) -> str:
         """Say in one line what was chosen and why."""
         if not self.samples:
-            return f"nothing to tune: {counted(self.layers, 'bucket')}, and classes need two"
+            return f"nothing to tune: {counted(self.layers, 'layer')}, and classes need two"
         tried = counted(len(self.samples), "division")
         head = f"tuned thresholds in {counted(self.iterations, 'iteration')}, {tried} tried: "
         chosen = f"{head}{self.named()}, {1e3 * self.seconds(self.chosen):.4g} ms an iteration"
@@ -74,11 +74,11 @@ class Result:
         return f"{chosen}, {1e3 * one:.4g} ms with all in one class"
 
     def named(self) -> str:
-        """Name the chosen thresholds, and how many buckets each class has."""
+        """Name the chosen thresholds, and how many layers each class has."""
         if not self.chosen:
             return "all in one class"
         sizes = divided(self.chosen, self.layers)
-        return f"{written(self.thresholds)} ({sizes} of {counted(self.layers, 'bucket')})"
+        return f"{written(self.thresholds)} ({sizes} of {counted(self.layers, 'layer')})"
 
 
 def result_of(found: Found, layers: int, classes: int, iterations: int) -> Result:
@@ -97,7 +97,7 @@ def result_of(found: Found, layers: int, classes: int, iterations: int) -> Resul
 
 
 def nothing(layers: int, classes: int) -> Result:
-    """Return what there is to say where one bucket is all there is."""
+    """Return what there is to say where one layer is all there is."""
     return Result(layers=layers, classes=classes, chosen=(), bases=(), samples=(), iterations=0)
 
 

@@ -54,7 +54,7 @@ def _to_json(result: Result, key: Mapping[str, Any]) -> dict[str, Any]:
         **THRESHOLDS.head(),
         "thresholds": list(result.thresholds),
         "why": result.explain(),
-        "buckets": result.layers,
+        "layers": result.layers,
         "classes": result.classes,
         "iterations": result.iterations,
         "cuts": list(result.chosen),
@@ -68,7 +68,8 @@ def _to_json(result: Result, key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(data: dict[str, Any]) -> Saved:
-    layers = whole(data.get("buckets"), "buckets", 1)
+    # Files of earlier versions counted buckets; their key says so, and they are not used.
+    layers = whole(data.get("layers", data.get("buckets")), "layers", 1)
     classes = whole(data.get("classes"), "classes", 2)
     samples = tuple(
         Sample(

@@ -2,7 +2,7 @@
 
 One cut is looked for after the other: first the one that two classes have, then one more beside it
 for each further class. Each time a few places are spread over the order of forward, and more are
-put beside the best of them, where the time may jump from one bucket to the next. In the
+put beside the best of them, where the time may jump from one layer to the next. In the
 end the best few are measured again in turn: among noisy times the least is too small, and a machine
 that has slowed down meanwhile slows all of them.
 """
@@ -54,7 +54,7 @@ Search = Generator[Cuts, Sequence[float], Found]
 
 
 def search(layers: int, classes: int) -> Search:
-    """Look for the best cuts of ``layers`` buckets into ``classes`` classes."""
+    """Look for the best cuts of ``layers`` layers into ``classes`` classes."""
     times: dict[Cuts, list[float]] = {}
     lines: list[Line] = []
     base: Cuts = ()

@@ -33,7 +33,7 @@ class ThresholdTuner:
     """One worker's part in tuning the thresholds.
 
     Args:
-        layers: how many buckets there are, two or more.
+        layers: how many layers there are, two or more.
         start: the thresholds in use.
         steps: iterations that count in a trial.
         rank: this worker.
@@ -115,7 +115,7 @@ class ThresholdTuner:
         cuts = tuple(int(cut) for cut in padded if cut)
         missing = len(padded) - len(cuts)
         if padded != [*cuts, *[0] * missing] or not fits(cuts, self._layers, self._classes):
-            raise wrong(f"these do not divide {self._layers} buckets")
+            raise wrong(f"these do not divide {self._layers} layers")
         if ends not in (0, 1) or (number == self._most and not ends):
             raise wrong(f"tuning ends at decision {self._most} at the latest")
         if number == self._taken and (cuts != self._current or ends):
