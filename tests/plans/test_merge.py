@@ -12,43 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.merges import F32, groups, plan_of, work
-from wingbeat.costs import NOTHING, Costs, Curve, Line, Pieces, Sorting, Workload
+from helpers.merges import F32, groups, instances, plan_of, profile, work
+from wingbeat.costs import NOTHING, Costs, Line, Pieces, Sorting, Workload
 from wingbeat.errors import UsageError
-from wingbeat.paced.profile import load_profile
 from wingbeat.plans import merge
 from wingbeat.types import Plan, PlannedBucket
-
-
-@st.composite
-def curves(draw: st.DrawFn, sizes: st.SearchStrategy[float]) -> Curve:
-    """Curves of every kind; times near 1 at the largest amounts, or far from it."""
-    kind = draw(st.sampled_from(["none", "line", "sorting", "pieces"]))
-    times = st.sampled_from([0.0, 1e-3, 0.1, 0.3, 1.0, 4.0])
-    if kind == "none":
-        return NOTHING
-    if kind == "line":
-        return Line(draw(times), draw(times) / 1e3)
-    if kind == "sorting":
-        return Sorting(draw(times) / 1e3, draw(st.sampled_from([0.001, 0.1, 1.0])), draw(times))
-    amounts = sorted(draw(st.sets(sizes, min_size=1, max_size=5)))
-    seconds = sorted(draw(times) for _ in amounts)
-    return Pieces(tuple(amounts), tuple(seconds))
-
-
-@st.composite
-def instances(draw: st.DrawFn, most: int = 8) -> tuple[Workload, Costs]:
-    count = draw(st.integers(1, most))
-    gaps = draw(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.5]), min_size=count,
-                         max_size=count))  # fmt: skip
-    numels = draw(st.lists(st.integers(0, 5000), min_size=count, max_size=count))
-    kinds = draw(st.lists(st.sampled_from("aaaab"), min_size=count, max_size=count))
-    ready = [sum(gaps[: i + 1]) for i in range(count)]
-    scale = draw(st.sampled_from([0.006, 1.0, 4.0]))
-    workload = work(ready, numels, [scale * n for n in numels], "".join(kinds))
-    sizes = st.sampled_from([1.0, 10.0, 500.0, 1000.0, 2000.0, 8000.0, 20000.0])
-    delay = draw(st.one_of(st.just(NOTHING), curves(sizes)))
-    return workload, Costs(draw(curves(sizes)), draw(curves(sizes)), delay)
 
 
 def simulate(plan: Plan, workload: Workload, costs: Costs) -> list[dict[str, float]]:
@@ -173,17 +141,6 @@ def test_simple_plans() -> None:
     assert groups(merge.by_size(workload, 10**9)) == groups(merge.one(workload))
     with pytest.raises(UsageError, match="elements=0"):
         merge.by_size(workload, 0)
-
-
-def profile(name: str) -> Workload:
-    """A paced model's backward pass on its own device."""
-    ready, numels, seconds = [], [], 0.0
-    for layer in reversed(load_profile(name).layers):
-        seconds += layer.backward_ms / 1e3
-        for parameter in reversed(layer.parameters):
-            ready.append(seconds)
-            numels.append(parameter.numel)
-    return work(ready, numels)
 
 
 @pytest.mark.parametrize(("name", "tensors", "merged"), [("resnet50", 161, 53)])
