@@ -19,7 +19,7 @@ from wingbeat.control import control, drift, planner, rules
 from wingbeat.control.merging import LayerMerging
 from wingbeat.control.passes import Passes
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.probe.exchange import Samples
+from wingbeat.probe.exchange import SPREAD, Samples
 from wingbeat.probe.model import payload_bytes
 from wingbeat.transport import loopback
 from wingbeat.types import Plan, PlannedBucket, Span
@@ -108,13 +108,29 @@ def test_under_dear_reduce_scatters_are_measured(wire: Any, update: str) -> None
         plan=wingbeat.parts.Merged(steps=STEPS), schedule="dear", wire=wire, update=update
     )
     results = _on(3, strategy)
-    assert all(report is not None for *_, report in results)
+    assert all(report["gather"] is not None for *_, report in results)
     assert all(sizes == results[0][1] for _, sizes, _ in results)
     for found, _, _ in results:
         assert_same(found, results[0][0], tolerance=0.0)
     if wire == "fp32":
         expected = _on(3, wingbeat.AllReduce(mb=0.0004))[0][0]
         assert_same(results[0][0], expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("gather", "several"), [(FREE, True), (SLOW_LINKS, False)])
+def test_under_dear_a_plan_is_priced_in_both_halves(
+    gather: Samples, several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reduce-scatters alone ask for many buckets; each costs all-gathers that start slowly more."""
+
+    def measured(_collectives: Any, _wire: Any, way: str, *_: Any, **_options: Any) -> Samples:
+        return gather if way == SPREAD else FREE
+
+    monkeypatch.setattr(planner, "measure_wire", measured)
+    results = _on(2, wingbeat.DeAR(plan="merged@exact"), 2 * (drift.SETTLING + 10 + 1) + 2)
+    for _, sizes, report in results:
+        assert (len(sizes[-1]) > 1) is several
+        assert report["predicted_s"] > (0 if several else 10)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def test_it_travels_as_json() -> None:
     for other in (None, [], "probe", 3):
         with pytest.raises(UsageError, match="a probe is"):
             saved.from_json(other)
+
+
+def test_an_all_gather_that_forward_hides_is_kept_where_there_is_one() -> None:
+    found = replace(probe(), gather=probe().exchange, way="scatter")
+    text = saved.to_json(found)
+    assert saved.from_json(json.loads(json.dumps(text))) == found
+    assert any(line.startswith("all-gather under the next forward") for line in text["what"])
+    del text["gather_s_by_bytes"]
+    assert saved.from_json(text).gather is None
 
 
 def test_people_can_read_it(tmp_path: Path) -> None:

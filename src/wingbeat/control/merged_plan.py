@@ -67,6 +67,7 @@ class MergedPlan:
             "exposed_s": timeline.exposed_s,
             "encode": probe.encode.to_json(),
             "exchange": probe.exchange.to_json(),
+            "gather": None if probe.gather is None else probe.gather.to_json(),
             "cpu": None if probe.cpu is None else probe.cpu.to_json(),
             "contention": probe.contention,
             "fit_error": probe.exchange.error,

@@ -180,7 +180,9 @@ class LayerMerging:
         ready, rest_s, span_s = slowest(answers, len(order), self._world.rank)
         if first or self.probe is None:
             found = self._planner.measured(order, ready, rest_s)
-            self._alone = (merge.one(self._planner.workload(found)), span_s) if first else None
+            whole = merge.one(self._planner.workload(found))
+            self._alone = (whole, span_s) if first else None
+            found = self._without_feed(found, whole)
         else:
             found = self._beside(self.probe, ready, rest_s, span_s)
         self._plan_from(found)
@@ -192,12 +194,19 @@ class LayerMerging:
         self, alone: Probe, ready: tuple[float, ...], rest_s: float, span_s: float
     ) -> Probe:
         """Return what is known after backward was measured beside exchanges as well."""
+        alone = replace(alone, rest_s=rest_s)
+        if self.planned is not None:
+            alone = self._without_feed(alone, self.planned.plan)
         if self._alone is None or self.planned is None or alone.cpu is None or not span_s:
             # What exchanges hold up cannot be told apart from backward.
-            return replace(alone, ready_s=ready, rest_s=rest_s)
+            return replace(alone, ready_s=ready)
         workload, beside = self._planner.workload(alone), (self.planned.plan, span_s)
         held_up = contention(workload, alone.costs(), alone.cpu.curve, self._alone, beside)
-        return replace(alone, contention=held_up, rest_s=rest_s)
+        return replace(alone, contention=held_up)
+
+    def _without_feed(self, found: Probe, plan: Plan) -> Probe:
+        """Take out of the rest of an iteration what follows from the plan that was in force."""
+        return replace(found, rest_s=max(0.0, found.rest_s - self._planner.feed_s(found, plan)))
 
     def _plan_from(self, found: Probe) -> None:
         """Have plans made, and follow the first of them.
@@ -214,7 +223,8 @@ class LayerMerging:
         assert self.probe is not None, "plans are made of what was measured"
         workload = self._planner.workload(self.probe)
         timeline = merge.predict(candidate.plan, workload, self.probe.costs())
-        predicted_s = self.probe.rest_s + timeline.finish_s
+        fed_s = self._planner.feed_s(self.probe, candidate.plan)
+        predicted_s = self.probe.rest_s + timeline.finish_s + fed_s
         self.planned = MergedPlan(
             candidate.rules, candidate.plan, timeline, predicted_s, measured_s
         )

@@ -11,13 +11,15 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.control.rules import Candidate, candidates
 from wingbeat.costs import Workload
+from wingbeat.costs.fit import Fit, best_fit
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.gradients.compression import Compression
 from wingbeat.observe.log import log
+from wingbeat.plans import merge
 from wingbeat.plans.merge.runs import plan_of, stops_of
-from wingbeat.probe.exchange import measure_wire
+from wingbeat.probe.exchange import SPREAD, measure_wire
 from wingbeat.probe.links import measure_links
 from wingbeat.probe.matrices import measure_matrices
 from wingbeat.probe.model import (
@@ -55,7 +57,10 @@ class Planner:
 
     @property
     def way(self) -> str:
-        """What of an exchange competes with backward: under DeAR its first half."""
+        """What of an exchange competes with backward: under DeAR its first half.
+
+        The other competes with the next forward, and is measured for itself.
+        """
         if self._choices.schedule == "dear":
             return "scatter"
         return "gather" if isinstance(self.wire, TopK) else "reduce"
@@ -64,7 +69,9 @@ class Planner:
         """Return what tells this model on this cluster from others."""
         world = self._collectives.world
         links = [link.name for link in world.links]
-        return key_of(self._bucketing.specs, world.size, links, self.wire, self.way)
+        key = key_of(self._bucketing.specs, world.size, links, self.wire, self.way)
+        # Files of earlier versions have the first half of two alone.
+        return key | ({"halves": "both"} if self.way == "scatter" else {})
 
     def workload(self, found: Probe) -> Workload:
         """Return the backward pass that was measured, with what travels.
@@ -109,6 +116,7 @@ class Planner:
             dtype=_prevalent_dtype(self._bucketing.slots),
         )
         encode, exchange = fitted(samples, self.wire)
+        gather = self._measured_gather() if self.way == "scatter" else None
         matrices = measure_matrices(
             self._collectives,
             self.wire,
@@ -131,8 +139,38 @@ class Planner:
             interfaces=fitted_links(links),
             rest_s=rest_s,
             cpu=fitted_cpu(samples),
+            gather=gather,
             matrices=matrices,
         )
+
+    def _measured_gather(self) -> Fit | None:
+        """Measure the half of an all-reduce that the next forward hides; None if there is none.
+
+        A divided optimizer's all-gathers carry parameters, as they are. Factors are summed whole.
+        """
+        wire = "" if self._choices.shard_optimizer else self.wire
+        if not isinstance(wire, str) and wire.summed:
+            return None
+        specs = self._bucketing.specs
+        total = sum(spec.numel for spec in specs)
+        samples = measure_wire(
+            self._collectives,
+            wire,
+            SPREAD,
+            total,
+            device=self._bucketing.device,
+            dtype=_prevalent_dtype(self._bucketing.slots),
+        )
+        if not self._choices.shard_optimizer:
+            return fitted(samples, wire)[1]
+        # Buckets are known by the bytes of their gradients.
+        each = sum(payload_bytes(specs, self.wire)) / total
+        pairs = zip(samples.encode, samples.exchange, strict=True)
+        return best_fit([(elements * each, seconds) for (elements, _), (_, seconds) in pairs])
+
+    def feed_s(self, found: Probe, plan: Plan) -> float:
+        """Return what the next forward takes with its all-gathers; 0 where exchanges are whole."""
+        return merge.feed_s(plan, self.workload(found), found.costs())
 
     def candidates(self, rule: str, found: Probe) -> list[Candidate]:
         """Return rank 0's plans by a rule, or by all that are tried: at least one.

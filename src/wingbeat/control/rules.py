@@ -18,6 +18,11 @@ TRIED = "tried"
 
 
 def _exact(workload: Workload, costs: Costs) -> Plan:
+    if costs.gather is not None:
+        plan, proven = merge.both(workload, costs)
+        if not proven:
+            log.warning("the search for the best plan of both halves was cut short")
+        return plan
     found = merge.bounded(workload, costs, _WORK)
     if not found.proven:
         finish_s = merge.predict(found.plan, workload, costs).finish_s

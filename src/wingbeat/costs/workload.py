@@ -74,8 +74,12 @@ class Costs:
         delay: seconds by which backward is held up while so many bytes are exchanged beside it, as
             both need the same processors; the paper has no such term. Nothing where there are
             processors for both.
+        gather: seconds of the all-gather of so many bytes under the next forward, where an exchange
+            is an all-reduce in two halves and ``exchange`` the first (DeAR); None where it is
+            whole.
     """
 
     encode: Curve
     exchange: Curve
     delay: Curve = NOTHING
+    gather: Curve | None = None

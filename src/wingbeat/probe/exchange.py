@@ -33,6 +33,8 @@ LARGEST = 1 << 24
 REPEATS = 5
 BUDGET_S = 0.5
 WAYS = ("gather", "reduce", "scatter")
+SPREAD = "spread"
+"""The other half of ``"scatter"``, which the schedule hides somewhere else."""
 
 _MORE, _SHARE = 4, 0.2
 _LEAST = 2
@@ -206,7 +208,8 @@ def measure_wire(
             settings. Residuals and momentum are kept as in training, after any warm-up.
         way: ``"gather"`` for `Collectives.all_gather_sum`, which needs a codec, ``"reduce"`` for
             `Collectives.all_reduce`, which encodes while it is under way, ``"scatter"`` for its
-            first half, `Collectives.reduce_scatter`, if the other is hidden somewhere else.
+            first half, `Collectives.reduce_scatter`, if the other is hidden somewhere else, and
+            ``"spread"`` for that other one, `Collectives.all_gather`.
         largest: elements of the largest bucket that can come; the last amount, if it is no more
             than ``LARGEST``.
         device: where the gradients are; default: the CPU.
@@ -219,8 +222,8 @@ def measure_wire(
         UsageError: no such way, or ``"gather"`` without a codec.
         PeerError: as for `measure_exchange`.
     """
-    if way not in WAYS:
-        raise unknown("way", way, WAYS)
+    if way not in (*WAYS, SPREAD):
+        raise unknown("way", way, (*WAYS, SPREAD))
     if way == "gather" and isinstance(wire, str):
         raise UsageError(
             f"way='gather' with wire={wire!r}: only a codec's payloads can be gathered; "
@@ -320,7 +323,9 @@ def _factored_action(
 def reducing(
     collectives: Collectives, way: str, buffer: torch.Tensor, wire: WireFormat | None
 ) -> Callable[[], Handle]:
-    """Return what starts an all-reduce of a buffer, or its first half, by the name of the way."""
+    """Return what starts an all-reduce of a buffer, or one of its halves, by the way's name."""
+    if way == SPREAD:
+        return lambda: collectives.all_gather(buffer, wire=wire)
     start = collectives.all_reduce if way == "reduce" else collectives.reduce_scatter
     return lambda: start(buffer, wire=wire)
 

@@ -69,9 +69,12 @@ class Probe:
         encode: seconds by elements, on the thread that runs backward (Eq. 10).
         exchange: seconds by bytes of one worker's payload, decoding included (Eq. 11).
         interfaces: each network interface by itself, then all together if there are several.
-        rest_s: seconds of an iteration outside of backward and exchange.
+        rest_s: seconds of an iteration outside of backward and exchange, and of the next forward
+            with its all-gathers where there are such.
         cpu: seconds of processors that an exchange takes in all threads, by bytes of a payload;
             None where that was not measured.
+        gather: seconds of the all-gather under the next forward, by bytes of a payload, where
+            ``way`` is ``"scatter"``; None otherwise, and where it was not measured.
         contention: seconds by which backward is held up for each of those, beside it.
         matrices: what shapes cost that travel as factors.
         tried: plans that a trial has compared, the chosen one first; none where there was no trial.
@@ -89,6 +92,7 @@ class Probe:
     interfaces: tuple[LinkFit, ...]
     rest_s: float
     cpu: Fit | None = None
+    gather: Fit | None = None
     contention: float = 0.0
     matrices: tuple[Matrix, ...] = ()
     tried: tuple[Tried, ...] = ()
@@ -101,7 +105,8 @@ class Probe:
     def costs(self) -> Costs:
         """Return what a bucket of so many elements, or bytes, costs."""
         delay = NOTHING if self.cpu is None else self.cpu.curve.times(self.contention)
-        return Costs(encode=self.encode.curve, exchange=self.exchange.curve, delay=delay)
+        gather = None if self.gather is None else self.gather.curve
+        return Costs(self.encode.curve, self.exchange.curve, delay, gather)
 
     def workload(self, specs: Sequence[TensorSpec], nbytes: Sequence[float]) -> Workload:
         """Return the backward pass as `wingbeat.plans.merge` wants it.
@@ -152,6 +157,8 @@ class Probe:
                 f"processors that an exchange takes, by bytes: {self.cpu.explain()}; each second "
                 f"of them holds backward up by {self.contention:.3g} s"
             )
+        if self.gather is not None:
+            lines.append(f"all-gather under the next forward, by bytes: {self.gather.explain()}")
         for link in self.interfaces:
             lines.append(f"all-gather on {link.name}, by bytes: {link.all_gather.explain()}")
             lines.append(f"all-reduce on {link.name}, by bytes: {link.all_reduce.explain()}")

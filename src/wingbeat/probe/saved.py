@@ -74,6 +74,7 @@ def to_json(probe: Probe) -> dict[str, Any]:
             for link in probe.interfaces
         ],
         **({} if probe.cpu is None else {"cpu_s_by_bytes": probe.cpu.to_json()}),
+        **({} if probe.gather is None else {"gather_s_by_bytes": probe.gather.to_json()}),
         "contention": probe.contention,
         "matrices": [
             {"rows": m.rows, "cols": m.cols, "payload_bytes": m.nbytes, "exchange_s": m.exchange_s}
@@ -128,6 +129,7 @@ def from_json(data: Any) -> Probe:
         rest_s=number(data.get("rest_s"), "rest_s", 0, _LONGEST_S),
         # What follows is missing in files of earlier versions, which knew nothing of it.
         cpu=_fit(data, "cpu_s_by_bytes") if "cpu_s_by_bytes" in data else None,
+        gather=_fit(data, "gather_s_by_bytes") if "gather_s_by_bytes" in data else None,
         contention=number(data.get("contention", 0.0), "contention", 0, _LONGEST_S),
         matrices=_matrices(data) if "matrices" in data else (),
         tried=_tried(data, len(tensors)) if "tried" in data else (),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from wingbeat.plans.merge.exact import Bounded, bounded, exact
 from wingbeat.plans.merge.exhaustive import exhaustive
+from wingbeat.plans.merge.halves import both, feed_s
 from wingbeat.plans.merge.paper import greedy, printed, wfbp
 from wingbeat.plans.merge.simple import by_size, one
 from wingbeat.plans.merge.timeline import Row, Timeline, predict
@@ -17,10 +18,12 @@ __all__ = [
     "Bounded",
     "Row",
     "Timeline",
+    "both",
     "bounded",
     "by_size",
     "exact",
     "exhaustive",
+    "feed_s",
     "greedy",
     "one",
     "predict",
