@@ -56,7 +56,7 @@ class Side:
         buckets = buckets_of(model, choices.fusion)
         self.requests = Requests(choices.servers, WORKERS, seed=0)
         kinds = buckets.fully_connected
-        self.requests.planned(buckets.numel, buckets.forward, kinds, LARGEST)
+        self.requests.planned(buckets.numel, buckets.forward, kinds, buckets.places, LARGEST)
         self.order = Order(choices.servers.order)
         self.buckets = range(len(buckets.numel))
         self.forward = buckets.forward
