@@ -42,7 +42,9 @@ class Members:
         modules = list(self._model.modules())
         self._places: list[dict[str, Any]] = []
         for module in modules:
-            self._places += module._parameters, module._modules
+            # A compiled module makes its attributes anew at each access, and lets none be replaced.
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._places += module._parameters, module._modules
         self._kept = list(self._held())  # alive, so that no other object gets its identity
         self._seen = list(map(id, self._kept))
 
