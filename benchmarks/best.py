@@ -33,10 +33,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import BEGIN_ANEW, measured_before, run_and_judge, write
+from common import BEGIN_ANEW, measured_before, run_and_judge, show, write
 
 from wingbeat.bench import contenders, estimate, runner
 from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.printed import Printed
 from wingbeat.bench.results import Run
 
 MODELS = ("resnet50", "vgg16", "bert_base", "densenet201")
@@ -149,31 +150,34 @@ def missed(cells: list[dict[str, Any]]) -> list[str]:
     return out
 
 
-def show(cells: list[dict[str, Any]]) -> None:
-    """Print a table for each model: milliseconds by strategy and rate."""
-    for model in dict.fromkeys(cell["model"] for cell in cells):
-        own = [cell for cell in cells if cell["model"] == model]
-        print(f"\n| {model} | " + " | ".join(cell["rate"] for cell in own) + " |")
-        print("|---" * (len(own) + 1) + "|")
-        for text in dict.fromkeys(text for cell in own for text in cell["rows"]):
-            print(f"| {text} | " + " | ".join(_cell(cell["rows"], text) for cell in own) + " |")
-        for exact, name in ((True, "best exact"), (False, "best")):
-            gains = " | ".join(_gain(cell, exact) for cell in own)
-            print(f"| {name}: DDP's time / ours | {gains} |")
+COLUMNS = ("strategy", "ms", "least .. largest, ms", "DDP's best / it", "sent, MB", "")
 
 
-def _cell(rows: dict[str, Any], text: str) -> str:
-    if text not in rows:
-        return ""
-    marks = " (cores)" if rows[text]["limited_by_cores"] else ""
-    said = f"{rows[text]['iteration_s'] * 1e3:.0f}{marks}"
-    first = [best(rows, ddp=ddp, exact=exact) for ddp in (True, False) for exact in (True, False)]
-    return f"**{said}**" if text in {each[0] for each in first if each} else said
-
-
-def _gain(cell: dict[str, Any], exact: bool) -> str:
-    theirs, ours = (best(cell["rows"], ddp=ddp, exact=exact) for ddp in (True, False))
-    return f"{theirs[1] / ours[1]:.2f} ({ours[0]})" if theirs and ours else ""
+def table(cell: dict[str, Any]) -> Printed:
+    """Return one cell's rows as they are printed: times at the model's own pace."""
+    rows = cell["rows"]
+    theirs = best(rows, ddp=True, exact=False)
+    firsts = {best(rows, ddp=ddp, exact=exact) for ddp in (True, False) for exact in (True, False)}
+    names = {first[0] for first in firsts if first}
+    lines = []
+    for text, row in rows.items():
+        samples = [1e3 * each for each in row["samples_s"]]
+        marks = ["cores"] * row["limited_by_cores"] + ["best"] * (text in names)
+        lines.append(
+            (
+                text,
+                f"{1e3 * row['iteration_s']:.0f}",
+                f"{min(samples):.0f} .. {max(samples):.0f}",
+                f"{theirs[1] / row['iteration_s']:.2f}" if theirs else "",
+                f"{row['mb_sent']:.2f}",
+                ", ".join(marks),
+            )
+        )
+    notes = [
+        f"measured {cell['stretch']:g} times as slow; cores: limited by this machine's processors",
+        "best: of DDP or of wingbeat, of the exact ones or of all, with an exchange in each step",
+    ]
+    return Printed.of(f"{cell['model']} at {cell['rate']}", COLUMNS, lines, notes)
 
 
 def measure(
@@ -185,15 +189,16 @@ def measure(
     todo = {at: some for at, some in benches.items() if at not in {_at(cell) for cell in kept}}
     long = estimate.of_all(each for some in todo.values() for each in some)
     print(f"{len(todo)} cells, about {estimate.about(long)}", file=sys.stderr, flush=True)
+    for cell in kept:
+        show(report, table(cell))
     for (model, rate), some in todo.items():
         rows: dict[str, Any] = {}
         for config in some:
             runs = runner.run(config, command=sys.argv).report.runs
             rows |= {run.strategy: figures(run, config) for run in runs}
         cells.append({"model": model, "rate": rate, "stretch": some[0].stretch, "rows": rows})
+        show(report, table(cells[-1]))
         write(args.json, report)
-        show(cells[-1:])
-    show(cells)
     return missed(cells)
 
 

@@ -27,7 +27,6 @@ Exit code 1 if the exact planner misses the optimum once, or its median time is 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -36,12 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
+from common import show, write
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.costs import Costs, Line, Pieces, Sorting, Workload
 from wingbeat.errors import UsageError, unknown
 from wingbeat.files import replacing
@@ -241,34 +240,51 @@ def plan_large(args: argparse.Namespace) -> list[dict[str, Any]]:
 # -- what comes out ------------------------------------------------------------------------
 
 
-def show_gaps(rows: list[dict[str, Any]], out: Console) -> None:
-    table = Table(title="Plans against the best of all", box=box.SIMPLE_HEAD)
-    for name in ("family", "rule", "instances", "optimal", "mean gap", "worst gap", "worst"):
-        left = name in ("family", "rule", "worst")
-        table.add_column(name, justify="left" if left else "right")
-    for row in rows:
-        table.add_row(
-            row["family"], row["rule"], str(row["instances"]), f"{row['optimal']:.1%}",
-            f"{row['mean_gap']:.2%}", f"{row['worst_gap']:.1%}",
+def gaps_table(rows: list[dict[str, Any]]) -> Printed:
+    """Return how far each rule's plans are from the best."""
+    cells = [
+        (
+            f"{row['family']}, {row['rule']}",
+            str(row["instances"]),
+            f"{row['optimal']:.1%}",
+            f"{row['mean_gap']:.2%}",
+            f"{row['worst_gap']:.1%}",
             row["worst"] if row["worst_gap"] > SAME else "",
-        )  # fmt: skip
-    out.print(table)
+        )
+        for row in rows
+    ]
+    columns = ("family, rule", "instances", "optimal", "mean gap", "worst gap", "worst")
+    return Printed.of("plans against the best of all", columns, cells)
 
 
-def show_times(rows: list[dict[str, Any]], out: Console) -> None:
-    table = Table(title="Planning time, exact", box=box.SIMPLE_HEAD)
-    for name in ("what", "tensors", "plans", "median ms", "worst ms", "gap of Algorithm 1"):
-        table.add_column(name, justify="left" if name == "what" else "right")
+def times_table(rows: list[dict[str, Any]]) -> Printed:
+    """Return how long the exact planner takes, and what the paper's loses against it."""
+    cells = []
     for what in [*dict.fromkeys(row["what"] for row in rows), "all"]:
         some = [row for row in rows if what in (row["what"], "all")]
         taken = [1e3 * row["plan_s"] for row in some]
         gaps = [row["gaps"]["Algorithm 1"] for row in some]
-        table.add_row(
-            what, "" if what == "all" else str(some[0]["tensors"]), str(len(some)),
-            f"{statistics.median(taken):.0f}", f"{max(taken):.0f}",
-            f"{statistics.mean(gaps):.2%} (worst {max(gaps):.1%})",
-        )  # fmt: skip
-    out.print(table)
+        cells.append(
+            (
+                what,
+                "" if what == "all" else str(some[0]["tensors"]),
+                str(len(some)),
+                f"{statistics.median(taken):.0f}",
+                f"{min(taken):.0f} .. {max(taken):.0f}",
+                f"{statistics.mean(gaps):.2%}",
+                f"{max(gaps):.1%}",
+            )
+        )
+    columns = (
+        "instances",
+        "tensors",
+        "plans",
+        "median ms",
+        "least .. largest, ms",
+        "mean gap of Algorithm 1",
+        "worst",
+    )
+    return Printed.of("planning time of the exact planner", columns, cells)
 
 
 def show_one(name: str, seed: int) -> None:
@@ -358,10 +374,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     begin = time.perf_counter()
     gaps = compare(args)
-    out = Console(width=110)
-    show_gaps(gaps, out)
+    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
+    show(report, gaps_table(gaps))
     times = plan_large(args)
-    show_times(times, out)
+    show(report, times_table(times))
     found = [row for row in gaps if row["rule"] == "Algorithm 1"]
     found = [row for row in found if row["family"] in THEOREM] or found
     worst = max(found, key=lambda row: row["worst_gap"])
@@ -369,12 +385,8 @@ def run(args: argparse.Namespace) -> int:
     show_one(worst["worst"], args.seed)
     lines = missed(gaps, times)
     if args.json:
-        report = {
-            "machine": machine.describe(), "versions": machine.versions(), "seed": args.seed,
-            "seconds": time.perf_counter() - begin, "missed": lines, "gaps": gaps, "large": times,
-        }  # fmt: skip
-        with replacing(args.json) as file:
-            file.write(json.dumps(report, indent=1).encode() + b"\n")
+        report |= {"seed": args.seed, "seconds": time.perf_counter() - begin}
+        write(args.json, report | {"missed": lines, "gaps": gaps, "large": times})
     if args.png:
         draw(gaps, args.png)
     for line_ in lines:

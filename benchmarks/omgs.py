@@ -40,13 +40,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import end_as_by_ctrl_c, write
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from common import end_as_by_ctrl_c, show, write
 
 from wingbeat.bench import estimate, machine, runner
 from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.printed import Printed
 from wingbeat.bench.table import milliseconds
 from wingbeat.cli.bench import check_writable, need_matplotlib
 from wingbeat.errors import UsageError, WingbeatError
@@ -121,7 +119,6 @@ def main() -> int:
     end_as_by_ctrl_c()
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     report |= {"command": sys.argv, "models": {}, "missed": []}
-    console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         for path in filter(None, (args.json, args.png)):
             check_writable(path)
@@ -137,7 +134,7 @@ def main() -> int:
                 limits = args.within, args.off
                 report["models"][name] = figures(name, args.strategies, raw, limits)
                 report["missed"] += report["models"][name]["missed"]
-                console.print(table(name, report["models"][name]))
+                show(report, table(name, report["models"][name]))
                 # After each model, so that nothing measured is lost.
                 write(args.json, report)
         if args.png is not None:
@@ -325,29 +322,33 @@ def missed(model: str, made: dict[str, Any]) -> list[str]:
 # -- for people ---------------------------------------------------------------------------
 
 
-def table(model: str, made: dict[str, Any]) -> Table:
+COLUMNS = (
+    "strategy",
+    "iteration, ms",
+    "p10 .. p90, ms",
+    "of topksgd (paper)",
+    "of mgs (paper)",
+    "merged layers (paper)",
+    "predicted, ms",
+    "forward, ms",
+    "backward, ms",
+    "choosing, ms",
+    "exposed, ms",
+)
+
+
+def table(model: str, made: dict[str, Any]) -> Printed:
     """One row for each strategy; the paper's figures in brackets."""
-    out = Table(
-        title=f"{model} on {made['lab']}, {made['workers']} workers",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        caption="in brackets: the paper's, on other hardware",
-        caption_justify="left",
-    )
-    heads = "strategy|time\nms|p10 .. p90\nms|of\ntopksgd|of\nmgs|merged\nlayers|predicted\nms"
-    for head in [*heads.split("|"), "forward\nms", "backward\nms", "choosing\nms", "exposed\nms"]:
-        out.add_column(head, justify="left" if head == "strategy" else "right", no_wrap=True)
-    for row, own in made["rows"].items():
-        out.add_row(*cells(row, own))
+    notes = ["in brackets: the paper's, on other hardware"]
     if made["judged"] is not None:
         tried = sum(kind(row) in SPARSE for row in made["rows"])
-        out.caption = (
-            f"{out.caption}\nbest of the {tried} plans tried: {made['best']}; "
-            f"{made['judged']} takes {made['of_best']:.3f}x its time"
+        notes.append(
+            f"best of the {tried} plans tried: {made['best']}; {made['judged']} takes "
+            f"{made['of_best']:.3f} of its time"
         )
-    return out
+    title = f"{model} on {made['lab']}, {made['workers']} workers"
+    rows = [cells(row, own) for row, own in made["rows"].items()]
+    return Printed.of(title, COLUMNS, rows, notes)
 
 
 def cells(row: str, own: dict[str, Any]) -> list[str]:

@@ -28,12 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from common import GERYON_TABLES as PAPER
-from common import write
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from common import show, write
 
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import check_writable
 from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
@@ -191,35 +189,39 @@ def missed(said: dict[str, float], tables: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def show_figure(rows: list[dict[str, Any]], said: dict[str, float], out: Console) -> None:
-    rates = list(dict.fromkeys(row["gbit"] for row in rows))
-    table = Table(title="VGG-19: forward over reverse order (Fig. 4b)", box=box.SIMPLE_HEAD)
-    for name in ("Gbit/s", *DEVICES):
-        table.add_column(name, justify="right")
+def figure_table(rows: list[dict[str, Any]], said: dict[str, float]) -> Printed:
+    """Return Fig. 4b, and what the paper says of it in words."""
     found = {(row["device"], row["gbit"]): row["speedup"] for row in rows}
-    for gbit in rates:
-        table.add_row(f"{gbit:g}", *(f"{found[device, gbit]:.1%}" for device in DEVICES))
-    out.print(table)
-    out.print(
+    cells = [
+        (f"{gbit:g}", *(f"{found[device, gbit]:.1%}" for device in DEVICES))
+        for gbit in dict.fromkeys(row["gbit"] for row in rows)
+    ]
+    enough = (f"{said[f'enough_gbit_{p}_percent']:.0f} Gbit/s within {p}%" for p in (1, 2, 5))
+    notes = [
         f"K40 at {AT_GBIT:g} Gbit/s: {said['speedup']:.1%}, the paper {PAPER_SPEEDUP:.0%}; theirs "
-        f"is {said['images_per_s_of_paper']:.1f} images/s, ours {said['images_per_s']:.1f}.\n"
-        "Without scheduling the same takes "
-        + ", ".join(f"{said[f'enough_gbit_{p}_percent']:.0f} Gbit/s within {p}%" for p in (1, 2, 5))
-        + f"; the paper: beyond {PAPER_ENOUGH_GBIT:g} Gbit/s.\nOrder matters most at "
-        f"{said['peak_gbit_k40']:g} Gbit/s with K40, at {said['peak_gbit_v100']:g} with V100.",
-        highlight=False,
-    )
+        f"is {said['images_per_s_of_paper']:.1f} images/s, ours {said['images_per_s']:.1f}",
+        f"without scheduling the same takes {', '.join(enough)}; the paper: beyond "
+        f"{PAPER_ENOUGH_GBIT:g} Gbit/s",
+        f"order matters most at {said['peak_gbit_k40']:g} Gbit/s with K40, at "
+        f"{said['peak_gbit_v100']:g} with V100",
+    ]
+    title = "VGG-19: forward over reverse order (Fig. 4b)"
+    return Printed.of(title, ("Gbit/s", *DEVICES), cells, notes)
 
 
-def show_tables(rows: list[dict[str, Any]], out: Console) -> None:
-    title = f"Efficiency in %, {WORKERS} K40 (Tables II and III, then the model)"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for name in ("Gbit/s", "model", "vanilla", "slicing", "Geryon", *OURS):
-        table.add_column(name, justify="left" if name == "model" else "right")
-    for row in rows:
-        cells = [*row["paper"].values(), *row["efficiency"].values()]
-        table.add_row(f"{row['gbit']:g}", row["model"], *(f"{100 * cell:.1f}" for cell in cells))
-    out.print(table)
+def efficiency_table(rows: list[dict[str, Any]], seeds: int) -> Printed:
+    """Return Tables II and III, and what the model says beside them."""
+    cells = [
+        (
+            f"{row['gbit']:g} Gbit/s, {row['model']}",
+            *(f"{100 * each:.1f}" for each in row["paper"].values()),
+            *(f"{100 * each:.1f}" for each in row["efficiency"].values()),
+        )
+        for row in rows
+    ]
+    theirs = ("paper: vanilla", "paper: slicing", "paper: Geryon")
+    title = f"efficiency in %, {WORKERS} K40 (Tables II and III, then the model)"
+    return Printed.of(title, ("network", *theirs, *OURS), cells, [f"random: {seeds} orders"])
 
 
 def arguments() -> argparse.Namespace:
@@ -244,15 +246,12 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.json)
     figure, said = speedups(args.gbit), points()
     tables = [efficiencies(model, gbit, args.seeds) for gbit, row in PAPER.items() for model in row]
-    out = Console(width=120)
-    show_figure(figure, said, out)
-    show_tables(tables, out)
     lines = missed(said, tables)
+    report: dict[str, Any] = {"command": sys.argv, "versions": machine.versions(), "missed": lines}
+    report |= {"figure_4b": figure, "points": said, "efficiencies": tables}
+    show(report, figure_table(figure, said))
+    show(report, efficiency_table(tables, args.seeds))
     if args.json:
-        report = {
-            "command": sys.argv, "versions": machine.versions(), "missed": lines,
-            "figure_4b": figure, "points": said, "tables": tables,
-        }  # fmt: skip
         write(args.json, report)
     for line in lines:
         print(f"MISSED: {line}")

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from common import show, write
+
 from wingbeat.bench import contenders, machine, runner, simulated
 from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError
 
@@ -42,13 +44,8 @@ def main() -> int:
             run = compared(args, model, rate)
             report["runs"].append(run)
             report["missed"] += run["missed"]
-            for row in run["rows"]:
-                print(
-                    f"{model:12} {rate:8} {row['strategy']:18} lab {1e3 * row['lab_s']:8.1f} ms   "
-                    f"simulated {1e3 * row['simulated_s']:8.1f} ms   {row['off_percent']:+5.1f}%",
-                    flush=True,
-                )
-            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            show(report, table(run))
+            write(args.json, report)
     except WingbeatError as err:
         print(f"simulator.py: {err}", file=sys.stderr)
         return 2 if isinstance(err, UsageError) else 1
@@ -100,11 +97,30 @@ def compared(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
             {
                 "strategy": row["strategy"],
                 "lab_s": lab,
+                "lab_spread_s": row["iteration_s"],
                 "simulated_s": virtual_s,
                 "off_percent": 100 * (virtual_s / lab - 1),
             }
         )
     return {"model": model, "rate": rate, "rows": rows, "missed": list(missed(model, rate, rows))}
+
+
+COLUMNS = ("strategy", "lab, ms", "p10 .. p90, ms", "simulated, ms", "off, %")
+
+
+def table(run: dict[str, Any]) -> Printed:
+    """Return one model's rows at one rate as they are printed."""
+    cells = [
+        (
+            row["strategy"],
+            f"{1e3 * row['lab_s']:.1f}",
+            " .. ".join(f"{1e3 * row['lab_spread_s'][end]:.1f}" for end in ("p10", "p90")),
+            f"{1e3 * row['simulated_s']:.1f}",
+            f"{row['off_percent']:+.1f}",
+        )
+        for row in run["rows"]
+    ]
+    return Printed.of(f"{run['model']} at {run['rate']}: lab and simulator", COLUMNS, cells)
 
 
 def missed(model: str, rate: str, rows: list[dict[str, Any]]) -> Any:

@@ -36,11 +36,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import show, write
 
 import wingbeat
 from wingbeat import lab, paced
 from wingbeat.bench import attach, machine
 from wingbeat.bench.links import scaled
+from wingbeat.bench.printed import Printed
 from wingbeat.lab.spec import LabSpec
 from wingbeat.sync.upgrade import engine_of
 
@@ -237,21 +239,40 @@ def missed(name: str, report: dict[str, Any]) -> list[str]:
     return out
 
 
-def show(name: str, report: dict[str, Any]) -> None:
-    print(
-        f"{name}: best {report['best_mb']:.1f} MB, worst size {report['worst_of_best']:.3f} of it, "
-        f"{report['share_within_3_percent']:.0%} of the range within 3%"
-    )
-    for each in report["searches"]:
-        useless = ", counts for nothing" if each["start_of_best"] >= WITHIN else ""
-        print(
-            f"  {each['search']:7} from {each['start_mb']:g} MB "
-            f"({each['start_of_best']:.2f} of the best{useless}) "
-            f"found after {each['trials_until_found'] or 'more than all'} of "
-            f"{len(each['tried_mb'])} trials; chose {each['chosen_mb']:.1f} MB = "
-            f"{each['chosen_of_best']:.3f} of the best; a trial cost up to "
-            f"{each['max_trial_cost_ms']:.0f} ms"
+COLUMNS = (
+    "search",
+    "start, MB",
+    "of the best",
+    "trials until found",
+    "of trials",
+    "chosen, MB",
+    "of the best",
+    "dearest trial, ms",
+)
+
+
+def table(name: str, report: dict[str, Any]) -> Printed:
+    """Return what each search needed for one model as it is printed."""
+    cells = [
+        (
+            each["search"],
+            f"{each['start_mb']:g}",
+            f"{each['start_of_best']:.3f}" + ", useless" * (each["start_of_best"] >= WITHIN),
+            str(each["trials_until_found"] or "never"),
+            str(len(each["tried_mb"])),
+            f"{each['chosen_mb']:.1f}",
+            f"{each['chosen_of_best']:.3f}",
+            f"{each['max_trial_cost_ms']:.0f}",
         )
+        for each in report["searches"]
+    ]
+    notes = [
+        f"best of the curve: {report['best_mb']:.1f} MB; its worst size reaches "
+        f"{report['worst_of_best']:.3f} of it",
+        f"within 3% of the best: {report['share_within_3_percent']:.0%} of the range, which random "
+        f"search finds in {report['expected_trials_random']:.1f} trials on average",
+    ]
+    return Printed.of(f"bucket sizes for {name}", COLUMNS, cells, notes)
 
 
 def run(options: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -307,17 +328,16 @@ def main() -> int:
     if not all(1 <= mb <= 100 for mb in options.starts):
         print(f"tuning.py: --starts {options.starts}: allowed are 1 to 100 MB", file=sys.stderr)
         return 2
-    about = {"machine": machine.describe(), "versions": machine.versions(), "command": sys.argv}
+    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     models: dict[str, Any] = {}
     misses: list[str] = []
+    report |= {"command": sys.argv, "models": models, "missed": misses}
     for name in options.models:
         models[name] = run(options, name)
-        show(name, models[name])
         misses += missed(name, models[name])
+        show(report, table(name, models[name]))
         if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**about, "models": models, "missed": misses}, indent=2)
-            options.json.write_text(text + "\n", encoding="utf-8")
+            write(options.json, report)
     for line in misses:
         print(f"MISSED: {line}")
     return int(bool(misses))

@@ -245,13 +245,12 @@ def test_without_a_row_of_omgs_nothing_is_judged(omgs: ModuleType) -> None:
 
 def test_a_row_of_the_table_has_the_papers_figures_in_brackets(omgs: ModuleType) -> None:
     out = made(omgs, topksgd=run(0.5), omgs=run(0.4, merge(0.41)), ddp=run(0.9))
-    columns = omgs.table("resnet50", out).columns
-    cells = [list(column.cells) for column in columns]
-    assert cells[0] == ["topksgd", "omgs", "ddp"]
-    assert cells[3] == ["1.000 (1.000)", "0.800 (0.761)", "1.800"]
-    assert cells[4] == ["- (0.547)", "- (0.417)", "-"]
-    assert cells[5] == ["- (1)", "2 (2)", "-"]
-    assert cells[6] == ["-", "410 (+2.5%)", "-"]
+    cells = list(zip(*omgs.table("resnet50", out).rows, strict=True))
+    assert cells[0] == ("topksgd", "omgs", "ddp")
+    assert cells[3] == ("1.000 (1.000)", "0.800 (0.761)", "1.800")
+    assert cells[4] == ("- (0.547)", "- (0.417)", "-")
+    assert cells[5] == ("- (1)", "2 (2)", "-")
+    assert cells[6] == ("-", "410 (+2.5%)", "-")
 
 
 def test_a_prediction_stands_under_its_row(omgs: ModuleType) -> None:

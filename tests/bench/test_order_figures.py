@@ -102,7 +102,8 @@ def test_it_prints_and_writes(
     ]  # fmt: skip
     found = [row["speedup"] for row in report["figure_4b"]]
     assert found == pytest.approx([0.331, 0.066, 0.089, 0.320], abs=1e-3)
-    assert len(report["tables"]) == 8
+    assert len(report["efficiencies"]) == 8
+    assert [len(table["rows"]) for table in report["tables"]] == [2, 8]
     printed = capsys.readouterr().out
     assert "33.1%" in printed
     assert "ready" in printed
