@@ -36,10 +36,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import show, write
 from exactness import same_everywhere
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import wingbeat
@@ -48,6 +46,7 @@ from wingbeat.bench import contenders, digits, estimate, machine
 from wingbeat.bench.attach import attached
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.contenders import Contender
+from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
@@ -335,20 +334,33 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
     return out
 
 
-def table(rows: Sequence[dict[str, Any]], seeds: int) -> Table:
-    """The rows for people."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    columns = ("task", "strategy", "right\n%", "over seeds\n%", "gap\npoints", "bits", "s", "kept")
-    for number, name in enumerate(columns):
-        made.add_column(name, justify="left" if number < 2 else "right")
-    for row in rows:
-        kept = ("no" if missed([row]) else "yes") if row["judged"] else "-"
-        accuracy, bits = f"{row['accuracy']:.2f}", row["bits"] and f"{row['bits']:.3f}"
-        spread, gap = f"{row['lowest']:.2f} .. {row['highest']:.2f}", f"{row['gap']:+.2f}"
-        cells = row["task"], row["strategy"], accuracy, spread, gap, bits or "-", f"{row['s']:.0f}"
-        made.add_row(*cells, kept)
-    made.caption = f"mean of {seeds} seeds; bits: cross entropy of an answer; s: of one training"
-    return made
+COLUMNS = (
+    "task, strategy",
+    "right, %",
+    "over seeds, %",
+    "gap, points",
+    "bits",
+    "training, s",
+    "rule kept",
+)
+
+
+def table(rows: Sequence[dict[str, Any]], seeds: int) -> Printed:
+    """Return the rows as they are printed."""
+    cells = [
+        (
+            f"{row['task']}, {row['strategy']}",
+            f"{row['accuracy']:.2f}",
+            f"{row['lowest']:.2f} .. {row['highest']:.2f}",
+            f"{row['gap']:+.2f}",
+            "" if row["bits"] is None else f"{row['bits']:.3f}",
+            f"{row['s']:.0f}",
+            ("no" if missed([row]) else "yes") if row["judged"] else "not judged",
+        )
+        for row in rows
+    ]
+    notes = [f"mean of {seeds} seeds; bits: cross entropy of an answer"]
+    return Printed.of("accuracy on data that was held out", COLUMNS, cells, notes)
 
 
 COLOURS = ("#2b2f36", "#34679a", "#e39b3b", "#c8281e", "#4a8f5c", "#7b5aa6", "#8a6d4b", "#9aa1ab")
@@ -453,14 +465,14 @@ def main() -> int:
     except UsageError as err:
         print(f"accuracy.py: {err}", file=sys.stderr)
         return 2
-    about = {"machine": machine.describe(), "versions": machine.versions(), "command": sys.argv}
+    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     runs = run(sys.argv[1:])
     rows = summary(runs, options.warmup)
     lines = missed(rows)
-    Console(width=None if sys.stdout.isatty() else 120).print(table(rows, len(options.seeds)))
+    report |= {"command": sys.argv, "limit_points": LIMIT, "rows": rows, "missed": lines}
+    show(report, table(rows, len(options.seeds)))
     if options.json:
-        report = {**about, "limit_points": LIMIT, "rows": rows, "missed": lines, "runs": runs}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(options.json, report | {"runs": runs})
     if options.png:
         draw(options.png, runs)
     for line in lines:

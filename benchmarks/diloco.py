@@ -33,6 +33,7 @@ import wingbeat
 from wingbeat import lab
 from wingbeat.bench import machine
 from wingbeat.bench.attach import attached
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 from wingbeat.lab import counters
 
@@ -219,18 +220,35 @@ def rows_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print them."""
-    names = (
-        f"{'steps':>6} {'kB a step':>10} {'fewer':>7} {'ms a step':>10} {'right %':>8} {'nats':>6}"
-    )
-    print(f"\n{'row':40} {names} {'s to target':>12}")
-    for row in rows:
-        there = "-" if row["to_target_s"] is None else f"{row['to_target_s']:.1f}"
-        print(
-            f"{row['row']:40} {row['steps']:6d} {row['kb']:10.1f} {row['fewer']:7.1f} "
-            f"{row['step_ms']:10.1f} {row['accuracy']:8.2f} {row['loss']:6.3f} {there:>12}"
+COLUMNS = (
+    "strategy",
+    "steps",
+    "kB a step",
+    "times fewer",
+    "ms a step",
+    "right, %",
+    "nats",
+    "to target, s",
+)
+
+
+def table(rows: list[dict[str, Any]], where: str) -> Printed:
+    """Return them as they are printed."""
+    cells = [
+        (
+            row["row"],
+            str(row["steps"]),
+            f"{row['kb']:.1f}",
+            f"{row['fewer']:.1f}",
+            f"{row['step_ms']:.1f}",
+            f"{row['accuracy']:.2f}",
+            f"{row['loss']:.3f}",
+            "" if row["to_target_s"] is None else f"{row['to_target_s']:.1f}",
         )
+        for row in rows
+    ]
+    notes = [f"target: the first row's final accuracy less {POINTS:g} points; one seed"]
+    return Printed.of(f"a transformer on text, {where}", COLUMNS, cells, notes)
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
@@ -277,8 +295,9 @@ def main() -> int:
     common.refuse_unwritable(args.json)
     runs = [*before, *measure(args)]
     rows = rows_of(runs)
-    common.write(args.json, {"machine": machine.describe(), "runs": runs, "rows": rows})
-    show(rows)
+    report = {"machine": machine.describe(), "runs": runs, "rows": rows}
+    common.show(report, table(rows, args.lab))
+    common.write(args.json, report)
     found = missed(rows)
     print(*found, sep="\n")
     return 1 if found else 0

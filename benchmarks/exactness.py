@@ -19,16 +19,19 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import show, write
 from torch import nn
 
 import wingbeat
 from wingbeat import lab, strategies
 from wingbeat.bench import attach, contenders, digits, machine
+from wingbeat.bench.printed import Printed
 
 LIMIT = 1e-5
 OPTIMIZERS = ("sgd", "adamw")
@@ -127,9 +130,42 @@ def run(spec: str, steps: int, *, script: str = __file__) -> list[dict[str, Any]
         return results
 
 
-def write_report(path: Path, spec: str, results: list[dict[str, Any]]) -> None:
-    """Keep the results with where they come from."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def table(spec: str, results: Sequence[dict[str, Any]], each: str, more: str) -> Printed:
+    """Return the results as they are printed.
+
+    Args:
+        spec: the lab.
+        results: what was found.
+        each: what of a result tells rows of one strategy apart.
+        more: what of it is a column of its own.
+    """
+    cells = [
+        (
+            f"{r['strategy']}, {r[each]}",
+            f"{r['max_relative_difference']:.2e}",
+            "yes" if r["same_bits_on_all_workers"] else "NO",
+            f"{r[more]:.3g}",
+        )
+        for r in results
+    ]
+    columns = (
+        f"strategy, {each}",
+        "from DDP's weights",
+        "same bits on all workers",
+        COLUMNS[more],
+    )
+    title = f"largest difference of a weight after {results[0]['steps']} steps on {spec}"
+    notes = [f"relative to the largest weight of its tensor; limit {LIMIT:g}"]
+    return Printed.of(title, columns, cells, notes)
+
+
+COLUMNS = {"moved": "DDP's moved by", "times_rebucketed": "changes of buckets"}
+
+
+def conclude(
+    path: Path | None, spec: str, results: list[dict[str, Any]], each: str, more: str
+) -> int:
+    """Print the results, keep them and return the exit code."""
     report = {
         "lab": spec,
         "limit": LIMIT,
@@ -137,7 +173,15 @@ def write_report(path: Path, spec: str, results: list[dict[str, Any]]) -> None:
         "versions": machine.versions(),
         "results": results,
     }
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    show(report, table(spec, results, each, more))
+    if path:
+        write(path, report)
+    return 0 if all(map(good, results)) else 1
+
+
+def good(r: dict[str, Any]) -> bool:
+    """Whether a result is within the limit."""
+    return bool(r["max_relative_difference"] <= LIMIT and r["same_bits_on_all_workers"])
 
 
 def main() -> int:
@@ -151,19 +195,7 @@ def main() -> int:
         worker(options.worker, options.steps)
         return 0
     results = run(options.lab, options.steps)
-    for r in results:
-        print(
-            f"{r['strategy']:11} {r['optimizer']:6} after {r['steps']} steps: "
-            f"{r['max_relative_difference']:.2e} from DDP's weights "
-            f"(which moved by {r['moved']:.2f}); same bits on all workers: "
-            f"{'yes' if r['same_bits_on_all_workers'] else 'NO'}"
-        )
-    if options.json:
-        write_report(options.json, options.lab, results)
-    good = all(
-        r["max_relative_difference"] <= LIMIT and r["same_bits_on_all_workers"] for r in results
-    )
-    return 0 if good else 1
+    return conclude(options.json, options.lab, results, "optimizer", "moved")
 
 
 if __name__ == "__main__":

@@ -28,11 +28,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import show, write
 
 from wingbeat import lab, paced, wires
 from wingbeat.bench import ddp as wrapping
 from wingbeat.bench import machine
 from wingbeat.bench.links import scaled
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import UsageError
 from wingbeat.kernels import layout
 from wingbeat.lab import counters
@@ -151,6 +153,7 @@ def summary(turns: list[dict[str, Any]], rows: list[str], workers: int) -> list[
             {
                 "row": name,
                 "iteration_s": statistics.median(seconds),
+                "samples_s": seconds,
                 "sent_bytes": sent,
                 "limit_bytes": allowed,
                 "missed": allowed is not None and sent > SLACK * allowed + 20_000,
@@ -163,15 +166,33 @@ def summary(turns: list[dict[str, Any]], rows: list[str], workers: int) -> list[
     return found
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    print(f"{'row':12} {'iteration':>10} {'to first':>8} {'sent':>10} {'to first':>8}")
-    for each in rows:
-        print(
-            f"{each['row']:12} {1e3 * each['iteration_s']:7.1f} ms {each['time_ratio']:8.3f} "
-            f"{each['sent_bytes'] / 1e6:7.3f} MB {each['bytes_ratio']:8.4f}"
-            + ("  more than its payloads" if each["missed"] else "")
+COLUMNS = (
+    "row",
+    "iteration, ms",
+    "least .. largest, ms",
+    "of the first",
+    "sent, MB",
+    "of the first's bytes",
+)
+
+
+def table(rows: list[dict[str, Any]], model: str, spec: str) -> Printed:
+    """Return the rows as they are printed."""
+    cells = [
+        (
+            each["row"],
+            f"{1e3 * each['iteration_s']:.1f}",
+            f"{1e3 * min(each['samples_s']):.1f} .. {1e3 * max(each['samples_s']):.1f}",
+            f"{each['time_ratio']:.3f}",
+            f"{each['sent_bytes'] / 1e6:.3f}",
+            f"{each['bytes_ratio']:.4f}",
         )
+        for each in rows
+    ]
+    notes = [
+        f"missed: {each['row']} sends more than its payloads" for each in rows if each["missed"]
+    ]
+    return Printed.of(f"DDP's hooks: {model} on {spec}", COLUMNS, cells, notes)
 
 
 def measure(args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
@@ -194,19 +215,18 @@ def launch(args: argparse.Namespace) -> int:
     about = machine.describe()
     hosts, turns = measure(args)
     rows = summary(turns, args.rows, hosts)
-    show(rows)
+    report = {
+        "command": sys.argv,
+        "lab": str(scaled(lab.LabSpec.parse(args.lab), paced.parse(args.model).scale)),
+        "model": args.model,
+        "machine": about,
+        "versions": machine.versions(),
+        "rows": rows,
+        "turns": turns,
+    }
+    show(report, table(rows, args.model, args.lab))
     if args.json:
-        report = {
-            "command": sys.argv,
-            "lab": str(scaled(lab.LabSpec.parse(args.lab), paced.parse(args.model).scale)),
-            "model": args.model,
-            "machine": about,
-            "versions": machine.versions(),
-            "rows": rows,
-            "turns": turns,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(args.json, report)
     return int(any(each["missed"] for each in rows))
 
 

@@ -21,26 +21,26 @@ per-tensor hook have.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import at_least_one, show, write
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wingbeat.bench import digits, machine
+from wingbeat.bench.printed import Printed
 from wingbeat.files import replacing
 from wingbeat.kernels import layout, reference
 from wingbeat.observe.figure import blank
 
 MOMENTS = (1, 10, 100, 300)
-"""Iterations whose gradients are looked at."""
 BITS = (8, 4, 2)
 DRAWN_BITS = tuple(range(2, 9))
 LEAST_LAYER = 1024
@@ -113,17 +113,17 @@ def text_batches(length: int = 64, size: int = 16) -> Iterator[tuple[Tensor, Ten
 
 
 def train(
-    name: str, model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], rate: float
+    name: str, model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], moments: Sequence[int]
 ) -> Iterator[Gradient]:
     """Train with AdamW; yields gradients at the moments."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    for moment in range(1, max(MOMENTS) + 1):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for moment in range(1, max(moments) + 1):
         inputs, answers = next(batches)
         optimizer.zero_grad()
         logits = model(inputs)
         loss = functional.cross_entropy(logits.flatten(0, -2), answers.flatten())
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        if moment in MOMENTS:
+        if moment in moments:
             print(f"{name}: iteration {moment}, loss {float(loss.detach()):.3f}", file=sys.stderr)
             yield from gradients(name, moment, model)
         optimizer.step()
@@ -140,13 +140,13 @@ def gradients(name: str, moment: int, model: nn.Module) -> Iterator[Gradient]:
             yield Gradient(name, moment, layer, grad)
 
 
-def recorded() -> Iterator[Gradient]:
+def recorded(moments: Sequence[int]) -> Iterator[Gradient]:
     """Every gradient that is looked at."""
     images, answers, _, _ = digits.data()
     batches = digits.batches(images, answers, rank=0, workers=1, seed=1)
-    yield from train("CNN on digits", digits.network(0), batches, 1e-3)
+    yield from train("CNN on digits", digits.network(0), batches, moments)
     torch.manual_seed(0)
-    yield from train("transformer on text", Predictor(), text_batches(), 1e-3)
+    yield from train("transformer on text", Predictor(), text_batches(), moments)
 
 
 # Rounding
@@ -238,18 +238,16 @@ def models(figures: list[Figure]) -> list[str]:
     return list(dict.fromkeys(f.model for f in figures))
 
 
-def print_table(figures: list[Figure]) -> None:
-    heads = [f"{where}, {bits} bits" for where in ("bucket", "layers") for bits in BITS]
-    for model in models(figures):
-        print(f"\n{model:26}" + "".join(f"{head:>16}" for head in heads))
-        for method in METHODS:
-            cells = (
-                summary(figures, model, method, bits, whole=whole)
-                for whole in (True, False)
-                for bits in BITS
-            )
-            row = "".join(f"{'' if math.isnan(cell) else f'{cell:.2e}':>16}" for cell in cells)
-            print(f"{method:26}{row}")
+def table(figures: list[Figure], model: str) -> Printed:
+    """Return one model's errors as they are printed."""
+    parts = [(whole, bits) for whole in (True, False) for bits in BITS]
+    heads = [f"{'bucket' if whole else 'layers'}, {bits} bits" for whole, bits in parts]
+    cells = []
+    for method in METHODS:
+        errors = [summary(figures, model, method, bits, whole=whole) for whole, bits in parts]
+        cells.append((method, *("" if math.isnan(error) else f"{error:.2e}" for error in errors)))
+    notes = ["squared error / squared norm, geometric mean over moments and layers"]
+    return Printed.of(f"{model}: error of rounding", ("way of rounding", *heads), cells, notes)
 
 
 def ratios(figures: list[Figure], to: str) -> dict[tuple[str, int, str], float]:
@@ -279,16 +277,25 @@ def check(figures: list[Figure]) -> tuple[list[dict[str, Any]], bool]:
     return rows, good
 
 
-def print_checks(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{OURS}, 8 bits, error relative to (each bucket and layer at each moment):")
+def checks_table(rows: list[dict[str, Any]]) -> Printed:
+    """Return what the rule is about as it is printed."""
+    cells = []
     for row in rows:
         model, moment, layer = row["where"]
-        limit = "no limit" if row["limit"] is None else f"limit {row['limit']:g}"
-        print(
-            f"  {row['to']:26} mean {row['mean']:.3g}, worst {row['worst']:.3g} "
-            f"({model}, iteration {moment}, {layer or 'bucket'}), {limit}: "
-            f"{'ok' if row['holds'] else 'NOT MET'}; smaller in {row['smaller']} of {row['of']}"
+        cells.append(
+            (
+                row["to"],
+                f"{row['mean']:.3g}",
+                f"{row['worst']:.3g}",
+                f"{model}, iteration {moment}, {layer or 'bucket'}",
+                "" if row["limit"] is None else f"{row['limit']:g}",
+                "yes" if row["holds"] else "NOT MET",
+                f"{row['smaller']} of {row['of']}",
+            )
         )
+    columns = ("relative to", "mean", "worst", "worst in", "limit", "kept", "smaller in")
+    title = f"{OURS}, 8 bits: its error over another's, each bucket and layer at each moment"
+    return Printed.of(title, columns, cells)
 
 
 # Drawing
@@ -331,8 +338,16 @@ def draw_png(figures: list[Figure], path: Path) -> None:
         figure.savefig(file, format="png")
 
 
-def write_report(path: Path, figures: list[Figure], rows: list[dict[str, Any]]) -> None:
-    """Keep the figures with where they come from."""
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    note = "iterations whose gradients are looked at"
+    parser.add_argument("--moments", nargs="+", type=at_least_one, default=list(MOMENTS), help=note)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--png", type=Path, help="draw error against bits here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = [figure for gradient in recorded(options.moments) for figure in measure(gradient)]
+    rows, good = check(figures)
     report = {
         "machine": machine.describe(),
         "versions": machine.versions(),
@@ -340,22 +355,11 @@ def write_report(path: Path, figures: list[Figure], rows: list[dict[str, Any]]) 
         "checks": rows,
         "results": [asdict(figure) for figure in figures],
     }
-    with replacing(path) as file:
-        file.write(json.dumps(report, indent=2).encode() + b"\n")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--png", type=Path, help="draw error against bits here")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    figures = [figure for gradient in recorded() for figure in measure(gradient)]
-    print_table(figures)
-    rows, good = check(figures)
-    print_checks(rows)
+    for model in models(figures):
+        show(report, table(figures, model))
+    show(report, checks_table(rows))
     if options.json:
-        write_report(options.json, figures, rows)
+        write(options.json, report)
     if options.png:
         draw_png(figures, options.png)
     return 0 if good else 1

@@ -35,15 +35,13 @@ import hooks
 import sketch_stack
 import torch
 import torch.distributed as dist
-from common import end_as_by_ctrl_c, refuse_unwritable, write
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from common import end_as_by_ctrl_c, refuse_unwritable, show, write
 from sketch_stack import coded
 
 import wingbeat
 from wingbeat import lab, paced, wires
 from wingbeat.bench import estimate, machine
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import UsageError
 
 FIGURES = ("22a", "22b", "ddp")
@@ -122,11 +120,14 @@ def by_share(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for share in dict.fromkeys(run["share"] for run in runs):
         mine = [run for run in runs if run["share"] == share]
+        ends = [run["curve"][-1]["accuracy"] for run in mine]
         reached = [seconds_to(run["curve"], early) for run in mine]
         rows.append(
             {
                 "share": share,
-                "accuracy": statistics.fmean(run["curve"][-1]["accuracy"] for run in mine),
+                "accuracy": statistics.fmean(ends),
+                "lowest": min(ends),
+                "highest": max(ends),
                 "training_s": statistics.fmean(run["curve"][-1]["s"] for run in mine),
                 "early_s": None if None in reached else statistics.fmean(filter(None, reached)),
                 "same_weights": all(run["same_weights"] for run in mine),
@@ -162,20 +163,33 @@ def missed_22a(rows: Sequence[dict[str, Any]]) -> list[str]:
 def figure_22a(options: argparse.Namespace) -> dict[str, Any]:
     runs = trainings(options)
     rows = by_share(runs)
-    show(
-        "Fig. 22a",
-        ("share", "accuracy", "training", "to the dense one's first mark"),
-        [
-            (
-                f"{row['share']:.0%}",
-                f"{row['accuracy']:.2f}%",
-                f"{row['training_s']:.1f} s",
-                "-" if row["early_s"] is None else f"{row['early_s']:.1f} s",
-            )
-            for row in rows
-        ],
-    )
     return {"rows": rows, "runs": runs, "missed": missed_22a(rows)}
+
+
+def table_22a(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Printed:
+    cells = [
+        (
+            f"{row['share']:.0%}",
+            f"{row['accuracy']:.2f}",
+            f"{row['lowest']:.2f} .. {row['highest']:.2f}",
+            f"{row['training_s']:.1f}",
+            "" if row["early_s"] is None else f"{row['early_s']:.1f}",
+        )
+        for row in rows
+    ]
+    columns = (
+        "sketched",
+        "right, %",
+        "over seeds, %",
+        "training, s",
+        "to the first mark, s",
+    )
+    title = f"Fig. 22a: {options.task} on {options.lab}, {options.wire}"
+    notes = [
+        f"mean of {len(options.seeds)} seeds; sketched: the first share of all iterations",
+        "to the first mark: to what the dense training has after its first tenth",
+    ]
+    return Printed.of(title, columns, cells, notes)
 
 
 # -- Fig. 22b --------------------------------------------------------------------------------
@@ -187,20 +201,6 @@ def figure_22b(options: argparse.Namespace) -> dict[str, Any]:
     for number, name in enumerate(options.profiles, 1):
         rows.append(sketch_stack.overhead(name, coded(options.wire), options))
         print(f"22b: {number}/{len(options.profiles)} {name}", file=sys.stderr, flush=True)
-    show(
-        "Fig. 22b",
-        ("model", "compute", "sketch", "links", "sketch of all"),
-        [
-            (
-                row["model"],
-                f"{1e3 * row['compute_s']:.1f} ms",
-                f"{1e3 * row['sketch_s']:.1f} ms",
-                f"{1e3 * row['links_s']:.1f} ms",
-                f"{row['share']:.1%}",
-            )
-            for row in rows
-        ],
-    )
     lines = [
         f"22b: sketching is {row['share']:.1%} of an iteration of {row['model']}; "
         f"limit {OVERHEAD:.0%}"
@@ -208,6 +208,25 @@ def figure_22b(options: argparse.Namespace) -> dict[str, Any]:
         if row["share"] >= OVERHEAD
     ]
     return {"rows": rows, "missed": lines}
+
+
+def table_22b(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Printed:
+    cells = [
+        (
+            row["model"],
+            f"{1e3 * row['compute_s']:.1f}",
+            f"{1e3 * row['sketch_s']:.1f}",
+            f"{1e3 * row['links_s']:.1f}",
+            f"{row['share']:.1%}",
+        )
+        for row in rows
+    ]
+    columns = ("model", "compute, ms", "sketch, ms", "links, ms", "sketch of all")
+    title = (
+        f"Fig. 22b: {options.wire} on {options.device}, {options.threads} thread(s); "
+        f"{options.workers} workers at {options.gbit:g} Gbit/s"
+    )
+    return Printed.of(title, columns, cells)
 
 
 # -- Figs. 25 to 27 --------------------------------------------------------------------------
@@ -229,23 +248,9 @@ def figure_ddp(options: argparse.Namespace) -> dict[str, Any]:
             batch = paced.load_profile(name).batch_size
             for row in hooks.summary(turns, asked.rows, hosts):
                 found = {"lab": text, "model": name, "workers": hosts, **row}
-                found["samples_per_s"] = hosts * batch / row["iteration_s"]
+                found["samples"] = hosts * batch
+                found["samples_per_s"] = found["samples"] / row["iteration_s"]
                 rows.append(found)
-    show(
-        "Figs. 25 to 27",
-        ("lab", "model", "row", "samples/s", "time", "bytes"),
-        [
-            (
-                row["lab"],
-                row["model"],
-                row["row"],
-                f"{row['samples_per_s']:.0f}",
-                f"{row['time_ratio']:.2f}x",
-                f"{row['bytes_ratio']:.3f}x",
-            )
-            for row in rows
-        ],
-    )
     lines = [
         f"ddp: {row['model']} on {row['lab']} takes {row['time_ratio']:.2f} of the time with "
         f"{row['row']}; limit 1"
@@ -255,18 +260,35 @@ def figure_ddp(options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "missed": lines}
 
 
+def table_ddp(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Printed:
+    cells = [
+        (
+            f"{row['lab']}, {row['model']}, {row['row']}",
+            f"{row['samples_per_s']:.0f}",
+            " .. ".join(f"{row['samples'] / end(row['samples_s']):.0f}" for end in (max, min)),
+            f"{row['time_ratio']:.2f}",
+            f"{row['bytes_ratio']:.3f}",
+        )
+        for row in rows
+    ]
+    columns = (
+        "lab, model, row",
+        "samples/s",
+        "least .. largest",
+        "time, of DDP's",
+        "bytes, of DDP's",
+    )
+    title = f"Figs. 25 to 27: models at {options.scale:g} of their size"
+    return Printed.of(title, columns, cells, [f"median of {options.rounds} rounds"])
+
+
 # -- all -------------------------------------------------------------------------------------
 
-MEASURE = {"22a": figure_22a, "22b": figure_22b, "ddp": figure_ddp}
-
-
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
+MEASURE = {
+    "22a": (figure_22a, table_22a),
+    "22b": (figure_22b, table_22b),
+    "ddp": (figure_ddp, table_ddp),
+}
 
 
 def expected_s(options: argparse.Namespace) -> float:
@@ -363,7 +385,10 @@ def main() -> int:
             "wire": options.wire,
         }
         for name in options.figures:
-            report[name] = MEASURE[name](with_scale(options, name))
+            figure, table = MEASURE[name]
+            scaled = with_scale(options, name)
+            report[name] = figure(scaled)
+            show(report, table(report[name]["rows"], scaled))
             if options.json:
                 write(options.json, report)
     except UsageError as err:
