@@ -20,9 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 from wingbeat import lab, strategies
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 
 CARDS = ("eth0", "eth1")
@@ -52,8 +53,8 @@ def main() -> int:
                     run(args.lab, row, number, args.per_host, args.steps, args.mb)
                 )
             print(f"round {each + 1} of {args.rounds}: {row}", file=sys.stderr)
+        show(report, table(report, args.lab))
         write(args.json, report)
-        show(report)
         return judged(report)
 
     return run_and_judge(args.json, measure)
@@ -104,16 +105,27 @@ def run(spec: str, row: str, cards: int, per_host: int, steps: int, mb: float) -
     }
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print a row for each strategy."""
-    print(f"{'':24} {'eth0, MB':>9} {'eth1, MB':>9} {'two, ms':>8} {'one, ms':>8} {'ratio':>6}")
+COLUMNS = (
+    "strategy",
+    *(f"{card}, MB a step" for card in CARDS),
+    *(f"{part}, ms" for n in ("two cards", "one card") for part in (n, f"{n}, least .. largest")),
+    "one / two",
+)
+
+
+def table(report: dict[str, Any], spec: str) -> Printed:
+    """Return a row for each strategy."""
+    cells = []
     for row, found in report["rows"].items():
-        mb = {card: statistics.fmean(each["mb"][card] for each in found["2"]) for card in CARDS}
-        ms = {n: 1e3 * statistics.fmean(each["seconds"] for each in found[n]) for n in found}
-        print(
-            f"{row:24} {mb['eth0']:9.3f} {mb['eth1']:9.3f} {ms['2']:8.1f} {ms['1']:8.1f} "
-            f"{ms['1'] / ms['2']:6.2f}"
-        )
+        mb = [statistics.fmean(each["mb"][card] for each in found["2"]) for card in CARDS]
+        ms = {n: [1e3 * each["seconds"] for each in found[n]] for n in ("2", "1")}
+        means = {n: statistics.fmean(values) for n, values in ms.items()}
+        times = []
+        for n, values in ms.items():
+            times += [f"{means[n]:.1f}", f"{min(values):.1f} .. {max(values):.1f}"]
+        ratio = means["1"] / means["2"]
+        cells.append((row, *(f"{each:.3f}" for each in mb), *times, f"{ratio:.2f}"))
+    return Printed.of(f"averages over one card and over two of {spec}", COLUMNS, cells)
 
 
 def judged(report: dict[str, Any]) -> list[str]:

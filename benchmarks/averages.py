@@ -25,18 +25,20 @@ from typing import Any
 
 import psutil
 import torch
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 import wingbeat
 from wingbeat import lab
 from wingbeat.bench import contenders
 from wingbeat.bench.attach import attached
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError, UsageError
 
 LOOKS = 60
 """How often each process is looked at."""
 GROWTH, MORE = 1.05, 3
-KINDS = ("mb", "threads", "sockets")
+KINDS = {"mb": "MB", "threads": "threads", "sockets": "sockets"}
+"""What is looked at, and its unit."""
 
 
 def look(process: psutil.Process) -> dict[str, float]:
@@ -101,12 +103,8 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     report["averages"] = sum(each["steps"] for each in found)
     report["s"] = max(each["s"] for each in found)
     report["seen"] = seen
+    show(report, table(report, args.row))
     write(args.json, report)
-    print(f"{report['averages']} steps, each with an average, in {report['s']:.0f} s")
-    print(f"{'':28} {'first half: MB':>16} {'threads':>8} {'sockets':>8}   second half")
-    for name, looks in seen.items():
-        first, second = halves(looks)
-        print(f"{name:28} {_said(first)}   {_said(second)}")
     return missed(seen)
 
 
@@ -118,8 +116,20 @@ def halves(looks: list[dict[str, float]]) -> tuple[dict[str, float], dict[str, f
     return first, second
 
 
-def _said(most: dict[str, float]) -> str:
-    return f"{most['mb']:16.1f} {most['threads']:8.0f} {most['sockets']:8.0f}"
+COLUMNS = (
+    "process",
+    *(f"{half} half: {unit}" for half in ("first", "second") for unit in KINDS.values()),
+)
+
+
+def table(report: dict[str, Any], row: str) -> Printed:
+    """Return the most of each kind in each half as it is printed."""
+    cells = [
+        (name, *(f"{half[kind]:.{int(kind == 'mb')}f}" for half in halves(looks) for kind in KINDS))
+        for name, looks in report["seen"].items()
+    ]
+    title = f"{row}: {report['averages']:,} steps, each with an average, in {report['s']:.0f} s"
+    return Printed.of(title, COLUMNS, cells)
 
 
 def missed(seen: dict[str, list[dict[str, float]]]) -> list[str]:

@@ -25,9 +25,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from common import refuse_unwritable, write
+from common import refuse_unwritable, show, write
 
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.groups.generator import Generator, Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.mixing import spectral_gap
@@ -47,23 +48,49 @@ def main() -> int:
     refuse_unwritable(args.json)
     report: dict[str, Any] = {"machine": machine.describe(), "command": sys.argv, "rows": []}
     missed = []
-    print(f"{'workers':>8}  {'rules':14}{'requests/s':>12}{'members':>9}{'alone':>8}{'gap':>8}")
     for workers in args.workers:
         for name, rules in ABLATION.items():
             row = measure(workers, name, rules, args)
             report["rows"].append(row)
             write(args.json, report)
-            gap = f"{row['spectral_gap']:8.3f}" if row["spectral_gap"] is not None else ""
-            print(
-                f"{workers:8}  {name:14}{row['requests_per_s']:12,.0f}{row['members']:9.2f}"
-                f"{row['alone']:8.1%}{gap}",
-                flush=True,
-            )
+            print(f"{workers} workers, {name}: done", file=sys.stderr, flush=True)
             if workers == AT and row["requests_per_s"] < LEAST:
                 missed.append(f"{name} at {workers} workers: {row['requests_per_s']:,.0f} requests")
+    show(report, table(report["rows"]))
+    write(args.json, report)
     for line in missed:
         print(f"MISSED: {line} a second, {LEAST:,} are wanted")
     return int(bool(missed))
+
+
+COLUMNS = (
+    "workers, rules",
+    "requests a CPU second",
+    "least .. largest",
+    "members",
+    "alone",
+    "spectral gap",
+)
+
+
+def table(rows: list[dict[str, Any]]) -> Printed:
+    """Return all rows as they are printed."""
+    cells = []
+    for row in rows:
+        rates = [row["requests"] / seconds for seconds in row["cpu_s"]]
+        gap = row["spectral_gap"]
+        cells.append(
+            (
+                f"{row['workers']:,}, {row['rules']}",
+                f"{row['requests_per_s']:,.0f}",
+                f"{min(rates):,.0f} .. {max(rates):,.0f}",
+                f"{row['members']:.2f}",
+                f"{row['alone']:.1%}",
+                "" if gap is None else f"{gap:.3f}",
+            )
+        )
+    title = f"requests of groups, {PER_HOST} workers a host"
+    return Printed.of(title, COLUMNS, cells, [f"median of {len(rows[0]['cpu_s'])} repeats"])
 
 
 def arguments() -> argparse.Namespace:

@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from common import refuse_unwritable, write
+from common import refuse_unwritable, show, write
 
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.protocol import Kind, told_of
 from wingbeat.groups.rules import Rules
@@ -88,17 +89,35 @@ def main() -> int:
         for _ in range(args.rounds):
             rates["generator"].append(generator_rate(workers, args))
             rates["messages"].append(echo_rate(workers, args))
-        ratio = statistics.median(
-            a / b for a, b in zip(rates["generator"], rates["messages"], strict=True)
-        )
-        report["rows"].append({"workers": workers, **rates, "ratio": ratio})
+        ratios = [a / b for a, b in zip(rates["generator"], rates["messages"], strict=True)]
+        ratio = statistics.median(ratios)
+        row = {"workers": workers, **rates, "ratio": ratio, "ratios": ratios}
+        report["rows"].append(row)
         write(args.json, report)
-        shown = "  ".join(f"{k} {statistics.median(v):8,.0f}/s" for k, v in rates.items())
-        print(f"{workers:4} workers  {shown}  ratio {ratio:.2f}", flush=True)
         missed |= ratio < LEAST
+    show(report, table(report["rows"]))
+    write(args.json, report)
     if missed:
         print(f"MISSED: the generator answers less than {LEAST} of the message layer's requests")
     return int(missed)
+
+
+COLUMNS = ("workers", "generator, 1/s", "messages, 1/s", "ratio", "least .. largest")
+
+
+def table(rows: list[dict[str, Any]]) -> Printed:
+    """Return all rows as they are printed."""
+    cells = [
+        (
+            str(row["workers"]),
+            *(f"{statistics.median(row[name]):,.0f}" for name in ("generator", "messages")),
+            f"{row['ratio']:.2f}",
+            f"{min(row['ratios']):.2f} .. {max(row['ratios']):.2f}",
+        )
+        for row in rows
+    ]
+    title = "requests answered by the generator's process, and by one that only answers"
+    return Printed.of(title, COLUMNS, cells, [f"medians of {len(rows[0]['ratios'])} rounds"])
 
 
 def arguments() -> argparse.Namespace:

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import refuse_unwritable, write
+from common import refuse_unwritable, show, write
 
 from wingbeat import strategies
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.bench.simulated import GOODPUT
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.mixing import parts_of, spectral_gap
@@ -62,14 +63,17 @@ def main() -> int:
             for slowed in SLOWED:
                 rules = Rules(threshold=value or None)
                 row = grouped(model, rules, layout, links, slowed, args)
-                tell(report, args, rate, f"C_thres={value or 'none'}", slowed, row)
+                keep(report, rate, f"C_thres={value or 'none'}", slowed, row)
         for slowed in SLOWED if not args.thresholds else ():
             for name, text in BASELINES.items() if layout.workers <= 64 else ():
-                tell(report, args, rate, name, slowed, baseline(model, text, layout, links, slowed))
+                keep(report, rate, name, slowed, baseline(model, text, layout, links, slowed))
             steps: dict[str, Rules | None] = {"static": None, **ABLATION, "paper": Rules.paper()}
             for name, step in steps.items():
                 row = grouped(model, step, layout, links, slowed, args)
-                tell(report, args, rate, name, slowed, row)
+                keep(report, rate, name, slowed, row)
+        title = f"{layout.workers} workers on {args.hosts} hosts at {rate}, in virtual time"
+        show(report, table([row for row in report["rows"] if row["rate"] == rate], title))
+        write(args.json, report)
     return 0
 
 
@@ -148,15 +152,8 @@ def grouped(
     }
 
 
-def tell(
-    report: dict[str, Any],
-    args: argparse.Namespace,
-    rate: str,
-    name: str,
-    slowed: str,
-    row: dict[str, Any],
-) -> None:
-    """Keep a row, and print it beside PS and the paper."""
+def keep(report: dict[str, Any], rate: str, name: str, slowed: str, row: dict[str, Any]) -> None:
+    """Add a row, with what it is to its own speed and to PS's where nobody is slow."""
     before = report["rows"]
     first = next((r for r in before if (r["rate"], r["name"]) == (rate, "PS")), None)
     alike = next((r for r in before if (r["rate"], r["name"]) == (rate, name)), row)
@@ -164,21 +161,42 @@ def tell(
     row["kept"] = alike["iteration_s"] / row["iteration_s"]
     row["over_ps"] = first["iteration_s"] / row["iteration_s"] if first else None
     before.append(row)
-    write(args.json, report)
-    paper = PAPER.get(name, {}).get(slowed)
-    print(
-        f"{rate:>7} {slowed:>5} {name:14}{1e3 * row['iteration_s']:8.1f} ms"
-        f"  kept {row['kept']:4.0%}"
-        + (f"  over PS {row['over_ps']:5.2f}" if first else "")
-        + (f" (paper, to a loss: {paper})" if paper else "")
-        + (
-            f"  waits {row['waited']:4.0%}  averages {row['averages']:.2f}"
-            if "waited" in row
-            else ""
+
+
+COLUMNS = (
+    "groups, one worker slowed",
+    "iteration, ms",
+    "kept",
+    "over PS",
+    "paper, to a loss",
+    "waits",
+    "averages",
+    "mixing",
+)
+
+
+def table(rows: Sequence[dict[str, Any]], title: str) -> Printed:
+    """Return rows beside PS and the paper, as they are printed."""
+    cells = [
+        (
+            f"{row['name']}, {row['slowed']}",
+            f"{1e3 * row['iteration_s']:.1f}",
+            f"{row['kept']:.0%}",
+            said(row["over_ps"], ".2f"),
+            said(PAPER.get(row["name"], {}).get(row["slowed"]), ".2f"),
+            said(row.get("waited"), ".0%"),
+            said(row.get("averages"), ".2f"),
+            said(row.get("mixing"), ".3f"),
         )
-        + (f"  mixing {row['mixing']:.3f}" if row.get("mixing") is not None else ""),
-        flush=True,
-    )
+        for row in rows
+    ]
+    notes = ["kept: of the speed with nobody slow; over PS: of PS with nobody slow, by iteration"]
+    return Printed.of(title, COLUMNS, cells, notes)
+
+
+def said(value: float | None, form: str) -> str:
+    """Return a figure as text; none is empty."""
+    return "" if value is None else format(value, form)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import at_least_one, run_and_judge, write
+from common import at_least_one, run_and_judge, show, write
 from torch import nn
 
 import wingbeat
 from wingbeat import lab
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 
 FEATURES, BATCH = 128, 8
@@ -61,14 +63,35 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
         if ended.exit_code:
             raise LabError(f"{spec}: {ended.first_failure or ended.exit_code}")
         report.update(json.loads(path.read_text()))
+    courier, whole = (report[name] for name in ("courier_s", "process_s"))
+    cells = [
+        (
+            f"{args.workers} workers, {args.colayers} colayers",
+            str(report["letters"]),
+            f"{1e6 * statistics.median(courier) / report['letters']:.0f}",
+            *(part for seconds in (courier, whole) for part in of_workers(seconds)),
+        )
+    ]
+    show(report, Printed.of("processor time of letters, by workers", COLUMNS, cells))
     write(args.json, report)
-    courier, whole = (statistics.median(report[name]) for name in ("courier_s", "process_s"))
-    print(
-        f"{args.workers} workers, {args.colayers} colayers: {report['letters']} letters a round, "
-        f"{1e6 * courier / report['letters']:.0f} us each; {1e3 * courier:.1f} ms of a courier and "
-        f"{1e3 * whole:.1f} ms of a worker's process a round"
-    )
     return []
+
+
+COLUMNS = (
+    "cluster",
+    "letters a round",
+    "us a letter",
+    "courier, ms a round",
+    "least .. largest, ms",
+    "whole process, ms a round",
+    "least .. largest of it, ms",
+)
+
+
+def of_workers(seconds: Sequence[float]) -> tuple[str, str]:
+    """Return the median over workers and the range, in ms."""
+    spread = f"{1e3 * min(seconds):.1f} .. {1e3 * max(seconds):.1f}"
+    return f"{1e3 * statistics.median(seconds):.1f}", spread
 
 
 def arguments() -> argparse.Namespace:

@@ -33,10 +33,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common import GERYON_TABLES, write
+from common import GERYON_TABLES, show, write
 
 from wingbeat import paced, simulator, strategies
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError
 
@@ -122,27 +123,54 @@ def missed(model: str, ours: dict[str, float], tuned: dict[int, dict[str, Any]])
     return lines
 
 
-def show(
+def rows_table(
     model: str,
     ours: dict[str, float],
     tuned: dict[int, dict[str, Any]],
     paces: dict[str, list[float]],
-) -> None:
+) -> Printed:
+    """Return one model's efficiencies beside the paper's."""
     paper = dict(zip(("vanilla", "slicing", "geryon"), PAPER[model], strict=True))
-    rows = {row: (value, paper.get(row, PAPER[model][-1])) for row, value in ours.items()}
-    for classes, found in tuned.items():
-        rows[f"tuned {classes}"] = found["efficiency"], PAPER[model][-1]
-    for row, (value, theirs) in rows.items():
-        ends = ", ".join(f"{end:.1%}" for end in paces.get(row, ()))
-        off = f" ({ends} if the pace is off by two)" if ends else ""
-        print(f"{model:9} {row:8} {value:6.1%}   the paper {theirs:6.1%}{off}")
-    for classes, found in tuned.items():
-        levels = " + ".join(f"{level:.3f}" for level in found["thresholds"])
-        print(f"{model:9} {classes} classes: {levels} after {found['trials']} trials", end="")
-        print(f", {found['of_best']:.3f} of the best swept" if "of_best" in found else "")
-        if "sweep" in found:
-            print("  " + ", ".join(f"{t:.2f} {e:.1%}" for t, e in found["sweep"].items()))
-    sys.stdout.flush()
+    cells = [
+        (
+            row,
+            f"{value:.1%}",
+            " and ".join(f"{end:.1%}" for end in paces.get(row, ())),
+            f"{paper.get(row, PAPER[model][-1]):.1%}",
+            "",
+            "",
+            "",
+        )
+        for row, value in ours.items()
+    ]
+    cells += [
+        (
+            f"tuned, {classes} classes",
+            f"{found['efficiency']:.1%}",
+            "",
+            f"{PAPER[model][-1]:.1%}",
+            " + ".join(f"{level:.3f}" for level in found["thresholds"]),
+            str(found["trials"]),
+            f"{found['of_best']:.3f}" if "of_best" in found else "",
+        )
+        for classes, found in tuned.items()
+    ]
+    columns = (
+        "servers",
+        "efficiency",
+        "if the pace is off by two",
+        "paper",
+        "thresholds",
+        "trials",
+        "time, of the best swept",
+    )
+    return Printed.of(f"{model}: {WORKERS} workers, 10GbE, virtual time", columns, cells)
+
+
+def sweep_table(model: str, sweep: dict[float, float]) -> Printed:
+    """Return what thresholds of two classes are worth."""
+    cells = [(f"{level:.2f}", f"{value:.1%}") for level, value in sweep.items()]
+    return Printed.of(f"{model}: thresholds of two classes", ("threshold", "efficiency"), cells)
 
 
 def main() -> int:
@@ -176,7 +204,10 @@ def main() -> int:
                 "ours": ours, "paper": PAPER[model], "tuned": tuned, "pace_off_by_two": paces,
             }  # fmt: skip
             lines += missed(model, ours, tuned)
-            show(model, ours, tuned, paces)
+            show(report, rows_table(model, ours, tuned, paces))
+            for found in tuned.values():
+                if "sweep" in found:
+                    show(report, sweep_table(model, found["sweep"]))
     except UsageError as error:
         print(f"served.py: {error}", file=sys.stderr)
         return 2

@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 from wingbeat import lab, strategies
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 from wingbeat.lab import counters
 
@@ -84,7 +85,7 @@ def measured(spec: str, row: str, first: str) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Measure each strategy both ways; return what is missed."""
-    missed = []
+    missed, cells = [], []
     for row in args.strategies:
         strategies.parse(row)  # not after a lab is made
     report.update(lab=args.lab, rows={})
@@ -93,11 +94,15 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
         report["rows"][row] = {"first": one, "all": many}
         cards, ratio = len(many["bytes"]), many["ms"] / one["ms"]
         parts = [each / sum(many["bytes"]) for each in many["bytes"]]
-        print(
-            f"{row}: {one['ms']:.0f} ms over one card, {many['ms']:.0f} over {cards} "
-            f"({ratio:.2f}); parts {', '.join(f'{part:.3f}' for part in parts)}, by speed "
-            f"{', '.join(f'{weight:.3f}' for weight in many['weights'])}",
-            flush=True,
+        cells.append(
+            (
+                row,
+                f"{one['ms']:.0f}",
+                f"{many['ms']:.0f}",
+                f"{ratio:.2f}",
+                ", ".join(f"{part:.3f}" for part in parts),
+                ", ".join(f"{weight:.3f}" for weight in many["weights"]),
+            )
         )
         write(args.json, report)
         if ratio > LONGER / cards:
@@ -105,7 +110,12 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
         pairs = zip(parts, many["weights"], strict=True)
         if any(abs(part - weight) > OFF for part, weight in pairs):
             missed.append(f"{row}: cards carry {parts}, and not {many['weights']}")
+    show(report, Printed.of(f"servers over all cards of {args.lab}", COLUMNS, cells))
+    write(args.json, report)
     return missed
+
+
+COLUMNS = ("strategy", "one card, ms", "all, ms", "all / one", "part of each", "by its speed")
 
 
 def main() -> int:

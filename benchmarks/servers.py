@@ -26,13 +26,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from common import refuse_unwritable, write
+from common import refuse_unwritable, show, write
 
+from wingbeat.bench.printed import Printed
 from wingbeat.servers.config import ServerConfig, limits_of
 from wingbeat.servers.protocol import Kind, wish_of
 from wingbeat.transport.services.pipes import PipeStore, answer
@@ -356,32 +357,56 @@ def judge(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Each figure with its limit; None where there is none."""
     rows: list[dict[str, Any]] = []
 
-    def row(what: str, value: float, limit: float | None = None, at_least: bool = True) -> None:
+    def row(
+        what: str,
+        values: Sequence[float],
+        limit: float | None = None,
+        at_least: bool = True,
+    ) -> None:
+        value = statistics.median(values)
         ok = limit is None or (value >= limit if at_least else value <= limit)
-        rows.append({"what": what, "value": round(value, 4), "limit": limit, "ok": ok})
+        found = {"what": what, "value": round(value, 4), "limit": limit, "ok": ok}
+        rows.append(found | {"least": min(values), "largest": max(values)})
 
     for workers, case in found["push"].items():
         speeds = case["bytes_a_second"]
         for way, values in speeds.items():
-            row(f"push, {workers} workers, {way}: GB/s", statistics.median(values) / 1e9)
+            row(f"push, {workers} workers, {way}: GB/s", [each / 1e9 for each in values])
             moved = len(values) * case["shards"] * int(workers)
-            row("    its s of processor a GB", case["processor_s"][way] / moved * 1e9)
+            used = case["processor_s"][way] / moved * 1e9
+            row(f"push, {workers} workers, {way}: CPU s a GB", [used])
         for kind in ("", ", encrypted"):
-            value = ratio(speeds["server" + kind], speeds["sink" + kind])
-            row(f"push, {workers} workers{kind}: server / sink", value, 0.7)
+            values = ratios(speeds["server" + kind], speeds["sink" + kind])
+            row(f"push, {workers} workers{kind}: server / sink", values, 0.7)
         most = (2 * case["shards"] + case["window"]) / MIB
         for when in ("even", "late"):
             for way, grown in case[when].items():
-                row(f"memory, {workers} workers, {when}, {way}: MiB", grown / MIB, most, False)
+                row(f"memory, {workers} workers, {when}, {way}: MiB", [grown / MIB], most, False)
     for dtype, speeds in found.get("sum", {}).items():
         for name, values in speeds.items():
-            row(f"sum, {dtype}, {name}: GB/s", statistics.median(values) / 1e9)
-        row(f"sum, {dtype}: server / torch", ratio(speeds["server"], speeds["torch"]), 0.8)
+            row(f"sum, {dtype}, {name}: GB/s", [each / 1e9 for each in values])
+        row(f"sum, {dtype}: server / torch", ratios(speeds["server"], speeds["torch"]), 0.8)
     return rows
 
 
-def ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def table(rows: list[dict[str, Any]], rounds: int) -> Printed:
+    """Return all figures as they are printed."""
+    cells = [
+        (
+            row["what"],
+            f"{row['value']:.3f}",
+            f"{row['least']:.3f} .. {row['largest']:.3f}" if row["least"] < row["largest"] else "",
+            "" if row["limit"] is None else f"{row['limit']:g}",
+            "" if row["ok"] else "MISSED",
+        )
+        for row in rows
+    ]
+    columns = ("figure", "median", "least .. largest", "limit", "")
+    return Printed.of("one parameter server on loopback", columns, cells, [f"{rounds} rounds"])
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -403,10 +428,8 @@ def launch(args: argparse.Namespace) -> int:
         "found": found,
         "rows": rows,
     }
+    show(report, table(rows, args.rounds))
     write(args.json, report)
-    for row in rows:
-        limit = "" if row["limit"] is None else f"  limit {row['limit']:g}"
-        print(f"{row['what']:58} {row['value']:10.3f}{limit}{'' if row['ok'] else '  MISSED'}")
     return int(not all(row["ok"] for row in rows))
 
 

@@ -61,14 +61,16 @@ def test_a_derived_pace_is_an_interval(served: ModuleType) -> None:
     assert fast.efficiency(served.ROWS["geryon"]) < usual.efficiency(served.ROWS["geryon"])
 
 
-def test_a_model_is_shown_with_its_sweep(
-    served: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tables_have_what_is_tuned_and_the_sweep(served: ModuleType) -> None:
     found = tuned(thresholds=(0.9,), trials=14, sweep={0.9: 0.97, 0.5: 0.95})
     found[3] |= {"thresholds": (0.9, 0.2), "trials": 23}
-    served.show("alexnet", OURS, found, {"geryon": [0.98, 0.71]})
-    said = capsys.readouterr().out
-    assert "geryon    96.0%   the paper  95.4% (98.0%, 71.0% if the pace is off by two)" in said
-    assert "tuned 3   98.0%   the paper  95.4%" in said
-    assert "2 classes: 0.900 after 14 trials, 1.000 of the best swept" in said
-    assert "0.90 97.0%, 0.50 95.0%" in said
+    made = served.rows_table("alexnet", OURS, found, {"geryon": [0.98, 0.71]})
+    assert made.rows[0] == ("vanilla", "50.0%", "", "36.4%", "", "", "")
+    geryon = next(row for row in made.rows if row[0] == "geryon")
+    assert geryon[:4] == ("geryon", "96.0%", "98.0% and 71.0%", "95.4%")
+    assert made.rows[-2:] == (
+        ("tuned, 2 classes", "97.0%", "", "95.4%", "0.900", "14", "1.000"),
+        ("tuned, 3 classes", "98.0%", "", "95.4%", "0.900 + 0.200", "23", ""),
+    )
+    swept = served.sweep_table("alexnet", found[2]["sweep"])
+    assert swept.rows == (("0.90", "97.0%"), ("0.50", "95.0%"))
