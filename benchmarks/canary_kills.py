@@ -29,19 +29,19 @@ from killing import (
     losses,
     missed_losses,
     run_once,
-    show_losses,
-    show_standstills,
+    standstills,
     trained,
 )  # fmt: skip
 
 from wingbeat import lab
+from wingbeat.bench.printed import Printed
 from wingbeat.stale.audit import Audit, audit
 from wingbeat.stale.lateness import delays
 
 
 def main() -> int:
     """Run once, audit it and print what was found."""
-    return run_once(arguments(), run, show, judged)
+    return run_once(arguments(), run, tables, judged)
 
 
 def arguments() -> argparse.Namespace:
@@ -93,25 +93,30 @@ def judged(kills: int, report: dict[str, Any]) -> list[str]:
     return missed
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print one line for each kill, and what all come to."""
-    print(
-        f"{'killed':>6} {'at round':>8} {'stood still, s':>14} {'rounds without':>14} "
-        f"{'back, s':>8}"
-    )
-    for kill in report["kills"]:
-        print(
-            f"{kill['rank']:6} {kill['steps']:8} {kill['still_s']:14.2f} "
-            f"{kill['steps_without']:14} {kill['back_s']:8.2f}"
+COLUMNS = ("kill", "rank", "at round", "stood still, s", "rounds without", "back after, s")
+
+
+def tables(report: dict[str, Any]) -> list[Printed]:
+    """Return a row for each kill, and what all come to."""
+    cells = [
+        (
+            f"kill {number}",
+            str(kill["rank"]),
+            str(kill["steps"]),
+            f"{kill['still_s']:.2f}",
+            str(kill["steps_without"]),
+            f"{kill['back_s']:.2f}",
         )
-    show_standstills(report["kills"])
+        for number, kill in enumerate(report["kills"], start=1)
+    ]
     found = report["audit"]
-    print(
+    notes = [
+        *standstills(report["kills"]),
         f"audit: {found['lives']} lives, {found['rounds']} rounds, {found['counted']} "
         f"contributions, {found['dropped']} iterations dropped, {found['lost']} colayers lost, "
-        f"{found['pulls']} pulls, {len(found['findings'])} findings"
-    )
-    show_losses(report)
+        f"{found['pulls']} pulls, {len(found['findings'])} findings",
+    ]
+    return [Printed.of("workers under bounded staleness, killed", COLUMNS, cells, notes)]
 
 
 # -- on a host of the lab --------------------------------------------------------------------

@@ -25,15 +25,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import write
+from common import show, write
 from virtual import BASELINES, Predicted, Setting, baseline, canary
 
 from wingbeat import simulator
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError
 from wingbeat.stale.pace import Pace
@@ -51,6 +52,7 @@ ROWS = (
     ("sketch, free", "bcube"),
 )
 FREE = simulator.Work(fill_s_per_byte=0.0, update_s_per_byte=0.0, message_s_per_byte=0.0)
+Report = dict[str, Any]
 MOST_WHOLE = 25
 OFF = 0.05
 
@@ -70,19 +72,39 @@ def bounded(
     return canary(job, rule or pace(args), rounds, crowd=crowd, **options)
 
 
-def show(name: str, row: dict[str, Any], beside: str = "") -> None:
-    text = f"{name:38} {row['iterations_s'] * 1e3:8.0f} ms {row['images_per_s']:9.0f} images/s"
-    text += f" {row['mb_sent_per_iteration']:7.0f} MB"
-    if "mean_delay" in row:
-        text += f"  delay {row['mean_delay']:4.1f}, {row['dropped']} dropped"
-    print(f"{text} {beside}", flush=True)
+COLUMNS = ("row", "iteration, ms", "images/s", "MB sent", "mean delay", "dropped")
 
 
-def fig23(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
+def table(
+    title: str, rows: Mapping[str, dict[str, Any]], more: Mapping[str, tuple[str, str]]
+) -> Printed:
+    """Return rows as they are printed.
+
+    Args:
+        title: of the table.
+        rows: by name, as `Predicted.plain` gives them.
+        more: columns of this table by label: what of a row they have, and its format.
+    """
+    cells = [
+        (
+            name,
+            f"{row['iterations_s'] * 1e3:.0f}",
+            f"{row['images_per_s']:.0f}",
+            f"{row['mb_sent_per_iteration']:.0f}",
+            f"{row['mean_delay']:.1f}" if "mean_delay" in row else "",
+            str(row.get("dropped", "")),
+            *(format(row[key], form) if key in row else "" for key, form in more.values()),
+        )
+        for name, row in rows.items()
+    ]
+    return Printed.of(title, (*COLUMNS, *more), cells)
+
+
+def fig23(args: argparse.Namespace, found: dict[str, Any], report: Report) -> Iterator[str]:
     """Nine workers, beside the baselines."""
     for how, slows in SLOWS.items():
         job = setting(args, 9, slows=slows)
-        rows = report.setdefault(how, {})
+        rows = found.setdefault(how, {})
         for name in BASELINES:
             rows[name] = baseline(job, name, args.few).plain(job)
         for coding, network in ROWS:
@@ -92,16 +114,17 @@ def fig23(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
         made = bounded(args, free, args.rounds)
         rows["canary dense star, couriers free"] = made.plain(free)
         bml = rows["bml"]["iterations_s"]
-        for name, row in rows.items():
+        for row in rows.values():
             row["as_fast_as_bml"] = bml / row["iterations_s"]
-            show(f"{how}: {name}", row, f"{row['as_fast_as_bml']:.2f}x BML")
+        beside = {"times BML": ("as_fast_as_bml", ".2f")}
+        show(report, table(f"Fig. 23: nine workers, slow: {how}", rows, beside))
         best = rows["canary sketch star"]["as_fast_as_bml"]
         least = 0.98 if how == "alike" else PAPER["bml"]
         if best < least:
             yield f"fig23 {how}: Canary {best:.2f}x BML, wanted {least}x"
 
 
-def fig21(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
+def fig21(args: argparse.Namespace, found: dict[str, Any], report: Report) -> Iterator[str]:
     """Traffic over time of 16 workers."""
     job = setting(args, 16)
     made: dict[str, Predicted] = {"bml": baseline(job, "bml", args.few)}
@@ -117,26 +140,30 @@ def fig21(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
     for name, row in made.items():
         used = row.traffic.utilisation(rate, row.seconds)
         less = 1 - (row.sent / row.contributions) / (made["bml"].sent / made["bml"].contributions)
-        report[name] = {
+        found[name] = {
             **row.plain(job),
             "utilisation": [round(value, 4) for value in used],
             "peak": max(used),
             "mean": sum(used) / len(used),
             "less_than_bml": less,
         }
-        text = f"peak {max(used):.1%}, mean {sum(used) / len(used):.1%}, {less:+.1%} less than BML"
-        show(name, report[name], text)
+    beside = {
+        "peak of the links": ("peak", ".1%"),
+        "mean": ("mean", ".1%"),
+        "less sent than BML": ("less_than_bml", "+.1%"),
+    }
+    show(report, table("Fig. 21: 16 workers, traffic", found, beside))
     yield from ()
 
 
-def fig20(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
+def fig20(args: argparse.Namespace, found: dict[str, Any], report: Report) -> Iterator[str]:
     """Images per second by workers."""
     for workers in args.workers:
         few = workers > MOST_WHOLE
         rounds = args.few if few else args.rounds
         for how in ("alike", "random"):
             job = setting(args, workers, slows=SLOWS[how])
-            rows = report.setdefault(f"{workers} {how}", {})
+            rows = found.setdefault(f"{workers} {how}", {})
             if not few:
                 rows["bml"] = baseline(job, "bml", args.few).plain(job)
             elif how == "alike":  # so one worker of a ring stands for all
@@ -145,16 +172,16 @@ def fig20(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
                 for coding in ("dense", "sketch, free"):
                     made = bounded(args, job, rounds, each, coding=coding)
                     rows[f"{name} {coding}"] = made.plain(job)
-            for name, row in rows.items():
-                text = f"{row['speedup']:.1f}x one worker"
-                show(f"{workers} workers, {how}: {name}", row, text)
+            beside = {"times one worker": ("speedup", ".1f")}
+            show(report, table(f"Fig. 20: {workers} workers, slow: {how}", rows, beside))
     yield from ()
 
 
-def check(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
+def check(args: argparse.Namespace, found: dict[str, Any], report: Report) -> Iterator[str]:
     """One owner for all, beside all; over so many that the ends of the runs count for little."""
     cases = [(9, "alike", "dense"), (9, "random", "dense"), (9, "random", "sketch"),
              (9, "one", "sketch"), (25, "random", "sketch"), (25, "alike", "dense")]  # fmt: skip
+    rows: dict[str, Any] = {}
     for workers, how, coding in cases:
         job = setting(args, workers, slows=SLOWS[how])
         whole, crowd = (
@@ -163,11 +190,12 @@ def check(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
         )
         off = crowd["seconds"] / whole["seconds"] - 1
         name = f"{workers} {how}, {coding}"
-        report[name] = {"whole": whole, "crowd": crowd, "off": off}
-        show(f"{name}: all", whole, f"in {whole['took_s']:.0f} s")
-        show(f"{name}: one owner", crowd, f"{off:+.2%}, in {crowd['took_s']:.1f} s")
+        found[name] = {"whole": whole, "crowd": crowd, "off": off}
+        rows |= {f"{name}: all": whole, f"{name}: one owner": crowd | {"off": off}}
         if abs(off) > OFF:
             yield f"check {name}: {off:+.1%}"
+    beside = {"off": ("off", "+.2%"), "simulated in, s": ("took_s", ".1f")}
+    show(report, table("one owner that stands for all", rows, beside))
 
 
 PARTS = {"fig23": fig23, "fig21": fig21, "fig20": fig20, "check": check}
@@ -209,8 +237,7 @@ def main() -> int:
         if args.json:
             check_writable(args.json)
         for name in args.parts:
-            print(f"-- {name}", flush=True)
-            lines += PARTS[name](args, report["parts"].setdefault(name, {}))
+            lines += PARTS[name](args, report["parts"].setdefault(name, {}), report)
             report["missed"] = lines
             if args.json:
                 write(args.json, report)

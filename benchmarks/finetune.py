@@ -20,9 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 from wingbeat import lab
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 from wingbeat.lab import counters
 
@@ -94,24 +95,37 @@ def measured(args: argparse.Namespace, row: str) -> dict[str, Any]:
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Fill the report, and print it; return what is missed."""
     report |= {"lab": f"star:{args.hosts}@{args.rate}", "steps": args.steps, "rows": []}
-    print("| row | ms a step | times DDP's speed | MB a worker a step | held-out loss |")
-    print("|---|---|---|---|---|")
     for row in args.rows:
         report["rows"].append(measured(args, row))
         write(args.json, report)
-        one, first = report["rows"][-1], report["rows"][0]
-        speed = first["step_ms"] / one["step_ms"]
-        print(
-            f"| {row} | {one['step_ms']:.0f} | {speed:.2f} | {one['sent_mb']:.2f} "
-            f"| {one['loss']:.3f} |",
-            flush=True,
-        )
+    show(report, table(report))
+    write(args.json, report)
     losses = {each["row"]: each["loss"] for each in report["rows"]}
     return [
         f"{row}: loss {loss:.4f}, DDP's is {losses['ddp']:.4f}"
         for row, loss in losses.items()
         if "wire" not in row and "ddp" in losses and abs(loss - losses["ddp"]) > CLOSE
     ]
+
+
+COLUMNS = ("strategy", "step, ms", "times the first's speed", "sent, MB", "held-out loss")
+
+
+def table(report: dict[str, Any]) -> Printed:
+    """Return the rows as they are printed."""
+    first = report["rows"][0]["step_ms"]
+    cells = [
+        (
+            row["row"],
+            f"{row['step_ms']:.0f}",
+            f"{first / row['step_ms']:.2f}",
+            f"{row['sent_mb']:.2f}",
+            f"{row['loss']:.3f}",
+        )
+        for row in report["rows"]
+    ]
+    notes = [f"mean of {report['steps'] - 2} steps; sent: by one worker in a step"]
+    return Printed.of(f"HF Trainer, a small Llama on {report['lab']}", COLUMNS, cells, notes)
 
 
 def main() -> int:

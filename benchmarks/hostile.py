@@ -260,8 +260,11 @@ CONNECTIONS = ("wrong key", "no key", "no ZeroMQ")
 
 def launch(args: argparse.Namespace) -> int:
     """Run once with and once without the attack, and judge."""
+    from common import show, write
+
     from wingbeat import lab
     from wingbeat.bench import machine
+    from wingbeat.bench.printed import Printed
 
     found = {}
     with tempfile.TemporaryDirectory(prefix="wingbeat-hostile-") as folder:
@@ -283,13 +286,14 @@ def launch(args: argparse.Namespace) -> int:
             found[name] = json.loads(path.read_text())
     rows = judge(found["attacked"], found["quiet"])
     report = {"machine": machine.describe(), "versions": machine.versions(), **found, "rows": rows}
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=1))
-    for what, value, asked, ok in rows:
-        print(f"{what:38} {value:12.4f}  {asked:8}{'' if ok else '  MISSED'}")
-    print(
-        f"refused: {found['attacked']['refused']}; turned away: {found['attacked']['turned_away']}"
-    )
+    cells = [
+        (what, f"{value:.4f}", asked, "" if ok else "MISSED") for what, value, asked, ok in rows
+    ]
+    attacked = found["attacked"]
+    notes = [f"refused: {attacked['refused']}; turned away: {attacked['turned_away']}"]
+    columns = ("figure", "value", "asked", "")
+    show(report, Printed.of("a training run beside hostile messages", columns, cells, notes))
+    write(args.json, report)
     return int(not all(ok for *_, ok in rows))
 
 

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 from wingbeat import lab, strategies
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 
 PATIENCE_S = 300.0
@@ -196,7 +197,7 @@ class Standstill:
 def run_once(
     args: Any,
     run: Callable[[Any, Path], dict[str, Any]],
-    show: Callable[[dict[str, Any]], None],
+    tables: Callable[[dict[str, Any]], list[Printed]],
     judged: Callable[[int, dict[str, Any]], list[str]],
 ) -> int:
     """Run in a folder of its own, keep the report and judge it; return the exit code.
@@ -204,7 +205,7 @@ def run_once(
     Args:
         args: the command line, with ``json``, ``kills`` and ``row``.
         run: returns what was found.
-        show: prints it.
+        tables: returns it as it is printed.
         judged: returns what of so many kills does not hold.
     """
 
@@ -212,27 +213,27 @@ def run_once(
         strategies.parse(args.row)  # before a lab is made, and each worker says so
         with tempfile.TemporaryDirectory() as folder:
             report |= run(args, Path(folder))
+        for table in (*tables(report), losses_table(report["losses"])):
+            show(report, table)
         write(args.json, report)
-        show(report)
         return judged(args.kills, report)
 
     return run_and_judge(args.json, measure)
 
 
-def show_standstills(kills: Sequence[dict[str, Any]]) -> None:
-    """Print how long the others stood still."""
+def standstills(kills: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line about how long the others stood still; none without kills."""
     still = [kill["still_s"] for kill in kills]
-    if still:
-        print(
-            f"the others stood still for {statistics.median(still):.2f} s (median), "
-            f"{max(still):.2f} s at most"
-        )
+    if not still:
+        return []
+    spread = f"{min(still):.2f} .. {max(still):.2f} s"
+    return [f"the others stood still for {statistics.median(still):.2f} s (median), {spread}"]
 
 
-def show_losses(report: dict[str, Any]) -> None:
-    """Print each worker's held-out loss, before and after."""
-    for name, (first, last, _) in sorted(report["losses"].items()):
-        print(f"{name}: {first:.3f}, in the end {last:.4f}")
+def losses_table(found: dict[str, Any]) -> Printed:
+    """Return each worker's held-out loss, before and after."""
+    cells = [(name, f"{a:.3f}", f"{b:.4f}") for name, (a, b, _) in sorted(found.items())]
+    return Printed.of("held-out loss", ("worker", "at first", "in the end"), cells)
 
 
 def put(path: Path, value: Any) -> None:

@@ -38,7 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import at_least_one, refuse_unwritable, write
+from common import at_least_one, refuse_unwritable, show, write
+
+from wingbeat.bench.printed import Printed
 
 WORKERS, SERVERS = 3, 2
 MARK = "WINGBEAT_KILLS"
@@ -446,14 +448,30 @@ def report(args: argparse.Namespace, done: list[Case], strangers: Case, machine:
         "strangers": asdict(strangers),
         "fine": fine,
     }
+    show(found, table(done, strangers.strangers, args.timeout))
     write(args.json, found)
-    print(f"{fine} of {len(done)} kills: the others said who, ended, and nothing was lost")
-    for role in ("rank", "server"):
-        took = [case.said_s for case in done if case.victim.startswith(role)] or [0.0]
-        print(f"{role} killed: said after {statistics.median(took):.1f} s (median), "
-              f"{max(took):.1f} s (longest); the timeout is {args.timeout:g} s")  # fmt: skip
-    print(f"strangers refused: {strangers.strangers}")
     return int(fine < len(done) or bool(strangers.wrong))
+
+
+COLUMNS = ("killed", "times", "all as it is to be", "said after, s", "least .. largest, s")
+
+
+def table(done: list[Case], strangers: int, timeout: float) -> Printed:
+    """Return what came of all kills as it is printed."""
+    cells = []
+    for role in ("rank", "server"):
+        some = [case for case in done if case.victim.startswith(role)]
+        took = [case.said_s for case in some]
+        times = ("", "")
+        if took:
+            times = f"{statistics.median(took):.1f}", f"{min(took):.1f} .. {max(took):.1f}"
+        fine = sum(not case.wrong for case in some)
+        cells.append((role, str(len(some)), str(fine), *times))
+    notes = [
+        "as it is to be: the others said who, ended, and nothing was lost",
+        f"the timeout is {timeout:g} s; strangers refused: {strangers}",
+    ]
+    return Printed.of("a worker or a server killed", COLUMNS, cells, notes)
 
 
 def main() -> int:

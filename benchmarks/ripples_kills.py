@@ -34,12 +34,12 @@ from killing import (
     losses,
     missed_losses,
     run_once,
-    show_losses,
-    show_standstills,
+    standstills,
     trained,
 )  # fmt: skip
 
 from wingbeat import lab, strategies
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.average import GRACE_S
 from wingbeat.groups.patience import FACTOR, LEAST_S
@@ -57,7 +57,7 @@ RETURNS = 5
 
 def main() -> int:
     """Run once, and print what was found."""
-    return run_once(arguments(), run, show, judged)
+    return run_once(arguments(), run, tables, judged)
 
 
 def check_returns(row: str) -> None:
@@ -147,20 +147,37 @@ def fallen(values: list[float]) -> list[str]:
     ]
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print one line for each kill, and what all come to."""
-    print(
-        f"{'killed':>6} {'at step':>8} {'stood still, s':>14} {'limit, s':>8} "
-        f"{'steps without':>13} {'back, s':>8} {'groups then':>11} {'loss':>7}"
-    )
-    for kill in report["kills"]:
-        back = "-" if kill["back_s"] is None else f"{kill['back_s']:.2f}"
-        print(
-            f"{kill['rank']:6} {kill['steps']:8} {kill['still_s']:14.2f} {kill['limit_s']:8.2f} "
-            f"{kill['steps_without']:13} {back:>8} {kill['met']:11} {kill['loss']:7.4f}"
+COLUMNS = (
+    "kill",
+    "rank",
+    "at step",
+    "stood still, s",
+    "limit, s",
+    "steps without",
+    "back after, s",
+    "groups then",
+    "loss",
+)
+
+
+def tables(report: dict[str, Any]) -> list[Printed]:
+    """Return a row for each kill."""
+    cells = [
+        (
+            f"kill {number}",
+            str(kill["rank"]),
+            str(kill["steps"]),
+            f"{kill['still_s']:.2f}",
+            f"{kill['limit_s']:.2f}",
+            str(kill["steps_without"]),
+            "" if kill["back_s"] is None else f"{kill['back_s']:.2f}",
+            str(kill["met"]),
+            "" if kill["loss"] is None else f"{kill['loss']:.4f}",
         )
-    show_standstills([kill for kill in report["kills"] if kill["rank"]])
-    show_losses(report)
+        for number, kill in enumerate(report["kills"], start=1)
+    ]
+    notes = standstills([kill for kill in report["kills"] if kill["rank"]])
+    return [Printed.of("workers that average models, killed", COLUMNS, cells, notes)]
 
 
 # -- on a host of the lab --------------------------------------------------------------------

@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 from trainer_rows import NAMES
 
 from wingbeat import lab
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 
 STRATEGIES = ("ddp", "allreduce", "dear")
@@ -138,6 +139,8 @@ def measured(args: argparse.Namespace, spec: str, library: str) -> list[dict[str
             "library": module.TITLE,
             "strategy": name,
             "iteration_ms": statistics.median(times[name]) * 1e3,
+            "p10_ms": statistics.quantiles(times[name], n=10)[0] * 1e3,
+            "p90_ms": statistics.quantiles(times[name], n=10)[-1] * 1e3,
             "speed": ddp / statistics.median(times[name]),
             "distance": distance(weights["ddp"], weights[name]),
             "lines": 0 if name == "ddp" else changed,
@@ -162,15 +165,31 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    print("| library | strategy | ms an iteration | times DDP's speed | distance | lines |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row['library']} | {row['strategy']} | {row['iteration_ms']:.0f} "
-            f"| {row['speed']:.2f} | {row['distance']:.1e} | {row['lines']} |"
+COLUMNS = (
+    "library, strategy",
+    "iteration, ms",
+    "p10 .. p90, ms",
+    "times DDP's speed",
+    "distance",
+    "lines",
+)
+
+
+def table(rows: list[dict[str, Any]], spec: str) -> Printed:
+    """Return the rows as they are printed."""
+    cells = [
+        (
+            f"{row['library']}, {row['strategy']}",
+            f"{row['iteration_ms']:.0f}",
+            f"{row['p10_ms']:.0f} .. {row['p90_ms']:.0f}",
+            f"{row['speed']:.2f}",
+            f"{row['distance']:.1e}",
+            str(row["lines"]),
         )
+        for row in rows
+    ]
+    notes = ["distance: largest difference of a weight from the library's DDP; lines: to change"]
+    return Printed.of(f"trainers of other libraries on {spec}", COLUMNS, cells, notes)
 
 
 # -- the program --------------------------------------------------------------------------
@@ -186,7 +205,8 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     for library in args.libraries:
         report["rows"] += measured(args, spec, library)
         write(args.json, report)
-    show(report["rows"])
+    show(report, table(report["rows"], spec))
+    write(args.json, report)
     return missed(report["rows"])
 
 

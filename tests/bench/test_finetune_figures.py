@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ def test_dear_has_ddps_loss(
     said: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with benchmark("finetune") as module:
 
@@ -35,7 +35,8 @@ def test_dear_has_ddps_loss(
         monkeypatch.setattr(module, "measured", found)
         path = tmp_path / "found.json"
         args = argparse.Namespace(hosts=2, rate="1gbit", steps=3, rows=list(losses), json=path)
-        assert module.measure(args, {}) == said
-        assert path.exists()
-    shown = capsys.readouterr().out
-    assert ("| 2.00 |" in shown) == ("ddp" in losses)
+        report: dict[str, Any] = {}
+        assert module.measure(args, report) == said
+    (table,) = json.loads(path.read_text())["tables"]
+    assert [row[0] for row in table["rows"]] == list(losses)
+    assert [row[2] for row in table["rows"]] == ["1.00", *["2.00"] * (len(losses) - 1)]

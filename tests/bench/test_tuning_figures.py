@@ -39,14 +39,11 @@ def test_a_start_far_from_the_best_is_the_first_trial(tuning: ModuleType) -> Non
     assert each["chosen_of_best"] == 0.8
 
 
-def test_a_start_that_is_good_already_counts_for_nothing(
-    tuning: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_that_is_good_already_counts_for_nothing(tuning: ModuleType) -> None:
     found = tuning.judge(raw((25.0, [25.0]), (1.0, [1.0, 25.0]), finals=[1.0, 1.0, 1.0]))
-    tuning.show("resnet50", found)
-    good, far = [line for line in capsys.readouterr().out.splitlines() if " from " in line]
-    assert "from 25 MB (1.00 of the best, counts for nothing) found after 1 of 1" in good
-    assert "from 1 MB (0.50 of the best) found after 2 of 2" in far
+    good, far = tuning.table("resnet50", found).rows
+    assert good[1:5] == ("25", "1.000, useless", "1", "1")
+    assert far[1:5] == ("1", "0.500", "2", "2")
 
 
 def test_a_search_that_finds_nothing_is_missed_by_its_start(tuning: ModuleType) -> None:
