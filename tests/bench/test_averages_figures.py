@@ -42,3 +42,10 @@ def test_a_row_without_averages_is_refused_in_one_line() -> None:
     assert ended.returncode == 2
     assert "no models are averaged in groups" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_the_table_has_both_halves(averages: ModuleType) -> None:
+    seen = {"rank 0": looks(*[20] * 10, *[21] * 10)}
+    made = averages.table({"averages": 2000, "s": 9.0, "seen": seen}, "ripples")
+    assert made.rows == (("rank 0", "100.0", "9", "20", "100.0", "9", "21"),)
+    assert made.title == "ripples: 2,000 steps, each with an average, in 9 s"

@@ -92,3 +92,17 @@ def test_two_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     ended = subprocess.run(words, env=os.environ, capture_output=True, text=True, timeout=220)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert json.loads((tmp_path / "kills.json").read_text())["fine"] == 2
+
+
+def test_the_table_has_the_range_of_seconds_by_role(kills: ModuleType) -> None:
+    done = [
+        kills.Case("rank 1", said_s=0.5),
+        kills.Case("rank 2", said_s=1.5, wrong=["late"]),
+        kills.Case("rank 0", said_s=0.7),
+    ]
+    made = kills.table(done, strangers=80, timeout=6.0)
+    assert made.rows == (
+        ("rank", "3", "2", "0.7", "0.5 .. 1.5"),
+        ("server", "0", "0", "", ""),
+    )
+    assert made.notes[-1] == "the timeout is 6 s; strangers refused: 80"

@@ -91,3 +91,13 @@ def test_all_are_killed_that_are_not_spared_and_come_back(
     assert all(each["back_s"] is not None for each in killer.kills[:-1])
     assert killer.kills[0]["before"]["loss"] == 1.0
     assert alive == {1, 2}
+
+
+def test_the_tables_have_each_kill_and_the_losses(kills: ModuleType) -> None:
+    found = [{**kill(), "steps": 30, "steps_without": 4}, {**LAST, "steps": 60, "steps_without": 9}]
+    (made,) = kills.tables({"kills": found})
+    assert made.rows[0] == ("kill 1", "1", "30", "1.00", "6.00", "4", "4.00", "3", "1.0000")
+    assert made.rows[1] == ("kill 2", "0", "60", "1.00", "6.00", "9", "", "3", "0.1000")
+    assert made.notes == ("the others stood still for 1.00 s (median), 1.00 .. 1.00 s",)
+    losses = kills.run_once.__globals__["losses_table"](report()["losses"])
+    assert losses.rows[0] == ("loss-1", "2.000", "0.1000")

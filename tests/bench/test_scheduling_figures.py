@@ -45,3 +45,10 @@ def test_every_row_is_measured_at_every_threshold(scheduling: ModuleType) -> Non
     pairs = {(row["row"], row["elements"]) for row in found}
     assert pairs == {(name, n) for name in scheduling.ROWS for n in scheduling.SLICES}
     assert all(len(row["samples_ms"]) == 2 for row in found)
+
+
+def test_the_table_has_the_spread_of_the_iterations(scheduling: ModuleType) -> None:
+    row = {"row": "P3", "elements": 1 << 20, "slices": 7, "held_back": 3}
+    row |= {"median_ms": 0.4, "p99_ms": 0.8, "longest_ms": 0.9, "samples_ms": [0.3, 0.4, 0.9]}
+    cells = ("P3, 1,048,576", "7", "0.400", "0.300 .. 0.800", "0.900", "3")
+    assert scheduling.table([row]).rows == (cells,)

@@ -75,3 +75,11 @@ def test_ways_take_turns_in_one_order_and_then_in_the_other(servers: ModuleType)
     ways = {name: lambda n=name: order.append(n) or 1.0 for name in "ab"}
     assert servers.alternate(ways, 3) == {"a": 3 * [1.0], "b": 3 * [1.0]}
     assert "".join(order) == "abbaab"
+
+
+def test_the_table_has_the_range_of_rounds_and_what_is_missed(servers: ModuleType) -> None:
+    made = found(speeds={"server": 0.69e9})
+    made["sum"]["float32"]["server"] = [0.8, 0.81, 0.9]
+    rows = {row[0]: row[1:] for row in servers.table(servers.judge(made), rounds=3).rows}
+    assert rows["push, 2 workers: server / sink"] == ("0.690", "", "0.7", "MISSED")
+    assert rows["sum, float32: server / torch"] == ("0.810", "0.800 .. 0.900", "0.8", "")

@@ -125,3 +125,13 @@ def test_what_cannot_work_is_refused_before_anything_is_measured(
     said = capsys.readouterr().err
     assert words.split()[-1].lstrip("-") in said or "workers" in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_the_table_has_the_range_over_seeds(sketch: ModuleType) -> None:
+    options = argparse.Namespace(task="digits", lab="star:4", wire="sketch", seeds=[0, 1])
+    rows = sketch.by_share([*DENSE, run(1.0, 0, 30.0, 1.0)])
+    made = sketch.table_22a(rows, options)
+    assert made.rows == (
+        ("0%", "80.50", "80.00 .. 81.00", "11.0", "8.0"),
+        ("100%", "30.00", "30.00 .. 30.00", "1.0", ""),
+    )
