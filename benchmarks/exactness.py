@@ -92,15 +92,14 @@ def same_everywhere(weights: list[torch.Tensor]) -> bool:
     return float(differs) == 0.0
 
 
-def worker(path: Path, steps: int) -> None:
+def worker(path: Path, steps: int, optimizers: Sequence[str], rows: Sequence[str]) -> None:
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     results: list[dict[str, Any]] = []
-    for optimizer in OPTIMIZERS:
+    for optimizer in optimizers:
         theirs = train(REFERENCE, optimizer, steps)
         start = train(REFERENCE, optimizer, 0)
-        exact = [name for name, preset in strategies.PRESETS.items() if preset().traits.exact]
-        for row in (OTHER_BUCKETS, *exact, *UPDATED_THERE):
+        for row in rows:
             ours = train(row, optimizer, steps)
             same = same_everywhere(ours)
             results.append(
@@ -118,11 +117,11 @@ def worker(path: Path, steps: int) -> None:
     wingbeat.shutdown()
 
 
-def run(spec: str, steps: int, *, script: str = __file__) -> list[dict[str, Any]]:
-    """Start ``script`` as the workers and return rank 0's results."""
+def run(spec: str, steps: int, *words: str, script: str = __file__) -> list[dict[str, Any]]:
+    """Start ``script`` as the workers, with more ``words``, and return rank 0's results."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "results.json"
-        command = [sys.executable, script, "--worker", str(path), "--steps", str(steps)]
+        command = [sys.executable, script, "--worker", str(path), "--steps", str(steps), *words]
         ended = lab.run(spec, command)
         if ended.exit_code:
             sys.exit(ended.exit_code)
@@ -188,13 +187,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lab", default="star:4@1gbit", help="the cluster (default star:4@1gbit)")
     parser.add_argument("--steps", type=int, default=50, help="training steps (default 50)")
+    exact = [name for name, preset in strategies.PRESETS.items() if preset().traits.exact]
+    rows = [OTHER_BUCKETS, *exact, *UPDATED_THERE]
+    parser.add_argument("--rows", nargs="+", default=rows, help="(all that are exact)")
+    parser.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.steps)
+        worker(options.worker, options.steps, options.optimizers, options.rows)
         return 0
-    results = run(options.lab, options.steps)
+    words = ["--optimizers", *options.optimizers, "--rows", *options.rows]
+    results = run(options.lab, options.steps, *words)
     return conclude(options.json, options.lab, results, "optimizer", "moved")
 
 
