@@ -41,7 +41,7 @@ def attack(args: argparse.Namespace) -> None:
 
     target = json.loads(Path(args.target).read_text())
     chance = random.Random(args.seed)
-    context = zmq.Context()
+    context: zmq.Context[Any] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.set_hwm(0)
     stranger.connect(target["clear"])

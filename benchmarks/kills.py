@@ -377,7 +377,8 @@ def visit(card: dict[str, Any]) -> int:
     """Connect with keys that nobody knows, and send garbage; return how often."""
     import zmq
 
-    chance, context, sent = random.Random(0), zmq.Context(), 0
+    context: zmq.Context[Any] = zmq.Context()
+    chance, sent = random.Random(0), 0
     for endpoint in card["listens"][0]:
         address, _, port = endpoint.removeprefix("tcp://").partition(":")
         for _ in range(STRANGERS):

@@ -82,7 +82,7 @@ class Zmq:
     def __init__(self, rank: int, host: str) -> None:
         import zmq
 
-        self.context = zmq.Context()
+        self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
         if rank == 0:
