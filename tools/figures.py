@@ -157,9 +157,15 @@ def measure(figure: Figure) -> int:
         "tables": report.pop("tables"),
         "report": report,
     }
-    file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    file.write_text(written(kept), encoding="utf-8")
     print(f"{figure.name}: {file.relative_to(ROOT)}")
     return code
+
+
+def written(kept: Mapping[str, Any]) -> str:
+    """Return a kept measurement as JSON, each of its parts on a line of its own."""
+    lines = (f" {json.dumps(name)}: {json.dumps(part)}" for name, part in kept.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _git(*words: str) -> str:
