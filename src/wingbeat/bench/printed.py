@@ -61,9 +61,9 @@ class Printed:
 
         >>> print(Printed.of("codecs", ("codec", "ms"), [("sketch", "9.1"), ("none", "12")]).text())
         codecs
-        codec     ms
-        sketch   9.1
-        none      12
+        codec    ms
+        sketch  9.1
+        none     12
         """
         lines = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

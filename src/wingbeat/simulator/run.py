@@ -100,6 +100,11 @@ def simulate(
         raise UsageError(
             "simulate(layout=, traffic=): what shared cards send is not noted; give one of them"
         )
+    if not choices.lockstep:
+        raise UsageError(
+            "simulate(): workers that make iterations of their own (Bounded, Canary) are another "
+            "simulation: simulate_bounded()"
+        )
     served = choices.servers is not None
     if (choices.wire and not served) or choices.divides or choices.merging is not None:
         raise UsageError(
@@ -109,11 +114,6 @@ def simulate(
         )
     if coding is not None and not served:
         raise UsageError("simulate(coding=): it is how gradients travel to servers; leave it out")
-    if not choices.lockstep:
-        raise UsageError(
-            "simulate(): workers that make iterations of their own (Bounded, Canary) are another "
-            "simulation: simulate_bounded()"
-        )
     if choices.servers is not None and choices.servers.tuning is not None:
         raise UsageError(
             "simulate(): thresholds are not tuned within a run; use "
