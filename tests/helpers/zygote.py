@@ -67,16 +67,21 @@ def _serve(asked: socket.socket, worker: int) -> NoReturn:
         request, fds, _, _ = socket.recv_fds(asked, _LARGEST, 2)
         if not request:
             os._exit(0)
+        said, says = os.pipe()
         between = os.fork()
         if between == 0:
             service = os.fork()
             if service == 0:
                 asked.close()
+                os.close(said)
+                os.close(says)
                 _become(json.loads(request), fds, worker)
-            asked.send(str(service).encode())
-            os._exit(0)  # the service is the worker's child now
+            os.write(says, str(service).encode())
+            os._exit(0)
         os.waitpid(between, 0)
-        for fd in fds:
+        # The service is the worker's child only now: sooner, a poll would take it for ended.
+        asked.send(os.read(said, 32))
+        for fd in (said, says, *fds):
             os.close(fd)
 
 
