@@ -24,9 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import at_least_one, run_and_judge, write
+from common import at_least_one, run_and_judge, show, write
 
 from wingbeat import lab, strategies
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 
 LOOK_S = 0.05
@@ -44,8 +45,8 @@ def main() -> int:
         strategies.parse(args.row)
         with tempfile.TemporaryDirectory() as folder:
             report |= run(args, Path(folder))
+        show(report, table(report))
         write(args.json, report)
-        show(report)
         return judged(report)
 
     return run_and_judge(args.json, measure)
@@ -87,7 +88,6 @@ def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         print("\n".join(lines[-40:]))
         raise LabError(f"{args.lab}: {ended.first_failure or ended.exit_code}")
     return {
-        "date": time.strftime("%Y-%m-%d"),
         "row": args.row,
         "mb": args.mb,
         "ahead": args.ahead,
@@ -112,17 +112,23 @@ def judged(report: dict[str, Any]) -> list[str]:
     return missed
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print one line for each worker."""
-    print(
-        f"{'rank':>4} {'rounds':>6} {'dropped':>7} {'pulled':>6} {'most waiting':>12} "
-        f"{'MB before':>9} {'MB at most':>10}"
-    )
-    for rank, each in enumerate(report["workers"]):
-        print(
-            f"{rank:4} {each['rounds']:6} {each['dropped']:7} {each['pulled']:6} "
-            f"{each['waiting']:12} {each['rss_before_mb']:9.0f} {each['rss_mb']:10.0f}"
+COLUMNS = ("worker", "rounds", "dropped", "pulled", "most waiting", "MB before", "MB at most")
+
+
+def table(report: dict[str, Any]) -> Printed:
+    """Return a row for each worker."""
+    cells = [
+        (
+            f"rank {rank}",
+            *(str(each[name]) for name in ("rounds", "dropped", "pulled", "waiting")),
+            f"{each['rss_before_mb']:.0f}",
+            f"{each['rss_mb']:.0f}",
         )
+        for rank, each in enumerate(report["workers"])
+    ]
+    title = f"{report['row']}, {report['mb']:g} MB: the last rank stands still"
+    notes = [f"until the fastest is {report['ahead']} iterations ahead"]
+    return Printed.of(title, COLUMNS, cells, notes)
 
 
 # -- on a host of the lab --------------------------------------------------------------------

@@ -106,8 +106,7 @@ class ThresholdTuning:
         if self._bucketing.learning or self._bucketing.stale:
             return
         world, buckets = self._collectives.world, self._bucketing.buckets
-        names = [[slot.name for slot in bucket.slots] for bucket in buckets]
-        layers = places_of(names).layers if len(buckets) > 1 else 1
+        layers = places_of([bucket.names for bucket in buckets]).layers if len(buckets) > 1 else 1
         if layers > 1:
             steps = self._tuning.steps
             self._tuner = ThresholdTuner(layers, self.thresholds, steps, world.rank, world.size)

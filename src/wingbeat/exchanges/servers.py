@@ -103,10 +103,8 @@ class ServerExchange:
             largest = min(largest, room // FLOAT32)
         sizes = [bucket.flat.numel() for bucket in buckets]
         kinds = [all(slot.fully_connected for slot in bucket.slots) for bucket in buckets]
-        order, places = (
-            [bucket.index for bucket in forward],
-            places_of([bucket.names for bucket in forward]),
-        )
+        order = [bucket.index for bucket in forward]
+        places = places_of([bucket.names for bucket in forward])
         self._requests.planned(sizes, order, kinds, places, largest)
         self.remote.landing = {}
         self._refuse_too_many(self._requests.most_slices())
