@@ -2,12 +2,10 @@
 
     pip install muon-optimizer schedulefree adam-mini prodigyopt lion-pytorch pytorch-optimizer \
         bitsandbytes heavyball
-    python benchmarks/optimizers.py --json docs/results/optimizers.json
-    python benchmarks/optimizers.py --page docs/results/optimizers.json
+    python benchmarks/optimizers.py
 
-The first trains a small network with each optimizer that is installed, on two workers of this
-machine, for six steps: under DDP, and under each strategy from the same weights on the same
-batches. The second prints the table that docs/how-to/optimizers.md has.
+Trains a small network with each optimizer that is installed, on two workers of this machine, for
+six steps: under DDP, and under each strategy from the same weights on the same batches.
 """
 
 from __future__ import annotations
@@ -29,12 +27,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import end_as_by_ctrl_c, write
+from common import end_as_by_ctrl_c, show, write
 from torch import nn
 
 import wingbeat
 from wingbeat import strategies
 from wingbeat.bench import machine
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import WingbeatError
 from wingbeat.transport.text import first_line
 
@@ -229,7 +228,7 @@ def try_all(path: Path, names: list[str]) -> None:
             row["strategies"] = tried(make, module, rank)
         rows.append(row)
         if rank == 0:
-            print(shown(row), flush=True)
+            print(progress(row), file=sys.stderr, flush=True)
             path.write_text(json.dumps(rows), encoding="utf-8")
     wingbeat.shutdown()
 
@@ -247,7 +246,7 @@ def verdict(strategy: str, found: dict[str, Any]) -> str:
     return "=" if found["difference"] == 0 else f"{found['difference']:.0e}"
 
 
-def shown(row: dict[str, Any]) -> str:
+def progress(row: dict[str, Any]) -> str:
     if "skipped" in row:
         return f"{row['optimizer']:34} skipped: {row['skipped']}"
     found = row["strategies"]
@@ -262,31 +261,29 @@ _DIVIDED = re.compile(r"cannot be divided among the \w+: (.*); [^;]*$")
 """The reason in a refusal to divide an optimizer's work."""
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/how-to/optimizers.md, and the reasons below it."""
-    head = " | ".join(f"`{strategy}`" for strategy in STRATEGIES)
-    lines = [f"| optimizer | {head} |", "|---" * (len(STRATEGIES) + 1) + "|"]
+def table(rows: list[dict[str, Any]]) -> Printed:
+    """Return what each strategy does with each optimizer as it is printed, with the reasons."""
+    cells: list[list[str]] = []
     reasons: dict[str, list[str]] = {}
     for row in rows:
-        name = f"`{row['optimizer']}` ({row['package']} {row.get('version', 'not installed')})"
+        name = f"{row['optimizer']} ({row['package']} {row.get('version', 'not installed')})"
         found = row.get("strategies", {})
         if "ddp" not in found or "error" in found["ddp"]:
             said = row.get("skipped") or f"fails under DDP: {found['ddp']['error']}"
-            lines.append(f"| {name} |" + " |" * len(STRATEGIES))
-            reasons.setdefault(said, []).append(f"`{row['optimizer']}`")
+            cells.append([name, *("" for _ in STRATEGIES)])
+            reasons.setdefault(said, []).append(row["optimizer"])
             continue
-        cells = []
+        cells.append([name, *(verdict(strategy, found[strategy]) for strategy in STRATEGIES)])
         for strategy in STRATEGIES:
-            cells.append(verdict(strategy, found[strategy]))
             said = found[strategy].get("refused") or found[strategy].get("error")
             if said:
                 divided = _DIVIDED.search(said)
-                said = divided.group(1) if divided else said
-                who = reasons.setdefault(said, [])
-                who += [name for name in [f"`{row['optimizer']}`"] if name not in who]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"- {'; '.join(who)}: `{said}`" for said, who in reasons.items())]
-    return "\n".join(lines) + "\n"
+                who = reasons.setdefault(divided.group(1) if divided else said, [])
+                who += [name for name in [row["optimizer"]] if name not in who]
+    notes = [f"{'; '.join(who)}: `{said}`" for said, who in reasons.items()]
+    return Printed.of(
+        "optimizers beside DDP, two workers", ["optimizer", *STRATEGIES], cells, notes
+    )
 
 
 # -- workers --------------------------------------------------------------------------------
@@ -320,22 +317,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--optimizers", nargs="*", default=[], help="which (default: all)")
     parser.add_argument("--json", type=Path, help="keep what was found here")
-    parser.add_argument("--page", type=Path, help="print the table of what was kept there")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.optimizers or list(OPTIMIZERS)
     unknown = [name for name in names if name not in OPTIMIZERS]
     if unknown:
         parser.error(f"--optimizers {unknown[0]}: allowed are {', '.join(OPTIMIZERS)}")
-    if options.page:
-        print(page(json.loads(options.page.read_text(encoding="utf-8"))["results"]), end="")
-        return 0
     if options.worker:
         try_all(options.worker, names)
         return 0
     end_as_by_ctrl_c()  # and end the workers
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     report["results"] = run(2, ["--optimizers", *names])
+    show(report, table(report["results"]))
     if options.json:
         write(options.json, report)
     return 0

@@ -16,12 +16,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "how-to/optimizers.md").read_text(encoding="utf-8")
 RESULTS: list[dict[str, Any]] = json.loads(
     (DOCS / "results/optimizers.json").read_text(encoding="utf-8")
-)["results"]
+)["report"]["results"]
 
 
 def test_its_table_is_the_one_of_the_results() -> None:
     with benchmark("optimizers") as module:
-        assert module.page(RESULTS) in PAGE
+        assert module.table(RESULTS).markdown() in PAGE
 
 
 def test_the_results_are_of_all_optimizers_and_strategies() -> None:
@@ -56,10 +56,11 @@ def test_a_table_tells_apart_what_was_found() -> None:
         found["allreduce"] = {"difference": 0.0, "same_everywhere": False}
         found["canary:s=0"] = {"refused": "Canary(s=0): why; what to do"}
         row = {"optimizer": "a.B", "package": "a", "version": "1", "strategies": found}
-        table = module.page([row, {"optimizer": "c.D", "package": "c", "skipped": "not there"}])
+        other = {"optimizer": "c.D", "package": "c", "skipped": "not there"}
+        table = module.table([row, other]).markdown()
     assert "WORKERS DIFFER | 2e-07 | = | = | refused | trains | trains |" in table
-    assert "- `a.B`: `Canary(s=0): why; what to do`" in table
-    assert "- `c.D`: `not there`" in table
+    assert "- a.B: `Canary(s=0): why; what to do`" in table
+    assert "- c.D: `not there`" in table
 
 
 @pytest.mark.parametrize("text", re.findall(r"`wingbeat\.[^`]+`|\]\((\w+\.md)\)", PAGE))

@@ -30,9 +30,7 @@ def load() -> ModuleType:
 
 TOOLS = load()
 FIGURES = TOOLS.figures()
-OTHERS = {"optimizers"}
-"""Kept by a program of their own: see ``test_optimizers_page.py``."""
-KEPT = sorted({path.stem for path in TOOLS.KEPT.glob("*.json")} - OTHERS)
+KEPT = sorted(path.stem for path in TOOLS.KEPT.glob("*.json"))
 
 
 @pytest.fixture
