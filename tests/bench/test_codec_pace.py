@@ -127,6 +127,8 @@ def test_both_halves_of_a_hook_of_ddp_are_slowed(
         lambda *_, **__: SimpleNamespace(get_future=lambda: summed),
     )
     monkeypatch.setattr(default_hooks.dist, "group", SimpleNamespace(WORLD=1))
+    future: Any = torch._C.Future
+    before = future.then
     undo = pace.slow_codecs(50.0)
     try:
         values = torch.ones(8)
@@ -140,6 +142,7 @@ def test_both_halves_of_a_hook_of_ddp_are_slowed(
         undo()
     assert halves == 1
     assert len(seconds) == 2
+    assert future.then is before
 
 
 def test_nothing_changes_at_the_real_pace() -> None:
