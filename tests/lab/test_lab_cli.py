@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -45,6 +49,16 @@ def test_run_at_the_time_limit() -> None:
     done = cli.invoke(app, ["run", "loopback:1", "--timeout", "0.3", "--", "sleep", "600"])
     assert done.exit_code == 124
     assert "time limit of 0.3 s" in done.output
+
+
+@pytest.mark.lab
+def test_run_without_the_folders_of_administrators_on_path_finds_tc() -> None:
+    program = Path(sys.executable).parent / "wingbeat"
+    words = [program, "lab", "run", "star:2@1gbit", "--", "true"]
+    done = subprocess.run(
+        words, env=os.environ | {"PATH": "/usr/bin:/bin"}, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.lab

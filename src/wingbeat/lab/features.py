@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wingbeat.errors import LabError
-from wingbeat.lab.launch import isolation
+from wingbeat.lab.launch import isolation, look_in_sbin
 
 _LINK = "ip link add wa type veth peer name wb && ip link set wa up && ip link set wb up"
 _MODULE = "use a kernel with {} (on Debian and Ubuntu: apt install linux-modules-extra-$(uname -r))"
@@ -81,6 +81,7 @@ _TRIALS = (
 
 def examine() -> list[Finding]:
     """Try every feature. Nothing is left behind."""
+    look_in_sbin()
     findings = [_tool("ip"), _tool("tc"), _tool("unshare"), *_namespaces()]
     try:
         prefix = isolation()
@@ -99,6 +100,7 @@ def available() -> str | None:
     """None if the lab works on this machine, else one line: the reason and what to do."""
     if not sys.platform.startswith("linux"):
         return "the lab needs Linux; use loopback:N, whose links are unshaped"
+    look_in_sbin()
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"{tool} is not found: install iproute2 (apt install iproute2)"

@@ -202,6 +202,13 @@ def _check(command: Sequence[str], per_host: int, timeout: float | None, grace: 
         raise UsageError(f"grace of {grace} seconds; allowed: 0 or more")
 
 
+def look_in_sbin() -> None:
+    """Add the folders of tc and ip to PATH, where they are missing for users of Debian."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    missing = [each for each in ("/usr/sbin", "/sbin") if each not in folders]
+    os.environ["PATH"] = os.pathsep.join([*folders, *missing])
+
+
 @functools.lru_cache(maxsize=1)
 def isolation() -> tuple[str, ...]:
     """The ``unshare`` command line that works here: as root without a user namespace if it can.
@@ -209,6 +216,7 @@ def isolation() -> tuple[str, ...]:
     Raises:
         LabError: none works; the message has the reason.
     """
+    look_in_sbin()
     rootless = (*UNSHARE, "--user", "--map-root-user")
     reason = ""
     for candidate in (UNSHARE, rootless) if os.geteuid() == 0 else (rootless,):
