@@ -140,8 +140,9 @@ def push(box: Any, server: int, parts: list[memoryview], number: int) -> None:
         if n in last:
             box.post(server, Kind.PULL, **fields)
     for _ in last:
-        message = box.receive(PATIENCE)
-        assert message.kind == Kind.SUM, bytes(message.payload)
+        while (message := box.receive(PATIENCE)).kind == Kind.ALIVE:
+            pass
+        assert message.kind == Kind.SUM, (message.kind, bytes(message.payload))
         assert len(message.payload) == SMALL
 
 

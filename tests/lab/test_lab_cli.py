@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,7 @@ def test_doctor_where_the_lab_works() -> None:
 
 def test_doctor_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     features.available.cache_clear()
     features.isolation.cache_clear()
     try:
