@@ -38,11 +38,13 @@ from typing import Any
 
 import dear
 import dear_halves
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 from wingbeat import paced
 from wingbeat.bench import estimate, runner
 from wingbeat.bench.config import BenchConfig
+from wingbeat.bench.printed import Printed
+from wingbeat.bench.table import decided
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
@@ -189,6 +191,9 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
             for name, part in parts():
                 found[name] = part
                 write(args.json, report)
+            for made in tables(figure, found):
+                show(report, made)
+            write(args.json, report)
             if args.png:
                 draw(figure, found, args.png / f"dear_fig{figure}.png")
     return judged(report)
@@ -289,30 +294,76 @@ def bars(
             },
         }
         yield rate, found[rate]
-        if number == len(planned) or planned[number][0] != rate:
-            show(figure, rate, found[rate])
 
 
-def show(figure: str, rate: str, groups: dict[str, Any]) -> None:
-    """Print one network's bars: times the first bar's speed, and its milliseconds."""
-    about = BARS[figure]
-    print(f"\nFig. {figure}, {rate}: {about.title}")
-    names = list(next(iter(groups.values()))["bars"])
-    print(f"{'model':17} {'ms':>7}  " + " ".join(f"{name:>14}" for name in names))
+COLUMNS = (
+    "model, bar",
+    "strategy",
+    "the judged bar over it",
+    "times the first bar's speed",
+    "iteration, ms",
+    "p10 .. p90, ms",
+)
+
+
+def tables(figure: str, found: dict[str, Any]) -> list[Printed]:
+    """Return what a figure has found as it is printed: Fig. 5's one, or one for each network."""
+    if figure == "5":
+        return [dear_halves.table(found["lab"], found["rows"])]
+    return [table(figure, rate, groups) for rate, groups in found.items()]
+
+
+def table(figure: str, rate: str, groups: dict[str, Any]) -> Printed:
+    """Return one network's bars, and where the judged one is behind."""
+    about, motions = BARS[figure], {f"{g['config']['stretch']:g}" for g in groups.values()}
+    cells = []
     for model, group in groups.items():
-        own = group["bars"]
-        ms = 1e3 * own[names[0]]["iteration_s"]["median"]
-        cells = (f"{bar['speed']:.3f}{'*' if bar['limited_by_cores'] else ' '}" for bar in
-                 own.values())  # fmt: skip
-        print(f"{model:17} {ms:7.0f}  " + " ".join(f"{cell:>14}" for cell in cells))
+        judged_speed = speed(group, about.judged) if about.judged in group["bars"] else None
+        for name, bar in group["bars"].items():
+            ms = [1e3 * bar["iteration_s"][key] for key in ("median", "p10", "p90")]
+            over = f"{judged_speed / bar['speed']:.3f}" if judged_speed else ""
+            cells.append(
+                (f"{model}, {name}", bar["strategy"], over, f"{bar['speed']:.3f}",
+                 f"{ms[0]:.0f}", f"{ms[1]:.0f} .. {ms[2]:.0f}")
+            )  # fmt: skip
+    configs = [group["config"] for group in groups.values()]
+    title = (
+        f"Fig. {figure}, {rate}: {about.title}; {', '.join(sorted({c['lab'] for c in configs}))}, "
+        f"slow motion of {', '.join(sorted(motions))}, {configs[0]['iterations']} iterations"
+    )
+    return Printed.of(title, COLUMNS, cells, notes(about, rate, groups))
+
+
+def notes(about: Figure, rate: str, groups: dict[str, Any]) -> list[str]:
+    """Return where the judged bar is behind, its gains, the paper's, and what spoils figures."""
+    lines = [
+        f"behind: {model}: {name} is {speed(group, name) / speed(group, about.judged):.3f} times "
+        f"as fast as {about.judged}"
+        for model, group in groups.items()
+        for name in group["bars"]
+        if about.judged in group["bars"] and speed(group, name) > speed(group, about.judged)
+    ]
+    names = list(next(iter(groups.values()))["bars"])
     for other in names if about.judged in names else ():
         gains = [speed(group, about.judged) / speed(group, other) for group in groups.values()]
         if other != about.judged:
-            print(f"{about.judged} over {other}: {min(gains):.3f} to {max(gains):.3f}, "
-                  f"{statistics.fmean(gains):.3f} on average")  # fmt: skip
-    print(f"paper: {about.paper[rate]}")
-    if any(bar["limited_by_cores"] for g in groups.values() for bar in g["bars"].values()):
-        print("* limited by this machine's cores")
+            lines.append(
+                f"{about.judged} over {other}: {min(gains):.3f} to {max(gains):.3f}, "
+                f"{statistics.fmean(gains):.3f} on average"
+            )
+    lines.append(f"paper: {about.paper[rate]}")
+    for model, group in groups.items():
+        for name, bar in group["bars"].items():
+            where = f"{model}, {name}"
+            if bar["limited_by_cores"]:
+                lines.append(f"{where}: limited by this machine's cores")
+            if bar["deciding"]:
+                own = bar["deciding"]
+                lines.append(
+                    f"{where}: decided before it was timed, in {own['iterations']} iterations "
+                    f"({own['seconds']:.1f} s): {decided(own['decision'])}"
+                )
+    return lines
 
 
 def speed(group: dict[str, Any], bar: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from wingbeat import lab
+from wingbeat.bench.printed import Printed
+from wingbeat.bench.results import Quantiles
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.lab.spec import LabSpec
 
@@ -44,24 +47,52 @@ def figure_5(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         if ended.exit_code:
             raise WingbeatError(f"Fig. 5: a worker ended with exit code {ended.exit_code}")
         found = json.loads(path.read_text(encoding="utf-8"))
-    show(args.halves_lab, found)
     yield "lab", args.halves_lab
     yield "rows", found
 
 
-def show(where: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print one row for each size."""
-    print(f"\nFig. 5 on {where}: ms, and share of wingbeat's all-reduce (paper: halves around 0.5)")
-    print(
-        f"{'KB':>8} {'gloo':>9} {'all-reduce':>11} {'reduce-scatter':>15} {'all-gather':>15} RSAG"
-    )
+COLUMNS = (
+    "KB",
+    "both / all-reduce",
+    "reduce-scatter / all-reduce",
+    "all-gather / all-reduce",
+    "both, ms",
+    "p10 .. p90, ms",
+    "all-reduce, ms",
+    "p10 .. p90 of it, ms",
+    "Gloo's all-reduce, ms",
+    "p10 .. p90 of Gloo's, ms",
+)
+
+
+def table(where: str, rows: Sequence[dict[str, Any]]) -> Printed:
+    """Return Fig. 5 as it is printed, with the worst size of either comparison below it."""
+    cells = []
     for row in rows:
-        ms, whole = row["ms"], row["ms"]["all_reduce"]
-        halves = [f"{ms[w]:8.2f} ({ms[w] / whole:.2f})" for w in ("reduce_scatter", "all_gather")]
-        print(
-            f"{row['kb']:8g} {ms['gloo']:9.2f} {whole:11.2f} {halves[0]:>15} {halves[1]:>15} "
-            f"{ms['rsag'] / whole:.3f}"
-        )
+        whole = row["ms"]["all_reduce"]
+        shares = (row["ms"][way] / whole for way in ("rsag", "reduce_scatter", "all_gather"))
+        times = (_ms(row, way) for way in ("rsag", "all_reduce", "gloo"))
+        cells.append((f"{row['kb']:g}", *(f"{s:.3f}" for s in shares), *itertools.chain(*times)))
+    turns = len(rows[0]["samples_s"]["rsag"])
+    title = f"Fig. 5: an all-reduce and its halves on {where}, real pace, median of {turns} turns"
+    notes = [
+        _worst("both halves", "an all-reduce", [(r["ms"]["rsag"], r["ms"]["all_reduce"], r["kb"])
+                                                for r in rows]),
+        _worst("an all-reduce", "Gloo's", [(r["ms"]["all_reduce"], r["ms"]["gloo"], r["kb"])
+                                           for r in rows]),
+        "paper: each half takes around half of an all-reduce, with small and large messages",
+    ]  # fmt: skip
+    return Printed.of(title, COLUMNS, cells, notes)
+
+
+def _ms(row: dict[str, Any], way: str) -> tuple[str, str]:
+    found = Quantiles.of(row["samples_s"][way])
+    return f"{row['ms'][way]:.2f}", f"{1e3 * found.p10:.2f} .. {1e3 * found.p90:.2f}"
+
+
+def _worst(what: str, of: str, times: Sequence[tuple[float, float, float]]) -> str:
+    ratio, kb = max((own / other, kb) for own, other, kb in times)
+    return f"{what}: at worst {ratio:.3f} times {of} ({kb:g} KB)"
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -141,6 +141,19 @@ def test_dear_must_be_the_fastest_within_one_per_cent(figures: ModuleType) -> No
     assert figures.judged({"9": {"fast": {"a": group(first=1.2, other=1.3)}}}) == []
 
 
+def test_where_dear_is_behind_stands_first_below_the_table(figures: ModuleType) -> None:
+    groups = {"a": group(first=1.0, DDP=1.1, DeAR=1.0), "b": group(first=1.0, DDP=0.9, DeAR=1.0)}
+    for each in groups.values():
+        for bar in each["bars"].values():
+            bar["deciding"] = None
+    lines = figures.notes(figures.BARS["7"], "slow", groups)
+    assert lines[:3] == [
+        "behind: a: DDP is 1.100 times as fast as DeAR",
+        "DeAR over first: 1.000 to 1.000, 1.000 on average",
+        "DeAR over DDP: 0.909 to 1.111, 1.010 on average",
+    ]
+
+
 def test_two_halves_cost_no_more_than_the_whole(figures: ModuleType) -> None:
     def row(kb: float, rsag: float) -> dict[str, Any]:
         return {"kb": kb, "ms": {"all_reduce": 1.0, "rsag": rsag}}
@@ -211,21 +224,36 @@ def test_what_is_measured_is_shown_kept_and_drawn(
     assert "DeAR over Horovod's: 1.375 to 1.375, 1.375 on average" in shown
     assert "DeAR over PyTorch-DDP: 1.250 to 1.250" in shown
     assert "paper: DeAR 1.06 to 1.83 over the others" in shown
-    assert "1.100*" in shown
-    kept = json.loads(path.read_text(encoding="utf-8"))["7"]
+    assert "slow motion of 3, 8 iterations" in shown
+    assert "resnet50, MG-WFBP: limited by this machine's cores" in shown
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    assert len(whole["tables"]) == 2
+    bar = ["resnet50, DeAR", "dear:plan=fixed,edge_mb=1", "1.000", "1.375", "800", "800 .. 800"]
+    assert bar in whole["tables"][0]["rows"]
+    kept = whole["7"]
     assert kept["fast"]["resnet50"]["bars"]["DeAR"]["speed"] == pytest.approx(1.375)
     assert (tmp_path / "dear_fig7.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_halves_are_shown_and_drawn_by_size(
-    figures: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    ms = {"gloo": 4.0, "all_reduce": 4.0, "reduce_scatter": 2.0, "all_gather": 2.2, "rsag": 4.1}
-    rows = [{"kb": kb, "ms": {way: kb * value for way, value in ms.items()}} for kb in (4, 64)]
-    figures.dear_halves.show("star:4@500mbit", rows)
-    shown = capsys.readouterr().out
-    assert "8.00 (0.50)" in shown
-    assert "(0.55) 1.025" in shown
+def test_halves_are_shown_and_drawn_by_size(figures: ModuleType, tmp_path: Path) -> None:
+    ms = {"gloo": 4.0, "all_reduce": 5.0, "reduce_scatter": 2.0, "all_gather": 2.2, "rsag": 4.1}
+    rows = [
+        {
+            "kb": kb,
+            "ms": {way: kb * value for way, value in ms.items()},
+            "samples_s": {way: [1e-3 * kb * value] * 3 for way, value in ms.items()},
+        }
+        for kb in (4, 64)
+    ]
+    rows[0]["ms"]["rsag"] = 26.0
+    made = figures.dear_halves.table("star:4@500mbit", rows)
+    assert "star:4@500mbit, real pace, median of 3 turns" in made.title
+    assert made.rows[0][:6] == ("4", "1.300", "0.400", "0.440", "26.00", "16.40 .. 16.40")
+    assert made.rows[1][6:] == ("320.00", "320.00 .. 320.00", "256.00", "256.00 .. 256.00")
+    assert made.notes[:2] == (
+        "both halves: at worst 1.300 times an all-reduce (4 KB)",
+        "an all-reduce: at worst 1.250 times Gloo's (64 KB)",
+    )
     figures.draw("5", {"lab": "star:4@500mbit", "rows": rows}, tmp_path / "five.png")
     assert (tmp_path / "five.png").read_bytes()[:4] == b"\x89PNG"
 
