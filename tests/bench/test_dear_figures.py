@@ -139,32 +139,68 @@ def test_equation_9_says_nothing_where_backward_is_not_twice_forward(dear: Modul
     assert found["general"] == pytest.approx(0.4005 / 0.4948)
 
 
-def test_the_papers_table_stands_beside_ours(dear: ModuleType) -> None:
+def found(ddp_ratio: float = 1.0, **more: Any) -> dict[str, Any]:
+    """What one model's bench says, of DDP and DeAR."""
+    times = {"median": 0.5, "p10": 0.4, "p90": 0.6}
+    usual = {"iteration_s": times, "limited_by_cores": False}
+    ddp = {"fraction": 0.9, "of_line": 0.861, "ratio": ddp_ratio, "speedup": 3.0}
+    ours = {"fraction": 0.97, "of_line": 0.928, "ratio": 0.93, "speedup": 3.2}
     rows = {
-        "ddp": {"fraction": 0.9, "of_line": 0.861, "ratio": 1.0, "speedup": 3.0},
-        "dear": {"fraction": 0.97, "of_line": 0.928, "ratio": 0.93, "speedup": 3.2},
+        "ddp": ddp | usual | {"ratio_to_best_ddp": 1.0},
+        "dear": ours | usual | {"ratio_to_best_ddp": 0.95},
     }
-    own = {"s_max": 3.3, "measured": {"workers": 4}, "rows": rows, "judged": "dear"}
-    own |= {"config": {"stretch": 8.0}}
-    own |= {"ceiling": 0.99, "eq9": {"case": 2, "gain": 1.1, "general": 1.2}}
-    other = own | {"eq9": {"case": None, "gain": None, "general": 0.8}}
-    models = {"bert_large_dear": own, "vgg16": other}
+    own = {"s_max": 3.3, "s_max_of_line": 3.4, "measured": {"workers": 4}, "rows": rows}
+    own |= {"lab": "star:4@476mbit", "judged": "dear", "ceiling": 0.99, "real": None}
+    own |= {"config": {"stretch": 8.0, "iterations": 6}}
+    return own | {"eq9": {"case": 2, "gain": 1.1, "general": 1.2}} | more
+
+
+def test_the_papers_table_stands_beside_ours(dear: ModuleType) -> None:
+    other = found(eq9={"case": None, "gain": None, "general": 0.8})
+    models = {"bert_large_dear": found(), "vgg16": other}
     results = {"models": models, "average": 0.97, "worst": {"model": "vgg16", "fraction": 0.97}}
-    # S_max / P and S / S_max: ours, and 51.8 / 64 and 72.3% of table II.
-    first = ("0.825", "0.809", "1.100 (2)", "1.200")
-    second = ("0.825", "", "", "0.800")
-    ddp, own_row = (
-        ("0.750", "0.900", "0.861", "", "", "1.000"),
-        ("0.800", "0.970", "0.928", "0.723", "0.990", "0.930"),
-    )
     made = dear.table("fast", results)
-    assert made.notes[-1] == "slow motion: 8 times"
+    assert "4 workers on star:4@476mbit, slow motion of 8 and real pace, 6 iterations" in made.title
+    # S_max / P and S / S_max: ours, and 51.8 / 64 and 72.3% of table II.
+    first = ("0.850", "0.825", "0.809", "1.100 (2)", "1.200")
+    second = ("0.850", "0.825", "", "", "0.800")
+    ms = ("500", "400 .. 600")
+    ddp = (*ms, "0.750", "0.861", "0.900", "1.000", "0.861", "0.900", "", "", "1.000", "1.000")
+    own_row = (*ms, "0.800", "0.928", "0.970", "0.950", "0.928", "0.970")
+    ends = ("0.990", "0.950", "0.930")
     assert made.rows == (
         ("bert_large_dear, ddp", *first, *ddp),
-        ("bert_large_dear, dear", *first, *own_row),
+        ("bert_large_dear, dear", *first, *own_row, "0.723", *ends),
         ("vgg16, ddp", *second, *ddp),
-        ("vgg16, dear", *second, *own_row[:3], "", *own_row[4:]),
+        ("vgg16, dear", *second, *own_row, "", *ends),
     )
+
+
+def test_real_pace_stands_in_the_same_row_and_what_is_behind_first(dear: ModuleType) -> None:
+    real = found(ddp_ratio=0.62)
+    real["rows"]["dear"] |= {"of_line": 0.7, "fraction": 0.75, "ratio_to_best_ddp": 1.5}
+    real["rows"]["ddp"]["limited_by_cores"] = True
+    models = {"vgg16": found(real=real)}
+    results = {"models": models, "average": 0.97, "worst": {"model": "vgg16", "fraction": 0.97}}
+    made = dear.table("slow", results)
+    cells = dict(zip(made.columns, made.rows[1], strict=True))
+    assert cells["real pace: S / S_max by the line rate"] == "0.700"
+    assert cells["real pace: S / S_max"] == "0.750"
+    assert cells["real pace: time, of the best DDP's"] == "1.500"
+    assert cells["S / S_max"] == "0.970"
+    assert made.notes[:2] == (
+        "behind: vgg16, real pace: dear takes 1.500 times as long as ddp",
+        "limited by this machine's cores: vgg16, real pace: ddp",
+    )
+
+
+def test_real_pace_is_the_same_bench_without_slow_motion(
+    dear: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dear.configs("slow", arguments(dear, monkeypatch), {})["resnet50"]
+    real = dear.at_real_pace(config)
+    assert (real.stretch, real.strategies, real.lab) == (1.0, config.strategies, config.lab)
+    assert dear.at_real_pace(real) is None
 
 
 def test_what_was_measured_is_kept(dear: ModuleType, tmp_path: Path) -> None:

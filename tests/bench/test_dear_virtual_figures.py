@@ -26,9 +26,14 @@ def test_halves_that_hide_under_forward_make_dear_faster(
     words = ["--models", "resnet50", "--workers", "4", "--latency-us", "0", "500"]
     monkeypatch.setattr(sys, "argv", ["dear_virtual.py", *words, "--json", str(path)])
     assert virtual.main() == 0
-    found = json.loads(path.read_text(encoding="utf-8"))["models"]["resnet50"]
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    found = kept["models"]["resnet50"]
     assert found["500"]["wfbp"] > found["0"]["wfbp"]
     assert found["500"]["faster"] > 1
+    gains = [float(row[1]) for row in kept["tables"][0]["rows"]]
+    assert len(gains) == 2
+    assert gains == sorted(gains)
+    assert "4 workers on 10GbE" in kept["tables"][0]["title"]
 
 
 def test_latency_is_paid_by_every_worker_in_each_half(virtual: ModuleType) -> None:
