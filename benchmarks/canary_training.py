@@ -26,8 +26,9 @@ from exactness import same_everywhere
 
 import wingbeat
 from wingbeat import lab, topologies
-from wingbeat.bench import contenders, results, table
+from wingbeat.bench import contenders, results
 from wingbeat.bench.attach import attached
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
 
 POINTS = 0.5
@@ -38,8 +39,18 @@ MEASURED = 30
 FIRST_RATE, QUARTERLY = 0.1, 0.2
 MARKS = 20
 OURS = "canary:s={s},p=2,colayers=4,wire=sketch,encrypted=False"
-ROWS = ("bml", OURS, f"{OURS},in_flight=none", "ako", "vanillaps:servers=1,encrypted=False")
-"""The third is Canary as published: rounds in flight have no bound but s."""
+ROWS = (
+    "bml",
+    "canary",
+    OURS,
+    f"{OURS},in_flight=none",
+    "ako",
+    "vanillaps:servers=1,encrypted=False",
+)
+"""The fourth is Canary as published: rounds in flight have no bound but s."""
+TARGET = 90.0
+"""Percent of held-out digits. Named before a row was run: one process with the batches of four
+workers comes to 92.5% and 93.1% (seeds 0 and 1) after 1,200 iterations."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="in Fig. 19")
     parser.add_argument("--clusters", nargs="+", default=["2x2", "3x2"], help="in Fig. 19")
     parser.add_argument(
-        "--training-slow", nargs="+", choices=("no", "yes"), default=["no", "yes"],
+        "--training-slow", nargs="+", choices=("no", "yes"), default=["no"],
         help="in Fig. 19: whether the last worker is slow",
     )  # fmt: skip
     parser.add_argument("--slow-rate", default="50mbit", help="of its interfaces (50mbit)")
-    parser.add_argument("--length", type=int, default=400, help="iterations of each training (400)")
+    parser.add_argument(
+        "--length", type=int, default=1200, help="iterations of each training (1200)"
+    )
+    parser.add_argument(
+        "--target", type=float, default=TARGET, help=f"percent to be timed to, Fig. 24 ({TARGET:g})"
+    )
 
 
 def figure_19(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
@@ -68,9 +84,11 @@ def figure_19(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         for slow in (word == "yes" for word in args.training_slow):
             lines = _in_a_lab(args, f"bcube:{size}@{args.slow_rate}", size, slow)
             runs += [{**line, "slow": slow} for line in lines]
-        found = {"runs": runs, "rows": summary(runs)}
-        show(f"{size}: digits on bcube:{size}@{args.slow_rate}", found["rows"])
-        yield size, found
+        about = {"lab": f"bcube:{size}@{args.slow_rate}", "target": args.target}
+        yield (
+            size,
+            {**about, "length": args.length, "runs": runs, "rows": summary(runs, args.target)},
+        )
 
 
 def _in_a_lab(args: argparse.Namespace, spec: str, size: str, slow: bool) -> list[dict[str, Any]]:
@@ -86,17 +104,17 @@ def _in_a_lab(args: argparse.Namespace, spec: str, size: str, slow: bool) -> lis
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(runs: list[dict[str, Any]], target: float) -> list[dict[str, Any]]:
     """A row for each strategy, with and without a slow worker; the first of either is BSP."""
     rows: list[dict[str, Any]] = []
     for slow in (False, True):
         own = [run for run in runs if run["slow"] == slow]
-        names = dict.fromkeys(run["row"] for run in own)  # none if that was not asked for
-        target = -math.inf
-        for name in names:
+        bsp = None
+        for name in dict.fromkeys(run["row"] for run in own):  # none if that was not asked for
             mine = [run for run in own if run["row"] == name]
-            final = statistics.fmean(run["curve"][-1]["accuracy"] for run in mine)
-            target = final - POINTS if target == -math.inf else target
+            ends = [run["curve"][-1]["accuracy"] for run in mine]
+            final = statistics.fmean(ends)
+            bsp = final if bsp is None else bsp
             times = [reached(run["curve"], target) for run in mine]
             known = [seconds for seconds in times if seconds is not None]
             rows.append(
@@ -104,10 +122,13 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "row": name,
                     "slow": slow,
                     "accuracy": final,
-                    "gap": final - target - POINTS,
+                    "accuracies": ends,
+                    "gap": final - bsp,
                     "seconds": statistics.fmean(run["s"] for run in mine),
+                    "times_s": times,
                     "to_target_s": statistics.fmean(known) if len(known) == len(times) else None,
                     "same_weights": all(run["same_weights"] for run in mine),
+                    "gradients": sum(run["gradients"] for run in mine),
                     "fired_by_rank": results.all_fired(run["fired_by_rank"] for run in mine),
                 }
             )
@@ -119,17 +140,54 @@ def reached(curve: list[dict[str, Any]], target: float) -> float | None:
     return next((point["s"] for point in curve if point["accuracy"] >= target), None)
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print them."""
-    print(f"\n{title}")
-    print(f"{'row':44} {'slow':>5} {'right %':>8} {'gap':>6} {'s':>7} {'s to target':>12}")
+COLUMNS = (
+    "row",
+    "right, %",
+    "over seeds, %",
+    "above BSP, points",
+    "to the target, s",
+    "over seeds, s",
+    "seeds that do not reach it",
+    "training, s",
+    "dropped gradients",
+    "pulled parameters, times",
+)
+
+
+def table(_figure: str, size: str, part: dict[str, Any]) -> Printed:
+    """Return the rows as they are printed, who reaches the target last first."""
+    rows = sorted(part["rows"], key=lambda row: -(row["to_target_s"] or math.inf))
+    cells = []
     for row in rows:
-        to_target = "-" if row["to_target_s"] is None else f"{row['to_target_s']:.1f}"
-        print(
-            f"{row['row']:44} {'yes' if row['slow'] else 'no':>5} {row['accuracy']:8.2f} "
-            f"{row['gap']:+6.2f} {row['seconds']:7.1f} {to_target:>12}"
-            + (f"  {table.acted(row['fired_by_rank'])}" if row["fired_by_rank"] else "")
+        there = [seconds for seconds in row["times_s"] if seconds is not None]
+        fired = row["fired_by_rank"]
+        count = sum(each["dropped"] for each in fired or ())
+        cells.append(
+            (
+                row["row"] + ", a worker slow" * row["slow"],
+                f"{row['accuracy']:.2f}",
+                f"{min(row['accuracies']):.2f} .. {max(row['accuracies']):.2f}",
+                f"{row['gap']:+.2f}",
+                "" if row["to_target_s"] is None else f"{row['to_target_s']:.1f}",
+                f"{min(there):.1f} .. {max(there):.1f}" if there else "",
+                str(row["times_s"].count(None)),
+                f"{row['seconds']:.1f}",
+                "" if fired is None else f"{count} of {row['gradients']}",
+                "" if fired is None else str(sum(each["pulled"] for each in fired)),
+            )
         )
+    ports, levels = topologies.parse_size(size)
+    seeds = len(rows[0]["accuracies"])
+    title = (
+        f"Figs. 19 and 24: digits to {part['target']:g}%, {ports**levels} workers on "
+        f"{part['lab']}, real pace, {seeds} seeds of {part['length']} iterations"
+    )
+    notes = [
+        "means over seeds; no time to the target where a seed does not reach it",
+        "dropped: by the staleness rule, of those that were made; BSP is the first row that trains",
+        "the paper: Canary 90.63% after 15 minutes, above BML and Ako; 1.61 and 2.28 times as soon",
+    ]
+    return Printed.of(title, COLUMNS, cells, notes)
 
 
 def judged_19(found: dict[str, Any]) -> list[str]:
@@ -143,16 +201,22 @@ def judged_19(found: dict[str, Any]) -> list[str]:
             if row["row"].startswith("canary"):
                 if row["gap"] < -POINTS:
                     missed.append(f"{where}: {-row['gap']:.2f} points below BSP; limit {POINTS}")
-                missed += _not_first(where, row, part["rows"]) if row["slow"] else []
+                missed += _not_first(where, row, part["rows"])
     return missed
 
 
 def _not_first(where: str, row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     own = row["to_target_s"] or math.inf
     others = [
-        r for r in rows if r["slow"] and r is not row and (r["to_target_s"] or math.inf) < own
+        r
+        for r in rows
+        if r["slow"] == row["slow"]
+        and not r["row"].startswith("canary")
+        and (r["to_target_s"] or math.inf) < own
     ]
-    return [f"{where}: {own:.1f} s to BSP's; {r['row']} {r['to_target_s']:.1f} s" for r in others]
+    return [
+        f"{where}: {own:.1f} s to the target; {r['row']} {r['to_target_s']:.1f} s" for r in others
+    ]
 
 
 # -- one worker ------------------------------------------------------------------------------
@@ -187,11 +251,13 @@ def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float)
         state = {name: t.clone() for name, t in made.model.state_dict().items()}
         fired: list[Any] = [None] * size
         dist.all_gather_object(fired, None if made.fired is None else made.fired())
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, steps)
     kept.append((seconds, done, state))
     curve = [{"s": s, "done": at, "accuracy": judge(task, seed, state)} for s, at, state in kept]
     found = {"row": row, "seed": seed, "s": seconds, "same_weights": same, "curve": curve}
     each = [after - before for before, after in itertools.pairwise(ends)]
-    found["fired_by_rank"] = fired if fired[0] else None
+    found |= {"fired_by_rank": fired if fired[0] else None, "gradients": sum(everyone)}
     return {**found, "median_s": statistics.median(each) if each else seconds}
 
 
