@@ -6,9 +6,9 @@
 Rows take turns in each round, the order turning too, so that a machine that slows down slows all of
 them. Times are medians over iterations of the slowest worker's; bytes are what the kernel counted
 on a host's links, mean over hosts and iterations. The model is paced: real gradients' bytes, real
-optimizer, compute times emulated; its scale shrinks bytes and links together, as in
-``wingbeat bench``. Encoding takes real time on real cores, which the emulated compute does not: a
-row's figure is worse for it than on a machine with a core for each worker.
+optimizer, compute times emulated; its scale shrinks bytes and links together, and the stretch
+slows computation and links down together, as in ``wingbeat bench``. Encoding is slowed down as
+well, by stretch over scale, to what one core would need for the whole model.
 
 ``sketch@B`` is sketch_hook with B bits, any other sketch or low rank is written as for ``wire=``
 (``lowrank@4:split=count:level=ends``), ``topk@D`` is topk_hook with density D. Exit code 1 if a
@@ -32,7 +32,7 @@ from common import show, write
 
 from wingbeat import lab, paced, wires
 from wingbeat.bench import ddp as wrapping
-from wingbeat.bench import machine
+from wingbeat.bench import machine, models, pace
 from wingbeat.bench.links import scaled
 from wingbeat.bench.printed import Printed
 from wingbeat.errors import UsageError
@@ -47,14 +47,14 @@ SLACK = 1.05
 class Row:
     """A model under DDP with one hook, for the length of one turn."""
 
-    def __init__(self, name: str, model: str) -> None:
+    def __init__(self, name: str, model: str, stretch: float) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         from wingbeat.integrations import ddp
 
         profile = paced.parse(model)
         self.state: Any = None
-        inner = paced.PacedModel(profile)
+        inner = paced.PacedModel(profile, time_scale=stretch)
         self.model = wrapping.wrap(inner, mb=wrapping.DEFAULT_MB, scale=profile.scale)
         kind, _, value = name.partition("@")
         if kind == "ddp+fp16":
@@ -77,20 +77,20 @@ class Row:
             self.state.close()
 
 
-def turn(name: str, model: str, warmup: int, iterations: int) -> dict[str, Any]:
+def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row's turn: seconds of each iteration, of the slowest worker, and bytes a host sent."""
-    row = Row(name, model)
-    for _ in range(warmup):
+    row = Row(name, args.model, args.stretch)
+    for _ in range(args.warmup):
         row.step()
     dist.barrier()
     before, seconds = sent_bytes(), []
-    for _ in range(iterations):
+    for _ in range(args.iterations):
         begin = time.perf_counter()
         row.step()
         seconds.append(time.perf_counter() - begin)
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    sent = torch.tensor((sent_bytes() - before) / iterations, dtype=torch.float64)
+    sent = torch.tensor((sent_bytes() - before) / args.iterations, dtype=torch.float64)
     dist.all_reduce(sent)
     buckets = [n // 4 for n in wrapping.buckets(row.model)]
     row.close()
@@ -113,17 +113,23 @@ def worker(args: argparse.Namespace) -> None:
     """All rounds on this rank; rank 0 writes what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    pace.slow_codecs(codec_factor(args.model, args.stretch))
     turns = []
     for number in range(args.rounds):
         shift = number % len(args.rows)
         for name in (*args.rows[shift:], *args.rows[:shift]):
-            turns.append(turn(name, args.model, args.warmup, args.iterations))
+            turns.append(turn(name, args))
             if dist.get_rank() == 0:
                 print(f"round {number + 1}/{args.rounds}: {name}", flush=True)
     if dist.get_rank() == 0:
         Path(args.worker).write_text(json.dumps(turns), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def codec_factor(model: str, stretch: float) -> float:
+    """How many times as long encoding takes as measured here: as on the whole model."""
+    return models.parse(model, stretch=stretch).codec_factor
 
 
 def limit(row: str, buckets: list[int], workers: int) -> float | None:
@@ -176,8 +182,8 @@ COLUMNS = (
 )
 
 
-def table(rows: list[dict[str, Any]], model: str, spec: str) -> Printed:
-    """Return the rows as they are printed."""
+def table(rows: list[dict[str, Any]], model: str, spec: str, stretch: float) -> Printed:
+    """Return the rows as they are printed, and which are behind the first."""
     cells = [
         (
             each["row"],
@@ -190,20 +196,31 @@ def table(rows: list[dict[str, Any]], model: str, spec: str) -> Printed:
         for each in rows
     ]
     notes = [
+        f"behind: {each['row']} takes {each['time_ratio']:.3f} times as long as {rows[0]['row']}"
+        for each in rows
+        if each["time_ratio"] > 1
+    ]
+    notes += [
         f"missed: {each['row']} sends more than its payloads" for each in rows if each["missed"]
     ]
-    return Printed.of(f"DDP's hooks: {model} on {spec}", COLUMNS, cells, notes)
+    notes.append(
+        f"encoding takes {codec_factor(model, stretch):g} times as long as measured here, as on "
+        "the whole model"
+    )
+    title = f"DDP's hooks: {model} on {spec}, slow motion of {stretch:g}"
+    return Printed.of(title, COLUMNS, cells, notes)
 
 
 def measure(args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
     """Run the workers on the lab; how many there were, and each turn."""
     profile = paced.parse(args.model)
-    spec = scaled(lab.LabSpec.parse(args.lab), profile.scale)
+    spec = scaled(lab.LabSpec.parse(args.lab), profile.scale / args.stretch)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "turns.json"
         words = [sys.executable, __file__, "--worker", str(path), "--model", args.model]
         words += ["--rounds", str(args.rounds), "--iterations", str(args.iterations)]
-        words += ["--warmup", str(args.warmup), "--rows", *args.rows]
+        words += ["--warmup", str(args.warmup), "--stretch", str(args.stretch)]
+        words += ["--rows", *args.rows]
         result = lab.run(spec, words, on_line=progress)
         if result.exit_code:
             sys.exit(result.exit_code)
@@ -217,14 +234,15 @@ def launch(args: argparse.Namespace) -> int:
     rows = summary(turns, args.rows, hosts)
     report = {
         "command": sys.argv,
-        "lab": str(scaled(lab.LabSpec.parse(args.lab), paced.parse(args.model).scale)),
+        "lab": args.lab,
+        "stretch": args.stretch,
         "model": args.model,
         "machine": about,
         "versions": machine.versions(),
         "rows": rows,
         "turns": turns,
     }
-    show(report, table(rows, args.model, args.lab))
+    show(report, table(rows, args.model, args.lab, args.stretch))
     if args.json:
         write(args.json, report)
     return int(any(each["missed"] for each in rows))
@@ -262,6 +280,7 @@ def main() -> int:
     parser.add_argument("--lab", default="star:4@1gbit", help="rates are scaled with the model")
     parser.add_argument("--model", default="paced:resnet50@0.1")
     parser.add_argument("--rows", nargs="+", type=known, default=list(ROWS))
+    parser.add_argument("--stretch", type=float, default=1.0, help="slow motion (1)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=6, help="timed, in each turn")
     parser.add_argument("--warmup", type=int, default=3, help="iterations; DDP rebuilds buckets")
@@ -271,6 +290,10 @@ def main() -> int:
     if args.worker:
         worker(args)
         return 0
+    try:
+        models.parse(args.model, stretch=args.stretch)
+    except UsageError as error:
+        parser.error(str(error))
     return launch(args)
 
 

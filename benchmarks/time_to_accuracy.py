@@ -38,11 +38,12 @@ import accuracy
 import hooks
 import torch
 import torch.distributed as dist
-from common import run_and_judge, write
+from common import run_and_judge, show, write
 
 import wingbeat
 from wingbeat import lab
 from wingbeat.bench import contenders
+from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError, UsageError
 
 TARGETS = {"digits": 97.0, "text": 56.0}
@@ -122,16 +123,39 @@ def _said(row: dict[str, Any]) -> str:
     return f"{row['strategy']} ({row['score_s']:.1f} s)"
 
 
-def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table in Markdown; the slowest first, and before it who is not there."""
-    print(f"\n| {title} | s | of seeds | iterations | not reached |")
-    print("|---" * 5 + "|")
+COLUMNS = (
+    "strategy",
+    "to the target, s",
+    "least .. largest of seeds, s",
+    "seeds that do not reach it",
+    "iterations, median",
+    "right in the end, %",
+)
+
+
+def table(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> Printed:
+    """Return the rows as they are printed; the slowest first, and before it who is not there."""
+    cells = []
     for row in sorted(rows, key=lambda row: -(row["score_s"] or math.inf)):
         there = [each for each in row["seconds"] if each is not None]
-        spread = f"{min(there):.1f} .. {max(there):.1f}" if there else "-"
-        own = "-" if row["score_s"] is None else f"{row['score_s']:.1f}"
-        count = f"{statistics.median(row['iterations']):g}"
-        print(f"| `{row['strategy']}` | {own} | {spread} | {count} | {row['not_reached']} |")
+        ends = row["accuracy"]
+        cells.append(
+            (
+                row["strategy"],
+                "" if row["score_s"] is None else f"{row['score_s']:.1f}",
+                f"{min(there):.1f} .. {max(there):.1f}" if there else "",
+                str(row["not_reached"]),
+                f"{statistics.median(row['iterations']):g}",
+                f"{min(ends):.2f} .. {max(ends):.2f}",
+            )
+        )
+    title = (
+        f"{options.task} to {options.target:g}%, on {options.lab}, real pace, "
+        f"{len(options.seeds)} seeds"
+    )
+    notes = ["to the target: mean of the seeds without the best and the worst; one that does not "
+             "reach it counts as the worst"]  # fmt: skip
+    return Printed.of(title, COLUMNS, cells, [*missed(rows), *notes])
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -177,8 +201,8 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     write(options.json, report)
     report["runs"] = trainings(options)
     report["rows"] = summary(report["runs"], options.target)
+    show(report, table(options, report["rows"]))
     write(options.json, report)
-    show(f"{options.task} to {options.target:g}%, {options.lab}", report["rows"])
     return missed(report["rows"])
 
 

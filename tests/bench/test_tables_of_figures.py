@@ -36,12 +36,27 @@ def test_hooks_have_the_range_and_what_sends_too_much() -> None:
     ]
     with benchmark("hooks") as hooks:
         rows = hooks.summary(turns, ["ddp", "sketch@8"], 4)
-        made = hooks.table(rows, "paced:resnet50@0.1", "star:4@1gbit")
+        made = hooks.table(rows, "paced:resnet50@0.1", "star:4@1gbit", 2.0)
     assert made.rows == (
         ("ddp", "300.0", "200.0 .. 400.0", "1.000", "4.000", "1.0000"),
         ("sketch@8", "150.0", "100.0 .. 200.0", "0.500", "2.000", "0.5000"),
     )
-    assert made.notes == ("missed: sketch@8 sends more than its payloads",)
+    assert made.title.endswith("on star:4@1gbit, slow motion of 2")
+    assert made.notes == (
+        "missed: sketch@8 sends more than its payloads",
+        "encoding takes 20 times as long as measured here, as on the whole model",
+    )
+
+
+def test_a_hook_that_is_slower_than_none_stands_first() -> None:
+    turns = [
+        {"row": "ddp", "seconds": [0.2], "sent_bytes": 4e6, "buckets": [1000]},
+        {"row": "lowrank@4", "seconds": [0.3], "sent_bytes": 2e6, "buckets": [1000]},
+    ]
+    with benchmark("hooks") as hooks:
+        rows = hooks.summary(turns, ["ddp", "lowrank@4"], 4)
+        made = hooks.table(rows, "paced:resnet50@0.1", "star:4@10gbit", 1.0)
+    assert made.notes[0] == "behind: lowrank@4 takes 1.500 times as long as ddp"
 
 
 def test_requests_have_the_range_of_repeats() -> None:

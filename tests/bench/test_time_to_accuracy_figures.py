@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -72,17 +73,20 @@ def test_a_form_of_ddp_that_is_there_first_is_a_miss(timed: ModuleType) -> None:
     assert timed.missed(parted) == ["dear leaves the workers with different weights"]
 
 
-def test_the_slowest_stands_first_and_who_is_not_there_before_it(
-    timed: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained = runs("dear", (3.0, 98.0), (4.0, 98.0), (5.0, 98.0))
+def test_the_slowest_stands_first_and_who_is_not_there_before_it(timed: ModuleType) -> None:
+    trained = runs("dear", (3.0, 98.0), (4.0, 98.5), (5.0, 98.0))
     trained += runs("ddp", *[(9.0, 98.0)] * 3) + runs("omgs", *[(9.0, 90.0)] * 3)
-    timed.show("digits to 97%", timed.summary(trained, 97.0))
-    assert capsys.readouterr().out.splitlines()[3:] == [
-        "| `omgs` | - | - | 20 | 3 |",
-        "| `ddp` | 9.0 | 9.0 .. 9.0 | 20 | 0 |",
-        "| `dear` | 4.0 | 3.0 .. 5.0 | 20 | 0 |",
-    ]
+    options = argparse.Namespace(task="digits", target=97.0, lab="star:4@100mbit", seeds=[0, 1, 2])
+    made = timed.table(options, timed.summary(trained, 97.0))
+    assert made.title == "digits to 97%, on star:4@100mbit, real pace, 3 seeds"
+    assert made.rows == (
+        ("omgs", "", "", "3", "20", "90.00 .. 90.00"),
+        ("ddp", "9.0", "9.0 .. 9.0", "0", "20", "98.00 .. 98.00"),
+        ("dear", "4.0", "3.0 .. 5.0", "0", "20", "98.00 .. 98.50"),
+    )
+    behind = timed.summary(runs("ddp", *[(2.0, 98.0)] * 3) + runs("dear", *[(3.0, 98.0)] * 3), 97.0)
+    first, *_ = timed.table(options, behind).notes
+    assert first == "ddp (2.0 s) is there first; dear (3.0 s)"
 
 
 @pytest.mark.parametrize(
