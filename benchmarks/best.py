@@ -14,9 +14,9 @@ way, so that factors of rank 1 are as large a share of their bytes as those of r
 the whole model's. Two cores carry four workers, so cells with fast links are in slow motion, up to
 four times; those in which an iteration of DDP takes long, up to a minute, are in fast motion, down
 to a tenth, and what processors do counts for more there. Printed are milliseconds at the model's
-real pace. Codecs, PowerSGD's hook and optimizers do the work of a twentieth of the model, and are
-not slowed down, so their share is too small; top-k is timed after its warm-up, and what rows find
-out first is not on the clock: `time_to_accuracy.py` has all of that. *Cores* marks rows that the
+real pace. Codecs and DDP's hooks are slowed to their share of the whole model; optimizers and sums
+do the work of a twentieth, and are not. Top-k is timed after its warm-up, and what rows find out
+first is not on the clock: `time_to_accuracy.py` has all of that. *Cores* marks rows that the
 processors limit.
 
 Rule: in each cell the fastest strategy of wingbeat's with an exchange in each step is faster than
@@ -180,6 +180,22 @@ def table(cell: dict[str, Any]) -> Printed:
     return Printed.of(f"{cell['model']} at {cell['rate']}", COLUMNS, lines, notes)
 
 
+def summary(cells: list[dict[str, Any]]) -> Printed:
+    """Return how many times as fast as DDP's fastest form each row of wingbeat's is, by cell."""
+    names = [text for text, row in cells[0]["rows"].items() if not row["ddp"]]
+    lines = []
+    for text in names:
+        speeds = []
+        for cell in cells:
+            theirs, own = best(cell["rows"], ddp=True, exact=False), cell["rows"].get(text)
+            speeds.append(f"{theirs[1] / own['iteration_s']:.2f}" if theirs and own else "")
+        lines.append((text, *speeds))
+    columns = ("strategy", *(f"{cell['model']} at {cell['rate']}" for cell in cells))
+    return Printed.of(
+        "an iteration of DDP's fastest form / of the strategy: below 1 is behind", columns, lines
+    )
+
+
 def measure(
     args: argparse.Namespace, kept: list[dict[str, Any]], report: dict[str, Any]
 ) -> list[str]:
@@ -199,6 +215,8 @@ def measure(
         cells.append({"model": model, "rate": rate, "stretch": some[0].stretch, "rows": rows})
         show(report, table(cells[-1]))
         write(args.json, report)
+    show(report, summary(cells))
+    write(args.json, report)
     return missed(cells)
 
 

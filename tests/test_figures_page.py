@@ -110,15 +110,10 @@ def test_links_lead_to_headings_that_are_there() -> None:
         assert not heading or heading in map(slug, titles), f"{page}#{heading}"
 
 
-def test_ours_are_the_figures_of_the_section_that_is_linked() -> None:
-    results = (DOCS / "results.md").read_text(encoding="utf-8")
-    parts = re.split(r"^##+ ", results, flags=re.MULTILINE)[1:]
-    sections = {slug(part.split("\n")[0]): part for part in parts}
+def test_links_to_results_show_no_number_that_was_typed() -> None:
     links = re.findall(r"\[([^\]]+)\]\(results\.md#([\w-]+)\)", PAGE)
     assert len(links) > 30
-    for said, heading in links:
-        missing = [n for n in re.findall(r"\d+\.\d+", said) if n not in sections[heading]]
-        assert not missing, f"{missing} of {said!r} are not in results.md#{heading}"
+    assert not [said for said, _ in links if re.search(r"\d+\.\d+", said)]
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,18 @@ def test_a_kept_figure_is_on_a_page(name: str) -> None:
     assert any(f"<!-- figures: {name} -->" in text for text in texts)
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_that_is_named_is_on_the_page_of_results(name: str) -> None:
+    text = (TOOLS.DOCS / "results.md").read_text(encoding="utf-8")
+    assert f"<!-- figures: {name} -->" in text
+
+
+def test_the_page_of_results_has_no_table_that_was_typed() -> None:
+    text = (TOOLS.DOCS / "results.md").read_text(encoding="utf-8")
+    typed = re.sub(r"<!-- figures: ([\w-]+) -->.*?<!-- end: \1 -->", "", text, flags=re.DOTALL)
+    assert "|" not in typed
+
+
 def test_pages_are_what_the_kept_figures_make() -> None:
     differing = [path.name for path, text, made in TOOLS.pages() if text != made]
     assert not differing, "run: python tools/figures.py pages"
@@ -105,6 +117,25 @@ def test_a_page_gets_the_table_and_its_conditions(tool: ModuleType) -> None:
     assert "load 0.5 before, 1.5 after; 12 s in all." in made
     assert "| sketch | 9.1 |" in made
     assert made.endswith("<!-- end: codecs -->\n\nmore\n")
+
+
+def test_a_page_gets_the_one_table_that_it_names(tool: ModuleType) -> None:
+    others = [Printed.of(title, ("row", "ms"), [(title, "1")]).to_json() for title in "ab"]
+    kept_file(tool, tables=others)
+    path = page(tool)
+    path.write_text(path.read_text().replace("figures: codecs", "figures: codecs; -1"))
+    ((_, _, made),) = tool.pages()
+    assert "| b | 1 |" in made
+    assert "| a | 1 |" not in made
+    assert made.count("<!-- figures: codecs; -1 -->") == 1
+
+
+def test_a_table_that_there_is_not_is_refused(tool: ModuleType) -> None:
+    kept_file(tool)
+    path = page(tool)
+    path.write_text(path.read_text().replace("figures: codecs", "figures: codecs; 1"))
+    with pytest.raises(SystemExit, match=r"page.md: codecs: no table 1; there are 1"):
+        list(tool.pages())
 
 
 def test_a_page_that_is_written_needs_no_change(tool: ModuleType) -> None:
@@ -139,6 +170,20 @@ def test_changed_code_makes_a_figure_stale(tool: ModuleType, source: str, stale:
     assert ("**Stale: `codecs` changed since.**" in made) == stale
 
 
+@pytest.mark.parametrize(
+    ("source", "stale"),
+    [("self.x: int = 1", False), ("self.x = 2", True), ("x: int = 1", True)],
+)
+def test_an_annotation_of_an_attribute_makes_nothing_stale(
+    tool: ModuleType, source: str, stale: bool
+) -> None:
+    file = tool.ROOT / "src/wingbeat/codecs/sketch.py"
+    file.write_text("class A:\n    def f(self):\n        self.x = 1\n")
+    before = tool.digest("codecs")
+    file.write_text(f"class A:\n    def f(self):\n        {source}\n")
+    assert (tool.digest("codecs") != before) == stale
+
+
 def test_a_new_module_makes_a_figure_stale(tool: ModuleType) -> None:
     kept_file(tool)
     page(tool)
@@ -171,16 +216,70 @@ def test_time_that_other_machines_had_stands_beside_it(tool: ModuleType) -> None
     assert "**Other machines on this host had 15% of the processors' time meanwhile" in text
 
 
-def test_a_page_whose_figures_are_missing_is_refused(tool: ModuleType) -> None:
-    page(tool)
-    with pytest.raises(SystemExit, match=r"page.md: codecs: measure it first: python tools/fig"):
-        list(tool.pages())
+@pytest.fixture
+def named(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same with an entry for ``codecs``, whose earlier figure is withdrawn."""
+    (tool.KEPT / "commands.toml").write_text(
+        '[codecs]\ncommand = "python a.py"\nreduced = "python a.py --few"\n'
+        'exercises = ["codecs"]\nwithdrawn = "It was of one run."\n'
+    )
+    monkeypatch.setattr(tool, "COMMANDS", tool.KEPT / "commands.toml")
+    return tool
+
+
+def test_a_figure_that_is_not_measured_says_so_and_what_was_wrong(named: ModuleType) -> None:
+    page(named)
+    ((_, _, made),) = named.pages()
+    assert "`python a.py`\n\n**To be measured.** It was of one run.\n" in made
+
+
+def test_a_page_that_names_no_figure_is_refused(named: ModuleType) -> None:
+    path = page(named)
+    path.write_text(path.read_text().replace("codecs -->", "nosuch -->"))
+    with pytest.raises(SystemExit, match=r"page.md: nosuch: no such figure in commands.toml"):
+        list(named.pages())
+
+
+def cell(tool: ModuleType, words: str) -> str:
+    path: Path = tool.DOCS / "page.md"
+    path.write_text(f"| a | <!-- cell: {words} -->9.2<!-- end --> b |\n")
+    ((_, _, made),) = tool.pages()
+    return str(made)
+
+
+def test_a_cell_gets_the_kept_one(tool: ModuleType) -> None:
+    kept_file(tool)
+    made = cell(tool, "codecs; 0; sketch; ms")
+    assert made == "| a | <!-- cell: codecs; 0; sketch; ms -->9.1<!-- end --> b |\n"
+
+
+def test_a_cell_of_changed_code_is_marked(tool: ModuleType) -> None:
+    kept_file(tool, exercises={"codecs": "other"})
+    assert "-->9.1 (stale)<!--" in cell(tool, "codecs; 0; sketch; ms")
+
+
+def test_a_cell_that_is_not_measured_says_so(named: ModuleType) -> None:
+    assert "-->to be measured<!--" in cell(named, "codecs; 0; sketch; ms")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("codecs; 1; sketch; ms", "no table 1; there are 1"),
+        ("codecs; 0; topk; ms", "no row 'topk' in table 0; rows: sketch"),
+        ("codecs; 0; sketch; s", "no column 's'; columns: codec; ms"),
+    ],
+)
+def test_a_cell_that_there_is_not_is_refused(tool: ModuleType, words: str, why: str) -> None:
+    kept_file(tool)
+    with pytest.raises(SystemExit, match=re.escape(f"page.md: codecs: {why}")):
+        cell(tool, words)
 
 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ('command = "a"\nreduced = "b"\n', "x: needs command, reduced and exercises only"),
+        ('command = "a"\nreduced = "b"\n', "x: needs command, reduced and exercises; allowed"),
         ('command = "a"\nreduced = "b"\nexercises = ["nosuch"]\n', "x: no such package: nosuch"),
     ],
 )

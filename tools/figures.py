@@ -10,7 +10,13 @@ it for tests, and the packages of ``src/wingbeat`` that it exercises. ``measure`
 ``docs/results/NAME.json``: the command, date, duration, commit, versions, machine and load, a
 digest of each exercised package, the tables as printed, and all that the command measured. Between
 ``<!-- figures: NAME -->`` and ``<!-- end: NAME -->`` a page has what ``pages`` makes of that file.
-If an exercised package has changed since, the page says so.
+If an exercised package has changed since, the page says so. What is not measured yet stands there
+as its command and *to be measured*, with what was wrong with an earlier figure, if anything was
+(``withdrawn`` in ``commands.toml``).
+
+``<!-- figures: NAME; TABLE -->`` has one of its tables only, counted from 0, or from -1 at the end.
+One cell of a kept table stands between ``<!-- cell: NAME; TABLE; ROW; COLUMN -->`` and
+``<!-- end -->``: TABLE counts from 0, ROW is the row's first cell, COLUMN a heading.
 """
 
 from __future__ import annotations
@@ -47,7 +53,9 @@ COMMANDS = KEPT / "commands.toml"
 NATIVE = "native"
 """Stands for the C++ sources among the exercised packages."""
 
-_PART = r"<!-- figures: ([\w-]+) -->\n(.*?)<!-- end: \1 -->"
+_PART = r"<!-- figures: ([\w-]+)(?:; (-?\d+))? -->\n(.*?)<!-- end: \1 -->"
+_CELL = r"<!-- cell: ([\w-]+); (\d+); ([^;>]+); ([^;>]+) -->(.*?)<!-- end -->"
+UNMEASURED = "to be measured"
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,14 @@ class Figure:
         command: what measures it, as a user types it, without ``--json``.
         reduced: the same with less of everything, for tests; seconds, not hours.
         exercises: packages of ``src/wingbeat``, or ``native``, whose changes make it stale.
+        withdrawn: what was wrong with an earlier figure, until this is measured; may be empty.
     """
 
     name: str
     command: str
     reduced: str
     exercises: tuple[str, ...]
+    withdrawn: str = ""
 
     def words(self, command: str, json_file: Path) -> list[str]:
         """Return the words of a command of this entry that writes its figures to a file."""
@@ -82,11 +92,20 @@ def figures() -> dict[str, Figure]:
     """
     made = {}
     for name, entry in tomllib.loads(COMMANDS.read_text(encoding="utf-8")).items():
-        if set(entry) != {"command", "reduced", "exercises"}:
-            sys.exit(f"{COMMANDS.name}: {name}: needs command, reduced and exercises only")
+        if set(entry) - {"withdrawn"} != {"command", "reduced", "exercises"}:
+            sys.exit(
+                f"{COMMANDS.name}: {name}: needs command, reduced and exercises; "
+                "allowed beside them: withdrawn"
+            )
         if missing := [each for each in entry["exercises"] if not sources(each)]:
             sys.exit(f"{COMMANDS.name}: {name}: no such package: {', '.join(missing)}")
-        made[name] = Figure(name, entry["command"], entry["reduced"], tuple(entry["exercises"]))
+        made[name] = Figure(
+            name,
+            entry["command"],
+            entry["reduced"],
+            tuple(entry["exercises"]),
+            entry.get("withdrawn", ""),
+        )
     return made
 
 
@@ -99,7 +118,10 @@ def sources(package: str) -> list[Path]:
 
 
 def digest(package: str) -> str:
-    """Return a digest of what a package does: comments, docstrings and layout do not change it."""
+    """Return a digest of what a package does.
+
+    Comments, docstrings, layout and the annotations of attributes do not change it.
+    """
     made = hashlib.sha256()
     for file in sources(package):
         text = file.read_text(encoding="utf-8")
@@ -109,12 +131,21 @@ def digest(package: str) -> str:
 
 
 def _code(text: str) -> str:
-    tree = ast.parse(text)
+    tree = _Plain().visit(ast.parse(text))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
     return ast.unparse(tree)
+
+
+class _Plain(ast.NodeTransformer):
+    """``self.x: int = 1`` is ``self.x = 1``."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None or not isinstance(node.target, ast.Attribute):
+            return node
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -205,22 +236,64 @@ def pages() -> Iterator[tuple[Path, str, str]]:
     """Yield each page that has figures, its text, and the text that it has to have.
 
     Raises:
-        SystemExit: a page asks for figures that are not kept.
+        SystemExit: a page names figures, or a cell of them, that there are not.
     """
     for page in sorted([ROOT / "README.md", *DOCS.rglob("*.md")]):
         text = page.read_text(encoding="utf-8")
-        made, count = re.subn(_PART, functools.partial(_part, page), text, flags=re.DOTALL)
-        if count:
+        made, parts = re.subn(_PART, functools.partial(_part, page), text, flags=re.DOTALL)
+        made, cells = re.subn(_CELL, functools.partial(_one_cell, page), made)
+        if parts + cells:
             yield page, text, made
 
 
 def _part(page: Path, found: re.Match[str]) -> str:
-    name = found[1]
+    name, number, _ = found.groups()
+    kept = _kept(page, name)
+    if kept is None:
+        figure = figures()[name]
+        text = f"`{figure.command}`\n\n**To be measured.** {figure.withdrawn}".rstrip() + "\n"
+    elif number is None:
+        text = shown(kept)
+    elif not -len(kept["tables"]) <= int(number) < len(kept["tables"]):
+        sys.exit(f"{page.name}: {name}: no table {number}; there are {len(kept['tables'])}")
+    else:
+        text = shown(kept | {"tables": [kept["tables"][int(number)]]})
+    head = found[0].split("\n", 1)[0]
+    return f"{head}\n\n{text}\n<!-- end: {name} -->"
+
+
+def _one_cell(page: Path, found: re.Match[str]) -> str:
+    name, number, row, column, _ = found.groups()
+    kept = _kept(page, name)
+    text = UNMEASURED if kept is None else _looked_up(page, kept, name, int(number), row, column)
+    return f"<!-- cell: {name}; {number}; {row}; {column} -->{text}<!-- end -->"
+
+
+def _looked_up(
+    page: Path, kept: Mapping[str, Any], name: str, number: int, row: str, column: str
+) -> str:
+    where = f"{page.name}: {name}"
+    if number >= len(kept["tables"]):
+        sys.exit(f"{where}: no table {number}; there are {len(kept['tables'])}")
+    table = Printed.from_json(kept["tables"][number])
+    rows = {each[0]: each for each in table.rows}
+    if row not in rows:
+        sys.exit(f"{where}: no row {row!r} in table {number}; rows: {'; '.join(rows)}")
+    if column not in table.columns:
+        sys.exit(f"{where}: no column {column!r}; columns: {'; '.join(table.columns)}")
+    text = rows[row][table.columns.index(column)] or "no figure"
+    return text + " (stale)" * bool(changed(kept))
+
+
+def _kept(page: Path, name: str) -> dict[str, Any] | None:
+    """Return what is kept of a figure; None if it is not measured yet."""
     file = KEPT / f"{name}.json"
-    if not file.exists():
-        sys.exit(f"{page.name}: {name}: measure it first: python tools/figures.py measure {name}")
-    text = shown(json.loads(file.read_text(encoding="utf-8")))
-    return f"<!-- figures: {name} -->\n\n{text}\n<!-- end: {name} -->"
+    if file.exists():
+        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return kept
+    if name not in figures():
+        sys.exit(f"{page.name}: {name}: no such figure in {COMMANDS.name}")
+    return None
 
 
 def main() -> int:

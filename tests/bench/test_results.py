@@ -213,7 +213,7 @@ def test_the_table_says_when_others_had_the_processors() -> None:
     assert "other machines" not in str(table.render(quiet).caption)
     spoiled = replace(report(), machine={"cores": 2, "stolen_share": 0.15})
     assert "had 15% of the processors' time meanwhile" in str(table.render(spoiled).caption)
-    assert "had 15% of" in str(demo.render(quiet, spoiled).caption)
+    assert "had 15% of" in str(demo.render(demo.printed(quiet, spoiled)).caption)
 
 
 def test_a_missing_figure_is_a_dash() -> None:
@@ -224,7 +224,7 @@ def test_a_missing_figure_is_a_dash() -> None:
 
 
 def test_the_demos_table_says_which_row_is_which() -> None:
-    made = demo.render(report("digits"), report())
+    made = demo.render(demo.printed(report("digits"), report()))
     columns = [list(column.cells) for column in made.columns]
     assert columns[0] == ["digits (real)", "", "resnet50 (paced)", ""]
     assert columns[-1] == ["97.0%", "97.0%", table.MISSING, table.MISSING]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.scripts import benchmark
+from wingbeat.bench import contenders
 
 
 def best_row(seconds: list[float], *, ddp: bool, cores: bool = False) -> dict[str, Any]:
@@ -27,6 +28,68 @@ def test_a_cell_has_the_range_and_the_best_of_either() -> None:
         ("ddp+bf16", "200", "100 .. 300", "1.00", "1.50", "best"),
         ("dear", "100", "90 .. 200", "2.00", "1.50", "best"),
     )
+
+
+def test_the_summary_compares_each_strategy_with_ddps_fastest_form() -> None:
+    some = {
+        "ddp": best_row([0.2, 0.2, 0.2], ddp=True),
+        "ddp+bf16": best_row([0.1, 0.1, 0.1], ddp=True),
+        "dear": best_row([0.05, 0.05, 0.05], ddp=False),
+    }
+    fast = some | {"dear": best_row([0.4, 0.4, 0.4], ddp=False)}
+    cells = [
+        {"model": "vgg16", "rate": rate, "rows": rows}
+        for rate, rows in (("1gbit", some), ("10gbit", fast))
+    ]
+    with benchmark("best") as best:
+        made = best.summary(cells)
+    assert made.columns == ("strategy", "vgg16 at 1gbit", "vgg16 at 10gbit")
+    assert made.rows == (("dear", "2.00", "0.25"),)
+
+
+def defaults_bench(preset: str, seconds: dict[str, float]) -> dict[str, Any]:
+    rows = [
+        {"option": option, "s": s, "p10_s": s, "p90_s": s, "mb": 1.0, "cores": False}
+        for option, s in seconds.items()
+    ]
+    at = {"preset": preset, "lab": "star:4@1gbit", "model": "digits", "slow": ""}
+    return at | {"iterations": 8, "rounds": 2, "rows": rows}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "missed"),
+    [
+        ({"geryon": 0.1, "geryon:pull=start": 0.096}, []),
+        (
+            {"geryon": 0.1, "geryon:pull=start": 0.09},
+            ["star:4@1gbit: geryon:pull=start takes 0.900 of the default's time"],
+        ),
+        ({"geryon": 0.1, "geryon:encrypted=false": 0.05}, []),
+    ],
+)
+def test_a_faster_option_that_changes_nothing_else_is_missed(
+    seconds: dict[str, float], missed: list[str]
+) -> None:
+    with benchmark("defaults") as defaults:
+        assert defaults.missed([defaults_bench("geryon", seconds)]) == missed
+
+
+def test_options_are_shown_beside_the_default() -> None:
+    bench = defaults_bench("geryon", {"geryon": 0.1, "geryon:encrypted=false": 0.05})
+    with benchmark("defaults") as defaults:
+        made = defaults.table(bench)
+    assert made.rows == (
+        ("geryon (default)", "100", "100 .. 100", "1.000", "1.00", ""),
+        ("geryon:encrypted=false", "50", "50 .. 50", "0.500", "1.00", "in the clear"),
+    )
+
+
+def test_all_rows_of_defaults_can_be_made() -> None:
+    with benchmark("defaults") as defaults:
+        for preset, rows in defaults.PRESETS.items():
+            assert next(iter(rows)) == preset
+            for row in rows:
+                contenders.parse(row)
 
 
 def test_hooks_have_the_range_and_what_sends_too_much() -> None:

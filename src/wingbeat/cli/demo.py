@@ -26,6 +26,9 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="A few iterations only, to see that it works.")
     ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures here. [default: OUT/demo.json]")
+    ] = None,
 ) -> None:
     """Train on four emulated hosts with PyTorch DDP, AllReduce and DeAR, and compare them."""
     from rich.console import Console
@@ -39,7 +42,7 @@ def demo(
     plan.digits.check()
     plan.paced.check()
     need_matplotlib()
-    png, trace, figures = out / "timeline.png", out / "trace.json", out / "demo.json"
+    png, trace, figures = out / "timeline.png", out / "trace.json", json_file or out / "demo.json"
     for path in (png, trace, figures):
         check_writable(path)
     print("\n".join(demo_bench.about(plan)), flush=True)
@@ -54,7 +57,7 @@ def demo(
         file.write(text.encode() + b"\n")
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print()
-    console.print(demo_bench.render(digits, paced))
+    console.print(demo_bench.render(demo_bench.printed(digits, paced)))
     if plan.unshaped:
         print(f"Links were UNSHAPED: {plan.unshaped}")
     print(

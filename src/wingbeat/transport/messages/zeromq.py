@@ -155,7 +155,9 @@ class ZeroMQCarrier:
         self._heartbeat = heartbeat
         self._classes = classes
         self._keys = keys
-        self._context = zmq.Context(io_threads=_io_threads(keys is not None))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
+            io_threads=_io_threads(keys is not None)
+        )
         self._context.max_sockets = 1024
         self._admission = Admission(self._context)
         self._peers: dict[int, Reach] = {}
