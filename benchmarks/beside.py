@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import show
+
 from wingbeat import simulator
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
+from wingbeat.bench.printed import Printed
 from wingbeat.bench.simulated import GOODPUT
 from wingbeat.errors import UsageError
 from wingbeat.types import Choices
@@ -91,7 +94,8 @@ def parts_of(
         UsageError: the file is none of that program's, or has none of these figures.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        report = kept.get("report", kept)  # as the program, or tools/figures.py, has written it
         found = [
             Part(
                 f"{figure}, {called(name)}", figure, name, dict(part["rows"]),
@@ -132,7 +136,7 @@ def compare(
     within: float,
     report: dict[str, Any],
 ) -> list[str]:
-    """Print rows beside each other, fill the report, and return which are too far off.
+    """Show rows beside each other, fill the report, and return which are too far off.
 
     Args:
         parts: what was measured.
@@ -143,23 +147,21 @@ def compare(
     """
     missed = []
     for part in parts:
-        print(f"\n{part.title}\n{'row':58} {'lab, s':>8} {'virtual':>8} {'':>7} {'MB':>7}")
         rows = report.setdefault(part.figure, {}).setdefault(part.name, {})
         for text, found in part.rows.items():
             checked, row = part.checked(text)
             simulated = row.strategy is not None and checked.model.profile is not None
             predicted = predict(checked, row) if simulated else None
             if predicted is None:
-                print(f"{text:58} {found['iteration_s']:8.3f}        -", flush=True)
                 continue
             rows[text] = _beside(found, predicted)
-            _show(text, rows[text])
             if text.startswith(judged):
                 missed += [
                     f"{part.title}: {text}: {what} {rows[text][off]:+.1%}; limit {within:.0%}"
                     for what, off in (("seconds", "off"), ("bytes", "bytes_off"))
                     if abs(rows[text].get(off, 0.0)) > within
                 ]
+        show(report, table(part, rows, within))
     return missed
 
 
@@ -175,12 +177,48 @@ def _beside(found: dict[str, Any], predicted: Predicted) -> dict[str, float]:
     return row
 
 
-def _show(text: str, row: dict[str, float]) -> None:
-    line = f"{text:58} {row['lab_s']:8.3f} {row['virtual_s']:8.3f} {row['off']:+7.1%}"
-    if "bytes_off" in row:
-        line += f" {row['lab_bytes'] / 1e6:7.1f} {row['virtual_bytes'] / 1e6:7.1f}"
-        line += f" {row['bytes_off']:+7.1%}"
-    print(line, flush=True)
+COLUMNS = (
+    "row",
+    "lab, mean iteration, s",
+    "p10 .. p90, s",
+    "virtual time, s",
+    "off, %",
+    "lab, MB sent",
+    "virtual time, MB sent",
+    "bytes off, %",
+)
+
+
+def table(part: Part, rows: dict[str, dict[str, float]], within: float) -> Printed:
+    """Return a part's rows as they are printed, those that are off most first."""
+    cells = []
+    for text, found in sorted(part.rows.items(), key=lambda each: -_off(rows.get(each[0]))):
+        row, spread = rows.get(text, {}), found.get("quantiles_s")
+        cells.append(
+            (
+                text,
+                f"{found['iteration_s']:.3f}",
+                f"{spread['p10']:.3f} .. {spread['p90']:.3f}" if spread else "",
+                f"{row['virtual_s']:.3f}" if row else "",
+                f"{100 * row['off']:+.1f}" if row else "",
+                f"{row['lab_bytes'] / 1e6:.1f}" if "lab_bytes" in row else "",
+                f"{row['virtual_bytes'] / 1e6:.1f}" if "lab_bytes" in row else "",
+                f"{100 * row['bytes_off']:+.1f}" if "lab_bytes" in row else "",
+            )
+        )
+    config = part.configs[0]
+    title = (
+        f"Fig. {part.title}: lab and virtual time; {config['model']} on {config['lab']}, slow "
+        f"motion of {config['stretch']:g}, {config['iterations']} iterations"
+    )
+    notes = [
+        f"wanted: at most {within:.0%} off; rows without virtual time cannot be simulated",
+    ]
+    return Printed.of(title, COLUMNS, cells, notes)
+
+
+def _off(row: dict[str, float] | None) -> float:
+    return -1.0 if row is None else max(abs(row["off"]), abs(row.get("bytes_off", 0.0)))
 
 
 def choices_of(row: Contender) -> Choices:

@@ -2,6 +2,7 @@
 
     python benchmarks/canary.py --figures 23 20 --json out/canary.json
     python benchmarks/canary_beside.py out/canary.json --json out/canary_beside.json
+    python benchmarks/canary_beside.py docs/results/canary.json     (what the docs' figures are of)
 
 Each part of the report says with which model, links, workers and slow workers it was measured;
 these are simulated (`wingbeat.simulator`), with the state machines of a real run, from a fresh
@@ -27,7 +28,7 @@ from dataclasses import replace
 from typing import Any
 
 import beside
-from common import run_and_judge
+from common import run_and_judge, write
 
 from wingbeat import simulator
 from wingbeat.bench import slow
@@ -62,7 +63,9 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Fill the report, part by part, and return which rows are too far off."""
     parts = beside.parts_of(args.measured, FIGURES, "canary.py")
     predicted = functools.partial(predict, args)
-    return beside.compare(parts, predicted, "canary", args.within, report)
+    missed = beside.compare(parts, predicted, "canary", args.within, report)
+    write(args.json, report)
+    return missed
 
 
 def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> beside.Predicted | None:

@@ -251,8 +251,9 @@ COLUMNS = (
 )
 
 
-def table(name: str, report: dict[str, Any]) -> Printed:
+def table(name: str, report: dict[str, Any], where: str) -> Printed:
     """Return what each search needed for one model as it is printed."""
+    searches = dict.fromkeys(each["search"] for each in report["searches"])
     cells = [
         (
             each["search"],
@@ -267,12 +268,28 @@ def table(name: str, report: dict[str, Any]) -> Printed:
         for each in report["searches"]
     ]
     notes = [
+        *(over_starts(each, report["searches"]) for each in searches),
         f"best of the curve: {report['best_mb']:.1f} MB; its worst size reaches "
         f"{report['worst_of_best']:.3f} of it",
         f"within 3% of the best: {report['share_within_3_percent']:.0%} of the range, which random "
         f"search finds in {report['expected_trials_random']:.1f} trials on average",
     ]
-    return Printed.of(f"bucket sizes for {name}", COLUMNS, cells, notes)
+    return Printed.of(f"Fig. 10: bucket sizes for {name}, {where}", COLUMNS, cells, notes)
+
+
+def over_starts(search: str, searches: Sequence[dict[str, Any]]) -> str:
+    """Say how a search's trials and choices spread over its starts; useless starts are left out."""
+    mine = [s for s in searches if s["search"] == search and s["start_of_best"] < WITHIN]
+    if not mine:
+        return f"{search}: no start that is not good already"
+    trials = [s["trials_until_found"] for s in mine]
+    there = [count for count in trials if count is not None]
+    found = f"found after {min(there)} to {max(there)} trials" if there else "found nothing"
+    chosen = [s["chosen_of_best"] for s in mine]
+    return (
+        f"{search}, {len(mine)} starts: {found}, never from {trials.count(None)}; chose "
+        f"{min(chosen):.3f} to {max(chosen):.3f} of the best"
+    )
 
 
 def run(options: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -335,7 +352,11 @@ def main() -> int:
     for name in options.models:
         models[name] = run(options, name)
         misses += missed(name, models[name])
-        show(report, table(name, models[name]))
+        where = (
+            f"model at {options.scale:g} of its size, {options.lab} at the same scale, slow motion "
+            f"of {options.stretch:g}, {options.trials} trials of {options.trial_steps} iterations"
+        )
+        show(report, table(name, models[name], where))
         if options.json:
             write(options.json, report)
     for line in misses:

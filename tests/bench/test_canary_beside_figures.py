@@ -33,7 +33,8 @@ def given(path: Path, slow: tuple[str, ...] = (), rows: tuple[str, ...] = ROWS) 
     )  # fmt: skip
     found = {row: {"iteration_s": 100.0, "bytes_per_iteration": 1e6} for row in rows}
     path.write_text(json.dumps({"23": {"equal": {"rows": found, "configs": [asdict(config)]}}}))
-    return argparse.Namespace(measured=path, within=0.1, cores=None, message=None)
+    out = path.with_name("out.json")
+    return argparse.Namespace(measured=path, within=0.1, cores=None, message=None, json=out)
 
 
 def test_rows_are_simulated_as_their_config_says_and_ours_are_judged(
@@ -47,6 +48,18 @@ def test_rows_are_simulated_as_their_config_says_and_ours_are_judged(
     # Nine megabytes at 0.05, out and back to 3 of 4, by 4/3 cards on average.
     assert rows[OURS]["virtual_bytes"] == pytest.approx(0.05 * 9.23e6 * 2 * 3 / 4 * 4 / 3, rel=0.3)
     assert [line.split(": ")[-1].split()[0] for line in missed] == ["seconds", "bytes"]
+    (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
+    assert "on bcube:2x2@10gbit, slow motion of 8, 4 iterations" in table["title"]
+    assert {row[0] for row in table["rows"][:2]} == {"bml", OURS}
+    assert table["rows"][2] == ["ddp", "100.000", "", "", "", "", "", ""]
+
+
+def test_what_the_docs_keep_is_a_report_as_well(beside: ModuleType, tmp_path: Path) -> None:
+    args = given(tmp_path / "lab.json", rows=("bml",))
+    args.measured.write_text(json.dumps({"report": json.loads(args.measured.read_text())}))
+    report: dict[str, Any] = {}
+    beside.fill(args, report)
+    assert list(report["23"]["equal"]) == ["bml"]
 
 
 def test_slow_workers_are_slow_here_too(beside: ModuleType, tmp_path: Path) -> None:

@@ -41,9 +41,22 @@ def test_a_start_far_from_the_best_is_the_first_trial(tuning: ModuleType) -> Non
 
 def test_a_start_that_is_good_already_counts_for_nothing(tuning: ModuleType) -> None:
     found = tuning.judge(raw((25.0, [25.0]), (1.0, [1.0, 25.0]), finals=[1.0, 1.0, 1.0]))
-    good, far = tuning.table("resnet50", found).rows
+    made = tuning.table("resnet50", found, "star:4@7.62gbit")
+    good, far = made.rows
     assert good[1:5] == ("25", "1.000, useless", "1", "1")
     assert far[1:5] == ("1", "0.500", "2", "2")
+    assert made.title == "Fig. 10: bucket sizes for resnet50, star:4@7.62gbit"
+    assert made.notes[0].startswith("bo, 1 starts: found after 2 to 2 trials, never from 0; chose")
+
+
+def test_trials_spread_over_starts_and_those_that_find_nothing_are_counted(
+    tuning: ModuleType,
+) -> None:
+    starts = (1.0, [1.0, 25.0]), (2.0, [2.0, 3.0, 25.0]), (3.0, [3.0, 4.0])
+    found = tuning.judge(raw(*starts, finals=[1.0, 1.25, 2.0, 1.0]))
+    assert tuning.over_starts("bo", found["searches"]) == (
+        "bo, 3 starts: found after 2 to 3 trials, never from 1; chose 0.500 to 1.000 of the best"
+    )
 
 
 def test_a_search_that_finds_nothing_is_missed_by_its_start(tuning: ModuleType) -> None:
