@@ -217,17 +217,29 @@ def table_22b(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Pr
             row["model"],
             f"{1e3 * row['compute_s']:.1f}",
             f"{1e3 * row['sketch_s']:.1f}",
+            " .. ".join(f"{1e3 * end(row['samples_s']):.1f}" for end in (min, max)),
             f"{1e3 * row['links_s']:.1f}",
-            f"{row['share']:.1%}",
+            f"{100 * row['share']:.1f}",
         )
-        for row in rows
+        for row in sorted(rows, key=lambda row: -row["share"])
     ]
-    columns = ("model", "compute, ms", "sketch, ms", "links, ms", "sketch of all")
+    columns = (
+        "model",
+        "compute, ms",
+        "sketch, ms",
+        "least .. largest, ms",
+        "links, ms",
+        "sketch of all, %",
+    )
     title = (
         f"Fig. 22b: {options.wire} on {options.device}, {options.threads} thread(s); "
-        f"{options.workers} workers at {options.gbit:g} Gbit/s"
+        f"{options.workers} workers at {options.gbit:g} Gbit/s, models at {options.scale:g} of "
+        "their size"
     )
-    return Printed.of(title, columns, cells)
+    notes = [
+        f"median of {options.rounds} rounds; the largest share first; wanted: under {OVERHEAD:.0%}"
+    ]
+    return Printed.of(title, columns, cells, notes)
 
 
 # -- Figs. 25 to 27 --------------------------------------------------------------------------

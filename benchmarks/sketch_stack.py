@@ -51,8 +51,8 @@ def timed(action: Callable[[], object], device: str) -> float:
     return time.perf_counter() - begin
 
 
-def sketching_s(coding: Coding, numel: int, options: argparse.Namespace) -> float:
-    """Median seconds of what one worker encodes and decodes in an iteration.
+def sketching_s(coding: Coding, numel: int, options: argparse.Namespace) -> list[float]:
+    """Seconds of what one worker encodes and decodes in an iteration, in each round.
 
     All gradients are encoded once, the own block's sum among them. Of each other worker's payload
     the own block is decoded and added, and all blocks are decoded at the end.
@@ -75,9 +75,7 @@ def sketching_s(coding: Coding, numel: int, options: argparse.Namespace) -> floa
         coding.decode(payload, out, whole)
 
     # The first fills pages and caches and compiles.
-    return statistics.median(
-        [timed(iteration, options.device) for _ in range(options.rounds + 1)][1:]
-    )
+    return [timed(iteration, options.device) for _ in range(options.rounds + 1)][1:]
 
 
 def overhead(name: str, wire: Sketch | LowRank, options: argparse.Namespace) -> dict[str, Any]:
@@ -88,7 +86,8 @@ def overhead(name: str, wire: Sketch | LowRank, options: argparse.Namespace) -> 
     compute_s = (profile.forward_ms + profile.backward_ms) / 1e3 * options.scale
     away = 2 * (options.workers - 1) / options.workers * coding.room(Span(0, numel))
     links_s = 8 * away / (options.gbit * 1e9)
-    sketch_s = sketching_s(coding, numel, options)
+    samples_s = sketching_s(coding, numel, options)
+    sketch_s = statistics.median(samples_s)
     total_s = compute_s + links_s + sketch_s
     return {
         "model": name,
@@ -96,5 +95,6 @@ def overhead(name: str, wire: Sketch | LowRank, options: argparse.Namespace) -> 
         "compute_s": compute_s,
         "links_s": links_s,
         "sketch_s": sketch_s,
+        "samples_s": samples_s,
         "share": sketch_s / total_s,
     }

@@ -100,6 +100,32 @@ def test_sketching_is_a_share_of_a_stack_of_times(sketch: ModuleType, monkeypatc
     assert "of an iteration of alexnet; limit 10%" in line
 
 
+def test_the_largest_share_of_sketching_stands_first(sketch: ModuleType) -> None:
+    usual = {"compute_s": 0.1, "links_s": 0.01, "sketch_s": 0.02, "samples_s": [0.01, 0.02, 0.04]}
+    rows = [usual | {"model": "a", "share": 0.1}, usual | {"model": "b", "share": 0.4}]
+    options = argparse.Namespace(
+        wire="sketch", device="cpu", threads=1, workers=16, gbit=10.0, scale=1.0, rounds=3
+    )
+    made = sketch.table_22b(rows, options)
+    assert made.rows[0] == ("b", "100.0", "20.0", "10.0 .. 40.0", "10.0", "40.0")
+
+
+def test_a_model_that_the_sketch_slows_down_is_said_first(sketch: ModuleType) -> None:
+    usual = {"lab": "star:4@10gbit", "row": "sketch", "bytes_ratio": 0.25, "samples": 100.0}
+    usual |= {"samples_per_s": 50.0, "samples_s": [2.0, 2.5]}
+    rows = [
+        usual | {"model": "a", "time_ratio": 1.12},
+        usual | {"model": "b", "time_ratio": 1.45},
+        usual | {"model": "c", "time_ratio": 0.9},
+    ]
+    options = argparse.Namespace(scale=0.05, stretch=2.0, rounds=2, ddp_iterations=3)
+    made = sketch.table_ddp(rows, options)
+    assert made.title.endswith("models at 0.05 of their size, slow motion of 2")
+    assert made.rows[0][:3] == ("star:4@10gbit, a, sketch", "50", "40 .. 50")
+    assert [line.split()[3] for line in made.notes[:2]] == ["b", "a"]
+    assert made.notes[2] == "sketches take 40 times as long as measured here, as on the whole model"
+
+
 @pytest.mark.parametrize(
     "words",
     [
