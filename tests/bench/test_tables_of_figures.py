@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,23 @@ def test_a_hook_that_is_slower_than_none_stands_first() -> None:
         rows = hooks.summary(turns, ["ddp", "lowrank@4"], 4)
         made = hooks.table(rows, "paced:resnet50@0.1", "star:4@10gbit", 1.0)
     assert made.notes[0] == "behind: lowrank@4 takes 1.500 times as long as ddp"
+
+
+def test_hooks_encode_at_the_pace_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: Any) -> None:
+        return None
+
+    factors: list[float] = []
+    group = {"init_process_group": nothing, "barrier": nothing, "destroy_process_group": nothing}
+    with benchmark("hooks") as hooks:
+        monkeypatch.setattr(hooks, "dist", SimpleNamespace(get_rank=lambda: 1, **group))
+        monkeypatch.setattr(hooks.torch, "set_num_threads", nothing)
+        monkeypatch.setattr(hooks.pace, "slow_codecs", factors.append)
+        monkeypatch.setattr(hooks, "turn", nothing)
+        hooks.worker(
+            SimpleNamespace(rounds=1, rows=["ddp"], model="paced:resnet50@0.1", stretch=2.0)
+        )
+    assert factors == [20.0]
 
 
 def test_requests_have_the_range_of_repeats() -> None:
