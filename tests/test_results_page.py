@@ -343,8 +343,8 @@ def test_the_reduced_command_prints_the_labels_and_units_of_the_page(
     for table in tables:
         assert all(" ".join(row[0].split()) in shown for row in table.rows)
         # Headings have the units; `wingbeat bench` breaks them into lines.
-        words = {word for column in table.columns for word in re.findall(r"[\w%]+", column)}
-        assert not [word for word in words if word not in shown]
+        units = {word for column in table.columns for word in re.findall(r"[\w%]+", column)}
+        assert not [word for word in units if word not in shown]
     if name in KEPT:
         kept = json.loads((TOOLS.KEPT / f"{name}.json").read_text(encoding="utf-8"))
         of_page = [Printed.from_json(table) for table in kept["tables"]]
