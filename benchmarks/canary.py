@@ -268,8 +268,9 @@ def notes(part: dict[str, Any]) -> list[str]:
         *lines,
         "the paper's Fig. 23, the time to converge: Canary 1.61 times BML, 2.28 Ako, 2.84 servers; "
         "Fig. 21: 56.28% fewer bytes, links used 51.05% at most, 75.98% without",
-        f"codecs of workers take {factors[0]:g} times as long as measured here, {factors[1]:g} "
-        "times at real pace: as on the whole model; sums and copies do not",
+        f"codecs of workers: what grows with the model takes {factors[0]:g} times as long as "
+        f"measured here, {factors[1]:g} times at real pace, as on the whole model; sums and copies "
+        "do not",
         "images/s: as if there were no slow motion; an iteration: as many applied gradients as "
         "there are workers; dropped: by the staleness rule, of those that were made",
         *([f"servers on {labs}"] if labs else []),

@@ -8,7 +8,7 @@ them. Times are medians over iterations of the slowest worker's; bytes are what 
 on a host's links, mean over hosts and iterations. The model is paced: real gradients' bytes, real
 optimizer, compute times emulated; its scale shrinks bytes and links together, and the stretch
 slows computation and links down together, as in ``wingbeat bench``. Encoding is slowed down as
-well, by stretch over scale, to what one core would need for the whole model.
+well, to what one core would need for the whole model (`wingbeat.bench.pace`).
 
 ``sketch@B`` is sketch_hook with B bits, any other sketch or low rank is written as for ``wire=``
 (``lowrank@4:split=count:level=ends``), ``topk@D`` is topk_hook with density D. Exit code 1 if a
@@ -32,14 +32,17 @@ from common import show, write
 
 from wingbeat import lab, paced, wires
 from wingbeat.bench import ddp as wrapping
-from wingbeat.bench import machine, models, pace
+from wingbeat.bench import machine, models
 from wingbeat.bench.links import scaled
+from wingbeat.bench.pace import Pace, fixed_costs
 from wingbeat.bench.printed import Printed
 from wingbeat.errors import UsageError
 from wingbeat.kernels import layout
 from wingbeat.lab import counters
 
 ROWS = ("ddp", "ddp+fp16", "sketch@8", "sketch@4", "topk@0.001")
+SMALLER, PRICED = 0.25, 3
+"""The model beside which fixed costs are measured, as a share, and in how many iterations."""
 SLACK = 1.05
 """Ethernet's and TCP's headers on pieces of up to 64 KB, acknowledgements, and small messages."""
 
@@ -113,11 +116,14 @@ def worker(args: argparse.Namespace) -> None:
     """All rounds on this rank; rank 0 writes what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    pace.slow_codecs(codec_factor(args.model, args.stretch))
+    pace = Pace(args.stretch, paced.parse(args.model).scale)
+    pace.install()
+    fixed = {name: priced(name, args, pace) for name in args.rows if name != "ddp"}
     turns = []
     for number in range(args.rounds):
         shift = number % len(args.rows)
         for name in (*args.rows[shift:], *args.rows[:shift]):
+            pace.fixed = fixed.get(name, {})
             turns.append(turn(name, args))
             if dist.get_rank() == 0:
                 print(f"round {number + 1}/{args.rounds}: {name}", flush=True)
@@ -125,6 +131,22 @@ def worker(args: argparse.Namespace) -> None:
         Path(args.worker).write_text(json.dumps(turns), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def priced(name: str, args: argparse.Namespace, pace: Pace) -> dict[str, float]:
+    """Return what of the hook's calls does not grow with the model, in CPU seconds."""
+    found = []
+    for share in (1.0, SMALLER):
+        base, scale = args.model.partition("@")[0], paced.parse(args.model).scale
+        row = Row(name, f"{base}@{share * scale!r}", args.stretch)
+        for _ in range(PRICED):
+            row.step()
+        with pace.measured() as calls:
+            for _ in range(PRICED):
+                row.step()
+        row.close()
+        found.append(calls)
+    return fixed_costs(*found, SMALLER)
 
 
 def codec_factor(model: str, stretch: float) -> float:
@@ -204,8 +226,8 @@ def table(rows: list[dict[str, Any]], model: str, spec: str, stretch: float) -> 
         f"missed: {each['row']} sends more than its payloads" for each in rows if each["missed"]
     ]
     notes.append(
-        f"encoding takes {codec_factor(model, stretch):g} times as long as measured here, as on "
-        "the whole model"
+        f"encoding: what grows with the model takes {codec_factor(model, stretch):g} times as long "
+        f"as measured here, as on the whole model; the rest {stretch:g} times"
     )
     title = f"DDP's hooks: {model} on {spec}, slow motion of {stretch:g}"
     return Printed.of(title, COLUMNS, cells, notes)

@@ -294,7 +294,8 @@ def table_ddp(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Pr
             f"with {row['row']} as without"
             for row in behind
         ),
-        f"sketches take {factor:g} times as long as measured here, as on the whole model",
+        f"sketches: what grows with the model takes {factor:g} times as long as measured here, as "
+        "on the whole model",
         f"median of {options.rounds} rounds of {options.ddp_iterations} iterations; samples/s: as "
         "if there were no slow motion",
     ]

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from wingbeat.bench import models, pace
+from wingbeat.bench.pace import Calls, Pace, fixed_costs
 from wingbeat.codecs.coding import Coding, Region
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.types import Span
@@ -45,12 +46,62 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
 
 @pytest.mark.parametrize(("factor", "slept"), [(1.5, 0.5), (20.0, 19.0), (160.0, 159.0)])
 def test_work_is_followed_by_the_rest_of_its_time(time: Time, factor: float, slept: float) -> None:
-    pace.slowed(time.work, factor)(1.0)
+    Pace(factor).slowed(time.work, "work")(1.0)
     assert time.slept == pytest.approx([slept])
 
 
+@pytest.mark.parametrize(
+    ("stretch", "scale", "fixed", "whole"),
+    [
+        (1.0, 0.05, 0.0, 20.0),
+        (1.0, 0.05, 0.5, 10.5),
+        (8.0, 0.05, 0.5, 84.0),
+        (2.0, 0.05, 1.0, 2.0),
+        (2.0, 0.05, 3.0, 2.0),  # a call that was shorter than the fixed part
+    ],
+)
+def test_what_does_not_grow_with_the_model_is_only_stretched(
+    time: Time, stretch: float, scale: float, fixed: float, whole: float
+) -> None:
+    own = Pace(stretch, scale, {"work": fixed})
+    own.slowed(time.work, "work")(1.0)
+    assert sum(time.slept) == pytest.approx(whole - 1.0)
+
+
+def test_other_functions_have_their_own_fixed_costs(time: Time) -> None:
+    Pace(1.0, 0.5, {"other": 1.0}).slowed(time.work, "work")(1.0)
+    assert time.slept == pytest.approx([1.0])
+
+
+def test_work_that_is_measured_is_not_slowed(time: Time) -> None:
+    own = Pace(1.0, 0.05)
+    work = own.slowed(time.work, "work")
+    with own.measured() as calls:
+        work(1.0)
+        work(3.0)
+    assert time.slept == []
+    assert calls == {"work": Calls(4.0, 2)}
+    work(1.0)
+    assert time.slept == pytest.approx([19.0])
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "fixed"),
+    [(1.0, 0.25, 0.0), (1.0, 1.0, 1.0), (1.0, 0.4, 0.2), (1.0, 0.1, 0.0), (1.0, 2.0, 1.0)],
+)
+def test_fixed_costs_are_what_a_smaller_model_takes_too(
+    large: float, small: float, fixed: float
+) -> None:
+    here, smaller = {"work": Calls(2 * large, 2)}, {"work": Calls(small, 1)}
+    assert fixed_costs(here, smaller, 0.25) == pytest.approx({"work": fixed})
+
+
+def test_a_function_that_was_not_called_has_no_fixed_costs() -> None:
+    assert fixed_costs({"a": Calls(1.0, 1)}, {"b": Calls(1.0, 1)}, 0.25) == {}
+
+
 def test_short_sleeps_are_put_together(time: Time) -> None:
-    work = pace.slowed(time.work, 2.0)
+    work = Pace(2.0).slowed(time.work, "work")
     for _ in range(3):
         work(0.09e-3)
     assert time.slept == pytest.approx([0.27e-3])
@@ -62,15 +113,16 @@ def test_a_sleep_that_is_too_long_shortens_the_next(
     time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: time.slept.append(seconds + 0.5))
-    work = pace.slowed(time.work, 2.0)
+    work = Pace(2.0).slowed(time.work, "work")
     work(1.0)
     work(1.0)
     assert time.slept == pytest.approx([1.5, 1.0])
 
 
 def test_a_codec_inside_of_another_is_slowed_once(time: Time) -> None:
-    inner = pace.slowed(time.work, 3.0)
-    pace.slowed(inner, 3.0)(1.0)
+    own = Pace(3.0)
+    inner = own.slowed(time.work, "inner")
+    own.slowed(inner, "outer")(1.0)
     assert time.slept == pytest.approx([2.0])
 
 
@@ -79,7 +131,7 @@ def test_work_that_fails_takes_its_time_and_raises(time: Time) -> None:
         time.work(1.0)
         raise ValueError("payload")
 
-    work = pace.slowed(fail, 2.0)
+    work = Pace(2.0).slowed(fail, "fail")
     for count in (1, 2):
         with pytest.raises(ValueError, match="payload"):
             work()
@@ -102,7 +154,7 @@ def test_encoding_and_decoding_are_slowed_and_stay_the_same(
     monkeypatch.setattr(pace, "_owed", SimpleNamespace())
     monkeypatch.setattr(pace, "SHORTEST_S", 0.0)
     monkeypatch.setattr(pace.time, "sleep", seconds.append)
-    undo = pace.slow_codecs(1000.0)
+    undo = Pace(1.0, 0.001).install()
     try:
         assert torch.equal(encoded(), plain)
         assert len(seconds) == 2
@@ -129,7 +181,7 @@ def test_both_halves_of_a_hook_of_ddp_are_slowed(
     monkeypatch.setattr(default_hooks.dist, "group", SimpleNamespace(WORLD=1))
     future: Any = torch._C.Future
     before = future.then
-    undo = pace.slow_codecs(50.0)
+    undo = Pace(50.0).install()
     try:
         values = torch.ones(8)
         bucket: Any = SimpleNamespace(buffer=lambda: values, is_last=lambda: True)
@@ -147,8 +199,8 @@ def test_both_halves_of_a_hook_of_ddp_are_slowed(
 
 def test_nothing_changes_at_the_real_pace() -> None:
     before = Coding.encode
-    pace.slow_codecs(1.0)()
-    pace.slow_codecs(0.5)()
+    Pace(0.05, 0.05).install()()
+    Pace(0.1, 0.5).install()()
     assert Coding.encode is before
 
 

@@ -91,8 +91,9 @@ def _caption(report: Report) -> list[str]:
     factor = models.parse(report.model, stretch=stretch).codec_factor
     if factor > 1 and any(not run.exact for run in report.runs):
         lines.append(
-            f"codecs of workers take {factor:g} times as long as measured here, as on the whole "
-            "model; those of servers do not"
+            f"codecs of workers: what grows with the model takes {factor:g} times as long as "
+            f"measured here, as on the whole model, the rest {stretch:g} times; those of servers "
+            "do not"
         )
     if factor < 1:
         lines.append("codecs have more than their share: they run at the processor's pace")

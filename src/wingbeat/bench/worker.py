@@ -11,7 +11,7 @@ import gc
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.bench import halves, measure, pace, processes, steps, tracing, traffic
+from wingbeat.bench import halves, measure, processes, steps, tracing, traffic
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.clocks import SERVER, WORKER
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
+from wingbeat.bench.pace import Pace, fixed_costs
 from wingbeat.bench.protocol import ONLY, say
 from wingbeat.bench.results import Block, Deciding
 from wingbeat.bench.sent import Sent
@@ -41,6 +42,12 @@ TRACED = 3
 BROKEN_DOWN = 7
 """Iterations recorded of each row when a breakdown is asked for; the first does not count."""
 
+SMALLER = 0.25
+"""Of the model's parameters: the model beside which codecs' fixed costs are measured."""
+
+PRICED = (3, 3)
+"""Iterations before a row's codec is priced, as PowerSGD begins with its third, and meanwhile."""
+
 
 @dataclass
 class Worker:
@@ -54,6 +61,8 @@ class Worker:
         done: iterations so far that count for the progress.
         said: when the parent heard of the last one, by the monotonic clock.
         decisions: by row, what it has found out about how to train.
+        pace: how codec work is slowed.
+        fixed: by row, what of its codec's calls does not grow with the model (`pace.fixed_costs`).
     """
 
     checked: Checked
@@ -63,6 +72,8 @@ class Worker:
     done: int = 0
     said: float = 0.0
     decisions: dict[int, Decisions] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    fixed: dict[int, dict[str, float]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -81,6 +92,7 @@ class Worker:
         self, row: int, *, recorded: bool = False, round_: int | None = None
     ) -> contextlib.AbstractContextManager[Training]:
         """A row's model, freshly built, that trains as the row has decided; in a round or not."""
+        self.pace.fixed = self.fixed.get(row, {})
         return training(
             self.checked,
             row,
@@ -181,6 +193,27 @@ def _watched(worker: Worker) -> contextlib.AbstractContextManager[Sampler | None
     if not config.traffic:
         return contextlib.nullcontext()
     return Sampler(worker.checked.lab, traffic.WINDOW_S * config.stretch / traffic.LOOKS)
+
+
+def price_codec(worker: Worker, row: int) -> None:
+    """Find out what of a row's codec work does not grow with the model, where there is any."""
+    contender, profile = worker.checked.rows[row], worker.checked.model.profile
+    if profile is None or not (contender.wire or contender.name.startswith("ddp+")):
+        return
+    config = worker.checked.config
+    base = config.model.partition("@")[0]
+    smaller = replace(config, model=f"{base}@{SMALLER * profile.scale!r}").check()
+    found = []
+    for checked in (worker.checked, smaller):
+        with training(checked, row, worker.rank, worker.normal_s, None) as own:
+            for i in range(PRICED[0]):
+                own.iterate(-i)
+            with worker.pace.measured() as calls:
+                for i in range(PRICED[1]):
+                    own.iterate(-i)
+        found.append(calls)
+        gc.collect()
+    worker.fixed[row] = fixed_costs(*found, SMALLER)
 
 
 def decide(worker: Worker, row: int) -> Deciding | None:
@@ -310,6 +343,8 @@ def _bench(worker: Worker) -> dict[str, Any]:
             gc.collect()
         for row in range(len(checked.rows)):
             if round_ == 0:
+                if worker.pace.slows:
+                    price_codec(worker, row)
                 decided = decide(worker, row)
                 deciding.append(None if decided is None else asdict(decided))
                 gc.collect()
@@ -328,10 +363,12 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     config_path, result_path = Path(argv[0]), Path(argv[1])
     checked = BenchConfig.load(config_path).check()
-    pace.slow_codecs(checked.model.codec_factor)
+    profile = checked.model.profile
+    pace = Pace() if profile is None else Pace(checked.config.stretch, profile.scale)
+    pace.install()
     world = wingbeat.init(timeout=120.0)
     try:
-        worker = Worker(checked, world, folder=result_path.parent)
+        worker = Worker(checked, world, folder=result_path.parent, pace=pace)
         found = _bench(worker)
         if checked.recorded:
             if worker.rank == 0:
@@ -349,5 +386,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except WingbeatError as err:
-        print(f"wingbeat: {err}", file=sys.stderr)
         sys.exit(1)
