@@ -11,7 +11,8 @@ import pytest
 from wingbeat.bench import bound, demo, results, table
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.notes import NOTES
-from wingbeat.bench.results import Block, Deciding, Quantiles, Report, Run
+from wingbeat.bench.quantiles import Quantiles
+from wingbeat.bench.results import Block, Deciding, Report, Run
 from wingbeat.bench.speedup import Measured
 from wingbeat.lab.cross import Sample
 
