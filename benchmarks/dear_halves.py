@@ -15,7 +15,7 @@ from typing import Any
 
 from wingbeat import lab
 from wingbeat.bench.printed import Printed
-from wingbeat.bench.results import Quantiles
+from wingbeat.bench.quantiles import Quantiles
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.lab.spec import LabSpec
 

@@ -24,7 +24,11 @@ and run ahead. What it would be by everybody's steps is printed beside it (``by 
 The rate of 25 Gbit/s makes All-Reduce compute for 0.4 of its time. Fig. 2b says that AD-PSGD
 synchronises for more than 0.9 of an iteration, which is 3.9 of All-Reduce's (5.1 and 4.3 times,
 section 1): so computation is less than 0.4 of All-Reduce's. Model and rates are scaled together,
-and slow motion lets two cores do the work of all hosts. Rows take turns.
+and slow motion lets two cores do the work of all hosts. Rows take turns. With ``--rate 56gbit``
+links are the paper's (FDR InfiniBand), with ``--scale 1 --stretch 1`` the pace is real and the
+cores are what limits. ``ripples:policy=paper`` has exactly the paper's smart groups,
+``policy=random`` its random ones; ``policy=smart`` is ours. Below each table stands whether rows
+are in the paper's order.
 
 Exit code 1 if a limit is missed: smart groups 1.1 times as fast as All-Reduce (the best form of
 DDP or ours) and 4.3 times as AD-PSGD; with +2x 2.55 times All-Reduce, keeping 0.85 of their speed;
@@ -42,12 +46,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import paper_order
 import ripples_training
 from common import run_and_judge, show, write
 
 from wingbeat.bench import estimate, runner
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.printed import Printed
+from wingbeat.bench.quantiles import Quantiles
 from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
 from wingbeat.pairs.split import is_active
@@ -90,12 +96,12 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     measures = {"17": equal, "19": slow, "steps": ablation, "15": placement}
     measures |= {"16": ripples_training.figure_16, "18": ripples_training.figure_18}
     measures["20"] = ripples_training.figure_20
+    tables = dict.fromkeys(("16", "18", "20"), ripples_training.table) | {"15": table_15}
     for figure in args.figures:
         found: dict[str, Any] = report.setdefault(figure, {})
         for name, part in measures[figure](args):
             found[name] = part
-            if "title" in part:
-                show(report, table(part))
+            show(report, tables.get(figure, table)(part))
             write(args.json, report)
     return judged(report)
 
@@ -177,19 +183,41 @@ def normal(args: argparse.Namespace) -> float:
 
 def placement(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Yield seconds of an all-reduce alone, by hosts and workers of each (Fig. 15)."""
-    print(f"\n15: an all-reduce alone, {args.model}")
+    rows: dict[str, dict[str, list[float]]] = {}
     for hosts, each in ((1, args.per_host), (2, 1), (args.hosts, 1), (args.hosts, args.per_host)):
+        own = rows.setdefault(f"{hosts} x {each}", {"all_reduce_s": [], "compute_s": []})
         placed = argparse.Namespace(**vars(args) | {"hosts": hosts, "per_host": each})
         made = asdict(config(placed, ("single",))) | {"measure": True, "iterations": 2, "rounds": 2}
         if hosts == 1:
             made |= {"lab": f"loopback:{each}", "per_host": 1}
             made |= {"model": f"paced:{args.model}", "stretch": 1.0}
-        report = runner.run(BenchConfig(**made), command=sys.argv).report
-        assert report.measured is not None
-        alone = (report.measured.t_rs_s + report.measured.t_ag_s) / made["stretch"]
-        compute = sum((report.compute_s or {}).values()) / made["stretch"]
-        print(f"{hosts} hosts x {each}: {alone * 1e3:7.2f} ms; computation {compute * 1e3:.2f} ms")
-        yield f"{hosts}x{each}", {"all_reduce_s": alone, "compute_s": compute}
+        for _ in range(args.rounds):
+            report = runner.run(BenchConfig(**made), command=sys.argv).report
+            assert report.measured is not None
+            alone = report.measured.t_rs_s + report.measured.t_ag_s
+            own["all_reduce_s"].append(alone / made["stretch"])
+            own["compute_s"].append(sum((report.compute_s or {}).values()) / made["stretch"])
+    yield "0", {"title": f"15: an all-reduce alone, {args.model}", "rows": rows}
+
+
+def table_15(part: dict[str, Any]) -> Printed:
+    """Return seconds of an all-reduce by where workers are; several on each are to be slowest."""
+    found = {name: Quantiles.of(own["all_reduce_s"]) for name, own in part["rows"].items()}
+    cells = [
+        (
+            name,
+            f"{1e3 * own.median:.2f}",
+            f"{1e3 * own.p10:.2f} .. {1e3 * own.p90:.2f}",
+            f"{1e3 * Quantiles.of(part['rows'][name]['compute_s']).median:.2f}",
+        )
+        for name, own in found.items()
+    ]
+    columns = ("hosts x workers of each", "ms", "p10 .. p90, ms", "computing, ms")
+    last = list(found)[-1]
+    pairs = [(name, last) for name in found if name != last]
+    medians = {name: own.median for name, own in found.items()}
+    order = paper_order.notes(medians, pairs, name=str)
+    return Printed.of(part["title"], columns, cells, order)
 
 
 def measured(made: BenchConfig, title: str) -> dict[str, Any]:
@@ -216,6 +244,7 @@ def figures(report: Report) -> dict[str, Any]:
         longer = longer_by_active(run.strategy, run.steps_by_rank)
         rows[run.strategy] = {
             "iteration_s": longer * by_all,
+            "spread_s": [longer * run.iteration_s.p10, longer * run.iteration_s.p90],
             "by_all_s": by_all,
             "synchronising": max(0.0, 1.0 - compute / (longer * by_all)),
             "bytes_per_iteration": longer * run.bytes_per_iteration,
@@ -241,7 +270,15 @@ def longer_by_active(row: str, steps_by_rank: list[int] | None) -> float:
     return statistics.fmean(steps_by_rank) / statistics.fmean(active)
 
 
-COLUMNS = ("strategy", "s", "times the server", "synchronising", "MB sent", "steps by rank")
+COLUMNS = (
+    "strategy",
+    "s",
+    "p10 .. p90, s",
+    "times the server",
+    "synchronising",
+    "MB sent",
+    "steps by rank",
+)
 
 
 def table(part: dict[str, Any]) -> Printed:
@@ -252,6 +289,7 @@ def table(part: dict[str, Any]) -> Printed:
         (
             row,
             f"{own['iteration_s']:.3f}",
+            "{:.3f} .. {:.3f}".format(*own["spread_s"]),
             f"{server['iteration_s'] / own['iteration_s']:.2f}" if server else "",
             f"{own['synchronising']:.0%}",
             f"{own['bytes_per_iteration'] / 1e6:.2f}",
@@ -261,13 +299,16 @@ def table(part: dict[str, Any]) -> Printed:
     ]
     full = [row for row, own in rows.items() if own["limited_by_cores"]]
     stretch = part["config"]["stretch"]
-    notes = [f"s: mean of an iteration, {stretch:g} times slower than the model's pace"]
+    pace = f", {stretch:g} times slower than the model's pace" if stretch != 1 else ", at real pace"
+    notes = [f"s: mean of an iteration{pace}; p10 .. p90: of single ones, in lockstep or not"]
     notes += [f"limited by this machine's cores: {', '.join(full)}"] if full else []
     notes += [
         f"{row}: by the steps of active workers; by all workers' steps {own['by_all_s']:.3f} s"
         for row, own in rows.items()
         if own["by_all_s"] != own["iteration_s"]
     ]
+    pairs = paper_order.BY_FIGURE.get(part["title"].partition(":")[0], ())
+    notes += paper_order.notes({row: own["iteration_s"] for row, own in rows.items()}, pairs)
     return Printed.of(part["title"], COLUMNS, cells, notes)
 
 

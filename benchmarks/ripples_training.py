@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import accuracy
+import paper_order
 import torch
 import torch.distributed as dist
 from canary_training import normal_s
@@ -33,6 +35,8 @@ import wingbeat
 from wingbeat import lab
 from wingbeat.bench import contenders
 from wingbeat.bench.attach import attached
+from wingbeat.bench.printed import Printed
+from wingbeat.bench.quantiles import Quantiles
 from wingbeat.bench.steps import SharedSteps
 from wingbeat.errors import LabError, UsageError
 from wingbeat.pairs.split import is_active
@@ -52,6 +56,8 @@ ROWS = (
     "localsgd:every=8",
     "diloco:every=30",
 )
+KEPT = {"accuracy": "accuracy", "seconds": "s", "iterations": "iterations"}
+"""Figures of a row, and what they are called in a run."""
 LENGTHS = tuple(f"ripples:policy=smart,every={every}" for every in (1, 2, 4, 8))
 
 
@@ -89,7 +95,8 @@ def figure_18(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         UsageError: there is no such row, or no such time.
     """
     for factor in args.training_slowness:
-        title = f"18: one worker sleeps {factor:g} iterations"
+        who = f"one worker sleeps {factor:g} iterations" if factor else "equal workers"
+        title = f"18: {who}"
         yield f"{factor:g}", _trained(args, args.training_rows, factor, title)
 
 
@@ -124,30 +131,38 @@ def _trained(
         if ended.exit_code:
             raise LabError(f"{spec}: {ended.first_failure or ended.exit_code}")
         runs = [json.loads(line) for line in path.read_text().splitlines()]
-    found = {"runs": runs, "rows": summary(runs, args.loss), "loss": args.loss}
-    show(f"{title}: digits on {spec}, {args.hosts * args.per_host} workers", found["rows"])
-    return found
+    about = f"{title}: digits on {spec}, {args.hosts * args.per_host} workers"
+    return {"title": about, "runs": runs, "rows": summary(runs, args.loss), "loss": args.loss}
 
 
 def summary(runs: list[dict[str, Any]], loss: float) -> list[dict[str, Any]]:
-    """A row for each strategy, mean over seeds; the gap is to the first, in points."""
+    """A row for each strategy, median over seeds; the gap is to the first, in points.
+
+    ``spread`` has the tenth and the ninetieth percentile of what has several values.
+    """
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(run["row"] for run in runs):
         own = [run for run in runs if run["row"] == name]
         there = [reached(run["losses"], counting(name, run["workers"]), loss) for run in own]
         known = [each for each in there if each is not None]
-        final = statistics.fmean(run["accuracy"] for run in own)
         whole = len(known) == len(there)
+        values = {name: [run[kept] for run in own] for name, kept in KEPT.items()}
+        if whole:
+            values |= {"to_loss_s": [s for s, _ in known]}
+            values |= {"to_loss_iterations": [i for _, i in known]}
+        found = {name: Quantiles.of(each) for name, each in values.items()}
+        final = found["accuracy"].median
         rows.append(
             {
                 "row": name,
                 "accuracy": final,
                 "gap": final - rows[0]["accuracy"] if rows else 0.0,
-                "seconds": statistics.fmean(run["s"] for run in own),
-                "to_loss_s": statistics.fmean(s for s, _ in known) if whole else None,
-                "to_loss_iterations": statistics.fmean(i for _, i in known) if whole else None,
-                "iterations": statistics.fmean(run["iterations"] for run in own),
+                "seconds": found["seconds"].median,
+                "to_loss_s": found["to_loss_s"].median if whole else None,
+                "to_loss_iterations": found["to_loss_iterations"].median if whole else None,
+                "iterations": found["iterations"].median,
                 "same_weights": all(run["same_weights"] for run in own),
+                "spread": {name: (each.p10, each.p90) for name, each in found.items()},
             }
         )
     return rows
@@ -181,18 +196,41 @@ def reached(
     return None
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print them."""
-    print(f"\n{title}")
-    ends = f"{'right %':>8} {'gap':>6} {'s':>7} {'iterations':>11}"
-    print(f"{'row':34} {ends} {'s to loss':>10} {'iterations':>11}")
-    for row in rows:
-        there = [row["to_loss_s"], row["to_loss_iterations"]]
-        seconds, count = ("-" if each is None else f"{each:.1f}" for each in there)
-        print(
-            f"{row['row']:34} {row['accuracy']:8.2f} {row['gap']:+6.2f} {row['seconds']:7.1f} "
-            f"{row['iterations']:11.1f} {seconds:>10} {count:>11}"
-        )
+COLUMNS = (
+    "strategy", "right, %", "gap, points", "s", "iterations", "s to loss", "iterations to loss",
+)  # fmt: skip
+SHOWN = ("accuracy", "gap", "seconds", "iterations", "to_loss_s", "to_loss_iterations")
+
+
+def table(part: dict[str, Any]) -> Printed:
+    """Return one figure's rows."""
+    rows = part["rows"]
+    cells = [(row["row"], *(_cell(row, name) for name in SHOWN)) for row in rows]
+    notes = [f"median over seeds (p10 .. p90); loss {part['loss']:g}; empty: not reached by all"]
+    notes += order(part["title"].partition(":")[0], rows)
+    return Printed.of(part["title"], COLUMNS, cells, notes)
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    if row[name] is None:
+        return ""
+    if name == "gap":
+        return f"{row[name]:+.2f}"
+    digits = 2 if name == "accuracy" else 1
+    low, high = row["spread"][name]
+    return f"{row[name]:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
+
+
+def order(figure: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Say whether rows are in the paper's order: 16 and 18 by iterations, 20 by accuracy."""
+    if figure == "20":
+        figures = {row["row"]: row["accuracy"] for row in rows}
+        return paper_order.notes(figures, paper_order.BY_FIGURE["20"], max)
+    figures = {row["row"]: row["to_loss_iterations"] for row in rows}
+    if figure == "16":  # the more often, the fewer
+        names = [row["row"] for row in rows]
+        return paper_order.notes(figures, list(itertools.pairwise(names)), name=str)
+    return paper_order.notes(figures, paper_order.BY_FIGURE[figure])
 
 
 def judged(found: dict[str, Any]) -> list[str]:

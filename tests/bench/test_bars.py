@@ -11,7 +11,8 @@ import pytest
 from helpers.disk import room_for
 from wingbeat.bench import bars
 from wingbeat.bench.clocks import Rates
-from wingbeat.bench.results import Quantiles, Report, Run
+from wingbeat.bench.quantiles import Quantiles
+from wingbeat.bench.results import Report, Run
 from wingbeat.bench.speedup import Measured
 from wingbeat.errors import UsageError
 from wingbeat.observe.breakdown import Parts

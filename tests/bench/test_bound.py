@@ -232,6 +232,8 @@ def test_loopback_has_no_rate() -> None:
 def test_scaling_reaches_every_rate() -> None:
     spec = scaled(LabSpec.parse("fat-tree:4/2@1gbit+500mbit,h1@200mbit"), 0.5)
     assert str(spec) == "fat-tree:4/2@500mbit+250mbit,h1@100mbit"
+    spec = scaled(LabSpec.parse("fat-tree:4/2@1gbit+500mbit,cross=400mbitx4"), 0.5)
+    assert str(spec) == "fat-tree:4/2@500mbit+250mbit,cross=200mbitx4"
     assert str(scaled(LabSpec.parse("loopback:4"), 0.5)) == "loopback:4"
 
 

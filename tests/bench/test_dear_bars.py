@@ -14,7 +14,7 @@ import pytest
 
 from helpers.scripts import benchmark
 from wingbeat import AllReduce, paced
-from wingbeat.bench.results import Quantiles
+from wingbeat.bench.quantiles import Quantiles
 from wingbeat.errors import UsageError
 
 

@@ -13,6 +13,7 @@ from helpers.scripts import benchmark
 from wingbeat.errors import UsageError
 
 GERYON, SLICED = "geryon", "partitionedps:pull=start,order=random"
+OF_PAPER = "geryon:pull=start"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,9 @@ def args(geryon: ModuleType, **values: Any) -> argparse.Namespace:
         "warmup": 2,
         "workers": None,
         "scale": 0.05,
-        "stretch": None,
+        "stretch": 4.0,
+        "cross_traffic": "0.8",
+        "cross_flows": 4,
     }
     return argparse.Namespace(**{**usual, **values})
 
@@ -63,26 +66,38 @@ def test_senders_are_compared_with_the_papers_slices(geryon: ModuleType) -> None
 def test_slicing_is_compared_on_two_workers(geryon: ModuleType) -> None:
     made = geryon.config(10.0, 2, "vgg19", args(geryon, compare="slicing"))
     assert made.lab == "star:2@10gbit,prio=2"
-    assert made.strategies[:2] == (
+    assert made.strategies[:3] == (
         "vanillaps:encrypted=False",
         "partitionedps:pull=start,order=random,slice=0,encrypted=False",
+        "partitionedps:slice=0,encrypted=False",
     )
     assert made.check().rows[1].strategy.choices().servers.slice == 0
 
 
-def test_slow_motion_grows_with_what_two_cores_carry(geryon: ModuleType) -> None:
-    assert geryon.slow_motion(10.0, 8) == 4.0
-    assert geryon.slow_motion(10.0, 4) == 2.0
-    assert geryon.slow_motion(10.0, 1) == 1.0  # never faster than real
-    assert geryon.slow_motion(40.0, 8) == 8.0
-    assert geryon.config(10.0, 4, "vgg19", args(geryon)).stretch == 2.0
-    assert geryon.config(10.0, 4, "vgg19", args(geryon, stretch=3.0)).stretch == 3.0
+def test_others_use_the_trunks_of_an_oversubscribed_tree(geryon: ModuleType) -> None:
+    made = geryon.config(10.0, 4, "vgg19", args(geryon, compare="cross", cross_traffic="0.5"))
+    assert made.lab == "fat-tree:4/2@10gbit+10gbit,prio=2,cross=5gbitx4"
+    checked = made.check()
+    assert str(checked.lab) == "fat-tree:4/2@125mbit+125mbit,prio=2,cross=62500kbitx4"
+    classes = {row.text: row.strategy.choices().servers.classes for row in checked.rows[2:]}
+    assert classes[f"{OF_PAPER},classes=1,encrypted=False"] == 1
+    assert classes[f"{OF_PAPER},encrypted=False"] == 2
+    assert set(geryon.simulations(made)) == {None}  # virtual time knows no trunks
+
+
+def test_cross_traffic_without_a_shared_link_is_refused(geryon: ModuleType) -> None:
+    with pytest.raises(UsageError, match="a fat-tree lab of 1 leaf switch"):
+        geryon.config(10.0, 1, "vgg19", args(geryon, compare="cross"))
 
 
 def test_all_models_are_in_the_same_slow_motion(geryon: ModuleType) -> None:
-    for rate in geryon.PAPER:
-        made = [geryon.config(rate, 8, model, args(geryon)) for model in geryon.MODELS]
-        assert len({config.stretch for config in made}) == 1
+    made = [
+        geryon.config(rate, workers, model, args(geryon, stretch=geryon.arguments([]).stretch))
+        for rate in geryon.PAPER
+        for workers in (2, 8)
+        for model in geryon.MODELS
+    ]
+    assert {config.stretch for config in made} == {geryon.STRETCH}
 
 
 def test_two_timed_iterations_are_too_few(geryon: ModuleType) -> None:
@@ -120,6 +135,11 @@ def found(
         ("resnet50", found(0.97, 0.925), ["1.049 of partition and slicing; limit 1.05"]),
         ("resnet50", found(0.97, 0.92), []),
         ("vgg19", found(0.95, 0.8, off=-0.11), ["virtual time is -11.0% off"]),
+        (
+            "vgg19",
+            {"rows": found(0.95, 0.9)["rows"] | {OF_PAPER: row(0.85)}},
+            [f"{OF_PAPER}: efficiency 0.850; the paper's is 0.946", f"{OF_PAPER}: 0.944 of part"],
+        ),
     ],
 )
 def test_what_is_missed_is_said(
@@ -159,7 +179,8 @@ def test_a_tuned_threshold_is_compared_with_others_on_four_workers(geryon: Modul
         "geryon:pull=start,threshold=tuned,encrypted=False",
         "geryon:pull=start,threshold=0.97,encrypted=False",
     )
-    assert len(made.check().rows) == 10
+    assert len(made.check().rows) == 12
+    assert "geryon:threshold=tuned,encrypted=False" in made.strategies  # pulled at once, beside
 
 
 @pytest.mark.parametrize(("tuned", "fine"), [(0.9, True), (1.02, True), (1.021, False)])
@@ -170,16 +191,33 @@ def test_a_tuned_threshold_is_nearly_the_best(geryon: ModuleType, tuned: float, 
     assert len(missed) == (0 if fine else 1)
 
 
-def test_rows_are_shown_beside_the_papers(
-    geryon: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    geryon.show("here", found(0.951, 0.8), geryon.paper(10.0, 8, "vgg19"))
-    shown = capsys.readouterr().out
-    # 0.951 / 0.9 and 0.951 / 1.25 are 0.296 apart.
-    assert "0.951  0.148  0.946     1.000     -1.2%       1.0   25%   75%" in shown
-    assert "0.800  0.124  0.793" in shown
+def test_rows_are_shown_beside_the_papers(geryon: ModuleType) -> None:
+    config = {"model": "paced:vgg19_k40@0.05", "iterations": 6, "rounds": 2, "stretch": 4.0}
+    part = found(0.951, 0.8) | {"config": config, "lab": "star:8@1gbit,prio=2"}
+    geryons, sliced = geryon.table("here", part, geryon.paper(10.0, 8, "vgg19")).rows
+    # 0.951 / 1.25 and 0.951 / 0.9.
+    assert geryons[1:] == (
+        *("0.951", "0.761 .. 1.057", "0.946", "1.000", "-1.2", "1.0", "25", "75"),
+    )
+    assert sliced[1:4] == ("0.800", "0.640 .. 0.889", "0.793")
 
 
 def test_the_paper_is_of_eight_workers(geryon: ModuleType) -> None:
     assert geryon.paper(10.0, 4, "vgg19") == {}
     assert geryon.paper(25.0, 8, "vgg19") == {}
+
+
+def test_a_table_has_the_spread_the_paper_and_what_classes_are_worth(geryon: ModuleType) -> None:
+    met = {"bytes": 1e9, "bit_per_s": [4e8, 4e8], "cores": 0.1}
+    rows = {f"{OF_PAPER},classes=1": row(0.4), OF_PAPER: row(0.5) | {"limited_by_cores": True}}
+    rows[OF_PAPER]["cross_traffic"] = met
+    lab = "fat-tree:4/2@1gbit+500mbit,prio=2,cross=400mbitx4"
+    config = {"model": "paced:vgg19_k40@0.05", "iterations": 6, "rounds": 2, "stretch": 4.0}
+    made = geryon.table("here", {"rows": rows, "config": config, "lab": lab}, {OF_PAPER: 0.946})
+    assert made.title == "here, stretch 4"
+    # Iterations take 0.9 to 1.25 of the median.
+    assert made.rows[1][:4] == (OF_PAPER, "0.500", "0.400 .. 0.556", "0.946")
+    assert made.rows[0][3] == ""
+    assert f"limited by this machine's cores: {OF_PAPER}" in made.notes
+    assert f"{OF_PAPER}: 1.250 times as fast as without classes" in made.notes
+    assert made.notes[-1].startswith(f"{OF_PAPER}: 1000 MB; each way 400 Mbit/s")

@@ -11,8 +11,10 @@ import pytest
 from wingbeat.bench import bound, demo, results, table
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.notes import NOTES
-from wingbeat.bench.results import Block, Deciding, Quantiles, Report, Run
+from wingbeat.bench.quantiles import Quantiles
+from wingbeat.bench.results import Block, Deciding, Report, Run
 from wingbeat.bench.speedup import Measured
+from wingbeat.lab.cross import Sample
 
 FIELDS = {
     "strategy",
@@ -309,3 +311,20 @@ def test_the_time_to_a_loss_is_there_when_it_is_asked_for() -> None:
     assert shown.columns[-1].header == "to loss 1.5\ns"
     assert list(shown.columns[-1].cells) == ["5", table.MISSING]
     assert runs(checked(), [block(0, 2.0), block(1, 1.5)])[0].time_to_loss is None
+
+
+def test_a_row_says_what_cross_traffic_it_has_met() -> None:
+    asked = checked(lab="fat-tree:2/1@1gbit+500mbit,cross=400mbitx2")
+    blocks = [block(0, 2.0), block(1, 1.25)]
+    seen = {"x0": [Sample(0.0, 0, 0.0), Sample(9.0, 9_000_000, 0.9)]}
+    ddp, dear = runs(asked, blocks, cross=seen)
+    assert ddp.cross_traffic is not None
+    assert ddp.cross_traffic.bytes == pytest.approx(4e6)  # from 1 s to 5 s
+    assert ddp.cross_traffic.bit_per_s == pytest.approx([8e6, 8e6])
+    made = table.printed(replace(report(), lab=str(asked.lab), runs=[ddp, dear]))
+    assert any("400mbit asked each way on trunks of 500mbit" in note for note in made.notes)
+    assert (
+        "ddp: 4 MB; each way 8 Mbit/s (p10 .. p90 of iterations: 8 .. 8), 0.10 cores" in made.notes
+    )
+    without, _ = runs(checked(), blocks)
+    assert without.cross_traffic is None

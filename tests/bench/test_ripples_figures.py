@@ -101,8 +101,12 @@ def test_within_one_host_nothing_is_divided_by_the_slow_motion(
         hosts=4, per_host=2, rate="1gbit", model="vgg16_cifar_1080ti", scale=0.1, stretch=10.0,
         iterations=4, rounds=1, warmup=1,
     )  # fmt: skip
-    found = {name: part["all_reduce_s"] for name, part in ripples.placement(args)}
-    assert found == {"1x2": 2.0, "2x1": 0.2, "4x1": 0.2, "4x2": 0.2}
+    ((_, part),) = ripples.placement(args)
+    found = {name: own["all_reduce_s"] for name, own in part["rows"].items()}
+    assert found == {"1 x 2": [2.0], "2 x 1": [0.2], "4 x 1": [0.2], "4 x 2": [0.2]}
+    made = ripples.table_15(part)
+    assert made.rows[0] == ("1 x 2", "2000.00", "2000.00 .. 2000.00", "0.00")
+    assert made.notes == ("order: not the paper's: it has 1 x 2 (here 2) before 4 x 2 (0.2)",)
     assert (asked[0].lab, asked[0].model, asked[0].stretch) == (
         "loopback:2", "paced:vgg16_cifar_1080ti", 1.0,
     )  # fmt: skip
@@ -120,3 +124,61 @@ def test_training_is_judged_by_accuracy_and_timed_to_a_loss(ripples: ModuleType)
     assert second["to_loss_s"] is None
     (line,) = training.judged({"0": {"rows": [first, second]}})
     assert "0.60 points below; limit 0.5" in line
+
+
+def test_a_table_says_where_rows_are_in_another_order_than_the_papers(ripples: ModuleType) -> None:
+    seconds = {"ddp": 2.0, "allreduce": 1.5, ADPSGD: 4.0, "ripples:policy=paper": 1.6}
+    seconds["ripples:policy=smart"] = 1.0  # ours has no place in the paper
+    rows = {
+        row: {
+            "iteration_s": s, "by_all_s": s, "spread_s": [s - 0.5, s + 0.5], "synchronising": 0.5,
+            "bytes_per_iteration": 1e6, "steps_by_rank": None, "limited_by_cores": False,
+        }
+        for row, s in seconds.items()
+    }  # fmt: skip
+    part = {"title": "17: equal workers", "rows": rows, "config": {"stretch": 1.0}}
+    made = ripples.table(part)
+    assert made.rows[0][:3] == ("ddp", "2.000", "1.500 .. 2.500")
+    assert made.notes[1:] == (
+        "order: not the paper's: it has smart groups (here 1.6) before All-Reduce (1.5)",
+    )
+    rows["ripples:policy=paper"] |= {"iteration_s": 1.4, "by_all_s": 1.4}
+    assert ripples.table(part).notes[1:] == (
+        "order: the paper's, of smart groups, All-Reduce, AD-PSGD",
+    )
+
+
+def test_training_is_compared_with_the_papers_order(ripples: ModuleType) -> None:
+    training = ripples.ripples_training
+
+    def rows(**figures: float | None) -> list[dict[str, Any]]:
+        return [
+            {"row": f"ripples:policy={name}", "accuracy": value, "to_loss_iterations": value}
+            for name, value in figures.items()
+        ]
+
+    assert training.order("18", rows(random=10, paper=11, static=12)) == [
+        "order: the paper's, of random groups, smart groups, static groups"
+    ]
+    # Who never gets there is behind who does.
+    assert training.order("18", rows(paper=None, static=12)) == [
+        "order: not the paper's: it has smart groups (here inf) before static groups (12)"
+    ]
+    assert training.order("20", rows(paper=92.0, static=96.5)) == [
+        "order: not the paper's: it has smart groups (here 92) before static groups (96.5)"
+    ]
+    assert training.order("20", rows(paper=97.0, static=96.5)) == [
+        "order: the paper's, of smart groups, static groups"
+    ]
+    assert training.order("18", rows(smart=1.0, static=2.0)) == []
+    assert training.order("18", rows(paper=None, static=None)) == []
+
+
+def test_trainings_have_the_median_and_the_spread_of_seeds(ripples: ModuleType) -> None:
+    training = ripples.ripples_training
+    falling = [(0.1 * number, 1.0 if number <= 30 else 0.0) for number in range(1, 61)]
+    runs = [run("allreduce", each, falling) for each in (90.0, 96.0, 97.0)]
+    part = {"title": "18: digits", "rows": training.summary(runs, 0.5), "loss": 0.5}
+    (row,) = training.table(part).rows
+    assert row[:3] == ("allreduce", "96.00 (91.20 .. 96.80)", "+0.00")
+    assert row[-2:] == ("4.1 (4.1 .. 4.1)", "20.5 (20.5 .. 20.5)")

@@ -109,6 +109,21 @@ def test_fat_tree_has_a_trunk_for_each_leaf_switch() -> None:
     assert [h.interfaces[0].switch for h in plan.hosts] == ["leaf0-0"] * 4 + ["leaf0-1"] * 4
 
 
+def test_cross_traffic_has_a_host_on_each_leaf_switch_that_no_worker_is_on() -> None:
+    plan = plan_network(LabSpec.parse("fat-tree:3x2/2@1gbit+500mbit,cross=400mbit"))
+    others = plan.hosts[3:]
+    assert plan.others == len(others) == 2
+    assert [(h.index, h.name, h.address) for h in others] == [
+        (3, "x0", "10.0.0.4"),
+        (4, "x1", "10.0.0.5"),
+    ]
+    assert [[i.switch for i in h.interfaces] for h in others] == [
+        ["leaf0-0", "leaf1-0"],
+        ["leaf0-1", "leaf1-1"],
+    ]
+    assert {i.rate for h in others for i in h.interfaces} == {500 * 10**6}
+
+
 def test_loopback_has_no_network() -> None:
     with pytest.raises(UsageError, match="loopback"):
         plan_network(LabSpec.parse("loopback:2"))

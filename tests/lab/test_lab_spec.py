@@ -32,13 +32,17 @@ def specs(draw: st.DrawFn) -> LabSpec:
         )
     )
     tree = kind == "fat-tree"
+    leaf, trunk = (draw(st.integers(1, hosts)), draw(rates)) if tree else (0, 0)
+    crossed = tree and leaf < hosts and draw(st.booleans())
     return LabSpec(
         kind=kind,
         hosts=hosts,
         rails=rails,
         rate=draw(rates),
-        leaf=draw(st.integers(1, hosts)) if tree else 0,
-        trunk=draw(rates) if tree else 0,
+        leaf=leaf,
+        trunk=trunk,
+        cross=draw(st.integers(MIN_RATE, trunk)) if crossed else 0,
+        cross_flows=draw(st.integers(1, 64)) if crossed else 1,
         overrides=tuple(Override(h, i, draw(rates)) for h, i in targets),
         prio=draw(st.sampled_from([0, 2, 3, 4])),
     )
@@ -59,6 +63,8 @@ def toml_of(spec: LabSpec) -> str:
         values["rate"] = format_rate(spec.rate)
     if spec.kind == "fat-tree":
         values |= {"leaf": spec.leaf, "trunk": format_rate(spec.trunk)}
+    if spec.cross:
+        values |= {"cross": format_rate(spec.cross), "cross_flows": spec.cross_flows}
     lines = [f'{k} = "{v}"' if isinstance(v, str) else f"{k} = {v}" for k, v in values.items()]
     lines.append("[override]" if spec.overrides else "")
     return "\n".join([*lines, *(f'"{o.target}" = "{format_rate(o.rate)}"' for o in spec.overrides)])
@@ -112,6 +118,29 @@ def test_documented_forms(text: str, expected: LabSpec) -> None:
     assert LabSpec.parse(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("amount", "rate"),
+    [("0.8", 400 * 10**6), ("1", 500 * 10**6), (".5", 25 * 10**7), ("3mbit", 3 * 10**6)],
+)
+def test_cross_traffic_is_a_share_of_the_trunk_or_a_rate(amount: str, rate: int) -> None:
+    spec = LabSpec.parse("fat-tree:4/2@1gbit+500mbit").with_cross(amount, 3)
+    assert (spec.cross, spec.cross_flows) == (rate, 3)
+
+
+@pytest.mark.parametrize(
+    ("lab", "amount", "part"),
+    [
+        ("star:4@1gbit", "0.8", "0.8 in a star lab"),
+        ("fat-tree:4/2@1gbit+1gbit", "1.5", "shares from 0.001 to 1"),
+        ("fat-tree:4/2@1gbit+1gbit", "0", "shares from 0.001 to 1"),
+        ("fat-tree:4/2@1gbit+1gbit", "much", "needs a number and a unit"),
+    ],
+)
+def test_cross_traffic_that_cannot_be_is_refused(lab: str, amount: str, part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        LabSpec.parse(lab).with_cross(amount)
+
+
 def test_own_interface_rate_beats_host_rate_beats_lab_rate() -> None:
     spec = LabSpec.parse("star:4x2@1gbit,h3@200mbit,h3.eth1@100mbit")
     assert [spec.link_rate(3, k) for k in (0, 1)] == [200 * 10**6, 100 * 10**6]
@@ -152,6 +181,12 @@ def test_toml_file(tmp_path: Path) -> None:
         ("star:4@1gbit,prio=x", ["'x'", "2 to 4"]),
         ("star:4@1gbit,proi=2", ["'proi'", "did you mean 'prio'"]),
         ("loopback:4@1gbit", ["unshaped"]),
+        ("star:4@1gbit,cross=1gbit", ["1gbit in a star lab", "a fat-tree of two leaf switches"]),
+        ("fat-tree:4/4@1gbit+1gbit,cross=1gbit", ["of 1 leaf switch", "fat-tree:4/2@"]),
+        ("fat-tree:4/2@1gbit+1gbit,cross=2gbit", ["2gbit on trunks of 1gbit", "up to"]),
+        ("fat-tree:4/2@1gbit+1gbit,cross=1gbitx", ["'1gbitx'", "1gbitx4"]),
+        ("fat-tree:4/2@1gbit+1gbit,cross=1gbitx99", ["99 flows", "1 to 64"]),
+        ("fat-tree:4/2@1gbit+1gbit,cross=0.8", ["'0.8'", "unit"]),
         ("nowhere.toml", ["nowhere.toml", "No such file"]),
     ],
 )

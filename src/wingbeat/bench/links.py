@@ -21,17 +21,18 @@ def scaled(spec: LabSpec, factor: float) -> LabSpec:
     """
     if not spec.shaped or factor == 1:
         return spec
-    rates = [spec.rate, *([spec.trunk] if spec.trunk else []), *(o.rate for o in spec.overrides)]
+    rates = [spec.rate, *filter(None, (spec.trunk, spec.cross)), *(o.rate for o in spec.overrides)]
     slowest = min(rates)
     if slowest * factor < MIN_RATE:
         raise UsageError(
-            f"lab {str(spec)!r} scaled by {factor:g} has a link of {slowest * factor:g} bit/s; "
+            f"lab {str(spec)!r} scaled by {factor:g} has a rate of {slowest * factor:g} bit/s; "
             f"allowed: {format_rate(MIN_RATE)} or more, so scale by at least {MIN_RATE / slowest:g}"
         )
     return replace(
         spec,
         rate=round(spec.rate * factor),
         trunk=round(spec.trunk * factor),
+        cross=min(round(spec.cross * factor), round(spec.trunk * factor)),
         overrides=tuple(replace(o, rate=round(o.rate * factor)) for o in spec.overrides),
     )
 

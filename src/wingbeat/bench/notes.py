@@ -68,6 +68,13 @@ NOTES = {
         f" in windows of {WINDOW_S:g} s without slow motion (windows_s with it): mean over all of"
         " the timed iterations, peak of the busiest window of any host, series: mean over hosts"
     ),
+    "cross_traffic": (
+        "with cross-traffic on the lab's trunks (--cross-traffic, or cross= in its line): what"
+        " the hosts it flows to have received in the row's timed iterations, by the kernel's"
+        " counters (bytes, all together), what one direction of one trunk carried of it in each"
+        " iteration (bit_per_s; headers of each piece of up to 64 KB once), and how many cores its"
+        " generators used in user and kernel mode; null without"
+    ),
     "exposed_s": (
         "median iteration time minus the time to compute: forward + backward of a paced model,"
         " the row 'single' for a real one (null without that row)"

@@ -9,10 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from wingbeat.bench import bound, clocks, traffic
+from wingbeat.bench import cross as crossing
 from wingbeat.bench.clocks import Rates
 from wingbeat.bench.config import Checked
 from wingbeat.bench.contenders import Contender
+from wingbeat.bench.cross import CrossTraffic, Seen
 from wingbeat.bench.links import reduce_seconds_per_byte
+from wingbeat.bench.quantiles import Quantiles
 from wingbeat.bench.speedup import Measured
 from wingbeat.bench.target import Curve, TimeToLoss, time_to_loss
 from wingbeat.bench.traffic import Samples, Traffic
@@ -61,8 +64,11 @@ class Block:
 
     def iterations_s(self) -> list[float]:
         """Seconds between the last worker's start of one iteration and of the next."""
-        last = [max(stamps) for stamps in zip(*self.starts, strict=True)]
-        return [after - before for before, after in itertools.pairwise(last)]
+        return [after - before for before, after in itertools.pairwise(self.last_starts())]
+
+    def last_starts(self) -> list[float]:
+        """When the last worker began each timed iteration and, last, the one after them."""
+        return [max(stamps) for stamps in zip(*self.starts, strict=True)]
 
     def bytes_per_iteration(self, sharing: int) -> float:
         """Bytes per worker and iteration, where ``sharing`` workers share a host's counters."""
@@ -88,21 +94,6 @@ class Deciding:
     iterations: int
     seconds: float
     decision: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Median and the range that 80% of the values lie in, in seconds."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Quantiles:
-        """Quantiles of ``values``, between neighbours by linear interpolation."""
-        ordered = sorted(values)
-        return cls(*(_quantile(ordered, share) for share in (0.5, 0.1, 0.9)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +131,7 @@ class Run:
     traffic: Traffic | None = None
     steps_by_rank: list[int] | None = None
     fired_by_rank: list[dict[str, int]] | None = None
+    cross_traffic: CrossTraffic | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +158,6 @@ class Report:
         return asdict(self)
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 def runs(
     checked: Checked,
     blocks: Sequence[Block],
@@ -180,6 +165,7 @@ def runs(
     *,
     cores: int,
     deciding: Sequence[Deciding | None] = (),
+    cross: Seen | None = None,
 ) -> list[Run]:
     """Turn the blocks into one run for each row, in the rows' order.
 
@@ -189,6 +175,7 @@ def runs(
         measured: computation and links alone, if they were.
         cores: that all workers share.
         deciding: for each row, what it took to decide; empty for none.
+        cross: what cross-traffic there was at which time; empty or None for none.
     """
     by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
     quantiles = [Quantiles.of(s for block in own for s in block.iterations_s()) for own in by_row]
@@ -200,6 +187,7 @@ def runs(
         compute_s=_compute_s(checked, quantiles),
         first_s=quantiles[0].median,
         best_ddp_s=min(ddp, default=None),
+        cross=cross or {},
     )
     decided = deciding or [None] * len(by_row)
     rows = zip(checked.rows, by_row, quantiles, decided, strict=True)
@@ -216,6 +204,7 @@ class _Frame:
     compute_s: float | None
     first_s: float
     best_ddp_s: float | None
+    cross: Seen
 
 
 def _run(
@@ -249,6 +238,7 @@ def _run(
         deciding=deciding,
         time_to_loss=_time_to_loss(checked, own),
         traffic=_traffic(checked, own),
+        cross_traffic=_cross_traffic(frame, own),
         steps_by_rank=_steps_by_rank(own),
         fired_by_rank=all_fired(block.fired_by_rank for block in own),
         class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
@@ -305,6 +295,13 @@ def _traffic(checked: Checked, blocks: Sequence[Block]) -> Traffic | None:
         return float(sum(lab.link_rate(host, interface) for interface in range(lab.rails)))
 
     return traffic.traffic(rounds, rate, traffic.WINDOW_S * checked.config.stretch)
+
+
+def _cross_traffic(frame: _Frame, blocks: Sequence[Block]) -> CrossTraffic | None:
+    if not frame.cross:
+        return None
+    directions = len(frame.cross) * frame.checked.lab.rails
+    return crossing.during(frame.cross, [block.last_starts() for block in blocks], directions)
 
 
 def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -18,6 +18,7 @@ import wingbeat
 from wingbeat import lab
 from wingbeat.bench import machine, protocol, results
 from wingbeat.bench.config import BenchConfig, Checked
+from wingbeat.bench.cross import Seen
 from wingbeat.bench.notes import NOTES
 from wingbeat.bench.progress import Progress
 from wingbeat.bench.protocol import WHOLE
@@ -103,7 +104,7 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
         about["stolen_share"] = stolen_share()
         raw = json.loads(result_path.read_text(encoding="utf-8"))
         events = _events(checked, folder)
-    report = _report(checked, raw, about, command)
+    report = _report(checked, raw, about, command, ended.cross)
     if config.breakdown:
         report = replace(report, runs=_broken_down(checked, report.runs, events))
     whole = [own for (_, variant), own in events.items() if variant == WHOLE]
@@ -166,6 +167,7 @@ def _report(
     raw: dict[str, Any],
     about: dict[str, Any],
     command: Sequence[str],
+    cross: Seen,
 ) -> Report:
     blocks = [Block(**block) for block in raw["blocks"]]
     deciding = [None if own is None else Deciding(**own) for own in raw["deciding"]]
@@ -176,7 +178,9 @@ def _report(
         lab=str(checked.lab),
         model=checked.model.name,
         machine=about,
-        runs=results.runs(checked, blocks, alone, cores=about["cores"], deciding=deciding),
+        runs=results.runs(
+            checked, blocks, alone, cores=about["cores"], deciding=deciding, cross=cross
+        ),
         asked_lab=str(checked.asked),
         workers=checked.workers,
         config=asdict(checked.config),

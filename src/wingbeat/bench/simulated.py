@@ -26,6 +26,8 @@ def median_s(checked: Checked, row: Contender) -> float:
             f"{row.text} with {checked.config.model}: only wingbeat's strategies on paced models "
             "can be simulated"
         )
+    if checked.lab.kind == "fat-tree":
+        raise UsageError(f"{checked.lab}: trunks and cross-traffic cannot be simulated; use a star")
     links = simulator.Links(
         bytes_per_s=checked.lab.rate / 8 * GOODPUT,
         count=checked.lab.rails,

@@ -8,12 +8,13 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from wingbeat.bench import models
+from wingbeat.bench import cross, models
 from wingbeat.bench.clocks import CORES_FULL
 from wingbeat.bench.machine import disturbed
 from wingbeat.bench.printed import Printed
 from wingbeat.bench.results import Report, Run
 from wingbeat.bench.speedup import Measured
+from wingbeat.lab.spec import LabSpec
 from wingbeat.plans.result import as_mb
 from wingbeat.plans.thresholds.result import written
 
@@ -110,6 +111,10 @@ def _caption(report: Report) -> list[str]:
         for run in report.runs
         if run.deciding is not None
     ]
+    lines += cross.notes(
+        LabSpec.parse(report.lab),
+        [(r.strategy, r.cross_traffic) for r in report.runs if r.cross_traffic is not None],
+    )
     full = f"limited by this machine's cores ({CORES_FULL:.0%} or more of their time in use)"
     lines += [
         f"{run.strategy}: the staleness bound {acted(run.fired_by_rank)}"

@@ -104,6 +104,16 @@ def bench(
             " each iteration, the same ones for all rows."
         ),
     ] = None,
+    cross_traffic: Annotated[
+        str | None,
+        typer.Option(
+            help="Best-effort traffic between hosts that do not train, each way on every trunk of a"
+            " fat-tree: a share of its rate (0.8), or a rate (800mbit)."
+        ),
+    ] = None,
+    cross_flows: Annotated[
+        int, typer.Option(help="TCP connections of --cross-traffic, each way on a trunk.")
+    ] = 4,
     target_loss: Annotated[
         float | None,
         typer.Option(help="Time training until the loss is below this; for real models."),
@@ -139,7 +149,7 @@ def bench(
     from wingbeat.bench.config import BenchConfig
 
     config = BenchConfig(
-        lab=lab,
+        lab=lab if cross_traffic is None else crossed(lab, cross_traffic, cross_flows),
         model=model,
         strategies=tuple(strategies or ("ddp", "allreduce", "dear")),
         iterations=iterations,
@@ -176,6 +186,20 @@ def bench(
         rows = [(run.strategy, run.traffic) for run in report.runs if run.traffic is not None]
         drawing.draw_png(rows, traffic, title=f"{report.model} on {report.lab}")
         print(f"traffic: {traffic}")
+
+
+def crossed(lab: str, amount: str, flows: int) -> str:
+    """Add cross-traffic to a lab.
+
+    >>> crossed("fat-tree:4/2@1gbit+500mbit", "0.5", 2)
+    'fat-tree:4/2@1gbit+500mbit,cross=250mbitx2'
+
+    Raises:
+        UsageError: the lab cannot have it, or cannot be read.
+    """
+    from wingbeat.lab.spec import LabSpec
+
+    return str(LabSpec.parse(lab).with_cross(amount, flows))
 
 
 def need_matplotlib() -> None:

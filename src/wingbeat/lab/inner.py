@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from wingbeat.errors import UsageError, WingbeatError
-from wingbeat.lab import counters, kernel
+from wingbeat.lab import counters, cross, kernel
 from wingbeat.lab.environment import MASTER_PORT, worker_environment
 from wingbeat.lab.network import Network
 from wingbeat.lab.script import FailEvent, parse_script
@@ -86,10 +86,30 @@ class Lab:
             worker_environment(base, self.spec, rank, self.per_host, master)
             for rank in range(world)
         ]
+        self._start_cross()
         self.supervisor.start(self.job["command"], environments, self._enter)
         emit({"event": "started"})
         for event in parse_script(self.job["fail"], self.spec, self.per_host):
             self.supervisor.after(event.at, self._fault(event))
+
+    def _start_cross(self) -> None:
+        """Start the cross-traffic; it ends with the namespaces. Whoever sends it must not fail."""
+        if self.network is None or not self.spec.cross:
+            return
+        for host, command in cross.commands(self.network.plan, self.spec):
+            last = ["it said nothing"]
+
+            def said(line: str, name: str = host.name, last: list[str] = last) -> None:
+                try:
+                    emit({"event": "cross", "host": name, "sample": cross.Sample.read(line)})
+                except ValueError:
+                    last[0] = line
+
+            def ended(code: int, name: str = host.name, last: list[str] = last) -> None:
+                text = f"cross-traffic on {name} ended with exit code {code}: {last[0]}"
+                emit({"event": "error", "kind": "lab", "text": text})
+
+            self.supervisor.start_beside(host.index, command, self.network.enter, said, ended)
 
     def _enter(self, rank: int) -> None:
         if self.network is not None:

@@ -20,6 +20,7 @@ from typing import Any
 from wingbeat.errors import LabError, UsageError
 from wingbeat.lab import kernel, registry
 from wingbeat.lab.counters import LabStats
+from wingbeat.lab.cross import Sample
 from wingbeat.lab.script import parse_script
 from wingbeat.lab.spec import LabSpec
 
@@ -55,12 +56,14 @@ class RunResult:
         first_failure: the first worker that failed, or None.
         timed_out: whether the time limit ended the run.
         stats: the kernel's counters after the last worker ended.
+        cross: by host that cross-traffic flows to, what it had received and used at which time.
     """
 
     exit_codes: tuple[int, ...]
     first_failure: Failure | None
     timed_out: bool
     stats: LabStats
+    cross: dict[str, list[Sample]] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -162,6 +165,7 @@ class _Collector:
     first_failure: Failure | None = None
     timed_out: bool = False
     stats: LabStats | None = None
+    cross: dict[str, list[Sample]] = field(default_factory=dict)
 
     def take(self, event: dict[str, Any]) -> None:
         """Handle one event; raises the error that the inner process reported."""
@@ -174,6 +178,8 @@ class _Collector:
                     self.first_failure = Failure(rank, f"h{rank // self.per_host}", code, after)
             case {"event": "fault", "text": text} if self.on_event:
                 self.on_event(text)
+            case {"event": "cross", "host": host, "sample": sample}:
+                self.cross.setdefault(host, []).append(Sample(*sample))
             case {"event": "timeout"}:
                 self.timed_out = self.first_failure is None
             case {"event": "done", "stats": stats}:
@@ -186,7 +192,7 @@ class _Collector:
         if self.stats is None:
             raise LabError("the lab was ended from outside before its workers were done")
         codes = tuple(self.codes[rank] for rank in range(self.spec.hosts * self.per_host))
-        return RunResult(codes, self.first_failure, self.timed_out, self.stats)
+        return RunResult(codes, self.first_failure, self.timed_out, self.stats, self.cross)
 
 
 def _check(command: Sequence[str], per_host: int, timeout: float | None, grace: float) -> None:

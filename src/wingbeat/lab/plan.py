@@ -76,12 +76,21 @@ class Trunk:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """The whole network; ``prio`` strict-priority classes on every port, 0 for none."""
+    """The whole network.
+
+    Attributes:
+        hosts: by index; those on which workers run, then the others.
+        switches: by name.
+        trunks: links between switches.
+        prio: strict-priority classes on every port, 0 for none.
+        others: how many of the hosts, the last, are for cross-traffic only.
+    """
 
     hosts: tuple[Host, ...]
     switches: tuple[str, ...]
     trunks: tuple[Trunk, ...]
     prio: int
+    others: int = 0
 
     def hosts_file(self) -> str:
         """The ``/etc/hosts`` that every host sees: ``h3`` is its first interface, ``h3-eth1``..."""
@@ -109,9 +118,11 @@ def plan_network(spec: LabSpec) -> NetworkPlan:
     return _star(spec) if spec.kind == "star" else _fat_tree(spec)
 
 
-def _flat_hosts(spec: LabSpec, switch_of: dict[tuple[int, int], str]) -> tuple[Host, ...]:
-    """Hosts whose ``k``-th interfaces all share one subnet."""
-    prefix = 64 if spec.ip == 6 else 24 if spec.hosts <= SUBNET_HOSTS else 16
+def _flat_hosts(
+    spec: LabSpec, switch_of: dict[tuple[int, int], str], others: int = 0
+) -> tuple[Host, ...]:
+    """Hosts whose ``k``-th interfaces all share one subnet, with so many ``others``."""
+    prefix = _flat_prefix(spec, others)
     return tuple(
         Host(
             index=n,
@@ -145,7 +156,7 @@ def _star(spec: LabSpec) -> NetworkPlan:
 
 
 def _fat_tree(spec: LabSpec) -> NetworkPlan:
-    leaves = -(-spec.hosts // spec.leaf)
+    leaves = spec.leaves
     switch_of = {
         (n, k): f"leaf{k}-{n // spec.leaf}" for n in range(spec.hosts) for k in range(spec.rails)
     }
@@ -155,7 +166,35 @@ def _fat_tree(spec: LabSpec) -> NetworkPlan:
         for i in range(leaves)
     )
     switches = tuple(sorted({*switch_of.values(), *(t.upper for t in trunks)}))
-    return NetworkPlan(_flat_hosts(spec, switch_of), switches, trunks, spec.prio)
+    others = leaves if spec.cross else 0
+    hosts = (*_flat_hosts(spec, switch_of, others), *_others(spec, others))
+    return NetworkPlan(hosts, switches, trunks, spec.prio, others)
+
+
+def _others(spec: LabSpec, count: int) -> tuple[Host, ...]:
+    """One host on each leaf switch whose own link is never what limits its cross-traffic."""
+    return tuple(
+        Host(
+            index=spec.hosts + n,
+            name=f"x{n}",
+            interfaces=tuple(
+                Interface(
+                    name=f"eth{k}",
+                    address=_flat_address(spec.hosts + n, k, spec.ip),
+                    prefix=_flat_prefix(spec, count),
+                    rate=spec.trunk,
+                    switch=f"leaf{k}-{n}",
+                    port=f"x{n}e{k}",
+                )
+                for k in range(spec.rails)
+            ),
+        )
+        for n in range(count)
+    )
+
+
+def _flat_prefix(spec: LabSpec, others: int) -> int:
+    return 64 if spec.ip == 6 else 24 if spec.hosts + others <= SUBNET_HOSTS else 16
 
 
 def _bcube(spec: LabSpec) -> NetworkPlan:

@@ -10,6 +10,7 @@ The text is ``kind:size[@rate[+trunk]][,option]...``::
     star:4x2@1gbit,h3.eth1@200mbit  only its second interface is
     star:4@1gbit,prio=2             two strict-priority classes by DSCP on every port
     star:4@1gbit,ip=6               hosts that have IPv6 addresses only
+    fat-tree:8/4@1gbit+1gbit,cross=800mbitx4   others' traffic on every trunk, in 4 flows each way
     loopback:4                      4 workers on this host, no namespaces, links unshaped
 """
 
@@ -19,11 +20,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from wingbeat.errors import UsageError, unknown
 from wingbeat.lab.toml import parse_toml, read_toml
-from wingbeat.lab.units import format_rate, parse_rate
+from wingbeat.lab.units import MIN_RATE, format_rate, parse_rate
 
 KINDS = ("bcube", "fat-tree", "loopback", "star")
 MAX_HOSTS = 1000
@@ -32,6 +33,7 @@ MAX_BCUBE_HOSTS = 250
 """Addresses are ``10.<level>.<switch>.<digit + 1>``."""
 MAX_RAILS = 16
 MAX_PRIO = 4
+MAX_FLOWS = 64
 
 _N = "[0-9]{1,6}"
 _SHAPES = {
@@ -43,6 +45,7 @@ _SHAPES = {
     ),
     "loopback": (re.compile(rf"(?P<hosts>{_N})"), "loopback:4"),
 }
+_SHARE = re.compile(r"[0-9]{0,6}(\.[0-9]{1,6})?(?<=[0-9])")
 _TARGET = re.compile(rf"h(?P<host>{_N})(\.eth(?P<interface>{_N}))?")
 
 
@@ -74,6 +77,10 @@ class LabSpec:
         overrides: hosts or interfaces with another rate.
         prio: strict-priority classes by DSCP on every port: 0 (off) or 2 to 4.
         ip: the version of the hosts' addresses: 4, or 6 in a star or a fat-tree without ``prio``.
+        cross: fat-tree only, bit/s of cross-traffic in each direction of every trunk; 0 for none.
+            It is best effort and flows between further hosts, one on each leaf switch, on which
+            no worker runs.
+        cross_flows: TCP connections that share ``cross`` in each direction.
 
     Raises:
         UsageError: a value that cannot work, in one line that says what is allowed.
@@ -88,6 +95,8 @@ class LabSpec:
     overrides: tuple[Override, ...] = ()
     prio: int = 0
     ip: int = 4
+    cross: int = 0
+    cross_flows: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -108,6 +117,7 @@ class LabSpec:
         if self.kind == "bcube" and self.hosts > MAX_BCUBE_HOSTS:
             raise UsageError(f"{self.hosts} hosts in a bcube; allowed: up to {MAX_BCUBE_HOSTS}")
         self._check_fat_tree()
+        self._check_cross()
         object.__setattr__(self, "overrides", tuple(sorted(self.overrides, key=_override_key)))
         self._check_overrides()
 
@@ -130,6 +140,32 @@ class LabSpec:
     def with_prio(self, prio: int) -> LabSpec:
         """The same lab with ``prio`` strict-priority classes (0: off)."""
         return replace(self, prio=prio)
+
+    @property
+    def leaves(self) -> int:
+        """Leaf switches of each rail; 0 where there are none."""
+        return -(-self.hosts // self.leaf) if self.leaf else 0
+
+    def with_cross(self, amount: str, flows: int = 1) -> LabSpec:
+        """The same lab with cross-traffic: a rate, or a share of the trunks' from 0 to 1.
+
+        >>> str(LabSpec.parse("fat-tree:4/2@1gbit+1gbit").with_cross("0.8", 4))
+        'fat-tree:4/2@1gbit+1gbit,cross=800mbitx4'
+
+        Raises:
+            UsageError: the amount is neither, or this lab has no link for it.
+        """
+        if not self.trunk:
+            self._refuse_cross(amount)
+        if not _SHARE.fullmatch(amount):
+            return replace(self, cross=parse_rate(amount), cross_flows=flows)
+        rate = round(float(amount) * self.trunk)
+        if not MIN_RATE <= rate <= self.trunk:
+            raise UsageError(
+                f"cross-traffic of {amount} of a trunk of {format_rate(self.trunk)}; allowed: "
+                f"shares from {MIN_RATE / self.trunk:g} to 1, or a rate such as 500mbit"
+            )
+        return replace(self, cross=rate, cross_flows=flows)
 
     @classmethod
     def parse(cls, text_or_path: str | Path) -> LabSpec:
@@ -158,6 +194,8 @@ class LabSpec:
         text += f"+{format_rate(self.trunk)}" if self.trunk else ""
         text += "".join(f",{o.target}@{format_rate(o.rate)}" for o in self.overrides)
         text += f",prio={self.prio}" if self.prio else ""
+        text += f",cross={format_rate(self.cross)}" if self.cross else ""
+        text += f"x{self.cross_flows}" if self.cross_flows > 1 else ""
         return text + (f",ip={self.ip}" if self.ip != 4 else "")
 
     def __str__(self) -> str:
@@ -193,6 +231,31 @@ class LabSpec:
             raise UsageError(f"{self.leaf} hosts a leaf switch; allowed: 1 to {self.hosts}")
         if not self.trunk:
             raise UsageError("a fat-tree needs a trunk rate, such as fat-tree:8/4@1gbit+500mbit")
+
+    def _check_cross(self) -> None:
+        if not 1 <= self.cross_flows <= MAX_FLOWS:
+            raise UsageError(
+                f"{self.cross_flows} flows of cross-traffic; allowed: 1 to {MAX_FLOWS}"
+            )
+        if not self.cross:
+            if self.cross_flows > 1:
+                raise UsageError(f"{self.cross_flows} flows of no cross-traffic; give it a rate")
+            return
+        if self.leaves < 2:
+            self._refuse_cross(format_rate(self.cross))
+        if self.cross > self.trunk:
+            raise UsageError(
+                f"cross-traffic of {format_rate(self.cross)} on trunks of "
+                f"{format_rate(self.trunk)}; allowed: up to their rate"
+            )
+
+    def _refuse_cross(self, amount: str) -> NoReturn:
+        size = f" of {self.leaves} leaf switch" if self.leaves else ""
+        raise UsageError(
+            f"cross-traffic of {amount} in a {self.kind} lab{size}: no link there is shared with "
+            "hosts that do not train; allowed: a fat-tree of two leaf switches or more, such as "
+            "fat-tree:4/2@1gbit+1gbit"
+        )
 
     def _check_overrides(self) -> None:
         seen: set[str] = set()
@@ -267,15 +330,27 @@ def _parse_text(text: str) -> dict[str, Any]:
 def _parse_option(option: str, text: str) -> dict[str, int]:
     name, _, value = option.partition("=")
     allowed = {"prio": f"0 (off) or 2 to {MAX_PRIO}", "ip": "4 or 6"}
+    if name == "cross":
+        return _parse_cross(value, text)
     if name not in allowed:
         raise unknown(
-            "option", name, [*allowed, "h<N>@<rate>", "h<N>.eth<K>@<rate>"], where=repr(text)
+            "option",
+            name,
+            [*allowed, "cross", "h<N>@<rate>", "h<N>.eth<K>@<rate>"],
+            where=repr(text),
         )
     if option == "prio":
         return {"prio": 2}
     if not re.fullmatch(_N, value):
         raise UsageError(f"{name}={value!r} in {text!r}; allowed: {allowed[name]}")
     return {name: int(value)}
+
+
+def _parse_cross(value: str, text: str) -> dict[str, int]:
+    rate, times, flows = value.partition("x")
+    if times and not re.fullmatch(_N, flows):
+        raise UsageError(f"cross={value!r} in {text!r}; allowed: a rate and flows, as in 1gbitx4")
+    return {"cross": parse_rate(rate, where=text), "cross_flows": int(flows or 1)}
 
 
 def _sizes(kind: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +369,8 @@ def _sizes(kind: str, values: dict[str, Any]) -> dict[str, Any]:
 _KEYS: dict[str, dict[str, type]] = {
     "star": {"hosts": int, "rails": int, "rate": str},
     "bcube": {"alpha": int, "levels": int, "rate": str},
-    "fat-tree": {"hosts": int, "rails": int, "rate": str, "leaf": int, "trunk": str},
+    "fat-tree": {"hosts": int, "rails": int, "rate": str, "leaf": int, "trunk": str}
+    | {"cross": str, "cross_flows": int},
     "loopback": {"hosts": int, "rails": int},
 }
 _NEEDED = {"hosts", "alpha", "levels"}
@@ -313,7 +389,7 @@ def _parse_toml(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in sorted(_NEEDED & types.keys() - data.keys()):
         raise UsageError(f"{where} lacks {key}, which {kind} needs")
     values = {k: v for k, v in data.items() if k != "override"}
-    for key in ("rate", "trunk"):
+    for key in ("rate", "trunk", "cross"):
         if key in values:
             values[key] = parse_rate(values[key], where=where)
     overrides = tuple(

@@ -7,6 +7,7 @@ everything in it; under loopback as an ordinary process that cleans up after its
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import os
@@ -33,11 +34,18 @@ Emit = Callable[[dict[str, Any]], None]
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process and the part of its last line that is still open."""
+    """One process, the part of its last line that is still open, and who is told of it.
+
+    Attributes:
+        said: called with each line.
+        ended: called with the exit code; 128 + n for signal n.
+    """
 
     rank: int
     pid: int
     pipe: int
+    said: Callable[[str], None]
+    ended: Callable[[int], None]
     open_line: bytearray = field(default_factory=bytearray)
     code: int | None = None
 
@@ -50,6 +58,7 @@ class Supervisor:
 
     def __init__(self, emit: Emit, *, grace: float, namespaced: bool) -> None:
         self.workers: list[Worker] = []
+        self.beside: list[Worker] = []
         self._emit = emit
         self._grace = grace
         self._namespaced = namespaced
@@ -86,8 +95,25 @@ class Supervisor:
             LabError: the new process could not be placed on its host.
         """
         for rank, env in enumerate(environments):
-            self._start_one(rank, command, env, enter)
+            said, ended = functools.partial(self._say, rank), functools.partial(self._tell, rank)
+            self.workers.append(self._start_one(rank, command, env, enter, said, ended))
         self._began = time.monotonic()
+
+    def start_beside(
+        self,
+        number: int,
+        command: Sequence[str],
+        enter: Callable[[int], None],
+        said: Callable[[str], None],
+        ended: Callable[[int], None],
+    ) -> None:
+        """Start a process that is no worker: nobody waits for it, and it ends with the lab.
+
+        Raises:
+            UsageError: the command does not exist or cannot be executed.
+            LabError: the new process could not be placed on its host.
+        """
+        self.beside.append(self._start_one(number, command, os.environ, enter, said, ended))
 
     def _start_one(
         self,
@@ -95,7 +121,9 @@ class Supervisor:
         command: Sequence[str],
         env: Mapping[str, str],
         enter: Callable[[int], None],
-    ) -> None:
+        said: Callable[[str], None],
+        ended: Callable[[int], None],
+    ) -> Worker:
         def prepare() -> None:
             kernel.die_with_parent()
             enter(rank)
@@ -124,9 +152,9 @@ class Supervisor:
             os.close(writer)
         process.returncode = 0  # reaped here with waitid, not by subprocess
         os.set_blocking(reader, False)
-        worker = Worker(rank, process.pid, reader)
-        self.workers.append(worker)
+        worker = Worker(rank, process.pid, reader, said, ended)
         self.watch(reader, lambda: self._read(worker))
+        return worker
 
     @property
     def running(self) -> list[Worker]:
@@ -146,7 +174,7 @@ class Supervisor:
                 key.data()
             while self._timers and self._timers[0][0] <= time.monotonic():
                 heapq.heappop(self._timers)[2]()
-        for worker in self.workers:
+        for worker in (*self.workers, *self.beside):
             self._read(worker)
 
     def signal_all(self, number: int) -> None:
@@ -193,7 +221,7 @@ class Supervisor:
         self.watch(reader, woken)
 
     def _reap(self) -> None:
-        by_pid = {w.pid: w for w in self.workers}
+        by_pid = {w.pid: w for w in (*self.workers, *self.beside)}
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -212,10 +240,11 @@ class Supervisor:
     def _ended(self, worker: Worker, code: int) -> None:
         self._read(worker)
         worker.code = code if code >= 0 else 128 - code
-        self._emit(
-            {"event": "exit", "rank": worker.rank, "code": worker.code, "after": self.elapsed}
-        )
-        if worker.code and not self._failed:
+        worker.ended(worker.code)
+
+    def _tell(self, rank: int, code: int) -> None:
+        self._emit({"event": "exit", "rank": rank, "code": code, "after": self.elapsed})
+        if code and not self._failed:
             self._failed = True
             self.after(self._grace, self.stop)
 
@@ -228,18 +257,21 @@ class Supervisor:
             worker.open_line += data
             *lines, worker.open_line = worker.open_line.split(b"\n")
             for line in lines:
-                self._say(worker, line)
+                worker.said(_text(line))
             if len(worker.open_line) > MAX_LINE or (not data and worker.open_line):
-                self._say(worker, worker.open_line)
+                worker.said(_text(worker.open_line))
                 worker.open_line = bytearray()
             if not data:
                 self.unwatch(worker.pipe)
                 os.close(worker.pipe)
                 worker.pipe = -1
 
-    def _say(self, worker: Worker, line: bytes | bytearray) -> None:
-        text = line.decode("utf-8", "replace").rstrip("\r")
-        self._emit({"event": "line", "rank": worker.rank, "line": text})
+    def _say(self, rank: int, line: str) -> None:
+        self._emit({"event": "line", "rank": rank, "line": line})
+
+
+def _text(line: bytes | bytearray) -> str:
+    return line.decode("utf-8", "replace").rstrip("\r")
 
 
 def _children(pid: int) -> list[int]:
