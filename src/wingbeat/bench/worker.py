@@ -386,4 +386,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except WingbeatError as err:
+        print(f"wingbeat: {err}", file=sys.stderr)
         sys.exit(1)
