@@ -146,7 +146,7 @@ def priced(name: str, args: argparse.Namespace, pace: Pace) -> dict[str, float]:
                 row.step()
         row.close()
         found.append(calls)
-    return fixed_costs(*found, SMALLER)
+    return fixed_costs(found[0], found[1], SMALLER)
 
 
 def codec_factor(model: str, stretch: float) -> float:

@@ -24,7 +24,7 @@ from wingbeat.bench.attached import Attached
 from wingbeat.bench.clocks import SERVER, WORKER
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
-from wingbeat.bench.pace import Pace, fixed_costs
+from wingbeat.bench.pace import Calls, Pace, fixed_costs
 from wingbeat.bench.protocol import ONLY, say
 from wingbeat.bench.results import Block, Deciding
 from wingbeat.bench.sent import Sent
@@ -203,7 +203,7 @@ def price_codec(worker: Worker, row: int) -> None:
     config = worker.checked.config
     base = config.model.partition("@")[0]
     smaller = replace(config, model=f"{base}@{SMALLER * profile.scale!r}").check()
-    found = []
+    found: list[dict[str, Calls]] = []
     for checked in (worker.checked, smaller):
         with training(checked, row, worker.rank, worker.normal_s, None) as own:
             for i in range(PRICED[0]):
@@ -213,7 +213,7 @@ def price_codec(worker: Worker, row: int) -> None:
                     own.iterate(-i)
         found.append(calls)
         gc.collect()
-    worker.fixed[row] = fixed_costs(*found, SMALLER)
+    worker.fixed[row] = fixed_costs(found[0], found[1], SMALLER)
 
 
 def decide(worker: Worker, row: int) -> Deciding | None:
