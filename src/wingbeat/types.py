@@ -193,9 +193,9 @@ class Fusion:
     nearby layers), ``"elements"`` (nearby tensors until there are ``elements`` elements),
     ``"one"`` (all of them), ``"none"`` (every tensor alone) or ``"colayers"`` (``layers`` bundles
     of nearby layers, see `wingbeat.plans.colayers`). Colayers that are ``measured`` are made anew
-    by what training has measured; with a ``least``, in so many to ``layers``. With ``"buffer"``, ``first_bytes``
-    and ``last_bytes`` are the sizes of the buckets that are ready first and last; towards the
-    middle sizes double until ``bucket_bytes``. 0 means ``bucket_bytes``.
+    by what training has measured; with a ``least``, in so many to ``layers``. With ``"buffer"``,
+    ``first_bytes`` and ``last_bytes`` are the sizes of the buckets that are ready first and last;
+    towards the middle sizes double until ``bucket_bytes``. 0 means ``bucket_bytes``.
     """
 
     kind: str = "buffer"
