@@ -67,7 +67,7 @@ def test_all_workers_change_to_the_same_colayers_and_end_with_the_same_weights(w
 
 def test_vgg19_in_four_is_the_papers_from_what_the_engine_measures() -> None:
     """And the simulator's, which goes by the same rule (section 4.3.2)."""
-    profile = load_profile("vgg19@0.02")
+    profile = load_profile("vgg19").scaled(0.02)
 
     def worker(world: Any) -> Any:
         model = PacedModel(profile, world.rank, time_scale=1.0)
