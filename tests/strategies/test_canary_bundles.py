@@ -15,6 +15,7 @@ from helpers.training import engine, on, weights
 from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.rebundling import FIRST
+from wingbeat.paced.clock import Clock
 from wingbeat.paced.model import PacedModel
 from wingbeat.paced.profile import load_profile
 from wingbeat.simulator.colayers import bundled
@@ -65,12 +66,38 @@ def test_all_workers_change_to_the_same_colayers_and_end_with_the_same_weights(w
         assert all(torch.equal(weight[name], found[0][3][name]) for name in weight)
 
 
-def test_vgg19_in_four_is_the_papers_from_what_the_engine_measures() -> None:
-    """And the simulator's, which goes by the same rule (section 4.3.2)."""
+class Virtual(threading.local):
+    """A clock for each worker's thread, which goes on when a paced layer's time is over."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, _clock: Clock, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_vgg19_in_four_is_the_papers_from_what_the_engine_measures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    virtual = Virtual()
+    monkeypatch.setattr("wingbeat.probe.backward.time", virtual)
+    monkeypatch.setattr(Clock, "spend", lambda clock, seconds: virtual.spend(clock, seconds))
+    assert_the_papers(time_scale=1.0)
+
+
+@pytest.mark.slow
+def test_vgg19_in_four_is_the_papers_in_real_time() -> None:
+    assert_the_papers(time_scale=8.0)  # the shortest layers take 0.5 and 2 ms
+
+
+def assert_the_papers(time_scale: float) -> None:
+    """Colayers are those of section 4.3.2, and the simulator's, which goes by the same rule."""
     profile = load_profile("vgg19").scaled(0.02)
 
     def worker(world: Any) -> Any:
-        model = PacedModel(profile, world.rank, time_scale=1.0)
+        model = PacedModel(profile, world.rank, time_scale=time_scale)
         model, optimizer = distributed(world, model, colayers=4)
         for _ in range(FIRST + 1):
             optimizer.zero_grad()
@@ -89,3 +116,67 @@ def test_vgg19_in_four_is_the_papers_from_what_the_engine_measures() -> None:
     ]
     simulated = bundled(of_profile(profile), 4, measured=True)
     assert simulated.tensors == tuple(map(len, first))
+
+
+def test_the_number_is_chosen_and_p_goes_with_it() -> None:
+    def worker(world: Any) -> Any:
+        model, optimizer = distributed(world, net(), colayers="auto", p="auto")
+        for step in range(FIRST + 2):
+            iterate(model, optimizer, world.rank, step)
+        model.flush()
+        machine = engine(model).runtime.exchange.machine
+        return len(buckets_of(model)), machine.colayers, machine.pace.p
+
+    (k, colayers, p), other = on(2, worker)
+    assert (k, colayers, p) == other
+    assert 4 <= k <= 5  # of five layers
+    assert (colayers, p) == (k + 1, max(1, k * 6 // 10))
+
+
+def test_who_flushes_takes_part_in_the_change() -> None:
+    def worker(world: Any) -> Any:
+        model, optimizer = distributed(world, net(), colayers=3)
+        for step in range(FIRST + 4):
+            iterate(model, optimizer, world.rank, step)
+            if step % 2 == 1:
+                model.flush()  # each leaves two iterations out
+        model.flush()
+        return engine(model).runtime.exchange.machine.epoch, weights(model)
+
+    (epoch, one), (_, other) = on(2, worker)
+    assert epoch == 1
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_colayers_stay_where_a_worker_has_ended_before(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="wingbeat")
+    ended = threading.Event()
+
+    def worker(world: Any) -> Any:
+        model, optimizer = distributed(world, net(), colayers=3)
+        exchange = engine(model).runtime.exchange
+        before = buckets_of(model)
+        for step in range(2 if world.rank else FIRST + 4):
+            iterate(model, optimizer, world.rank, step)
+        if world.rank:
+            world.close()
+            ended.set()
+        else:
+            assert ended.wait(30)
+            model.flush()
+        return before == buckets_of(model), exchange.machine.epoch
+
+    assert on(2, worker)[0] == (True, 0)
+    assert "colayers stay as they are: a worker has ended its training" in caplog.text
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UsageError, match="gradients stay in their buckets"):
+        wingbeat.Canary(s=0, measured=True)
+    with pytest.raises(UsageError, match=r"colayers='auto'.*measured=True"):
+        wingbeat.Canary(colayers="auto")
+    with pytest.raises(UsageError, match=r"p=11.*1 to 10"):
+        wingbeat.Canary(colayers="auto", measured=True, p=11)
+    with pytest.raises(UsageError, match="needs sums in rounds"):
+        wingbeat.Strategy(plan=wingbeat.parts.Colayers(measured=True))
+    assert wingbeat.Canary(colayers="auto", measured=True, p=7).compose().plan.fusion().least == 7

@@ -161,13 +161,14 @@ def bundled(
 
 
 def _seconds(layers: Sequence[Sequence[int]], ready_s: Sequence[float]) -> list[float]:
-    """Return the time from when a layer's predecessors are ready until all of it is."""
-    out, before = [], 0.0
-    for indices in layers:
-        end = max(before, *(ready_s[index] for index in indices))
-        out.append(end - before)
-        before = end
-    return out
+    """Return the time from when a layer's predecessors are ready until all of it is.
+
+    Of the first layer that is not known (0): times count from one of its own gradients.
+    """
+    ends = list(
+        itertools.accumulate((max(ready_s[index] for index in each) for each in layers), max)
+    )
+    return [0.0, *(b - a for a, b in itertools.pairwise(ends))]
 
 
 def _width(
