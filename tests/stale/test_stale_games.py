@@ -229,6 +229,13 @@ def test_a_worker_dies_around_the_change_of_colayers(mode: str, dies: str) -> No
     assert sum(map(changed, played)) > 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["SSP", "PGE", "ASP"])
+def test_a_thousand_changes_of_colayers(mode: str) -> None:
+    for seed in range(1000, 1400):
+        change(mode, seed, (*MOMENTS, "")[seed % 6], kills=seed % 4)
+
+
 def test_workers_die_and_come_back_while_colayers_change() -> None:
     played = [change("PGE", seed, MOMENTS[seed % 5], kills=1 + seed % 3) for seed in range(60)]
     came = [p for each in played for p in each.living() if p.life and p.epoch and p.begun]

@@ -32,7 +32,9 @@ def distributed(world: Any, model: nn.Module, **options: Any) -> tuple[Any, Any]
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(n, m) for n, m in ((4, 8), (8, 32), (32, 8), (8, 4), (4, 1))))
+    return nn.Sequential(
+        *(nn.Linear(n, m) for n, m in ((4, 64), (64, 256), (256, 64), (64, 4), (4, 1)))
+    )
 
 
 def iterate(model: Any, optimizer: Any, rank: int, step: int) -> None:
@@ -64,6 +66,36 @@ def test_all_workers_change_to_the_same_colayers_and_end_with_the_same_weights(w
         assert made[:2] == (1, 4)
         assert made[2] == pytest.approx(FIRST + 6, abs=0.1)
         assert all(torch.equal(weight[name], found[0][3][name]) for name in weight)
+
+
+def test_what_a_codec_has_kept_back_stays_with_its_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In other buckets too, to the bit."""
+
+    def worker(world: Any) -> Any:
+        model, optimizer = distributed(world, net(), colayers=3, wire="sketch")
+        bundling = engine(model).bundling
+        states, replan = [], bundling.replan
+
+        def kept() -> dict[str, torch.Tensor]:
+            return dict(optimizer.residual_state_dict()["residuals"])
+
+        def recorded() -> None:
+            states.append(kept())
+            replan()
+            states.append(kept())
+
+        bundling.replan = recorded
+        for step in range(FIRST + 2):
+            iterate(model, optimizer, world.rank, step)
+        model.flush()
+        return states, len(buckets_of(model))
+
+    for (before, after), _ in on(2, worker):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert any(value.any() for value in before.values())
 
 
 class Virtual(threading.local):

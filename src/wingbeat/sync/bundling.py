@@ -134,8 +134,8 @@ def width_of(gradient: torch.Tensor) -> float | None:
     Returns:
         None if there is no finite value but 0.
 
-    >>> width_of(torch.tensor([1.0, -math.e, 0.5, 0.0]))
-    1.0
+    >>> width_of(torch.tensor([0.5, -1.0, 0.25, 0.0]))
+    0.0
     >>> width_of(torch.zeros(3))
     """
     flat = gradient.detach().reshape(-1)
