@@ -32,7 +32,7 @@ class Rounds:
         self.complete = self.applied = first
         self.lacking: int | None = None
         self._held = False
-        self._marks = [[[first - 1] * workers for _ in range(colayers)] for _ in range(workers)]
+        self._marks = [[[-1] * workers for _ in range(colayers)] for _ in range(workers)]
         self._next: list[list[int] | None] = [[first] * colayers for _ in range(workers)]
         self._have: dict[int, dict[tuple[int, int], Round]] = {}
 
