@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -97,6 +100,22 @@ def test_what_a_codec_has_kept_back_stays_with_its_parameters(
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert any(value.any() for value in before.values())
+
+
+def test_a_model_that_is_forgotten_goes() -> None:
+    def worker(world: Any) -> bool:
+        model, optimizer = distributed(world, net(), colayers=3, s=None)
+        for step in range(FIRST + 2):
+            iterate(model, optimizer, world.rank, step)
+        reference = weakref.ref(model[0].weight)
+        del model, optimizer
+        for _ in range(500):  # another thread may be collecting
+            if gc.collect() is not None and reference() is None:
+                return True
+            time.sleep(0.01)
+        return False
+
+    assert on(2, worker) == [True, True]
 
 
 class Virtual(threading.local):

@@ -171,8 +171,13 @@ class StaleExchange:
         world = self._world
         assert isinstance(world.store, Ledger), "stores of jobs decide who was first"
         room = f"stale{world.serial}/colayers"
-        self._layers = layers
-        self._rebundling = Rebundling(world.store, room, world.rank, layers.count, layers.choose)
+        self._layers, known = layers, weakref.ref(layers)
+
+        def choose(told: Sequence[Any]) -> Buckets | None:
+            found = known()  # held weakly: what ends the world keeps no model alive
+            return None if found is None else found.choose(told)
+
+        self._rebundling = Rebundling(world.store, room, world.rank, layers.count, choose)
         if world.returned:
             self._rebundling.catch_up()
             if (decision := self._rebundling.decision) is not None and decision.buckets:
@@ -349,7 +354,8 @@ class StaleExchange:
             log.info("%d colayers, by what was measured", self.colayers)
 
     def _go_on(self, decision: Decision | None) -> None:
-        assert decision is not None
+        assert decision is not None, "there is one, or all have settled"
+        assert decision.buckets is None, "who had not settled is not counted in"
         if self._world.rank == min(self.members, default=0):
             later = "; tried again later" if decision.again else ""
             log.warning("colayers stay as they are: %s%s", decision.why, later)
