@@ -65,7 +65,7 @@ class CanarySession:
         self._epoch = next(_sessions.setdefault(world, itertools.count()))
         self._machine: Worker | None = None
         if model is not None:
-            self._machine, self._colayers = _trained(model)
+            self._machine = _trained(model)
         self._closed = False
         self._whole: Collectives | None = None
         self._cubes: dict[tuple[int, int], Collectives] = {}
@@ -210,7 +210,7 @@ class CanarySession:
                 f"iteration={row}: the index has rows {machine.gei.retired} to {machine.gei.zeta}; "
                 "those before are complete"
             )
-        return machine.gei.row(row, own=machine.rank)[: self._colayers]
+        return machine.gei.row(row, own=machine.rank)[:-1]  # the last has no gradients
 
     def gei_matrix(self) -> dict[int, tuple[int, ...]]:
         """Return Q: the rows that are not complete, by iteration; the last is the fastest's.
@@ -288,12 +288,12 @@ class CanarySession:
         self.close()
 
 
-def _trained(model: nn.Module) -> tuple[Worker, int]:
-    """Return the machine of a model in training, and how many colayers the model has."""
+def _trained(model: nn.Module) -> Worker:
+    """Return the machine of a model in training."""
     exchange = bounded_exchange(model) if isinstance(model, nn.Module) else None
     if exchange is None:
         raise UsageError(
             f"CanarySession(model={type(model).__name__}): allowed is a model that "
             "distribute() has returned with wingbeat.Canary(), of two workers or more"
         )
-    return exchange.machine, exchange.colayers
+    return exchange.machine

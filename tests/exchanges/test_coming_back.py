@@ -51,7 +51,7 @@ class Life:
         machine = Worker(self.rank, self.n, self.pace, summed, life=arrived.life)
         replica = Numbers(self.n, self.pace.colayers)
         courier = Courier(
-            machine, arrived.mailbox, self.n, self.pace.colayers, replica,
+            machine, arrived.mailbox, self.n, replica,
             me=f"rank {self.rank}", timeout=20.0, lanes=arrived.lanes,
             attendance=arrived.attendance,
         )  # fmt: skip

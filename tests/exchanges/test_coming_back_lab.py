@@ -66,7 +66,7 @@ TRAIN = """if True:
     machine = Worker(rank, n, pace, summed, life=arrived.life)
     file = open(f"{sys.argv[1]}/journal{rank}.{arrived.life}", "w", buffering=1)
     courier = Courier(
-        machine, arrived.mailbox, n, 2, Numbers(n, 2), me=f"rank {rank}", timeout=60.0,
+        machine, arrived.mailbox, n, Numbers(n, 2), me=f"rank {rank}", timeout=60.0,
         lanes=arrived.lanes, attendance=arrived.attendance,
         journal=Journal(file.write, rank, arrived.life, n, pace),
     )

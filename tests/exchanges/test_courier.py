@@ -37,7 +37,7 @@ class Crew:
         self.replicas = [Numbers(n, pace.colayers) for _ in range(n)]
         self.couriers = [
             Courier(
-                Worker(rank, n, pace, summed), self.boxes[rank], n, pace.colayers,
+                Worker(rank, n, pace, summed), self.boxes[rank], n,
                 self.replicas[rank], me=f"rank {rank}", clock=self.clock,
             )
             for rank in range(n)
@@ -206,7 +206,7 @@ def opened(n: int, pace: Pace, silence: float) -> list[tuple[Courier, Numbers, M
         replica = Numbers(n, pace.colayers)
         machine = Worker(rank, n, pace, summed)
         courier = Courier(
-            machine, box, n, pace.colayers, replica, me=f"rank {rank}", timeout=20.0
+            machine, box, n, replica, me=f"rank {rank}", timeout=20.0
         )  # fmt: skip
         courier.serve()
         return courier, replica, box

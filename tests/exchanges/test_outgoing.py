@@ -162,3 +162,17 @@ def test_what_does_not_follow_what_came_before_is_refused() -> None:
             heard(parts)
     with pytest.raises(Malformed, match="150 bytes would follow, and there is room for 149"):
         heard([begin], most=149)
+
+
+def test_what_is_said_of_other_colayers_waits_for_these_or_is_left_out() -> None:
+    """A worker may change its colayers sooner than this one, or later."""
+    incoming = Incoming(2, 1, 100)
+    marks = ((((-1,) * 2,) * 3),) * 2  # of three colayers, which are none of today's
+    early, now = Report(whole(2), 4, marks), Pull(7, whole(2))
+    parts = [b"".join(letter_of(message, 0, epoch)) for message, epoch in ((early, 1), (now, 0))]
+    assert [list(incoming.take(BEGIN, part)) for part in parts] == [[], [(0, now)]]
+    assert list(incoming.rebundled(3)) == [(0, early)]
+    assert list(incoming.take(BEGIN, parts[1])) == []  # late
+    assert list(incoming.take(BEGIN, parts[0])) == [(0, early)]
+    with pytest.raises(Malformed, match="3 changes of colayers, and there were 1 here"):
+        list(incoming.take(BEGIN, b"".join(letter_of(now, 0, 3))))

@@ -326,6 +326,18 @@ def test_colayers_are_those_that_training_makes(name: str, count: int) -> None:
     assert found.numel == tuple(sum(map(math.prod, shapes)) for shapes in made)
 
 
+def test_measured_colayers_are_bundled_by_backward_times() -> None:
+    """VGG-19's are those of the paper's example (section 4.3.2), and not of one size."""
+    made = of_profile(load_profile("vgg19"))
+    assert bundled(made, 4, measured=True).tensors == (6, 8, 8, 16)
+    assert bundled(made, 4).tensors != (6, 8, 8, 16)
+    runs = [
+        run(Pace(0, 4, 4), 2, 3, model=made, links=SLOW, measured=measured)
+        for measured in (False, True)
+    ]
+    assert runs[0].seconds != runs[1].seconds
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -9,7 +9,10 @@ import pytest
 
 from helpers.stale import Game
 from wingbeat.stale.audit import audit
+from wingbeat.stale.journal import Journal
+from wingbeat.stale.messages import Round
 from wingbeat.stale.pace import Pace
+from wingbeat.stale.view import whole
 
 Journals = list[list[str]]
 
@@ -120,3 +123,36 @@ def test_who_runs_further_ahead_of_the_sums_than_is_in_flight_is_found() -> None
     assert audit(made).findings == ()
     found = audit(edited(made, "began", lambda words: words.update(began=4)))
     assert any("began iteration 4 with 0 rounds" in line for line in found.findings)
+
+
+def changed(first: int, sent: int) -> list[str]:
+    """Return the journal of a worker alone, which has one more colayer from ``first`` on."""
+    lines: list[str] = []
+    journal = Journal(lines.append, 0, 0, 1, Pace(2, 1, 1))
+    for number, colayers in ((0, 1), (1, sent)):
+        if number:
+            journal.settled(1, "bits")
+            journal.rebundled(Pace(2, 2, 2), first)
+        journal.began(number)
+        for z in range(colayers):
+            journal.sent(number, z)
+        entries = ((number, 0),)
+        journal.applied([Round(z, 0, number, entries, (0,), whole(1)) for z in range(colayers)])
+    journal.settled(2, "bits")
+    return lines
+
+
+def test_colayers_that_change_are_those_of_their_iterations() -> None:
+    assert not audit([changed(1, 2)]).findings
+    assert "of iteration 1 it has sent 1 colayers" in str(audit([changed(1, 1)]).findings)
+    assert "other colayers from 2 on, after 1 rounds" in str(audit([changed(2, 2)]).findings)
+
+
+def test_who_goes_on_without_having_settled_has_not_computed_what_it_had_begun() -> None:
+    lines = changed(1, 2)
+    begun = lines.index('{"began":1}\n')
+    assert "of iteration 3 it has sent 0" in str(
+        audit([[*lines[:begun], '{"began":3}\n', *lines[begun:]]]).findings
+    )
+    went = ['{"began":3}\n', '{"went_on":3}\n']
+    assert not audit([[*lines[:begun], *went, *lines[begun:]]]).findings

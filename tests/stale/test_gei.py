@@ -96,3 +96,14 @@ def test_it_tells_its_rows() -> None:
     gei = Gei(2, 1)
     gei.apply([Round(0, q, 0, ((0, 1),), (0, 0), whole(2)) for q in range(2)])
     assert gei.rows == {0: [[2, 2]]}
+
+
+def test_other_colayers_begin_with_empty_rows_and_count_what_was_counted() -> None:
+    gei = Gei(2, 2, keep=True)
+    gei.counted = 2 * 2 * 2 * 5
+    gei.sent(3, 1)
+    new = gei.rebundled(3, 5)
+    assert (new.retired, new.zeta, new.exchanged(3)) == (5, 5, 0)
+    assert new.row(5) == (0, 0, 0)
+    assert new.counted == 2 * 2 * 3 * 5
+    assert new.history == [(0, 0)] * 5

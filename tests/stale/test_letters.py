@@ -136,7 +136,7 @@ def test_only_what_has_a_payload_may_have_one() -> None:
 
 
 def test_a_malformed_matrix_is_refused() -> None:
-    start = (PARAMETERS, 0, 6, *([-1] * (N * K * N)), 0, 2, 0)
+    start = (0, PARAMETERS, 0, 6, *([-1] * (N * K * N)), 0, 2, 0)
     row = [1] * (K * N)
     read((*start, 2, 0, *row, 2, *row))
     for rows in ((1, 3, *row), (2, 1, *row, 1, *row), (2, 1, *row, 0, *row), (1, 0, *row[1:]),

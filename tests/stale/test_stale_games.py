@@ -184,3 +184,59 @@ def test_all_go_on_together_after_they_have_settled() -> None:
         player.machine.posts.clear()
     assert len({player.machine.at for player in played.living()}) == 1
     assert played.living()[0].machine.at > max(at)
+
+
+# -- other colayers amid training ------------------------------------------------------------
+
+
+MOMENTS = ("settling", "settled", "told", "decided", "changed")
+
+
+def change(mode: str, seed: int, dies: str = "", kills: int = 0) -> Game:
+    """Play a game in which workers bundle anew, some of them dying at that moment, and audit it."""
+    rng = random.Random(f"change {mode} {seed} {dies} {kills}")
+    pace = MODES[mode](rng, rng.randrange(2, 5))
+    if pace.s == 0:
+        pace = dataclasses.replace(pace, s=1)
+    pace = dataclasses.replace(pace, in_flight=rng.choice((1, 2, 3, None)))
+    played = Game(
+        seed, rng.randrange(3, 6), pace, iterations=rng.randrange(8, 16), kills=kills,
+        keep=rng.choice((None, 2, 3)), first=rng.randrange(1, 4), dies=dies,
+    ).play()  # fmt: skip
+    if not played.stranded:
+        audit(played)
+        assert len(set(played.digests)) <= 1, "replicas differ where colayers change"
+    assert not played.stranded or played.keep is not None
+    return played
+
+
+def changed(played: Game) -> bool:
+    return any(player.epoch for player in played.living())
+
+
+@pytest.mark.parametrize("mode", ["SSP", "PGE", "ASP"])
+def test_colayers_change_amid_training_and_nothing_counts_twice_or_never(mode: str) -> None:
+    played = [change(mode, seed) for seed in range(30)]
+    assert sum(map(changed, played)) > 20
+    assert len({p.pace.colayers for each in played for p in each.living()}) == 4
+
+
+@pytest.mark.parametrize("dies", MOMENTS)
+@pytest.mark.parametrize("mode", ["SSP", "PGE"])
+def test_a_worker_dies_around_the_change_of_colayers(mode: str, dies: str) -> None:
+    played = [change(mode, seed, dies) for seed in range(30)]
+    assert sum(not each.dies for each in played) > 20
+    assert sum(map(changed, played)) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["SSP", "PGE", "ASP"])
+def test_a_thousand_changes_of_colayers(mode: str) -> None:
+    for seed in range(1000, 1400):
+        change(mode, seed, (*MOMENTS, "")[seed % 6], kills=seed % 4)
+
+
+def test_workers_die_and_come_back_while_colayers_change() -> None:
+    played = [change("PGE", seed, MOMENTS[seed % 5], kills=1 + seed % 3) for seed in range(60)]
+    came = [p for each in played for p in each.living() if p.life and p.epoch and p.begun]
+    assert len(came) > 5

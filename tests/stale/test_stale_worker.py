@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helpers.stale import add
-from wingbeat.stale.messages import Entry, Here, Message, Piece, Pull, Round
+from helpers.stale import Game, add
+from wingbeat.stale.messages import Entry, Here, Message, Piece, Pull, Report, Round
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import View, whole
 from wingbeat.stale.worker import Worker
@@ -194,3 +194,17 @@ def test_one_that_has_not_gone_on_yet_keeps_its_place_while_another_ends_again()
     slow.end()
     settle()
     assert sums == [(at, 1)] * 2, "each piece once"
+
+
+def test_other_colayers_begin_with_the_next_round_and_without_who_has_died_meanwhile() -> None:
+    """Worker 1 was there when all had settled, and has come back since: its old life is over."""
+    worker = Game(3, 2, Pace(1, 2, 2), iterations=3).play().living()[0].machine
+    first = worker.applied
+    assert first > 0
+    worker.receive(1, 1, Report(View((0, 2)), -1, ((((-1, -1),) * 2),) * 2))
+    worker.rebundle(Pace(1, 3, 3), add, whole(2))
+    assert worker.life_of(1) is None
+    assert worker._owned[0].next == [first] * 3
+    assert (worker.wanted, worker.epoch, worker.ended) == (first, 1, False)
+    reports = [post.message for post in worker.posts if isinstance(post.message, Report)]
+    assert [report.view for report in reports] == [(0, 1)]

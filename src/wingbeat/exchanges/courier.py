@@ -24,9 +24,13 @@ from wingbeat.exchanges.lanes.order import Astray
 from wingbeat.exchanges.outgoing import Outgoing
 from wingbeat.exchanges.presence import Back, Gone, Presence
 from wingbeat.observe.log import log
+from wingbeat.stale.core import Combine
 from wingbeat.stale.journal import Journal, Unwritten
 from wingbeat.stale.letters import Malformed
+from wingbeat.stale.messages import Message as Said
 from wingbeat.stale.messages import Post, Round
+from wingbeat.stale.pace import Pace
+from wingbeat.stale.view import View
 from wingbeat.stale.worker import Worker
 from wingbeat.transport.liveness import LOGGED_S, LONGEST, Wait
 from wingbeat.transport.messages.endpoint import Message
@@ -66,7 +70,6 @@ class Courier:
         mailbox: joins this worker to the others, whose numbers are their ranks; used by the
             thread that serves alone.
         workers: how many there are.
-        colayers: k.
         replica: what rounds are applied to.
         me: what messages call this worker.
         name: what messages call the worker of a rank.
@@ -86,7 +89,6 @@ class Courier:
         machine: Worker,
         mailbox: Mailbox,
         workers: int,
-        colayers: int,
         replica: Replica,
         *,
         me: str,
@@ -101,7 +103,7 @@ class Courier:
         journal: Journal | None = None,
     ) -> None:
         self.machine, self._mailbox, self._replica = machine, mailbox, replica
-        self._workers, self._colayers, self._most = workers, colayers, most
+        self._workers, self._most = workers, most
         self._me, self._name, self._timeout, self._clock = me, name, timeout, clock
         if lanes is None:
             lanes = Lanes(mailbox, machine.rank, workers, name=name, begin=timeout, clock=clock)
@@ -142,8 +144,11 @@ class Courier:
                 self._journal.sent(iteration, colayer)
             return sent
 
-    def begin(self) -> int:
+    def begin(self, look: Callable[[], object] = lambda: None) -> int:
         """Apply what has come, wait until nobody is left behind, and enter the next iteration.
+
+        Args:
+            look: called again and again meanwhile.
 
         Returns:
             Its number.
@@ -151,7 +156,12 @@ class Courier:
         Raises:
             PeerError: it took too long, or cannot be; names who is waited for.
         """
-        iteration: int = self._until(self.advance, "may not begin the next iteration")
+
+        def entered() -> int | None:
+            look()
+            return self.advance()
+
+        iteration: int = self._until(entered, "may not begin the next iteration")
         return iteration
 
     def finish(self) -> None:
@@ -173,8 +183,7 @@ class Courier:
             PeerError: it took too long; names who is waited for.
         """
         self.end()
-        with self._using():
-            self.machine.resume()
+        self.resume()
 
     def end(self, told_s: float = math.inf) -> None:
         """As `settle`, and train no more: whoever has `close`d after that is not missed.
@@ -185,14 +194,89 @@ class Courier:
         Raises:
             PeerError: as `settle`.
         """
+        self.meet(lambda: False, told_s)
+
+    def meet(self, over: Callable[[], bool], told_s: float = math.inf) -> bool:
+        """As `end`, unless ``over`` says first that others, who had settled, go on.
+
+        Args:
+            over: asked again and again.
+            told_s: as for `end`.
+
+        Returns:
+            Whether all have settled.
+
+        Raises:
+            PeerError: as `settle`.
+        """
         with self._using():
             self.machine.end()
-        self._until(self._settled, "may not end", told_s)
+
+        def settled() -> bool | None:
+            return self._settled() or (False if over() else None)
+
+        if not self._until(settled, "may not end", told_s):
+            return False
         if self._journal.kept:
             digest = None
             with contextlib.suppress(UsageError):  # if the model has not been forgotten meanwhile
                 digest = hashlib.sha256(self._replica.copied()).hexdigest()
             self._journal.settled(self.machine.applied, digest)
+        return True
+
+    def await_decision(self, decided: Callable[[], Any], missing: Callable[[], list[int]]) -> Any:
+        """Return what all have decided who had settled; meanwhile nothing is applied here.
+
+        Args:
+            decided: returns it, or None; asked again and again.
+            missing: who has not said yet what it knows.
+
+        Raises:
+            PeerError: it took too long; names who is waited for.
+        """
+
+        def asked() -> Any:
+            with self._using():
+                pass
+            return decided()
+
+        return self._until(asked, "may not change its colayers", behind=missing)
+
+    def gone(self) -> frozenset[int]:
+        """Return the workers that are gone, also those that nobody needs where all have settled."""
+        with self._using():
+            return frozenset(self._presence.gone)
+
+    def resume(self) -> None:
+        """Go on after all have settled.
+
+        Raises:
+            PeerError: nothing can be sent any more; says why.
+        """
+        with self._using():
+            self.machine.resume()
+
+    def go_on(self, first: int) -> None:
+        """Go on without having settled; see `Worker.go_on`.
+
+        Raises:
+            PeerError: nothing can be sent any more; says why.
+        """
+        with self._using():
+            self._journal.went_on(self.machine.at)
+            self.machine.go_on(first)
+
+    def rebundle(self, pace: Pace, combine: Combine, view: View) -> None:
+        """Go on with other colayers; see `Worker.rebundle`.
+
+        Raises:
+            PeerError: who has done so sooner has sent what none of this job does; names it.
+        """
+        with self._using():
+            self.machine.rebundle(pace, combine, view)
+            self._journal.rebundled(pace, self.machine.at)
+            for source, incoming in list(self._incoming.items()):
+                self._receive(source, incoming.rebundled(pace.colayers))
 
     def stay(self, over: Callable[[], bool], told_s: float = math.inf) -> None:
         """After `end`, settle again with workers that train on, until ``over``.
@@ -241,7 +325,7 @@ class Courier:
     def _settled(self) -> bool | None:
         self._apply()
         with self._using():
-            return True if self.machine.settled and self.machine.lacking is None else None
+            return True if self.machine.level else None
 
     def _apply(self) -> None:
         """Bring the replica up to date, and let others have it; nothing is locked meanwhile."""
@@ -262,7 +346,14 @@ class Courier:
                 message = self.machine.parameters(self._replica.copied())
                 self.machine.posts.append(Post((worker,), message))
 
-    def _until(self, what: Callable[[], Any], said: str, told_s: float = math.inf) -> Any:
+    def _until(
+        self,
+        what: Callable[[], Any],
+        said: str,
+        told_s: float = math.inf,
+        behind: Callable[[], Sequence[int]] | None = None,
+    ) -> Any:
+        behind = behind or self.machine.behind
         # Whoever is gone, stopped or cut off is out of the roll before this.
         wait = Wait(self._me, "sums", self._clock)
         limit_s = LONGEST * self._timeout
@@ -279,7 +370,7 @@ class Courier:
                 if left <= 0:
                     raise PeerError(
                         f"{self._me}: {said} after {limit_s:g} s: waits for "
-                        f"{', '.join(map(self._name, self.machine.behind())) or 'sums'}; check "
+                        f"{', '.join(map(self._name, behind())) or 'sums'}; check "
                         "that all still train, or allow more: wingbeat.init(timeout=...)"
                     )
                 if now >= told:
@@ -287,9 +378,9 @@ class Courier:
                     log.warning(
                         f"{self._me}: has ended its training after {self.machine.at} "
                         "iterations, and makes sums for those that still train: "
-                        f"{', '.join(map(self._name, self.machine.behind()))}"
+                        f"{', '.join(map(self._name, behind()))}"
                     )
-                wait.look(", ".join(map(self._name, self.machine.behind())) or "the others")
+                wait.look(", ".join(map(self._name, behind())) or "the others")
                 if self._count == before:
                     self._changed.wait(min(left, told - now, LOGGED_S))
 
@@ -408,9 +499,14 @@ class Courier:
         """Take in the next part of what a worker says."""
         incoming = self._incoming.get(source)
         if incoming is None:
-            incoming = self._incoming[source] = Incoming(self._workers, self._colayers, self._most)
+            machine = self.machine
+            incoming = Incoming(self._workers, machine.colayers, self._most, machine.epoch)
+            self._incoming[source] = incoming
+        self._receive(source, incoming.take(kind, payload))
+
+    def _receive(self, source: int, messages: Iterator[tuple[int, Said]]) -> None:
         try:
-            for life, said in incoming.take(kind, payload):
+            for life, said in messages:
                 self.machine.receive(source, life, said)
         except Malformed as error:
             raise PeerError(

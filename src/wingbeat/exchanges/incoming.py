@@ -8,7 +8,7 @@ from typing import Any
 from wingbeat.exchanges.lanes.lanes import BEGIN
 from wingbeat.servers.documents import InParts
 from wingbeat.servers.sums import Refused
-from wingbeat.stale.letters import Malformed, letters_in, message_of
+from wingbeat.stale.letters import Malformed, epoch_of, letters_in, message_of
 from wingbeat.stale.messages import Message
 
 
@@ -19,15 +19,21 @@ class Incoming:
         workers: how many there may be.
         colayers: k.
         most: bytes that a payload may take.
+        epoch: how often colayers have changed.
     """
 
-    def __init__(self, workers: int, colayers: int, most: int) -> None:
+    def __init__(self, workers: int, colayers: int, most: int, epoch: int = 0) -> None:
         self._workers, self._colayers, self._most = workers, colayers, most
+        self._epoch = epoch
+        self._early: list[tuple[Sequence[int], bytearray | None]] = []
         self._numbers: Sequence[int] = ()  # of a letter whose payload is still to come
         self._payload: InParts | None = None
 
     def take(self, kind: int, part: Any) -> Iterator[tuple[int, Message]]:
         """Yield the sender's life and what it says, for each message that is whole now.
+
+        What was said before this worker's colayers changed is left out; what is said by who has
+        changed sooner waits for `rebundled`.
 
         Raises:
             Malformed: no worker of this job sends such a part.
@@ -40,7 +46,7 @@ class Incoming:
                     self._numbers, self._payload = letter.numbers, InParts(letter.nbytes)
                 else:
                     # A copy: in a part numbers lie at any address, which kernels cannot read.
-                    yield self._read(letter.numbers, bytearray(letter.payload) or None)
+                    yield from self._read(letter.numbers, bytearray(letter.payload) or None)
             return
         payload = self._payload
         try:
@@ -49,7 +55,26 @@ class Incoming:
             raise Malformed(str(error)) from None
         if payload.complete:
             self._payload = None
-            yield self._read(self._numbers, payload.data)
+            yield from self._read(self._numbers, payload.data)
 
-    def _read(self, numbers: Sequence[int], payload: bytearray | None) -> tuple[int, Message]:
-        return message_of(numbers, self._workers, self._colayers, payload)
+    def rebundled(self, colayers: int) -> Iterator[tuple[int, Message]]:
+        """Yield what has waited, as there are so many colayers now.
+
+        Raises:
+            Malformed: as `take`.
+        """
+        self._colayers, self._epoch = colayers, self._epoch + 1
+        early, self._early = self._early, []
+        for numbers, payload in early:
+            yield from self._read(numbers, payload)
+
+    def _read(
+        self, numbers: Sequence[int], payload: bytearray | None
+    ) -> Iterator[tuple[int, Message]]:
+        epoch = epoch_of(numbers)
+        if epoch == self._epoch:
+            yield message_of(numbers, self._workers, self._colayers, payload)
+        elif epoch > self._epoch + 1:
+            raise Malformed(f"{epoch} changes of colayers, and there were {self._epoch} here")
+        elif epoch > self._epoch:
+            self._early.append((numbers, payload))

@@ -55,7 +55,7 @@ class Outgoing:
         """
         while self._machine.posts:
             post = self._machine.posts.popleft()
-            letter = letter_of(post.message, self._machine.life)
+            letter = letter_of(post.message, self._machine.life, self._machine.epoch)
             for worker in post.to:
                 life = self._life(worker, post.message)
                 if life >= 0:

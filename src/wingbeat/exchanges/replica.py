@@ -136,6 +136,19 @@ class TorchReplica:
         self.sums = Sums(pieces, functools.partial(latest, self._options.form, name))
         self._last: Groups = self._options.form.read(self._options.written(), name(0))
 
+    def rebundle(self, params: Sequence[Sequence[torch.Tensor]], pieces: Pieces) -> None:
+        """Go on with the same parameters in other colayers.
+
+        Args:
+            params: of each colayer.
+            pieces: of the gradients of all these.
+        """
+        self._params, self._pieces = params, pieces
+        others = self._tensors[len(self._flat) :]
+        self._flat = [param for of_one in params for param in of_one]
+        self._tensors = [*self._flat, *others]
+        self.sums = Sums(pieces, functools.partial(latest, self._options.form, self._name))
+
     @property
     def control(self) -> int:
         """The number of the colayer that has the options."""

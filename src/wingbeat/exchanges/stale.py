@@ -11,17 +11,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from wingbeat.errors import UsageError, WingbeatError
+from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.arriving import Arrived, come
 from wingbeat.exchanges.coded import CodedPieces
 from wingbeat.exchanges.courier import Courier
 from wingbeat.exchanges.departures import departures_of
 from wingbeat.exchanges.journals import opened
 from wingbeat.exchanges.pieces import Pieces
+from wingbeat.exchanges.rebundling import Buckets, Decision, Rebundling
 from wingbeat.exchanges.replica import SummedReplica, TorchReplica, pace_of
 from wingbeat.exchanges.staleness import shown
 from wingbeat.observe.log import log
@@ -94,6 +95,31 @@ def reached(networks: Sequence[Sequence[str]]) -> list[set[int]] | None:
     return None if all(len(others) == len(ranks) - 1 for others in near) else near
 
 
+class Layers(Protocol):
+    """What is measured of a model's layers: `wingbeat.sync.bundling.Bundling`.
+
+    Attributes:
+        count: how many tensors they have.
+    """
+
+    count: int
+
+    def own(self) -> Any:
+        """Return what this worker has measured; what JSON can say."""
+
+    def choose(self, told: Sequence[Any]) -> Buckets | None:
+        """Return the tensors of each colayer by what all have measured; None if nobody has."""
+
+    def follow(self, buckets: Buckets) -> None:
+        """Have these in the next plan."""
+
+    def replan(self) -> None:
+        """Make the buckets of the next plan, and have them `planned`."""
+
+    def stop(self) -> None:
+        """Measure no more."""
+
+
 class StaleExchange:
     """Sends buckets in pieces to those who sum, and has rounds of sums applied.
 
@@ -114,6 +140,7 @@ class StaleExchange:
     """
 
     machine: Worker
+    _courier: Courier
 
     def __init__(
         self,
@@ -129,11 +156,36 @@ class StaleExchange:
         self._world, self._staleness, self._compression = world, staleness, compression
         self._optimizer, self._step, self._others = optimizer, step, others
         self._dropped = self.apart = False
+        self._layers: Layers | None = None
+        self._rebundling: Rebundling | None = None
+        self._changing: Decision | None = None
+        self._epoch = 0
         self.synchronous = staleness.synchronous
         self.waited: Callable[[int], None] = lambda _: None
 
+    def measures(self, layers: Layers) -> None:
+        """Have colayers made anew once by what is measured, where all workers settle.
+
+        A worker that comes back has those of the others at once.
+        """
+        world = self._world
+        assert isinstance(world.store, Ledger), "stores of jobs decide who was first"
+        room = f"stale{world.serial}/colayers"
+        self._layers, known = layers, weakref.ref(layers)
+
+        def choose(told: Sequence[Any]) -> Buckets | None:
+            found = known()  # held weakly: what ends the world keeps no model alive
+            return None if found is None else found.choose(told)
+
+        self._rebundling = Rebundling(world.store, room, world.rank, layers.count, choose)
+        if world.returned:
+            self._rebundling.catch_up()
+            if (decision := self._rebundling.decision) is not None and decision.buckets:
+                layers.follow(decision.buckets)
+                self._epoch = 1
+
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
-        """Take these buckets for colayers, from now on and for ever, and join the workers.
+        """Take these buckets for colayers, and join the workers if that has not been done.
 
         Raises:
             UsageError: what cannot be summed so, thresholds that do not fit the colayers, or a
@@ -143,7 +195,6 @@ class StaleExchange:
         world, staleness, count = self._world, self._staleness, len(buckets)
         p = staleness.exchanged(count)
         pace = pace_of(staleness.s, p, count, staleness.in_flight)
-        self.apart = pace.mode != "BSP"
         if world.rank == 0:
             said = count, p, staleness.s, staleness.in_flight
             log.debug("%d colayers: p=%d, s=%s, in_flight=%s", *said)
@@ -153,6 +204,12 @@ class StaleExchange:
             CodedPieces(colayers, world.size, wires) if any(wires) else Pieces(colayers, world.size)
         )
         params = [[slot.param for slot in bucket.slots] for bucket in buckets]
+        if self._changing is not None:
+            assert isinstance(self._replica, TorchReplica), "only workers that part measure"
+            self._replica.rebundle(params, self._pieces)
+            self._courier.rebundle(pace, self._replica.sums.combine, self._changing.view)
+            return
+        self.apart = pace.mode != "BSP"
         rest = params, self._pieces, self._optimizer
         if self.synchronous:
             self._replica: TorchReplica | SummedReplica = SummedReplica(
@@ -162,13 +219,14 @@ class StaleExchange:
             self._replica = TorchReplica(*rest, self._step, world.size, others=self._others)
         arrived = arrive(world, encrypted=staleness.encrypted)
         combine, life = self._replica.sums.combine, arrived.life
-        self.machine = Worker(world.rank, world.size, pace, combine, keep=pace.keep, life=life)
+        self.machine = Worker(
+            world.rank, world.size, pace, combine, keep=pace.keep, life=life, epoch=self._epoch
+        )
         held = self._held = _Held(self._replica, world)
         self._courier = Courier(
             self.machine,
             arrived.mailbox,
             world.size,
-            pace.colayers,
             held,
             me=f"rank {world.rank}",
             timeout=world.timeout,
@@ -180,8 +238,20 @@ class StaleExchange:
             journal=opened(f"training{world.serial}", world.rank, life, world.size, pace),
         )
         self._courier.serve()
-        world.on_close(_Ending(self._courier, held, world))
-        self._courier.begin()
+        world.on_close(_Ending(self._courier, held, world, self._rebundling))
+        self._courier.begin(self._refuse_late)
+
+    def _refuse_late(self) -> None:
+        """Raise a `PeerError` if the others have changed colayers just as this worker came."""
+        meeting, machine = self._rebundling, self.machine
+        if meeting is None or not machine.joining or not meeting.over():
+            return
+        decision, rank = meeting.decision, self._world.rank
+        if decision is not None and decision.buckets and decision.view[rank] != 2 * machine.life:
+            raise PeerError(
+                f"rank {rank}: came back just as the other workers changed their colayers, and "
+                "they do not know of it; start it anew"
+            )
 
     @torch.no_grad()
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
@@ -246,6 +316,53 @@ class StaleExchange:
         finally:
             self.waited(time.monotonic_ns() - begin - (self._held.spent_ns - before))
 
+    def meet(self) -> bool:
+        """Settle with all workers if colayers are to be made anew; return whether that was so.
+
+        Raises:
+            PeerError: others were waited for in vain; names them.
+        """
+        meeting = self._rebundling
+        if meeting is None or not meeting.is_due(self.machine.zeta):
+            return False
+        if self._courier.meet(meeting.over):
+            self._decide(meeting)
+        else:
+            self._go_on(meeting.decision)
+        self._courier.begin()
+        return True
+
+    def _decide(self, meeting: Rebundling) -> None:
+        """Have colayers made anew, as all have settled, or go on with those of today."""
+        assert self._layers is not None
+        own = self._layers.own()
+
+        def decided() -> Decision | None:
+            return meeting.decide(self.machine, self._courier.gone(), own)
+
+        decision: Decision = self._courier.await_decision(decided, meeting.missing)
+        if decision.buckets is None:
+            self._go_on(decision)
+            return
+        self._changing = decision
+        try:
+            self._layers.follow(decision.buckets)
+            self._layers.replan()
+        finally:
+            self._changing = None
+        if self._world.rank == min(self.members, default=0):
+            log.info("%d colayers, by what was measured", self.colayers)
+
+    def _go_on(self, decision: Decision | None) -> None:
+        assert decision is not None, "there is one, or all have settled"
+        assert decision.buckets is None, "who had not settled is not counted in"
+        if self._world.rank == min(self.members, default=0):
+            later = "; tried again later" if decision.again else ""
+            log.warning("colayers stay as they are: %s%s", decision.why, later)
+        if not decision.again and self._layers is not None:
+            self._layers.stop()
+        self._courier.go_on(decision.rounds)
+
     def level(self) -> None:
         """Wait until all workers have called this and all is applied; then go on.
 
@@ -254,7 +371,15 @@ class StaleExchange:
             UsageError: nobody is ever ahead, and a worker that had run out of batches could not
                 repeat the others' steps.
         """
-        self._courier.settle()
+        self._courier.end()
+        meeting = self._rebundling
+        if meeting is not None:
+            meeting.catch_up()
+        # All have settled with the same rounds: the last two are of no iteration.
+        if meeting is not None and meeting.is_due(self.machine.applied - 2):
+            self._decide(meeting)
+        else:
+            self._courier.resume()
         self._courier.begin()
         if isinstance(self._replica, SummedReplica):
             self._refuse_different(self._replica)
@@ -394,8 +519,11 @@ class _Held:
 class _Ending:
     """Has a worker leave when all have ended: until then the others need the sums that it makes."""
 
-    def __init__(self, courier: Courier, held: _Held, world: World) -> None:
+    def __init__(
+        self, courier: Courier, held: _Held, world: World, rebundling: Rebundling | None
+    ) -> None:
         self._courier, self._held, self._world = courier, held, world
+        self._rebundling = rebundling
 
     def __call__(self) -> None:
         """Leave; after a failure at once."""
@@ -411,6 +539,8 @@ class _Ending:
     def _end(self) -> None:
         quick = True
         try:
+            if self._rebundling is not None:
+                self._rebundling.ended()
             self._courier.end(_TOLD_S)
             if self._courier.undisturbed:
                 # Nobody leaves before all know that all have ended.

@@ -229,6 +229,18 @@ def count_of(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
+def bundles_of(text: str) -> int | str:
+    """Read a number of colayers, or ``auto``.
+
+    >>> bundles_of("4"), bundles_of("auto")
+    (4, 'auto')
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return AUTO if text.lower() == AUTO else int(text)
+
+
 def colayers_of(text: str) -> int | str | None:
     """Read a number of colayers, ``none`` or ``auto``.
 

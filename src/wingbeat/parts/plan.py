@@ -12,7 +12,7 @@ from functools import partial
 
 from wingbeat.errors import UsageError
 from wingbeat.settings import SIZE, Named, Settings
-from wingbeat.traits import Part
+from wingbeat.traits import ROUNDS, Part
 from wingbeat.types import Fusion, Merging, Tuning
 
 SEARCHES = ("bo", "random", "grid")
@@ -164,18 +164,32 @@ class Colayers(PlanPart):
 
     Where a model has fewer layers, there are as many buckets.
 
+    Args:
+        count: how many.
+        measured: whether they are bundled anew, by what the first iterations have measured.
+        least: then there may be fewer than ``count``, so many at least; 0: exactly ``count``.
+
     Raises:
-        UsageError: a ``count`` out of range.
+        UsageError: a number out of range, or ``least`` without ``measured``.
     """
 
     count: int = 10
+    measured: bool = False
+    least: int = 0
 
     def __post_init__(self) -> None:
         self.check_count("count", 1, 10_000)
+        self.check_flag("measured")
+        self.check_count("least", 0, self.count if self.measured else 0)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Where they are measured, workers that settle."""
+        return frozenset({ROUNDS} if self.measured else ())
 
     def fusion(self) -> Fusion:
         """Return the rule that the buckets are made by."""
-        return Fusion(kind="colayers", layers=self.count)
+        return Fusion(kind="colayers", layers=self.count, measured=self.measured, least=self.least)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -6,26 +6,33 @@ from collections.abc import Sequence
 
 from wingbeat.costs import Workload
 from wingbeat.plans import merge
-from wingbeat.plans.colayers import bundled
+from wingbeat.plans.colayers import Measured, bundled
 from wingbeat.plans.fixed import fixed
 from wingbeat.plans.layers import layers, none
 from wingbeat.types import Fusion, Plan, TensorSpec
 
-__all__ = ["fixed", "layers", "make", "none"]
+__all__ = ["Measured", "fixed", "layers", "make", "none"]
 
 
-def make(fusion: Fusion, specs: Sequence[TensorSpec], order: Sequence[int]) -> Plan:
+def make(
+    fusion: Fusion,
+    specs: Sequence[TensorSpec],
+    order: Sequence[int],
+    measured: Measured | None = None,
+) -> Plan:
     """Turn a rule into a plan.
 
     Args:
         fusion: the rule.
         specs: every tensor of the model.
         order: indices into ``specs``, in the order in which gradients become ready.
+        measured: what was measured of them, for a rule that goes by it; None for nothing yet.
     """
     if fusion.kind == "layers":
         return layers(specs, order, fusion.layers)
     if fusion.kind == "colayers":
-        return bundled(specs, order, fusion.layers)
+        least = fusion.least or None if measured else None
+        return bundled(specs, order, fusion.layers, measured, least)
     if fusion.kind == "none":
         return none(order)
     if fusion.kind == "one":

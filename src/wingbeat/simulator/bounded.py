@@ -40,6 +40,7 @@ def simulate_bounded(
     traffic: Traffic | None = None,
     crowd: bool = False,
     cores: int | None = None,
+    measured: bool = False,
 ) -> StaleRun:
     """Train ``model`` in virtual time until so many contributions are in all replicas.
 
@@ -60,6 +61,7 @@ def simulate_bounded(
             for more workers than some 30: without it messages are ``2 k n**2`` a round.
         cores: processors that the hosts share, as in a lab on one machine; each thread of each host
             has one of its own if it is not given. A crowd knows of none.
+        measured: whether colayers are bundled by what training measures, from the beginning on.
 
     Raises:
         UsageError: a number or a name out of range.
@@ -71,9 +73,8 @@ def simulate_bounded(
         )
     if network not in NETWORKS:
         raise UsageError(f"simulate_bounded(network={network!r}): allowed are {NETWORKS}")
-    job = _Job(
-        bundled(model, pace.colayers), pace, workers, links, coding or Coding(), work or Work()
-    )
+    colayers = bundled(model, pace.colayers, measured=measured)
+    job = _Job(colayers, pace, workers, links, coding or Coding(), work or Work())
     if cores is not None and (crowd or cores < 1):
         raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without crowd=True")
     agenda = Agenda()

@@ -104,13 +104,23 @@ class Bundled:
         return self.forward_s + sum(self.backward_s) + self.rest_s
 
 
-def bundled(model: Model, count: int) -> Bundled:
+def bundled(model: Model, count: int, *, measured: bool = False) -> Bundled:
     """Bundle a model's layers as training does, by the same rule and what it goes by.
+
+    Args:
+        model: layers and their times.
+        count: colayers, k.
+        measured: whether by what training measures, as after its first iterations.
 
     Raises:
         UsageError: it has fewer layers with parameters.
     """
-    plan = plans.make(Fusion(kind="colayers", layers=count), model.tensors, model.ready_order)
+    plan = plans.make(
+        Fusion(kind="colayers", layers=count),
+        model.tensors,
+        model.ready_order,
+        model.measured if measured else None,
+    )
     tensors = [bucket.tensors for bucket in plan.buckets]
     if len(tensors) < count:
         raise UsageError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from wingbeat import plans
 from wingbeat.paced.profile import FLOAT32_BYTES, Profile
+from wingbeat.plans import Measured
 from wingbeat.servers.tables import Places
 from wingbeat.types import Fusion, TensorSpec
 
@@ -43,6 +44,23 @@ class Model:
 
     layers: tuple[TimedLayer, ...]
     tensors: tuple[TensorSpec, ...]
+
+    @property
+    def measured(self) -> Measured:
+        """What training would measure: when gradients are ready, after the first.
+
+        How wide they are distributed is not known.
+        """
+        ready, now = [0.0] * len(self.tensors), 0.0
+        for layer in reversed(self.layers):
+            numel = sum(self.tensors[t].numel for t in layer.tensors)
+            for t in reversed(layer.tensors):
+                now += layer.backward_s * self.tensors[t].numel / numel
+                ready[t] = now
+            if not layer.tensors:
+                now += layer.backward_s
+        first = min(ready, default=0.0)
+        return Measured(tuple(each - first for each in ready), (None,) * len(ready))
 
     @property
     def ready_order(self) -> list[int]:

@@ -25,7 +25,11 @@ Rounds = dict[int, dict[tuple[int, int], list[tuple[int, int]]]]
 
 @dataclass
 class Life:
-    """What the journal of one life says; ``begun_at`` by iteration: the rounds it had applied."""
+    """What the journal of one life says.
+
+    ``begun_at`` by iteration: the rounds it had applied; ``bundles``: from which iteration on there
+    were other colayers, how many, p and mode.
+    """
 
     rank: int
     life: int
@@ -35,6 +39,7 @@ class Life:
     p: int
     mode: str
     in_flight: int | None = None
+    bundles: list[tuple[int, int, int, str]] = field(default_factory=list)
     began: list[int] = field(default_factory=list)
     begun_at: dict[int, int] = field(default_factory=dict)
     sent: set[tuple[int, int]] = field(default_factory=set)
@@ -45,6 +50,19 @@ class Life:
     pulls: int = 0
     whole: bool = False
     findings: list[str] = field(default_factory=list)
+
+    def of(self, iteration: int) -> tuple[int, int, str]:
+        """Return the colayers, p and mode of an iteration."""
+        now = self.colayers, self.p, self.mode
+        for first, colayers, p, mode in self.bundles:
+            if iteration >= first:
+                now = colayers, p, mode
+        return now
+
+    def entered(self) -> None:
+        """Forget the last iteration that was begun if nothing of it was sent."""
+        if self.began and not any(iteration == self.began[-1] for iteration, _ in self.sent):
+            self.began.pop()
 
     def __str__(self) -> str:
         return f"worker {self.rank}, life {self.life}"
@@ -166,6 +184,12 @@ def _trained(life: Life, word: dict[str, Any]) -> bool:
             life.sent.add((iteration, colayer))
         case {"dropped": [iteration, colayers]}:
             life.dropped[iteration] = colayers
+        case {"went_on": _}:
+            life.entered()
+        case {"first": first, "colayers": colayers, "p": p, "mode": mode}:
+            if first != life.at:
+                life.findings.append(f"has other colayers from {first} on, after {life.at} rounds")
+            life.bundles.append((first, colayers, p, mode))
         case _:
             return False
     return True
@@ -184,8 +208,7 @@ def _applied(life: Life, word: dict[str, Any]) -> None:
         case {"settled": rounds, "digest": digest}:
             if digest is not None:
                 life.digests[rounds] = digest
-            if life.began and not any(iteration == life.began[-1] for iteration, _ in life.sent):
-                life.began.pop()  # entered, and then no batch was left
+            life.entered()  # and then no batch was left
             if rounds != life.at:
                 life.findings.append(f"settled at {rounds} with {life.at} rounds")
         case _:
@@ -216,11 +239,12 @@ def _missing(life: Life, counted: Counter[Key]) -> list[Key]:
 def _drops(life: Life) -> Iterator[str]:
     """Yield what was neither sent nor dropped by the rule."""
     for iteration in life.began if life.whole else ():
-        sent = sum((iteration, colayer) in life.sent for colayer in range(life.colayers))
-        if sent != life.dropped.get(iteration, life.colayers):
+        sent = sum(begun == iteration for begun, _ in life.sent)
+        if sent != life.dropped.get(iteration, life.of(iteration)[0]):
             yield f"of iteration {iteration} it has sent {sent} colayers"
     for iteration, sent in life.dropped.items():
-        if sent >= life.p or life.mode != "PGE":
+        _, p, mode = life.of(iteration)
+        if sent >= p or mode != "PGE":
             yield f"dropped iteration {iteration}, of which it had sent {sent} colayers"
 
 

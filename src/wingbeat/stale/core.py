@@ -26,7 +26,16 @@ from wingbeat.stale.others import Others
 from wingbeat.stale.owned import Ownership
 from wingbeat.stale.pace import Even, Pace
 from wingbeat.stale.rounds import Rounds
-from wingbeat.stale.view import covers, inherited, members, owner, whole, with_life, without
+from wingbeat.stale.view import (
+    View,
+    covers,
+    inherited,
+    members,
+    owner,
+    whole,
+    with_life,
+    without,
+)
 
 Combine = Callable[[int, int, dict[Entry, Any]], Any]
 """Colayer, piece and contributions, in the order of addition, to what travels as their sum."""
@@ -44,6 +53,7 @@ class Core:
             None for any number.
         life: 0, or a larger number than in all its lives before if the worker comes back.
         history: whether the GEI keeps the rows that are retired.
+        epoch: how often colayers have changed before this life.
 
     Attributes:
         pace: the thresholds.
@@ -56,6 +66,7 @@ class Core:
             sent and so count.
         pulls: how often parameters were pulled that were let go, or that a new life lacked.
         expelled: the others take this worker for dead; only a new life can go on.
+        epoch: how often colayers have changed; what is said in another one is not for this machine.
     """
 
     def __init__(
@@ -68,9 +79,10 @@ class Core:
         keep: int | None = None,
         life: int = 0,
         history: bool = False,
+        epoch: int = 0,
     ) -> None:
         self.rank, self.life, self._n, self.pace = rank, life, workers, pace
-        self.colayers = pace.colayers
+        self.colayers, self.epoch = pace.colayers, epoch
         self._combine, self._keep = combine, keep
         self.posts: deque[Post] = deque()
         self.at = self.zeta = 0
@@ -103,6 +115,16 @@ class Core:
         if self._fresh:
             return self._rounds.lacking or self._rounds.applied
         return self._rounds.lacking
+
+    @property
+    def view(self) -> View:
+        """Who takes part, as all who do have agreed."""
+        return self._agreement.view
+
+    @property
+    def agreeing(self) -> bool:
+        """Whether somebody came or went, and that is being agreed on."""
+        return self._agreement.frozen
 
     # -- what arrives ---------------------------------------------------------------------
 
@@ -172,6 +194,41 @@ class Core:
                 return  # it is summed anew
         if self._rounds.expects(message):
             self._rounds.add(message)
+
+    # -- other colayers ---------------------------------------------------------------------
+
+    def rebundle(self, pace: Pace, combine: Combine, view: View) -> None:
+        """Go on with other colayers, where all of ``view`` do so from the same rounds.
+
+        All that was sent is in the parameters of all, so nothing of what is known here is needed
+        any more, but who has gone since.
+
+        Args:
+            pace: the thresholds, with the new number of colayers.
+            combine: adds contributions up.
+            view: who had settled, this worker among them.
+        """
+        known, first = self._agreement.proposed, self._rounds.applied
+        self.epoch += 1
+        self.pace, self.colayers, self._combine = pace, pace.colayers, combine
+        self.posts.clear()
+        self.gei = self.gei.rebundled(pace.colayers, first)
+        self._rounds = Rounds(self._n, pace.colayers, first)
+        self._kept, self._others = Kept(pace.colayers), Others(self.rank)
+        self._wishes, self._settled, self._aside = {}, {}, []
+        self._told = self._asked = self._pulled = None
+        self._agreement = Agreement(view)
+        self._owned = Ownership(self._n, pace.colayers)
+        for piece in range(self._n):
+            if owner(view, piece) == self.rank:
+                self._owned.begin(piece, first)
+        self.at = first
+        self.ended = self._computing = self._inside = self._out = False
+        self._enter(first)
+        for worker in members(view):
+            if known[worker] != view[worker]:
+                self._propose(without(self._agreement.proposed, worker))
+        self._go_on()
 
     # -- who takes part -------------------------------------------------------------------
 

@@ -130,6 +130,22 @@ class Gei:
         self._own = {i: mask for i, mask in self._own.items() if i >= self.retired}
         self.enter(other.zeta)
 
+    def rebundled(self, colayers: int, first: int) -> Gei:
+        """Return the matrix that training goes on with in other colayers.
+
+        Args:
+            colayers: their number.
+            first: the first row; all before are complete. What they ``counted`` is in proportion
+                to the number, rounded.
+        """
+        out = Gei(self.workers, colayers, keep=self._keep)
+        out.counted = round(self.counted * colayers / self._colayers)
+        if self._keep:
+            out.history = [*self.history, *(self.row(i) for i in range(self.retired, first))]
+        out.retired = first
+        out.enter(first)
+        return out
+
     @property
     def rows(self) -> Mapping[int, Sequence[Sequence[int]]]:
         """By iteration, colayer and piece: whose pieces have arrived, a bit for each worker."""

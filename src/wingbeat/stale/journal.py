@@ -56,6 +56,14 @@ class Journal:
             self._line(dropped=[iteration, colayers])
         self._dropped = len(all_)
 
+    def rebundled(self, pace: Pace, first: int) -> None:
+        """Note that there are other colayers from an iteration on."""
+        self._line(first=first, colayers=pace.colayers, p=pace.p, mode=pace.mode)
+
+    def went_on(self, iteration: int) -> None:
+        """Note that it goes on without having settled, and ``iteration`` was not computed."""
+        self._line(went_on=iteration)
+
     def pulled(self, applied: int) -> None:
         """Note that parameters were taken over which have so many rounds."""
         self._line(pulled=applied)

@@ -78,30 +78,32 @@ class Read(NamedTuple):
 # -- what is sent ----------------------------------------------------------------------------
 
 
-def letter_of(message: Message, life: int) -> Letter:
+def letter_of(message: Message, life: int, epoch: int = 0) -> Letter:
     """Say what a message says.
 
     Args:
         message: of this worker.
         life: in which of its lives it sends it.
+        epoch: how often its colayers have changed.
     """
     data = getattr(message, "payload", None)
     payload = memoryview(b"" if data is None else data).cast("B")
-    numbers = numbers_of(message, life)
+    numbers = numbers_of(message, life, epoch)
     width = 4 if max(numbers) < 1 << 31 else 8
     head = _HEAD.pack(width, len(numbers), len(payload))
     return Letter(head + struct.pack(f"<{len(numbers)}{_FORMATS[width]}", *numbers), payload)
 
 
-def numbers_of(message: Message, life: int) -> list[int]:
-    """Return the kind of a message, the sender's life, and its fields in their order.
+def numbers_of(message: Message, life: int, epoch: int = 0) -> list[int]:
+    """Return the sender's epoch, the message's kind, the sender's life, and the message's fields.
 
     Args:
         message: its payload is not among them.
         life: of the sender.
+        epoch: how often its colayers have changed.
     """
     kind = type(message)
-    out = [_KINDS.index(kind), life]
+    out = [epoch, _KINDS.index(kind), life]
     for name in _FIELDS[kind]:
         out += _HOW[name][0](getattr(message, name))
     return out
@@ -161,6 +163,15 @@ def letters_in(part: Any, most: int) -> Iterator[Read]:
         yield Read(numbers, nbytes, payload)
 
 
+def epoch_of(numbers: Sequence[int]) -> int:
+    """Return how often the sender's colayers had changed: the rest is to be read with as many.
+
+    Raises:
+        Malformed: it is no such number.
+    """
+    return _Reader(numbers, 0, 0).number("epoch")
+
+
 def message_of(
     numbers: Sequence[int], workers: int, colayers: int, payload: Any
 ) -> tuple[int, Message]:
@@ -176,6 +187,7 @@ def message_of(
         Malformed: a worker of this job would not say so.
     """
     read = _Reader(numbers, workers, colayers)
+    read.number("epoch")
     kind = _KINDS[read.number("kind", end=len(_KINDS))]
     life = read.number("life")
     fields = {name: _HOW[name][1](read, name) for name in _FIELDS[kind]}

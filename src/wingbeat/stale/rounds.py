@@ -18,6 +18,7 @@ class Rounds:
     Args:
         workers: how many there may be; as many are the pieces.
         colayers: k.
+        first: number of the first round; of all before, everything is in the parameters.
 
     Attributes:
         complete: rounds of which everything is here, or in the parameters.
@@ -26,13 +27,13 @@ class Rounds:
             while it is not known from where on pieces come.
     """
 
-    def __init__(self, workers: int, colayers: int) -> None:
+    def __init__(self, workers: int, colayers: int, first: int = 0) -> None:
         self._workers, self._colayers = workers, colayers
-        self.complete = self.applied = 0
+        self.complete = self.applied = first
         self.lacking: int | None = None
         self._held = False
         self._marks = [[[-1] * workers for _ in range(colayers)] for _ in range(workers)]
-        self._next: list[list[int] | None] = [[0] * colayers for _ in range(workers)]
+        self._next: list[list[int] | None] = [[first] * colayers for _ in range(workers)]
         self._have: dict[int, dict[tuple[int, int], Round]] = {}
 
     def know_nothing(self) -> None:

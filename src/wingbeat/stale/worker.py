@@ -121,6 +121,12 @@ class Worker(Core):
         )
 
     @property
+    def level(self) -> bool:
+        """Whether all have settled, and all of it is in the parameters here."""
+        rounds = self._settled.get(self.rank)
+        return self.settled and self.lacking is None and self._rounds.applied == rounds
+
+    @property
     def resumed_elsewhere(self) -> bool:
         """Whether another worker has resumed since all settled, so that this one has to as well."""
         mine = self._settled.get(self.rank)
@@ -128,10 +134,21 @@ class Worker(Core):
 
     def resume(self) -> None:
         """Go on after all have settled: with the same iteration everywhere."""
-        self.at = self._settled[self.rank]
+        # If somebody came or went meanwhile, it is about to settle again.
+        self.at = self._settled.get(self.rank, self._rounds.applied)
         self._settled = {}
         self.ended = False
         self._enter(self.at)
+        self._go_on()
+
+    def go_on(self, first: int) -> None:
+        """Go on without having settled, with others who had.
+
+        Args:
+            first: the iteration that these go on with.
+        """
+        self.ended, self._out, self._settled = False, True, {}
+        self._enter(first)
         self._go_on()
 
     # -- parameters that are pulled -------------------------------------------------------

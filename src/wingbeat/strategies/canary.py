@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
-from wingbeat.parts.exchange import AUTO, check_thresholds, colayers_of, count_of
+from wingbeat.parts.exchange import AUTO, bundles_of, check_thresholds, colayers_of, count_of
+from wingbeat.plans.colayers import DEFAULT, LEAST
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
@@ -38,6 +39,10 @@ class Canary(Preset):
             of 10, and as many in proportion of others, where ``s`` is 1 or more; None (``none``):
             nothing is dropped, and the others wait for it.
         colayers: into how many bundles layers are put, k; a model with fewer layers has as many.
+            ``"auto"``: 10 at first, and from 4 to 10 by what is ``measured``.
+        measured: whether layers are bundled anew, once, by what the first iterations have measured:
+            how long backward takes for each parameter, and how wide gradients are distributed. All
+            workers settle for it. Not with ``s=0``.
         wire: what pieces travel as: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
             ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``; it
             is not tried whether that is faster. All but fp32 are not exact. ``"auto"``: the sketch
@@ -56,32 +61,49 @@ class Canary(Preset):
 
     s: int | None = field(default=18, metadata={READ: count_of})
     p: int | str | None = field(default=AUTO, metadata={READ: colayers_of})
-    colayers: int = 10
+    colayers: int | str = field(default=DEFAULT, metadata={READ: bundles_of})
+    measured: bool = False
     wire: Wire = AUTO
     encrypted: bool = True
     in_flight: int | None = field(default=2, metadata={READ: count_of})
 
     def __post_init__(self) -> None:
-        self.check_count("colayers", 1, 10_000)
-        if self.p not in (None, AUTO, *range(1, self.colayers + 1)):
-            allowed = f"whole numbers, 1 to {self.colayers} (colayers), None and 'auto'"
+        self.check_flag("measured")
+        if self.colayers != AUTO:
+            self.check_count("colayers", 1, 10_000)
+        elif not self.measured:
+            raise self._refuse("colayers", "whole numbers; 'auto' with measured=True")
+        if self.p not in (None, AUTO, *range(1, self._most + 1)):
+            allowed = f"whole numbers, 1 to {self._most} (colayers), None and 'auto'"
             raise self._refuse("p", allowed)
         check_thresholds(self)
         self.check_flag("encrypted")
         self.compose()
+
+    @property
+    def _most(self) -> int:
+        """How many colayers at most."""
+        return self.colayers if isinstance(self.colayers, int) else DEFAULT
+
+    @property
+    def _least(self) -> int:
+        """How many at least, where their number is chosen; 0 where it is not."""
+        if self.colayers != AUTO:
+            return 0
+        return max(LEAST, self.p) if isinstance(self.p, int) else LEAST
 
     def compose(self) -> Strategy:
         """Return the parts that it stands for."""
         exchange = parts.Bounded(
             s=self.s,
             # All colayers, however many the model has.
-            p=None if self.p == self.colayers else self.p,
+            p=None if self.p == self._most else self.p,
             encrypted=self.encrypted,
             in_flight=self.in_flight,
         )
         auto: Wire = "fp32" if exchange.exact else "sketch"
         return Strategy(
-            plan=parts.Colayers(count=self.colayers),
+            plan=parts.Colayers(count=self._most, measured=self.measured, least=self._least),
             wire=auto if self.wire == AUTO else self.wire,
             exchange=exchange,
             schedule=parts.Stale(),

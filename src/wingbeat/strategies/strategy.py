@@ -291,6 +291,11 @@ def _check_bounded(strategy: Strategy) -> None:
             "by all workers at once, who make iterations of their own here; allowed: "
             "plan=Colayers(), or another fixed plan, such as Layers()"
         )
+    if plan.fusion().measured and cast(Bounded, strategy.exchange).exact:
+        raise UsageError(
+            f"{where}, plan={plan!r}): colayers are made anew where workers settle, and with s=0 "
+            "gradients stay in their buckets; leave measured out, or take s=1 or more"
+        )
 
 
 def _check_averaged(strategy: Strategy) -> None:

@@ -112,6 +112,7 @@ class Engine(Entrance):
         self.runtime = kinds.runtime_of(choices, training, self.compression, self, buffers)
         self.meter = self.runtime.meter = Meter(type(model).__name__)
         self.meter.show(self.runtime.exchange.sections)
+        self.bundling = kinds.bundling_of(choices, self.runtime, WeakCall(self.rebucket))
         self.views = self.runtime.views
         self.update = self.runtime.update
         if world.size > 1:
@@ -181,6 +182,8 @@ class Engine(Entrance):
 
     def launch(self, bucket: Bucket) -> None:
         """Send a bucket, whose gradients are complete, on its way."""
+        if self.bundling is not None:
+            self.bundling.look(bucket)
         bucket.wire = self.compression.launching(bucket)
         if bucket.wire is not None and self.update.shards is not None:  # encoded once, not gathered
             self.compression.add_own_residual(bucket, self.runtime.exchange.owned(bucket))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from wingbeat.gradients.views import Views
     from wingbeat.observe.meter import Meter
     from wingbeat.sync.buffers import BufferSync
+    from wingbeat.sync.bundling import Bundling
 
 
 class Intake:
@@ -43,6 +44,7 @@ class Intake:
     views: Views
     steps_made: Steps
     sparse: SparseGradients
+    bundling: Bundling | None
 
     def __init__(self, scale: float) -> None:
         self.sync = True
@@ -94,7 +96,8 @@ class Intake:
     @property
     def passes(self) -> Passes | None:
         """What times backward, to plan by it; None where nothing is planned."""
-        return None if self.merging is None else self.merging.passes
+        by = self.merging or self.bundling
+        return None if by is None else by.passes
 
     # -- what becomes of it --------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from wingbeat.gradients.views import (
 )
 from wingbeat.schedules.events import Operation, Schedule
 from wingbeat.sync import averaged
+from wingbeat.sync.bundling import Bundling
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
@@ -107,6 +108,23 @@ def runtime_of(
     if isinstance(exchange, StaleExchange) and isinstance(views, SentGradients):
         exchange.waited = WeakCall(runtime.waited)
     return runtime
+
+
+def bundling_of(
+    choices: Choices, runtime: Runtime, rebucket: Callable[[], object]
+) -> Bundling | None:
+    """Make what measures layers for colayers; None where these are not made anew.
+
+    Args:
+        choices: the strategy's.
+        runtime: its parts.
+        rebucket: has the engine change to the next plan.
+    """
+    if not choices.fusion.measured or not isinstance(runtime.exchange, StaleExchange):
+        return None
+    bundling = Bundling(runtime.bucketing, rebucket)
+    runtime.exchange.measures(bundling)
+    return bundling
 
 
 def _views_of(

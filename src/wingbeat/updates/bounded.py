@@ -40,6 +40,9 @@ class Rounds(Place, Protocol):
     def step(self) -> None:
         """End the iteration, apply what has come, and enter the next when that is allowed."""
 
+    def meet(self) -> bool:
+        """Do as `level` where all workers do so by themselves; return whether that was so."""
+
     def level(self) -> None:
         """Wait until all workers have called this and all is applied everywhere."""
 
@@ -208,6 +211,8 @@ class BoundedUpdate(WholeUpdate):
         finally:
             self._views.spend()
             self._left = self._marks() if self._rounds.apart else None
+        if self._rounds.meet():
+            self._left = self._marks()
 
     @property
     def differs(self) -> bool:
