@@ -151,7 +151,7 @@ def test_both_paces_stand_in_a_row_and_what_is_behind_first(canary: ModuleType) 
     )  # fmt: skip
     assert made.rows[0][-2:] == ("", "")
     assert made.notes[0] == "behind: canary takes 1.25 times as long as BML, real pace"
-    assert any("codecs of workers take 160 times as long" in line for line in made.notes)
+    assert any("grows with the model takes 160 times as long" in line for line in made.notes)
     assert made.notes[-1] == "limited by this machine's cores, slow motion: ako"
 
 

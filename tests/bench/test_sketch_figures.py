@@ -123,7 +123,10 @@ def test_a_model_that_the_sketch_slows_down_is_said_first(sketch: ModuleType) ->
     assert made.title.endswith("models at 0.05 of their size, slow motion of 2")
     assert made.rows[0][:3] == ("star:4@10gbit, a, sketch", "50", "40 .. 50")
     assert [line.split()[3] for line in made.notes[:2]] == ["b", "a"]
-    assert made.notes[2] == "sketches take 40 times as long as measured here, as on the whole model"
+    assert made.notes[2] == (
+        "sketches: what grows with the model takes 40 times as long as measured here, "
+        "as on the whole model"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.scripts import benchmark
 from wingbeat.bench import contenders
+from wingbeat.bench.pace import Pace
 
 
 def best_row(seconds: list[float], *, ddp: bool, cores: bool = False) -> dict[str, Any]:
@@ -108,7 +109,8 @@ def test_hooks_have_the_range_and_what_sends_too_much() -> None:
     assert made.title.endswith("on star:4@1gbit, slow motion of 2")
     assert made.notes == (
         "missed: sketch@8 sends more than its payloads",
-        "encoding takes 20 times as long as measured here, as on the whole model",
+        "encoding: what grows with the model takes 20 times as long as measured here, as on the "
+        "whole model; the rest 2 times",
     )
 
 
@@ -127,17 +129,24 @@ def test_hooks_encode_at_the_pace_of_the_whole_model(monkeypatch: pytest.MonkeyP
     def nothing(*_: Any) -> None:
         return None
 
-    factors: list[float] = []
+    paces: list[Pace] = []
+
+    def priced(_name: str, _args: Any, pace: Pace) -> dict[str, float]:
+        paces.append(pace)
+        return {"encode": 0.25}
+
+    seen: list[Any] = []
     group = {"init_process_group": nothing, "barrier": nothing, "destroy_process_group": nothing}
     with benchmark("hooks") as hooks:
         monkeypatch.setattr(hooks, "dist", SimpleNamespace(get_rank=lambda: 1, **group))
         monkeypatch.setattr(hooks.torch, "set_num_threads", nothing)
-        monkeypatch.setattr(hooks.pace, "slow_codecs", factors.append)
-        monkeypatch.setattr(hooks, "turn", nothing)
-        hooks.worker(
-            SimpleNamespace(rounds=1, rows=["ddp"], model="paced:resnet50@0.1", stretch=2.0)
-        )
-    assert factors == [20.0]
+        monkeypatch.setattr(hooks.Pace, "install", lambda _: nothing)
+        monkeypatch.setattr(hooks, "priced", priced)
+        monkeypatch.setattr(hooks, "turn", lambda *_: seen.append(dict(paces[0].fixed)))
+        rows = ["sketch@8", "ddp"]
+        hooks.worker(SimpleNamespace(rounds=1, rows=rows, model="paced:resnet50@0.1", stretch=2.0))
+    assert [(pace.stretch, pace.scale) for pace in paces] == [(2.0, 0.1)]
+    assert seen == [{"encode": 0.25}, {}]
 
 
 def test_requests_have_the_range_of_repeats() -> None:
