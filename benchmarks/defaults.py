@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ from common import run_and_judge, show, write
 from wingbeat.bench import estimate, runner
 from wingbeat.bench.config import BenchConfig
 from wingbeat.bench.printed import Printed
-from wingbeat.bench.results import Run
 
 WITHIN = 0.05
 LABS = ("star:4@1gbit", "star:4@10gbit")
@@ -154,11 +152,6 @@ def missed(found: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def typical(preset: str, run: Run) -> float:
-    """Return seconds of an iteration: the median, or the mean where some take what others leave."""
-    return statistics.fmean(run.samples_s) if preset in UNEVEN else run.iteration_s.median
-
-
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Fill the report bench by bench; return which defaults are not the best choice."""
     todo = list(benches(args))
@@ -170,7 +163,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
         rows = [
             {
                 "option": run.strategy,
-                "s": typical(preset, run),
+                "s": run.typical_s,
                 "p10_s": run.iteration_s.p10,
                 "p90_s": run.iteration_s.p90,
                 "mb": run.bytes_per_iteration / 1e6,

@@ -26,7 +26,7 @@ DEAR = {
 
 def report(*breakdowns: dict[str, Parts] | None) -> Report:
     times = Quantiles(1.0, 1.0, 1.0)
-    own: Any = (times, 1.0, 0.0, None, None, None, "", None, 0.0, None, True)
+    own: Any = (times, 1.0, 1.0, 0.0, None, None, None, "", None, 0.0, None, True)
     clocks: Any = ([], [], Rates(1.0, []), {}, 0.0, False)
     runs = [Run(f"row{i}", *own, *clocks, breakdown=b) for i, b in enumerate(breakdowns)]
     measured = Measured(4, 1, 1, 0.09, 0.18, 0.35, 0.35, 0.7, 1.5, {}, {})

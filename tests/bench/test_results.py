@@ -19,6 +19,7 @@ from wingbeat.lab.cross import Sample
 FIELDS = {
     "strategy",
     "iteration_s",
+    "typical_s",
     "ratio",
     "bytes_per_iteration",
     "ratio_to_best_ddp",
@@ -216,6 +217,17 @@ def test_the_table_says_when_others_had_the_processors() -> None:
     spoiled = replace(report(), machine={"cores": 2, "stolen_share": 0.15})
     assert "had 15% of the processors' time meanwhile" in str(table.render(spoiled).caption)
     assert "had 15% of" in str(demo.render(demo.printed(quiet, spoiled)).caption)
+
+
+def test_without_lockstep_the_mean_counts_and_not_the_median() -> None:
+    rows = ("ddp", "canary")
+    bursts = Block(
+        1, [[0.0, 9.0, 9.0, 9.0], [0.0, 9.0, 9.0, 9.0]], [1.0, 1.0], {"worker": [1.0, 1.0]}, 0.5
+    )
+    first, late = runs(checked(strategies=rows), [block(0, 2.0), bursts])
+    assert (first.typical_s, first.ratio) == (2.0, 1.0)
+    assert late.iteration_s.median == 0.0
+    assert (late.typical_s, late.ratio) == (3.0, 1.5)
 
 
 def test_a_missing_figure_is_a_dash() -> None:

@@ -11,9 +11,13 @@ NOTES = {
         "seconds from the moment the last worker starts an iteration until the last worker starts"
         " the next, so what is put off into the next forward counts; over all timed iterations"
     ),
-    "ratio": "median iteration time over the first row's; below 1 is faster",
+    "typical_s": (
+        "seconds of an iteration: the median, and for strategies without lockstep the mean, as"
+        " several may come at once after a long wait; what follows is made from it"
+    ),
+    "ratio": "iteration time over the first row's; below 1 is faster",
     "ratio_to_best_ddp": (
-        "median iteration time over that of the fastest row of DistributedDataParallel, whatever"
+        "iteration time over that of the fastest row of DistributedDataParallel, whatever"
         " its hook, as fp32 DDP alone is a weak opponent; null without such a row. The fastest may"
         " be one that is not exact: see exact"
     ),

@@ -102,6 +102,7 @@ class Run:
 
     strategy: str
     iteration_s: Quantiles
+    typical_s: float
     ratio: float
     bytes_per_iteration: float
     exposed_s: float | None
@@ -180,12 +181,13 @@ def runs(
     by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
     quantiles = [Quantiles.of(s for block in own for s in block.iterations_s()) for own in by_row]
     ddp = [q.median for row, q in zip(checked.rows, quantiles, strict=True) if row.ddp]
+    first = _typical(checked.rows[0], by_row[0], quantiles[0])
     frame = _Frame(
         checked=checked,
         measured=measured,
         cores=cores,
         compute_s=_compute_s(checked, quantiles),
-        first_s=quantiles[0].median,
+        first_s=first,
         best_ddp_s=min(ddp, default=None),
         cross=cross or {},
     )
@@ -214,25 +216,26 @@ def _run(
     floor, eq6, formula = _bounds(checked, row, reduce_seconds_per_byte(checked.lab))
     alone = None if measured is None or row.alone else measured.bound_s
     sharing = checked.config.per_host if checked.lab.shaped else checked.workers
-    compute, median = frame.compute_s, times.median
+    compute, typical = frame.compute_s, _typical(row, own, times)
     return Run(
         strategy=row.text,
         iteration_s=times,
-        ratio=median / frame.first_s,
-        ratio_to_best_ddp=None if frame.best_ddp_s is None else median / frame.best_ddp_s,
+        typical_s=typical,
+        ratio=typical / frame.first_s,
+        ratio_to_best_ddp=None if frame.best_ddp_s is None else typical / frame.best_ddp_s,
         bytes_per_iteration=statistics.fmean(b.bytes_per_iteration(sharing) for b in own),
-        exposed_s=None if compute is None else max(0.0, median - compute),
+        exposed_s=None if compute is None else max(0.0, typical - compute),
         bound_s=floor,
         bound_eq6_s=eq6,
         bound_formula=formula,
-        fraction_of_bound=None if floor is None else floor / median,
+        fraction_of_bound=None if floor is None else floor / typical,
         final_loss=own[-1].loss,
         accuracy=own[-1].accuracy,
         exact=row.traits.exact,
         samples_s=[s for block in own for s in block.iterations_s()],
-        speedup=None if measured is None else measured.speedup(median),
+        speedup=None if measured is None else measured.speedup(typical),
         bound_measured_s=alone,
-        fraction_of_s_max=None if alone is None else alone / median,
+        fraction_of_s_max=None if alone is None else alone / typical,
         codec=_codec(own),
         merge=next((b.merge for b in own if b.merge is not None), None),
         deciding=deciding,
@@ -244,6 +247,17 @@ def _run(
         class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
         **_of_clocks(frame, own),
     )
+
+
+def _typical(row: Contender, blocks: Sequence[Block], times: Quantiles) -> float:
+    """Return the median; the mean without lockstep, where some iterations take what others leave.
+
+    There several gradients or steps may come at once after a long wait: a median that leaves the
+    waits out would be too good.
+    """
+    if row.traits.synchronous or not blocks:
+        return times.median
+    return statistics.fmean(s for block in blocks for s in block.iterations_s())
 
 
 def _of_clocks(frame: _Frame, blocks: Sequence[Block]) -> dict[str, Any]:

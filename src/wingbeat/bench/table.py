@@ -78,7 +78,10 @@ def printed(report: Report) -> Printed:
 
 def _caption(report: Report) -> list[str]:
     """What the figures are, and what is to be known before they are believed."""
-    lines = ["time: median of an iteration; sent: by one worker in an iteration"]
+    lines = [
+        "time: of an iteration, the median; the mean of strategies without lockstep; sent: by one "
+        "worker in an iteration"
+    ]
     classes = report.runs[0].class_bytes_per_iteration if report.runs else {}
     if classes:
         lines.append(f"{', '.join(classes)}: what it sent by class, as on the wire")
@@ -185,7 +188,7 @@ def cells(run: Run) -> list[str]:
     times = run.iteration_s
     shown = [
         run.strategy,
-        milliseconds(times.median),
+        milliseconds(run.typical_s),
         f"{milliseconds(times.p10)} .. {milliseconds(times.p90)}",
         f"{run.ratio:.3f}",
         fraction(run.ratio_to_best_ddp),
