@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -109,10 +108,8 @@ def stretch_of(bench: Callable[..., BenchConfig]) -> float:
 def figures(run: Run, config: BenchConfig) -> dict[str, Any]:
     """One row of a cell; seconds and bytes at the model's real pace and size."""
     row = contenders.parse(run.strategy)
-    seldom = config.iterations == SELDOM_STEPS and run.strategy in SELDOM
-    took = statistics.fmean(run.samples_s) if seldom else run.iteration_s.median
     return {
-        "iteration_s": took / config.stretch,
+        "iteration_s": run.typical_s / config.stretch,
         "samples_s": [each / config.stretch for each in run.samples_s],
         "mb_sent": run.bytes_per_iteration / 1e6,
         "ddp": row.ddp,

@@ -18,11 +18,13 @@ hook sends more than its payloads allow (``limit``, with 5% for headers and smal
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,13 @@ from wingbeat import lab, paced, wires
 from wingbeat.bench import ddp as wrapping
 from wingbeat.bench import machine, models
 from wingbeat.bench.links import scaled
-from wingbeat.bench.pace import Pace, fixed_costs
+from wingbeat.bench.pace import Pace
 from wingbeat.bench.printed import Printed
 from wingbeat.errors import UsageError
 from wingbeat.kernels import layout
 from wingbeat.lab import counters
 
 ROWS = ("ddp", "ddp+fp16", "sketch@8", "sketch@4", "topk@0.001")
-SMALLER, PRICED = 0.25, 3
-"""The model beside which fixed costs are measured, as a share, and in how many iterations."""
 SLACK = 1.05
 """Ethernet's and TCP's headers on pieces of up to 64 KB, acknowledgements, and small messages."""
 
@@ -135,18 +135,15 @@ def worker(args: argparse.Namespace) -> None:
 
 def priced(name: str, args: argparse.Namespace, pace: Pace) -> dict[str, float]:
     """Return what of the hook's calls does not grow with the model, in CPU seconds."""
-    found = []
-    for share in (1.0, SMALLER):
-        base, scale = args.model.partition("@")[0], paced.parse(args.model).scale
+    base, scale = args.model.partition("@")[0], paced.parse(args.model).scale
+
+    @contextlib.contextmanager
+    def opened(share: float) -> Iterator[Callable[[int], None]]:
         row = Row(name, f"{base}@{share * scale!r}", args.stretch)
-        for _ in range(PRICED):
-            row.step()
-        with pace.measured() as calls:
-            for _ in range(PRICED):
-                row.step()
+        yield lambda _: row.step()
         row.close()
-        found.append(calls)
-    return fixed_costs(found[0], found[1], SMALLER)
+
+    return pace.price(opened)
 
 
 def codec_factor(model: str, stretch: float) -> float:

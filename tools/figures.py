@@ -33,7 +33,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,7 @@ def digest(package: str) -> str:
     return made.hexdigest()[:16]
 
 
+@functools.cache  # figures share packages, and pages have many figures
 def _code(text: str) -> str:
     tree = _Plain().visit(ast.parse(text))
     for node in ast.walk(tree):
@@ -236,64 +237,68 @@ def pages() -> Iterator[tuple[Path, str, str]]:
     """Yield each page that has figures, its text, and the text that it has to have.
 
     Raises:
-        SystemExit: a page names figures, or a cell of them, that there are not.
+        SystemExit: a page names figures, or a part of them, that there are not.
     """
+    known = functools.cache(figures)
     for page in sorted([ROOT / "README.md", *DOCS.rglob("*.md")]):
         text = page.read_text(encoding="utf-8")
-        made, parts = re.subn(_PART, functools.partial(_part, page), text, flags=re.DOTALL)
-        made, cells = re.subn(_CELL, functools.partial(_one_cell, page), made)
+        part, cell = (functools.partial(each, page, known) for each in (_part, _cell))
+        made, parts = re.subn(_PART, part, text, flags=re.DOTALL)
+        made, cells = re.subn(_CELL, cell, made)
         if parts + cells:
             yield page, text, made
 
 
-def _part(page: Path, found: re.Match[str]) -> str:
+Known = Callable[[], Mapping[str, Figure]]
+"""Returns all entries by name: read only if a page needs them."""
+
+
+def _part(page: Path, known: Known, found: re.Match[str]) -> str:
     name, number, _ = found.groups()
-    kept = _kept(page, name)
-    if kept is None:
-        figure = figures()[name]
-        text = f"`{figure.command}`\n\n**To be measured.** {figure.withdrawn}".rstrip() + "\n"
-    elif number is None:
-        text = shown(kept)
-    elif not -len(kept["tables"]) <= int(number) < len(kept["tables"]):
-        sys.exit(f"{page.name}: {name}: no table {number}; there are {len(kept['tables'])}")
+    kept = _found(page, known, name)
+    if isinstance(kept, Figure):
+        text = f"`{kept.command}`\n\n**To be measured.** {kept.withdrawn}".rstrip() + "\n"
     else:
-        text = shown(kept | {"tables": [kept["tables"][int(number)]]})
+        only = kept["tables"] if number is None else [_table(page, kept, name, int(number))]
+        text = shown(kept | {"tables": only})
     head = found[0].split("\n", 1)[0]
     return f"{head}\n\n{text}\n<!-- end: {name} -->"
 
 
-def _one_cell(page: Path, found: re.Match[str]) -> str:
+def _cell(page: Path, known: Known, found: re.Match[str]) -> str:
     name, number, row, column, _ = found.groups()
-    kept = _kept(page, name)
-    text = UNMEASURED if kept is None else _looked_up(page, kept, name, int(number), row, column)
+    kept = _found(page, known, name)
+    if isinstance(kept, Figure):
+        text = UNMEASURED
+    else:
+        table = Printed.from_json(_table(page, kept, name, int(number)))
+        rows = {each[0]: each for each in table.rows}
+        where = f"{page.name}: {name}"
+        if row not in rows:
+            sys.exit(f"{where}: no row {row!r} in table {number}; rows: {'; '.join(rows)}")
+        if column not in table.columns:
+            sys.exit(f"{where}: no column {column!r}; columns: {'; '.join(table.columns)}")
+        text = rows[row][table.columns.index(column)] or "no figure"
+        text += " (stale)" * bool(changed(kept))
     return f"<!-- cell: {name}; {number}; {row}; {column} -->{text}<!-- end -->"
 
 
-def _looked_up(
-    page: Path, kept: Mapping[str, Any], name: str, number: int, row: str, column: str
-) -> str:
-    where = f"{page.name}: {name}"
-    if number >= len(kept["tables"]):
-        sys.exit(f"{where}: no table {number}; there are {len(kept['tables'])}")
-    table = Printed.from_json(kept["tables"][number])
-    rows = {each[0]: each for each in table.rows}
-    if row not in rows:
-        sys.exit(f"{where}: no row {row!r} in table {number}; rows: {'; '.join(rows)}")
-    if column not in table.columns:
-        sys.exit(f"{where}: no column {column!r}; columns: {'; '.join(table.columns)}")
-    text = rows[row][table.columns.index(column)] or "no figure"
-    return text + " (stale)" * bool(changed(kept))
+def _table(page: Path, kept: Mapping[str, Any], name: str, number: int) -> Any:
+    """Return one of the kept tables, counted from 0, or from -1 at the end."""
+    if not -len(kept["tables"]) <= number < len(kept["tables"]):
+        sys.exit(f"{page.name}: {name}: no table {number}; there are {len(kept['tables'])}")
+    return kept["tables"][number]
 
 
-def _kept(page: Path, name: str) -> dict[str, Any] | None:
-    """Return what is kept of a figure; None if it is not measured yet."""
+def _found(page: Path, known: Known, name: str) -> dict[str, Any] | Figure:
+    """Return what is kept of a figure; its entry if it is not measured yet."""
     file = KEPT / f"{name}.json"
     if file.exists():
         kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return kept
-    if name not in figures():
+    if name not in known():
         sys.exit(f"{page.name}: {name}: no such figure in {COMMANDS.name}")
-    return None
+    return known()[name]
 
 
 def main() -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,3 +216,24 @@ def test_nothing_changes_at_the_real_pace() -> None:
 )
 def test_scale_and_slow_motion_multiply(model: str, stretch: float, factor: float) -> None:
     assert models.parse(model, stretch=stretch).codec_factor == pytest.approx(factor)
+
+
+def test_work_is_slowed_again_after_measuring_has_failed(time: Time) -> None:
+    own = Pace(1.0, 0.5)
+    with pytest.raises(ValueError, match="a row"), own.measured():
+        raise ValueError("a row")
+    own.slowed(time.work, "work")(1.0)
+    assert time.slept == pytest.approx([1.0])
+
+
+def test_a_models_fixed_costs_are_of_it_and_of_a_quarter_of_it(time: Time) -> None:
+    own, shares = Pace(1.0, 0.5), []
+    work = own.slowed(time.work, "work")
+
+    @contextlib.contextmanager
+    def opened(share: float) -> Iterator[Callable[[int], None]]:
+        shares.append(share)
+        yield lambda _: work(0.25 + share)
+
+    assert own.price(opened) == pytest.approx({"work": 0.25})
+    assert shares == [1.0, 0.25]

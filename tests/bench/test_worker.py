@@ -16,6 +16,7 @@ from wingbeat.bench import training as training_module
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.models import Built
+from wingbeat.bench.pace import Open, Pace
 from wingbeat.bench.training import Training
 from wingbeat.bench.worker import Worker
 from wingbeat.control.decisions import Decisions
@@ -101,6 +102,46 @@ def test_a_worker_alone_finds_out_nothing(attached: list[Any]) -> None:
     own = worker_of("dear")
     assert worker.decide(own, 0) is None
     assert own.decisions == {}
+
+
+class Sizes(Pace):
+    """Notes on which models a codec is priced, and asks nothing of them."""
+
+    def price(self, opened: Open) -> dict[str, float]:
+        for share in (1.0, 0.25):
+            with opened(share) as iterate:
+                iterate(0)
+        return {"encode": 0.5}
+
+
+def test_a_row_with_a_codec_is_priced_on_its_model_and_on_a_quarter(
+    attached: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[str] = []
+    real = worker.training
+
+    def training(checked: Checked, *rest: Any, **options: Any) -> Any:
+        models.append(checked.config.model)
+        return real(checked, *rest, **options)
+
+    monkeypatch.setattr(worker, "training", training)
+    own = worker_of("ddp", "dear:plan=fixed", "ddp+bf16", "dear:wire=sketch")
+    own.pace = Sizes(1.0, 0.02)
+    for row in range(4):
+        worker.price_codec(own, row)
+    assert own.fixed == {2: {"encode": 0.5}, 3: {"encode": 0.5}}
+    assert models == ["paced:resnet50@0.02", "paced:resnet50@0.005"] * 2
+    assert len(attached) == 4
+
+
+def test_each_row_trains_with_its_own_fixed_costs(attached: list[Any]) -> None:
+    own = worker_of("ddp", "dear:wire=sketch")
+    own.fixed = {1: {"encode": 0.5}}
+    seen = []
+    for row in (1, 0):
+        with own.training(row):
+            seen.append(dict(own.pace.fixed))
+    assert seen == [{"encode": 0.5}, {}]
 
 
 class Clock:

@@ -7,6 +7,7 @@ are worth shows on a paced ResNet-50; that they are *right* shows on the digits.
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,10 +133,10 @@ def render(made: Printed) -> Table:
     for name in made.columns:
         left = name in ("model", "strategy")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for before, row in itertools.pairwise([("",), *made.rows]):
-        if before[0] and before[0] != row[0]:
-            table.add_section()
-        table.add_row(row[0] if before[0] != row[0] else "", *row[1:])
+    for model, rows in itertools.groupby(made.rows, key=operator.itemgetter(0)):
+        for number, row in enumerate(rows):
+            table.add_row("" if number else model, *row[1:])
+        table.add_section()
     table.caption = "\n".join(made.notes)
     return table
 

@@ -47,6 +47,16 @@ WORK: tuple[tuple[Any, str], ...] = (
 )
 """Where codec work is done: the owner and the name of each function."""
 
+SMALLER = 0.25
+"""Of the model's parameters: the model beside which fixed costs are measured."""
+
+PRICED = 3
+"""Iterations before calls are measured, as PowerSGD begins with its third, and meanwhile."""
+
+Open = Callable[[float], contextlib.AbstractContextManager[Callable[[int], object]]]
+"""Makes a model of a share of the bench's parameters; what it yields makes an iteration by number,
+0 and below."""
+
 _owed = threading.local()
 
 
@@ -144,6 +154,19 @@ class Pace:
             time.sleep(debt)
             debt -= time.perf_counter() - slept
         _owed.seconds = debt
+
+    def price(self, opened: Open) -> dict[str, float]:
+        """Return what `fixed` is to be for one model, by iterations of it and of a smaller one."""
+        found = []
+        for share in (1.0, SMALLER):
+            with opened(share) as iterate:
+                for i in range(PRICED):
+                    iterate(-i)
+                with self.measured() as calls:
+                    for i in range(PRICED):
+                        iterate(-i)
+            found.append(calls)
+        return fixed_costs(found[0], found[1], SMALLER)
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[dict[str, Calls]]:

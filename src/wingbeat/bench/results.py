@@ -179,20 +179,26 @@ def runs(
         cross: what cross-traffic there was at which time; empty or None for none.
     """
     by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
-    quantiles = [Quantiles.of(s for block in own for s in block.iterations_s()) for own in by_row]
+    samples = [[s for block in own for s in block.iterations_s()] for own in by_row]
+    quantiles = [Quantiles.of(own) for own in samples]
+    # Without lockstep several gradients or steps may come at once after a long wait. A median that
+    # leaves the waits out would be too good.
+    typical = [
+        times.median if row.traits.synchronous else statistics.fmean(own)
+        for row, own, times in zip(checked.rows, samples, quantiles, strict=True)
+    ]
     ddp = [q.median for row, q in zip(checked.rows, quantiles, strict=True) if row.ddp]
-    first = _typical(checked.rows[0], by_row[0], quantiles[0])
     frame = _Frame(
         checked=checked,
         measured=measured,
         cores=cores,
         compute_s=_compute_s(checked, quantiles),
-        first_s=first,
+        first_s=typical[0],
         best_ddp_s=min(ddp, default=None),
         cross=cross or {},
     )
     decided = deciding or [None] * len(by_row)
-    rows = zip(checked.rows, by_row, quantiles, decided, strict=True)
+    rows = zip(checked.rows, by_row, samples, quantiles, typical, decided, strict=True)
     return [_run(frame, *each) for each in rows]
 
 
@@ -210,13 +216,19 @@ class _Frame:
 
 
 def _run(
-    frame: _Frame, row: Contender, own: list[Block], times: Quantiles, deciding: Deciding | None
+    frame: _Frame,
+    row: Contender,
+    own: list[Block],
+    samples: list[float],
+    times: Quantiles,
+    typical: float,
+    deciding: Deciding | None,
 ) -> Run:
     checked, measured = frame.checked, frame.measured
     floor, eq6, formula = _bounds(checked, row, reduce_seconds_per_byte(checked.lab))
     alone = None if measured is None or row.alone else measured.bound_s
     sharing = checked.config.per_host if checked.lab.shaped else checked.workers
-    compute, typical = frame.compute_s, _typical(row, own, times)
+    compute = frame.compute_s
     return Run(
         strategy=row.text,
         iteration_s=times,
@@ -232,7 +244,7 @@ def _run(
         final_loss=own[-1].loss,
         accuracy=own[-1].accuracy,
         exact=row.traits.exact,
-        samples_s=[s for block in own for s in block.iterations_s()],
+        samples_s=samples,
         speedup=None if measured is None else measured.speedup(typical),
         bound_measured_s=alone,
         fraction_of_s_max=None if alone is None else alone / typical,
@@ -247,17 +259,6 @@ def _run(
         class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
         **_of_clocks(frame, own),
     )
-
-
-def _typical(row: Contender, blocks: Sequence[Block], times: Quantiles) -> float:
-    """Return the median; the mean without lockstep, where some iterations take what others leave.
-
-    There several gradients or steps may come at once after a long wait: a median that leaves the
-    waits out would be too good.
-    """
-    if row.traits.synchronous or not blocks:
-        return times.median
-    return statistics.fmean(s for block in blocks for s in block.iterations_s())
 
 
 def _of_clocks(frame: _Frame, blocks: Sequence[Block]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from wingbeat.bench.attached import Attached
 from wingbeat.bench.clocks import SERVER, WORKER
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
-from wingbeat.bench.pace import Calls, Pace, fixed_costs
+from wingbeat.bench.pace import Pace
 from wingbeat.bench.protocol import ONLY, say
 from wingbeat.bench.results import Block, Deciding
 from wingbeat.bench.sent import Sent
@@ -41,12 +42,6 @@ TRACED = 3
 
 BROKEN_DOWN = 7
 """Iterations recorded of each row when a breakdown is asked for; the first does not count."""
-
-SMALLER = 0.25
-"""Of the model's parameters: the model beside which codecs' fixed costs are measured."""
-
-PRICED = (3, 3)
-"""Iterations before a row's codec is priced, as PowerSGD begins with its third, and meanwhile."""
 
 
 @dataclass
@@ -200,20 +195,17 @@ def price_codec(worker: Worker, row: int) -> None:
     contender, profile = worker.checked.rows[row], worker.checked.model.profile
     if profile is None or not (contender.wire or contender.name.startswith("ddp+")):
         return
-    config = worker.checked.config
+    config, scale = worker.checked.config, profile.scale
     base = config.model.partition("@")[0]
-    smaller = replace(config, model=f"{base}@{SMALLER * profile.scale!r}").check()
-    found: list[dict[str, Calls]] = []
-    for checked in (worker.checked, smaller):
+
+    @contextlib.contextmanager
+    def opened(share: float) -> Iterator[Callable[[int], None]]:
+        checked = replace(config, model=f"{base}@{share * scale!r}").check()
         with training(checked, row, worker.rank, worker.normal_s, None) as own:
-            for i in range(PRICED[0]):
-                own.iterate(-i)
-            with worker.pace.measured() as calls:
-                for i in range(PRICED[1]):
-                    own.iterate(-i)
-        found.append(calls)
+            yield own.iterate
         gc.collect()
-    worker.fixed[row] = fixed_costs(found[0], found[1], SMALLER)
+
+    worker.fixed[row] = worker.pace.price(opened)
 
 
 def decide(worker: Worker, row: int) -> Deciding | None:
