@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
+from helpers.waiting import is_collected
 from wingbeat import sync
 from wingbeat.bench import digits
 from wingbeat.errors import PeerError, UsageError
@@ -476,11 +475,7 @@ def test_a_model_that_is_forgotten_goes_and_the_others_are_served() -> None:
         iterate(model, optimizer, given(0, world.rank))
         reference = weakref.ref(model)
         del model, optimizer
-        for _ in range(500):  # another thread may be collecting
-            if gc.collect() is not None and reference() is None:
-                return True
-            time.sleep(0.01)
-        return False
+        return is_collected(reference)
 
     assert on(2, body) == [True, True]
 

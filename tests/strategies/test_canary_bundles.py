@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 
 import wingbeat
 from helpers.training import engine, on, weights
+from helpers.waiting import is_collected
 from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.rebundling import FIRST
@@ -109,11 +108,7 @@ def test_a_model_that_is_forgotten_goes() -> None:
             iterate(model, optimizer, world.rank, step)
         reference = weakref.ref(model[0].weight)
         del model, optimizer
-        for _ in range(500):  # another thread may be collecting
-            if gc.collect() is not None and reference() is None:
-                return True
-            time.sleep(0.01)
-        return False
+        return is_collected(reference)
 
     assert on(2, worker) == [True, True]
 
@@ -200,6 +195,19 @@ def test_who_flushes_takes_part_in_the_change() -> None:
     (epoch, one), (_, other) = on(2, worker)
     assert epoch == 1
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_one_worker_says_that_colayers_have_changed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="wingbeat")
+
+    def worker(world: Any) -> None:
+        model, optimizer = distributed(world, net(), colayers=3)
+        for step in range(FIRST + 2):
+            iterate(model, optimizer, world.rank, step)
+        model.flush()
+
+    on(2, worker)
+    assert caplog.text.count("colayers, by what was measured") == 1
 
 
 def test_colayers_stay_where_a_worker_has_ended_before(caplog: pytest.LogCaptureFixture) -> None:
