@@ -34,8 +34,8 @@ from wingbeat import simulator
 from wingbeat.bench import slow
 from wingbeat.bench.config import Checked
 from wingbeat.bench.contenders import Contender
+from wingbeat.methods.bounded_staleness.pace import Pace
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.stale.pace import Pace
 from wingbeat.types import Choices
 
 FIGURES = ("23", "20")

@@ -35,8 +35,8 @@ from killing import (
 
 from wingbeat import lab
 from wingbeat.bench.printed import Printed
-from wingbeat.stale.audit import Audit, audit
-from wingbeat.stale.lateness import delays
+from wingbeat.methods.bounded_staleness.audit import Audit, audit
+from wingbeat.methods.bounded_staleness.lateness import delays
 
 
 def main() -> int:

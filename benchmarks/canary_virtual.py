@@ -37,7 +37,7 @@ from wingbeat.bench import machine
 from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError
-from wingbeat.stale.pace import Pace
+from wingbeat.methods.bounded_staleness.pace import Pace
 
 PAPER = {"bml": 1.61, "ako": 2.28, "ps": 2.84}
 """Fig. 23, VGG-19: how much longer than Canary to converge; no time of an iteration."""

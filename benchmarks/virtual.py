@@ -15,9 +15,9 @@ from typing import Any
 
 from wingbeat import paced, simulator, strategies
 from wingbeat.bench import slow
+from wingbeat.methods.bounded_staleness.pace import Pace
 from wingbeat.simulator.colayers import bundled
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.stale.pace import Pace
 
 GOODPUT = 1448 / 1538
 BASELINES = {

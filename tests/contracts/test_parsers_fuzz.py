@@ -35,7 +35,6 @@ from wingbeat.costs.fit import Fit
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import copied
 from wingbeat.exchanges.forms import copy_sum
-from wingbeat.exchanges.options import Form
 from wingbeat.groups import protocol as groups_protocol
 from wingbeat.groups import returns
 from wingbeat.groups.board import Board
@@ -43,6 +42,10 @@ from wingbeat.integrations import residuals
 from wingbeat.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
 from wingbeat.lab.spec import LabSpec
 from wingbeat.lab.units import parse_rate, parse_time
+from wingbeat.methods.bounded_staleness import audit, letters, messages
+from wingbeat.methods.bounded_staleness.options import Form
+from wingbeat.methods.bounded_staleness.roll import Entry
+from wingbeat.methods.bounded_staleness.view import View
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport
@@ -65,9 +68,6 @@ from wingbeat.servers.documents import Document
 from wingbeat.servers.notes import numbers_in
 from wingbeat.servers.sums import Refused
 from wingbeat.servers.values import decode, encode
-from wingbeat.stale import audit, letters, messages
-from wingbeat.stale.roll import Entry
-from wingbeat.stale.view import View
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers

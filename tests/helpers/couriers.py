@@ -10,8 +10,8 @@ from typing import Any
 
 from helpers.stale import gradient
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.courier import Courier
-from wingbeat.stale.messages import Entry, Round
+from wingbeat.methods.bounded_staleness.courier import Courier
+from wingbeat.methods.bounded_staleness.messages import Entry, Round
 
 LONG = 200
 """Numbers in a payload: more than one message takes."""

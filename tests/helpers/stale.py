@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from wingbeat.exchanges.rebundling import Decision, Rebundling
-from wingbeat.stale.audit import audit as check
-from wingbeat.stale.journal import Journal
-from wingbeat.stale.messages import Entry, Report, Round
-from wingbeat.stale.pace import Pace
-from wingbeat.stale.worker import Worker
+from wingbeat.methods.bounded_staleness.audit import audit as check
+from wingbeat.methods.bounded_staleness.journal import Journal
+from wingbeat.methods.bounded_staleness.messages import Entry, Report, Round
+from wingbeat.methods.bounded_staleness.pace import Pace
+from wingbeat.methods.bounded_staleness.rebundling import Decision, Rebundling
+from wingbeat.methods.bounded_staleness.worker import Worker
 
 TENSORS = 6
 """That are bundled in games."""

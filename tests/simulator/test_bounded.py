@@ -11,6 +11,10 @@ import pytest
 
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucketing import Bucketing
+from wingbeat.methods.bounded_staleness.messages import Here
+from wingbeat.methods.bounded_staleness.pace import Pace
+from wingbeat.methods.bounded_staleness.view import whole
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.paced.model import PacedModel
 from wingbeat.paced.profile import load_profile
 from wingbeat.simulator import Links, Model, Work
@@ -20,10 +24,6 @@ from wingbeat.simulator.crowd import Member
 from wingbeat.simulator.model import TimedLayer, of_profile
 from wingbeat.simulator.staleness import StaleRun
 from wingbeat.simulator.traffic import Traffic
-from wingbeat.stale.messages import Here
-from wingbeat.stale.pace import Pace
-from wingbeat.stale.view import whole
-from wingbeat.stale.worker import Worker
 from wingbeat.transport import loopback
 from wingbeat.types import Fusion, TensorSpec
 

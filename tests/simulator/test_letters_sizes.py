@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from helpers.one_lane import OneLane
-from wingbeat.exchanges.outgoing import Outgoing
+from wingbeat.methods.bounded_staleness.messages import Here, Message, Piece, Post, Round
+from wingbeat.methods.bounded_staleness.outgoing import Outgoing
+from wingbeat.methods.bounded_staleness.pace import Pace
+from wingbeat.methods.bounded_staleness.view import whole
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator.colayers import Bundled, Coding, Letters
 from wingbeat.simulator.mailbox import LIMITS
-from wingbeat.stale.messages import Here, Message, Piece, Post, Round
-from wingbeat.stale.pace import Pace
-from wingbeat.stale.view import whole
-from wingbeat.stale.worker import Worker
 from wingbeat.transport.messages.header import FIXED
 
 WORKERS = 5

@@ -16,7 +16,7 @@ from helpers.training import engine, on, weights
 from helpers.waiting import is_collected
 from wingbeat import sync
 from wingbeat.errors import UsageError
-from wingbeat.exchanges.rebundling import FIRST
+from wingbeat.methods.bounded_staleness.rebundling import FIRST
 from wingbeat.paced.clock import Clock
 from wingbeat.paced.model import PacedModel
 from wingbeat.paced.profile import load_profile

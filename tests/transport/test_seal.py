@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.exchanges.attendance import Attendance
 from wingbeat.groups.board import Board
 from wingbeat.groups.returns import Returns
-from wingbeat.stale.roll import Entry, Roll
-from wingbeat.stale.view import whole, without
+from wingbeat.methods.bounded_staleness.attendance import Attendance
+from wingbeat.methods.bounded_staleness.roll import Entry, Roll
+from wingbeat.methods.bounded_staleness.view import whole, without
 from wingbeat.transport import torch_store
 from wingbeat.transport.blame import Blame, has_finished, has_left, say_left
 from wingbeat.transport.job import enter

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from wingbeat import topologies
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.pace import Pace
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator import paths
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards
@@ -20,8 +22,6 @@ from wingbeat.simulator.staleness import Log, StaleRun
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.simulator.trainer import Machine, Trainer
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.stale.pace import Pace
-from wingbeat.stale.worker import Worker
 
 NETWORKS = ("star", "bcube")
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from wingbeat import plans
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.letters import letter_of
+from wingbeat.methods.bounded_staleness.messages import Here, Message, Piece, Round
+from wingbeat.methods.bounded_staleness.view import whole
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model
-from wingbeat.stale.letters import letter_of
-from wingbeat.stale.messages import Here, Message, Piece, Round
-from wingbeat.stale.view import whole
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.types import Fusion
 from wingbeat.wires import Coded, Half, Sketch
@@ -159,7 +159,7 @@ class Letter(NamedTuple):
 
 
 class Letters:
-    """Sizes of what couriers carry (`wingbeat.exchanges.courier`).
+    """Sizes of what couriers carry (`wingbeat.methods.bounded_staleness.courier`).
 
     Args:
         model: in colayers.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from wingbeat.methods.bounded_staleness.messages import Message, Post, Round
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding, Letter, Letters
 from wingbeat.simulator.cores import Cores
 from wingbeat.simulator.model import ITEMSIZE
-from wingbeat.stale.messages import Message, Post, Round
-from wingbeat.stale.worker import Worker
 
 
 class Courier:

@@ -3,8 +3,8 @@
 Owners do the same at about the same moments: each gets a piece of every colayer of every worker,
 and sums them by the same rule. So here a colayer's pieces arrive at all owners at once, when the
 last of them has, and all owners close a round at once. What is left of ``2 k n**2`` messages
-a round is ``2 k n`` steps. The rule of staleness is the real one (`wingbeat.stale.pace`); who says
-what, and when, is that of `wingbeat.stale.core` without workers that come or go.
+a round is ``2 k n`` steps. The staleness bound is the real one; the messages are those of
+`wingbeat.methods.bounded_staleness.worker` without workers that join or leave.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from wingbeat.methods.bounded_staleness.messages import Entry, Round
+from wingbeat.methods.bounded_staleness.pace import Even, Pace
+from wingbeat.methods.bounded_staleness.view import View
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.colayers import Coding, Letter, Letters
 from wingbeat.simulator.model import ITEMSIZE
 from wingbeat.simulator.traffic import Traffic
-from wingbeat.stale.messages import Entry, Round
-from wingbeat.stale.pace import Even, Pace
-from wingbeat.stale.view import View
 
 _NO_VIEW = View(())
 
 
 class Member:
-    """One worker's machine: the part of `wingbeat.stale.worker.Worker` that training calls."""
+    """One worker's machine: what training calls of the real `Worker`."""
 
     def __init__(self, crowd: Crowd, rank: int, pace: Pace) -> None:
         self._crowd, self._rank, self._pace = crowd, rank, pace
@@ -225,7 +225,7 @@ class Crowd:
                 member.heard()
 
     def _close(self, colayer: int) -> None:
-        """Sum a colayer's rounds for which all have answered (`wingbeat.stale.owned`)."""
+        """Sum a colayer's rounds for which all have answered (`Owned.close`)."""
         limit = int(self._said[colayer].min())
         while self._next[colayer] <= limit:
             number = self._next[colayer]

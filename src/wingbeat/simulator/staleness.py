@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from wingbeat.methods.bounded_staleness.messages import Round
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.stale.messages import Round
 
 
 @dataclass(frozen=True, slots=True)

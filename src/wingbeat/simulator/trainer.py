@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from wingbeat.methods.bounded_staleness.messages import Round
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Bundled, Coding
@@ -12,11 +13,10 @@ from wingbeat.simulator.cores import Busy, Cores
 from wingbeat.simulator.model import ITEMSIZE
 from wingbeat.simulator.staleness import Log
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.stale.messages import Round
 
 
 class Machine(Protocol):
-    """What training calls, see `wingbeat.stale.worker.Worker`.
+    """What training calls, see `wingbeat.methods.bounded_staleness.worker.Worker`.
 
     Attributes:
         at: the iteration that is computed, or wanted.

@@ -10,12 +10,12 @@ from torch.nn.parameter import is_lazy
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, UsageError, WingbeatError
-from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.bucket import strides_of
 from wingbeat.gradients.bucketing import ignored, spec_of
 from wingbeat.gradients.complexes import check_complex
 from wingbeat.gradients.compression import check_momentum
 from wingbeat.gradients.sparse import check_sparse, sparse_parameters
+from wingbeat.methods.bounded_staleness.exchange import StaleExchange
 from wingbeat.sync import averaged, claims
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.deferring import DeferringOptimizer

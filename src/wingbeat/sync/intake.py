@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from wingbeat.gradients.sparse import SparseGradients
     from wingbeat.gradients.steps import Steps
     from wingbeat.gradients.views import Views
+    from wingbeat.methods.bounded_staleness.bundling import Bundling
     from wingbeat.observe.meter import Meter
     from wingbeat.sync.buffers import BufferSync
-    from wingbeat.sync.bundling import Bundling
 
 
 class Intake:

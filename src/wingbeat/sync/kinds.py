@@ -15,7 +15,6 @@ from wingbeat.exchanges.exchange import Exchange
 from wingbeat.exchanges.gpus import GpuServers
 from wingbeat.exchanges.partial import PartialExchange
 from wingbeat.exchanges.servers import FLOAT32, ServerExchange
-from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.backlog import Backlog
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
@@ -27,15 +26,16 @@ from wingbeat.gradients.views import (
     ShownGradients,
     Views,
 )
+from wingbeat.methods.bounded_staleness.bundling import Bundling
+from wingbeat.methods.bounded_staleness.exchange import StaleExchange
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate, MeetingUpdate
 from wingbeat.schedules.events import Operation, Schedule
 from wingbeat.sync import averaged
-from wingbeat.sync.bundling import Bundling
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.alone import AloneUpdate
-from wingbeat.updates.bounded import BoundedUpdate, MeetingUpdate
 from wingbeat.updates.deferred import DeferredUpdate
 from wingbeat.updates.described import OPTION, describe
 from wingbeat.updates.divided import check_divisible
