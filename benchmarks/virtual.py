@@ -15,7 +15,7 @@ from typing import Any
 
 from wingbeat import paced, simulator, strategies
 from wingbeat.bench import slow
-from wingbeat.methods.bounded_staleness.pace import Pace
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.simulator.colayers import bundled
 from wingbeat.simulator.worker import Sleeps
 
@@ -150,7 +150,7 @@ def mean(counts: Mapping[int, float]) -> float:
 
 def canary(
     setting: Setting,
-    pace: Pace,
+    bound: StalenessBound,
     rounds: int,
     *,
     coding: str = "dense",
@@ -162,7 +162,7 @@ def canary(
     traffic, began = simulator.Traffic(span_s), time.perf_counter()
     run = simulator.simulate_bounded(
         setting.model,
-        pace,
+        bound,
         setting.workers,
         setting.links(),
         gradients=rounds * setting.workers,

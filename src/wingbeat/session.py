@@ -204,8 +204,8 @@ class CanarySession:
             UsageError: no worker has entered it, it is retired, or there is no model.
         """
         machine = self._worker()
-        row = machine.at if iteration is None else number("iteration", iteration)
-        if not machine.gei.retired <= row <= max(machine.gei.zeta, machine.at):
+        row = machine.iteration if iteration is None else number("iteration", iteration)
+        if not machine.gei.retired <= row <= max(machine.gei.zeta, machine.iteration):
             raise UsageError(
                 f"iteration={row}: the index has rows {machine.gei.retired} to {machine.gei.zeta}; "
                 "those before are complete"
@@ -233,7 +233,7 @@ class CanarySession:
             UsageError: there is no model.
         """
         machine = self._worker()
-        at = machine.at if iteration is None else number("iteration", iteration)
+        at = machine.iteration if iteration is None else number("iteration", iteration)
         return max(0, machine.zeta - at)
 
     def calc_proportion(self, row: Sequence[int]) -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from wingbeat.gradients.sparse import SparseGradients
     from wingbeat.gradients.steps import Steps
     from wingbeat.gradients.views import Views
-    from wingbeat.methods.bounded_staleness.bundling import Bundling
+    from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
     from wingbeat.observe.meter import Meter
     from wingbeat.sync.buffers import BufferSync
 
@@ -44,7 +44,7 @@ class Intake:
     views: Views
     steps_made: Steps
     sparse: SparseGradients
-    bundling: Bundling | None
+    bundling: LayerProfiler | None
 
     def __init__(self, scale: float) -> None:
         self.sync = True

@@ -26,9 +26,9 @@ from wingbeat.gradients.views import (
     ShownGradients,
     Views,
 )
-from wingbeat.methods.bounded_staleness.bundling import Bundling
-from wingbeat.methods.bounded_staleness.exchange import StaleExchange
-from wingbeat.methods.bounded_staleness.update import BoundedUpdate, MeetingUpdate
+from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
+from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate, SynchronousUpdate
 from wingbeat.schedules.events import Operation, Schedule
 from wingbeat.sync import averaged
 from wingbeat.sync.hooks import WeakCall
@@ -105,14 +105,14 @@ def runtime_of(
         Agreement(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
-    if isinstance(exchange, StaleExchange) and isinstance(views, SentGradients):
+    if isinstance(exchange, BoundedStalenessExchange) and isinstance(views, SentGradients):
         exchange.waited = WeakCall(runtime.waited)
     return runtime
 
 
 def bundling_of(
     choices: Choices, runtime: Runtime, rebucket: Callable[[], object]
-) -> Bundling | None:
+) -> LayerProfiler | None:
     """Make what measures layers for colayers; None where these are not made anew.
 
     Args:
@@ -120,10 +120,10 @@ def bundling_of(
         runtime: its parts.
         rebucket: has the engine change to the next plan.
     """
-    if not choices.fusion.measured or not isinstance(runtime.exchange, StaleExchange):
+    if not choices.fusion.measured or not isinstance(runtime.exchange, BoundedStalenessExchange):
         return None
-    bundling = Bundling(runtime.bucketing, rebucket)
-    runtime.exchange.measures(bundling)
+    bundling = LayerProfiler(runtime.bucketing, rebucket)
+    runtime.exchange.set_profiler(bundling)
     return bundling
 
 
@@ -151,7 +151,7 @@ def _bounded(
     assert choices.staleness is not None, "a strategy's parts have been checked"
     if isinstance(views, SentGradients):
         _check_owned(training)
-    exchange = StaleExchange(
+    exchange = BoundedStalenessExchange(
         training.collectives.world,
         choices.staleness,
         compression,
@@ -162,7 +162,7 @@ def _bounded(
     )
     if isinstance(views, SentGradients):
         return exchange, BoundedUpdate(training, views, exchange)
-    return exchange, MeetingUpdate(training, exchange)
+    return exchange, SynchronousUpdate(training, exchange)
 
 
 def _check_owned(training: Training) -> None:

@@ -1,218 +1,235 @@
-"""One worker's machine, by hand."""
+"""The state machine of one worker."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from helpers.stale import Game, add
+from helpers.staleness_simulation import Simulation, add
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.messages import (
-    Entry,
-    Here,
+    Contribution,
     Message,
     Piece,
-    Pull,
-    Report,
-    Round,
+    PieceSum,
+    Progress,
+    PullRequest,
 )
-from wingbeat.methods.bounded_staleness.pace import Pace
-from wingbeat.methods.bounded_staleness.view import View, whole
+from wingbeat.methods.bounded_staleness.view import View, ViewProposal, initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 
 
-def machine(rank: int, n: int, pace: Pace, life: int = 0) -> Worker:
-    return Worker(rank, n, pace, add, life=life)
+def machine(rank: int, n: int, bound: StalenessBound, incarnation: int = 0) -> Worker:
+    return Worker(rank, n, bound, add, incarnation=incarnation)
 
 
-def said(worker: Worker) -> list[Message]:
-    """What it has posted since the last look."""
-    out = [post.message for post in worker.posts]
-    worker.posts.clear()
+def take_messages(worker: Worker) -> list[Message]:
+    """Return the messages sent since the last call."""
+    out = [post.message for post in worker.outbox]
+    worker.outbox.clear()
     return out
 
 
-def here(at: int, view: View, **changed: object) -> Here:
-    fields = {"said": at - 1, "applied": 0, "ended": False, "zeta": at} | changed
-    return Here(at=at, view=view, **fields)  # type: ignore[arg-type]
+def progress(iteration: int, view: View, **changed: object) -> Progress:
+    fields = {
+        "sent_through": iteration - 1,
+        "applied": 0,
+        "finished": False,
+        "zeta": iteration,
+    } | changed
+    return Progress(iteration=iteration, view=view, **fields)  # type: ignore[arg-type]
 
 
-def heres(worker: Worker) -> list[Here]:
-    return [message for message in said(worker) if isinstance(message, Here)]
+def progress_messages(worker: Worker) -> list[Progress]:
+    return [message for message in take_messages(worker) if isinstance(message, Progress)]
 
 
-def test_a_slow_worker_says_that_it_has_nothing_only_two_iterations_behind() -> None:
-    slow = machine(1, 2, Pace(None, 1, 1))
-    slow.begin()
-    said(slow)
-    slow.receive(0, 0, here(1, whole(2)))
-    assert [message.said for message in heres(slow)] == [-1]  # zeta alone is news
-    slow.receive(0, 0, here(2, whole(2)))
-    assert [message.said for message in heres(slow)] == [2]
+def test_slow_worker_answers_two_iterations_behind() -> None:
+    slow = machine(1, 2, StalenessBound(None, 1, 1))
+    slow.begin_iteration()
+    take_messages(slow)
+    slow.receive(0, 0, progress(1, initial_view(2)))
+    assert [message.sent_through for message in progress_messages(slow)] == [
+        -1
+    ]  # only zeta has changed
+    slow.receive(0, 0, progress(2, initial_view(2)))
+    assert [message.sent_through for message in progress_messages(slow)] == [2]
 
 
-def test_what_came_of_the_dead_is_not_summed_after_them() -> None:
-    owner = machine(0, 2, Pace(0, 1, 1))
-    owner.receive(1, 0, Piece(0, 0, 0, whole(2), 5.0))
-    owner.lost(1, 0)
-    owner.begin()
-    owner.computed(0, [1.0, 2.0])
-    parts = owner.take()
+def test_pending_contributions_of_lost_worker_are_not_summed() -> None:
+    owner = machine(0, 2, StalenessBound(0, 1, 1))
+    owner.receive(1, 0, Piece(0, 0, 0, initial_view(2), 5.0))
+    owner.mark_lost(1, 0)
+    owner.begin_iteration()
+    owner.send_colayer(0, [1.0, 2.0])
+    parts = owner.take_round()
     assert parts is not None
     assert [part.entries for part in parts] == [((0, 0),), ((0, 0),)]
-    assert [part.first for part in parts] == [(0, -1), (0, -1)]
+    assert [part.earliest for part in parts] == [(0, -1), (0, -1)]
 
 
-def test_dropped_beyond_the_bound_and_what_was_sent_counts() -> None:
-    slow = machine(1, 2, Pace(1, 2, 3))
-    slow.begin()
-    assert slow.computed(0, [1.0, 2.0])
-    slow.receive(0, 0, here(1, whole(2)))
+def test_outdated_iteration_is_dropped_and_sent_colayers_count() -> None:
+    slow = machine(1, 2, StalenessBound(1, 2, 3))
+    slow.begin_iteration()
+    assert slow.send_colayer(0, [1.0, 2.0])
+    slow.receive(0, 0, progress(1, initial_view(2)))
     assert not slow.dropped
-    slow.receive(0, 0, here(2, whole(2)))
+    slow.receive(0, 0, progress(2, initial_view(2)))
     assert slow.dropped == [(0, 1)]
-    assert not slow.computed(1, [1.0, 2.0])
-    slow.finish()
-    assert slow.wanted == 2  # the fastest's
+    assert not slow.send_colayer(1, [1.0, 2.0])
+    slow.end_iteration()
+    assert slow.next_iteration == 2  # of the fastest worker
 
 
-def test_kept_if_p_colayers_are_exchanged() -> None:
-    slow = machine(1, 2, Pace(1, 2, 3))
-    slow.begin()
+def test_iteration_with_p_colayers_is_kept() -> None:
+    slow = machine(1, 2, StalenessBound(1, 2, 3))
+    slow.begin_iteration()
     for colayer in range(2):
-        slow.computed(colayer, [1.0, 2.0])
-    slow.receive(0, 0, here(2, whole(2)))
+        slow.send_colayer(colayer, [1.0, 2.0])
+    slow.receive(0, 0, progress(2, initial_view(2)))
     assert not slow.dropped
-    assert slow.computed(2, [1.0, 2.0])
+    assert slow.send_colayer(2, [1.0, 2.0])
 
 
-def test_the_fast_wait_for_whoever_would_be_left_behind() -> None:
-    fast = machine(0, 2, Pace(1, 1, 1))
-    assert not fast.ready()  # nothing is known of the other
-    fast.receive(1, 0, here(0, whole(2)))
+def test_fast_worker_waits_at_bound() -> None:
+    fast = machine(0, 2, StalenessBound(1, 1, 1))
+    assert not fast.can_begin()  # the progress of the other is unknown
+    fast.receive(1, 0, progress(0, initial_view(2)))
     for _ in range(2):
-        assert fast.ready()
-        fast.begin()
-        fast.computed(0, [1.0, 2.0])
-        fast.finish()
-    assert not fast.ready()
-    assert fast.behind() == (1,)
+        assert fast.can_begin()
+        fast.begin_iteration()
+        fast.send_colayer(0, [1.0, 2.0])
+        fast.end_iteration()
+    assert not fast.can_begin()
+    assert fast.lagging_peers() == (1,)
 
 
-def test_whoever_is_taken_for_dead_hears_of_it() -> None:
-    one, other = machine(0, 2, Pace(0, 1, 1)), machine(1, 2, Pace(0, 1, 1))
-    one.lost(1, 0)
-    for message in said(one):
+def test_removed_worker_is_expelled() -> None:
+    one, other = machine(0, 2, StalenessBound(0, 1, 1)), machine(1, 2, StalenessBound(0, 1, 1))
+    one.mark_lost(1, 0)
+    for message in take_messages(one):
         other.receive(0, 0, message)
     assert other.expelled
 
 
-def test_whoever_comes_back_pulls_before_it_begins() -> None:
-    old, new = machine(0, 2, Pace(0, 1, 1)), machine(1, 2, Pace(0, 1, 1), life=1)
-    old.lost(1, 0)
+def test_joining_worker_pulls_before_first_iteration() -> None:
+    old, new = (
+        machine(0, 2, StalenessBound(0, 1, 1)),
+        machine(1, 2, StalenessBound(0, 1, 1), incarnation=1),
+    )
+    old.mark_lost(1, 0)
     for _ in range(4):
-        for message in said(old):
+        for message in take_messages(old):
             new.receive(0, 0, message)
-        for message in said(new):
+        for message in take_messages(new):
             old.receive(1, 1, message)
     assert new.joining
-    assert not new.ready()
-    assert old.serve() == (1,)
-    new.receive(0, 0, old.parameters("values"))
-    assert new.adopt() == "values"
+    assert not new.can_begin()
+    assert old.take_pull_requests() == (1,)
+    new.receive(0, 0, old.pull_response("values"))
+    assert new.take_pulled_state() == "values"
     assert not new.joining
 
 
-def test_no_iteration_of_an_earlier_life_is_computed_again() -> None:
-    # Some of its pieces may have been summed before it died, and the others not know of it.
-    old, new = machine(0, 2, Pace(None, 1, 1)), machine(1, 2, Pace(None, 1, 1), life=1)
-    old.lost(1, 0)
+def test_iteration_of_earlier_incarnation_is_not_repeated() -> None:
+    # Some of its pieces may have been summed before it died.
+    old, new = (
+        machine(0, 2, StalenessBound(None, 1, 1)),
+        machine(1, 2, StalenessBound(None, 1, 1), incarnation=1),
+    )
+    old.mark_lost(1, 0)
     for _ in range(4):
-        for message in said(old):
+        for message in take_messages(old):
             new.receive(0, 0, message)
-        for message in said(new):
+        for message in take_messages(new):
             old.receive(1, 1, message)
-    new.receive(0, 0, replace(old.parameters("values"), marks=(((-1, 5),), ((-1, -1),))))
-    assert new.adopt() == "values"
-    assert new.wanted == 6
+    new.receive(0, 0, replace(old.pull_response("values"), watermarks=(((-1, 5),), ((-1, -1),))))
+    assert new.take_pulled_state() == "values"
+    assert new.next_iteration == 6
 
 
-def test_nobody_is_left_with_parameters() -> None:
-    new = machine(0, 1, Pace(0, 1, 1), life=1)
+def test_joining_worker_without_peers_is_stranded() -> None:
+    new = machine(0, 1, StalenessBound(0, 1, 1), incarnation=1)
     assert new.stranded
-    assert not any(isinstance(message, Pull | Round) for message in said(new))
+    assert not any(isinstance(message, PullRequest | PieceSum) for message in take_messages(new))
 
 
-def test_what_was_pulled_before_somebody_went_is_not_used() -> None:
-    # The rounds that it has may be among those that are summed anew.
-    old, new = machine(0, 3, Pace(0, 1, 1)), machine(1, 3, Pace(0, 1, 1), life=1)
-    third = machine(2, 3, Pace(0, 1, 1))
+def test_state_pulled_before_view_change_is_discarded() -> None:
+    # It may contain rounds that are summed again.
+    old, new = (
+        machine(0, 3, StalenessBound(0, 1, 1)),
+        machine(1, 3, StalenessBound(0, 1, 1), incarnation=1),
+    )
+    third = machine(2, 3, StalenessBound(0, 1, 1))
     for survivor in (old, third):
-        survivor.lost(1, 0)
+        survivor.mark_lost(1, 0)
     everyone = {0: old, 1: new, 2: third}
     for _ in range(6):
         for rank, worker in everyone.items():
-            for post in list(worker.posts):
+            for post in list(worker.outbox):
                 for to in post.to:
-                    everyone[to].receive(rank, worker.life, post.message)
-            worker.posts.clear()
-    new.receive(0, 0, old.parameters("values"))
-    new.lost(2, 0)
-    assert new.adopt() is None
-    old.lost(2, 0)
-    for message in said(old):
+                    everyone[to].receive(rank, worker.incarnation, post.message)
+            worker.outbox.clear()
+    new.receive(0, 0, old.pull_response("values"))
+    new.mark_lost(2, 0)
+    assert new.take_pulled_state() is None
+    old.mark_lost(2, 0)
+    for message in take_messages(old):
         new.receive(0, 0, message)
-    assert new.adopt() is None
+    assert new.take_pulled_state() is None
     assert new.joining
 
 
-def test_one_that_has_not_gone_on_yet_keeps_its_place_while_another_ends_again() -> None:
+def test_slow_resume_keeps_place_while_peer_drains_again() -> None:
     sums: list[tuple[int, int]] = []
 
-    def combine(colayer: int, piece: int, waiting: dict[Entry, Any]) -> None:
+    def combine(colayer: int, piece: int, waiting: dict[Contribution, Any]) -> None:
         sums.extend(waiting)
 
-    pair = [Worker(rank, 2, Pace(None, 1, 1), combine) for rank in range(2)]
+    pair = [Worker(rank, 2, StalenessBound(None, 1, 1), combine) for rank in range(2)]
 
     def deliver() -> None:
-        while any(worker.posts for worker in pair):
+        while any(worker.outbox for worker in pair):
             for rank, worker in enumerate(pair):
-                while worker.posts:
-                    for to in (post := worker.posts.popleft()).to:
+                while worker.outbox:
+                    for to in (post := worker.outbox.popleft()).to:
                         pair[to].receive(rank, 0, post.message)
 
     def settle() -> None:
         deliver()
-        assert all(worker.settled for worker in pair)
+        assert all(worker.drained for worker in pair)
 
     for worker in pair:
-        worker.end()
+        worker.finish()
     settle()
     quick, slow = pair
-    assert not slow.resumed_elsewhere
+    assert not slow.peer_resumed
     quick.resume()
-    quick.begin()
-    quick.end()
+    quick.begin_iteration()
+    quick.finish()
     deliver()
-    assert not quick.settled, "the other has not ended again"
-    assert slow.resumed_elsewhere
+    assert not quick.drained, "the other has not ended again"
+    assert slow.peer_resumed
     slow.resume()
-    at = slow.begin()
-    slow.computed(0, [1.0, 1.0])
+    at = slow.begin_iteration()
+    slow.send_colayer(0, [1.0, 1.0])
+    slow.end_iteration()
     slow.finish()
-    slow.end()
     settle()
     assert sums == [(at, 1)] * 2, "each piece once"
 
 
-def test_other_colayers_begin_with_the_next_round_and_without_who_has_died_meanwhile() -> None:
-    """Worker 1 was there when all had settled, and has come back since: its old life is over."""
-    worker = Game(3, 2, Pace(1, 2, 2), iterations=3).play().living()[0].machine
+def test_change_colayers_removes_worker_lost_meanwhile() -> None:
+    """Worker 1 was drained with all, and has been restarted since."""
+    worker = (
+        Simulation(3, 2, StalenessBound(1, 2, 2), iterations=3).run().alive_workers()[0].machine
+    )
     first = worker.applied
     assert first > 0
-    worker.receive(1, 1, Report(View((0, 2)), -1, ((((-1, -1),) * 2),) * 2))
-    worker.rebundle(Pace(1, 3, 3), add, whole(2))
-    assert worker.life_of(1) is None
-    assert worker._owned[0].next == [first] * 3
-    assert (worker.wanted, worker.epoch, worker.ended) == (first, 1, False)
-    reports = [post.message for post in worker.posts if isinstance(post.message, Report)]
+    worker.receive(1, 1, ViewProposal(View((0, 2)), -1, ((((-1, -1),) * 2),) * 2))
+    worker.change_colayers(StalenessBound(1, 3, 3), add, initial_view(2))
+    assert worker.incarnation_of(1) is None
+    assert worker._owned[0].next_rounds == [first] * 3
+    assert (worker.next_iteration, worker.epoch, worker.finished) == (first, 1, False)
+    reports = [post.message for post in worker.outbox if isinstance(post.message, ViewProposal)]
     assert [report.view for report in reports] == [(0, 1)]

@@ -1,1 +1,1 @@
-"""Bounded staleness, traced by the gradient exchange index: Canary's core, without torch or I/O."""
+"""Bounded staleness with the gradient exchange index (Canary)."""

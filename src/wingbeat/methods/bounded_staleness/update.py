@@ -1,127 +1,86 @@
-"""Steps under bounded staleness: a call of ``step`` applies the sums that have come (Canary, 5.3).
+"""Optimizer steps under bounded staleness: ``step`` applies the rounds that have arrived.
 
-A worker's own gradients have left under backward. Sums come in rounds, which all workers apply in
-the same order, each when it gets there: none, one or several in a step of the user's.
+A worker's own gradients are sent in backward (Canary, section 5.3). All workers apply the same
+rounds in the same order, each at its own time: none, one or several in a step of the user's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from wingbeat.errors import UsageError
 from wingbeat.gradients.views import SentGradients, replaced
+from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Step, UpdateCommand
-from wingbeat.updates.alike import Alike, Place
+from wingbeat.updates.alike import Alike
 from wingbeat.updates.update import Closure, Host, Training
 from wingbeat.updates.whole import WholeUpdate
 
 _OTHERS = "or use wingbeat.AllReduce()"
 
-_Marks = tuple[tuple[int, int], tuple[tuple[int, int], ...]]
-"""Of a parameter and of the tensors in its state: where they are, and how often changed."""
+_Versions = tuple[tuple[int, int], tuple[tuple[int, int], ...]]
+"""Address and version of a parameter, and of the tensors in its optimizer state."""
 
 
-def _versions(state: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+def _state_versions(state: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
     return tuple((id(tensor), tensor._version) for tensor in tensors)
 
 
-class Rounds(Place, Protocol):
-    """The workers' side: `wingbeat.methods.bounded_staleness.exchange.StaleExchange`."""
+class SynchronousUpdate(WholeUpdate):
+    """The optimizer's own step on synchronous rounds; workers drain when state is made equal."""
 
-    @property
-    def apart(self) -> bool:
-        """Whether workers may apply a round in different steps of theirs."""
-
-    def step(self) -> None:
-        """End the iteration, apply what has come, and enter the next when that is allowed."""
-
-    def meet(self) -> bool:
-        """Do as `level` where all workers do so by themselves; return whether that was so."""
-
-    def level(self) -> None:
-        """Wait until all workers have called this and all is applied everywhere."""
-
-
-class MeetingUpdate(WholeUpdate):
-    """The optimizer's own step where nobody is ahead; all meet where buffers are made equal.
-
-    Args:
-        training: what it works on.
-        rounds: where gradients come from.
-    """
-
-    def __init__(self, training: Training, rounds: Rounds) -> None:
+    def __init__(self, training: Training, exchange: BoundedStalenessExchange) -> None:
         super().__init__(training)
-        self._rounds = rounds
-        self._levelled = 0
+        self._exchange = exchange
+        self._drained_at = 0
 
     def level(self, *, always: bool) -> bool:
-        """Wait for all workers.
-
-        Raises:
-            PeerError: a worker did not do the same; names it.
-        """
+        """Wait for all workers."""
         made = self._training.steps.count
-        meets, self._levelled = always or made != self._levelled, made
-        if meets:
-            self._rounds.level()
-        return meets
+        drains, self._drained_at = always or made != self._drained_at, made
+        if drains:
+            self._exchange.drain()
+        return drains
 
 
 class BoundedUpdate(WholeUpdate):
-    """Has rounds applied, by the optimizer's own step on all parameters, and enters iterations.
+    """Applies rounds by the optimizer's own step on all parameters, and enters iterations."""
 
-    Args:
-        training: what it works on.
-        views: of the gradients.
-        rounds: where they come from.
-    """
-
-    def __init__(self, training: Training, views: SentGradients, rounds: Rounds) -> None:
+    def __init__(
+        self, training: Training, views: SentGradients, exchange: BoundedStalenessExchange
+    ) -> None:
         super().__init__(training)
-        self._views, self._rounds = views, rounds
-        self._moved = False
-        self._left: dict[str, _Marks] | None = None  # by a step; None where all hold the same
-        self._alike = Alike(training, rounds)
+        self._views, self._exchange = views, exchange
+        self._has_stepped = False
+        self._versions: dict[str, _Versions] | None = None  # after a step; None if all are equal
+        self._alike = Alike(training, exchange)
         self._loaded = self._leaving = False
 
     def step(self, host: Host, closure: Closure) -> Any:
-        """Do what a call of the user's ``optimizer.step`` asks for.
+        """Apply rounds when the user calls ``optimizer.step``.
 
         Raises:
             UsageError: gradients were changed since they were sent, have not been sent, or were
-                used up by the step before; or ``step`` is given arguments that it is not run with.
-            PeerError: others were waited for in vain; names them.
+                used by the step before; or ``step`` has a closure or other arguments.
+            PeerError: training cannot continue, or the wait for others took too long.
         """
         if closure is not None:
             raise UsageError(
-                "optimizer.step(closure) under bounded staleness (Canary): gradients leave under "
+                "optimizer.step(closure) under bounded staleness (Canary): gradients are sent in "
                 "backward, which a closure may repeat; call backward(), then step() without one"
             )
-        if self._rounds.apart:
+        if self._exchange.replicas_diverge:
             where = "under bounded staleness (Canary)"
             self._training.stepper.given.refuse_others(where, "wingbeat.Canary(s=0)")
         host.recover()
         slots, owns = self._training.bucketing.slots, self._training.stepper.owns
         if not self._views.sent:
-            slot = next((slot for slot in slots if slot.param.grad is not None), None)
-            if slot is not None:
-                raise UsageError(
-                    f"optimizer.step(): the gradient of parameter {slot.name!r} has not been sent: "
-                    "the last backward before a step has to be outside of no_sync(), and after "
-                    "zero_grad() there has to be one"
-                )
-            if self._views.spent:
-                raise UsageError(
-                    "a second optimizer.step() after one backward: the first has used its "
-                    "gradients up (Canary); call step() once after each backward, and zero_grad() "
-                    f"before the next, {_OTHERS}"
-                )
+            self._check_nothing_to_step()
             return None
         if replaced(slots, owns):
             raise UsageError(
@@ -129,25 +88,38 @@ class BoundedUpdate(WholeUpdate):
                 "been sent to the other workers (Canary): leave p.grad alone between backward() "
                 f"and step(), {_OTHERS}"
             )
-        self._refuse_changed()
-        if self._loaded and self._rounds.apart:
-            self._refuse_different()
+        self._check_unchanged()
+        if self._loaded and self._exchange.replicas_diverge:
+            self._check_equal()
         self._loaded = False
         return super().step(host, None)
 
-    def _refuse_changed(self) -> None:
-        """Refuse what something else than a step has made of weights since the last one.
+    def _check_nothing_to_step(self) -> None:
+        """Raise a `UsageError` unless a step without gradients is meant."""
+        slots = self._training.bucketing.slots
+        slot = next((slot for slot in slots if slot.param.grad is not None), None)
+        if slot is not None:
+            raise UsageError(
+                f"optimizer.step(): the gradient of parameter {slot.name!r} has not been sent: "
+                "the last backward before a step has to be outside of no_sync(), and after "
+                "zero_grad() there has to be one"
+            )
+        if self._views.spent:
+            raise UsageError(
+                "a second optimizer.step() after one backward: the first has used its gradients "
+                "(Canary); call step() once after each backward, and zero_grad() before the next, "
+                f"{_OTHERS}"
+            )
 
-        Workers may then have applied different rounds, so what is done to weights, or to what the
-        optimizer remembers of them, would leave them different for ever.
+    def _check_unchanged(self) -> None:
+        """Raise a `UsageError` if weights or optimizer state were changed since the last step.
 
-        Raises:
-            UsageError: some were changed; names the first.
+        Workers may have applied different rounds by then, so a change would leave them different.
         """
-        if self._left is None:
+        if self._versions is None:
             return
-        for name, now in self._marks().items():
-            before = self._left[name]
+        for name, now in self._current_versions().items():
+            before = self._versions[name]
             if now != before:
                 what = "the optimizer's state of " if now[0] == before[0] else ""
                 raise UsageError(
@@ -156,31 +128,28 @@ class BoundedUpdate(WholeUpdate):
                     "first, and change it on all alike; or use Canary(s=0)"
                 )
 
-    def _refuse_different(self) -> None:
-        """Refuse to go on with weights, or state, that differ between workers.
+    def _check_equal(self) -> None:
+        """Raise a `UsageError` if weights or optimizer state differ between workers.
 
-        Marks tell nothing of writes through ``p.data``, nor of what was loaded.
-
-        Raises:
-            UsageError: some do; names the first. While this is released, it is logged.
-            RendezvousError: a worker does not compare its own.
+        Versions do not show writes through ``p.data``, nor what was loaded. During ``release`` a
+        difference is logged only.
         """
         found = self._alike.different()
         if found is None:
             return
-        said = (
-            f"{found} differs between workers (Canary), as something else than optimizer.step() "
-            "has changed it: a state that each rank has saved for itself and loads, or a write "
-            "between two steps; save, load and write on all ranks alike right after model.flush(), "
-            "and load one state on all now; or use Canary(s=0)"
+        text = (
+            f"{found} differs between workers (Canary), because something other than "
+            "optimizer.step() has changed it: a state that each rank has saved for itself and "
+            "loads, or a write between two steps; save, load and write on all ranks alike right "
+            "after model.flush(), and load one state on all now; or use Canary(s=0)"
         )
         if not self._leaving:
-            raise UsageError(said)
-        log.warning("release(): %s", said)
+            raise UsageError(text)
+        log.warning("release(): %s", text)
 
     @torch.no_grad()
-    def _level_frozen(self) -> None:
-        """Take over the first worker's frozen parameters, if workers' differ."""
+    def _broadcast_frozen(self) -> None:
+        """Copy the first worker's frozen parameters to all, if they differ."""
         first = self._alike.of_frozen()
         if first is not None:
             for _, param in self._training.bucketing.frozen:
@@ -190,38 +159,38 @@ class BoundedUpdate(WholeUpdate):
                 collectives.broadcast(sent, first, label="frozen parameters").wait()
                 param.copy_(values)
 
-    def _marks(self) -> dict[str, _Marks]:
-        """Return what changes when parameters do, or what the optimizer remembers of them."""
+    def _current_versions(self) -> dict[str, _Versions]:
         state = self._training.optimizer.state
         return {
             slot.name: (
                 (slot.param.data_ptr(), slot.param._version),
-                _versions(state.get(slot.param, {})),
+                _state_versions(state.get(slot.param, {})),
             )
             for slot in self._training.bucketing.slots
         }
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
-        """Let rounds be applied, which is all that is ever asked for."""
+        """Apply rounds; there is no other command."""
         assert isinstance(command, Step), command
         self._training.steps.count += 1
-        self._moved = True
+        self._has_stepped = True
         try:
-            self._rounds.step()
+            self._exchange.step()
         finally:
             self._views.spend()
-            self._left = self._marks() if self._rounds.apart else None
-        if self._rounds.meet():
-            self._left = self._marks()
+            diverge = self._exchange.replicas_diverge
+            self._versions = self._current_versions() if diverge else None
+        if self._exchange.drain_if_due():
+            self._versions = self._current_versions()
 
     @property
     def differs(self) -> bool:
-        """Whether rounds may be under way, which other workers may have applied."""
-        return self._rounds.apart and self._moved
+        """Whether other workers may have applied other rounds."""
+        return self._exchange.replicas_diverge and self._has_stepped
 
     @property
     def is_own(self) -> bool:
-        """Whether a state dict of now has something of this worker alone, or lacks something."""
+        """Whether a state dict would be that of this worker only."""
         return self.differs
 
     def level(self, *, always: bool) -> bool:
@@ -229,31 +198,31 @@ class BoundedUpdate(WholeUpdate):
 
         Raises:
             UsageError: between backward and step.
-            PeerError: a worker did not do the same; names it.
+            PeerError: a worker did not call it; names it.
         """
         if self._views.sent:
             raise UsageError(
                 "flush(), load_state_dict() or release() between backward() and step() (Canary): "
                 "the gradients have been sent, and are applied before step(); call it first"
             )
-        meets, self._moved = self._moved or always, False
-        self._loaded = self._loaded or not always  # this comes before something is loaded
-        if meets:
-            self._refuse_changed()
-            self._rounds.level()
-            self._left = None
-            if self._rounds.apart:
-                self._refuse_different()
-                self._level_frozen()
-        return meets
+        drains, self._has_stepped = self._has_stepped or always, False
+        self._loaded = self._loaded or not always  # a state is going to be loaded
+        if drains:
+            self._check_unchanged()
+            self._exchange.drain()
+            self._versions = None
+            if self._exchange.replicas_diverge:
+                self._check_equal()
+                self._broadcast_frozen()
+        return drains
 
     def leave(self) -> None:
-        """End the iteration that a refusal has left open, as its gradients have been sent."""
+        """End the iteration that is open when training is released: its gradients were sent."""
         self._leaving = True
         if self._views.sent:
             self.perform(Step(), None)
         else:
-            self._left = None
+            self._versions = None
 
     def refuse_lost(self, what: str) -> NoReturn:
         """Refuse what changes gradients after backward: they have been sent.
@@ -262,6 +231,6 @@ class BoundedUpdate(WholeUpdate):
             UsageError: always.
         """
         raise UsageError(
-            f"{what}: under bounded staleness (Canary) gradients leave under backward, and what "
-            f"comes back are sums of several iterations; leave it out, {_OTHERS}"
+            f"{what}: under bounded staleness (Canary) gradients are sent in backward, and sums of "
+            f"several iterations come back; leave it out, {_OTHERS}"
         )
