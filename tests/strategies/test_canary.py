@@ -870,7 +870,7 @@ class Ignoring(Layers):
         (net, some, canary(), "parameter 'scale' is not the optimizer's"),
         (Ignoring, plain_sgd, canary(), "1 parameters of the optimizer are not synchronised"),
         (Layers, plain_sgd, canary(s=2, p=5), "p=5 of 4 colayers; allowed: 1 to 4"),
-        (lambda: net().bfloat16(), plain_sgd, canary(), "is torch.bfloat16 on cpu: under bounded"),
+        (lambda: net().bfloat16(), plain_sgd, canary(), "is torch.bfloat16 on cpu: bounded staleness"),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
             plain_sgd,
