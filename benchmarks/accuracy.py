@@ -42,16 +42,16 @@ from torch import Tensor, nn
 
 import wingbeat
 from wingbeat import strategies
-from wingbeat.bench import contenders, digits, estimate, machine
-from wingbeat.bench.attach import attached
-from wingbeat.bench.attached import Attached
-from wingbeat.bench.contenders import Contender
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
 from wingbeat.wires import Sketch, TopK
+from wingbeat_lab.bench import contenders, digits, estimate, machine
+from wingbeat_lab.bench.attach import attached
+from wingbeat_lab.bench.attached import Attached
+from wingbeat_lab.bench.contenders import Contender
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
 
 ROWS = "allreduce allreduce:wire=sketch allreduce:wire=sketch@4 allreduce:wire=topk@0.01"
 Batches = Iterator[tuple[Tensor, Tensor]]

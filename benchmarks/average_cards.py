@@ -22,9 +22,10 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
+from wingbeat import strategies
 from wingbeat.errors import LabError
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
 
 CARDS = ("eth0", "eth1")
 ROWS = (
@@ -150,7 +151,7 @@ def work(row: str, cards: int, steps: int, mb: float) -> None:
     import torch
 
     import wingbeat
-    from wingbeat.lab import counters
+    from wingbeat_lab.lab import counters
 
     def sent() -> dict[str, int]:
         return {card: counters.read()[card].tx_bytes for card in CARDS}

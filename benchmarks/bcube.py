@@ -33,12 +33,13 @@ from typing import Any
 
 from common import end_as_by_ctrl_c, refuse_unwritable, show, write
 
-from wingbeat import lab, topologies
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
+from wingbeat import topologies
 from wingbeat.errors import LabError, UsageError
-from wingbeat.lab import counters
-from wingbeat.lab.units import parse_rate
+from wingbeat_lab import lab
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab import counters
+from wingbeat_lab.lab.units import parse_rate
 
 OF_INTERFACES = 0.9
 OF_LINE_RATE = 0.9

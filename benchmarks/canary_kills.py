@@ -33,10 +33,10 @@ from killing import (
     trained,
 )  # fmt: skip
 
-from wingbeat import lab
-from wingbeat.bench.printed import Printed
 from wingbeat.stale.audit import Audit, audit
 from wingbeat.stale.lateness import delays
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
 
 
 def main() -> int:
@@ -128,8 +128,8 @@ def work(home: Path, row: str, life: int) -> None:
 
     import wingbeat
     from wingbeat import strategies
-    from wingbeat.bench import digits
     from wingbeat.sync import bounded_exchange
+    from wingbeat_lab.bench import digits
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)

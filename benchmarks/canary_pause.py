@@ -26,9 +26,10 @@ from typing import Any
 
 from common import at_least_one, run_and_judge, show, write
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
+from wingbeat import strategies
 from wingbeat.errors import LabError
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
 
 LOOK_S = 0.05
 AFTER = 20

@@ -26,12 +26,12 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat.bench import contenders, estimate, links, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.results import Run
 from wingbeat.errors import UsageError
-from wingbeat.lab.spec import LabSpec
+from wingbeat_lab.bench import contenders, estimate, links, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.results import Run
+from wingbeat_lab.lab.spec import LabSpec
 
 LABS = ("loopback:2", "star:2@1gbit", "star:2@4gbit", "star:2@10gbit", "star:2x2@4gbit")
 ROWS = (

@@ -25,9 +25,9 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat.bench import estimate, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
+from wingbeat_lab.bench import estimate, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
 
 WITHIN = 0.05
 LABS = ("star:4@1gbit", "star:4@10gbit")

@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench import machine
-from wingbeat.bench.attach import attached
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
-from wingbeat.lab import counters
+from wingbeat_lab import lab
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.attach import attached
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab import counters
 
 OUTER = "outer_lr=0.8,outer_momentum=0.5"
 """For the ten or so rounds of a row: momentum of 0.9 remembers as many."""

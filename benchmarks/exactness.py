@@ -29,9 +29,10 @@ from common import show, write
 from torch import nn
 
 import wingbeat
-from wingbeat import lab, strategies
-from wingbeat.bench import attach, contenders, digits, machine
-from wingbeat.bench.printed import Printed
+from wingbeat import strategies
+from wingbeat_lab import lab
+from wingbeat_lab.bench import attach, contenders, digits, machine
+from wingbeat_lab.bench.printed import Printed
 
 LIMIT = 1e-5
 OPTIMIZERS = ("sgd", "adamw")

@@ -23,9 +23,10 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
+from wingbeat import strategies
 from wingbeat.errors import LabError
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
 
 PATIENCE_S = 300.0
 """For a worker to come back, and for the others to go on."""

@@ -30,9 +30,9 @@ from common import at_least_one, run_and_judge, show, write
 from torch import nn
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
 
 FEATURES, BATCH = 128, 8
 PAUSE_S = 0.25

@@ -32,10 +32,10 @@ from torch import nn
 
 import wingbeat
 from wingbeat import strategies
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import WingbeatError
 from wingbeat.transport.text import first_line
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
 
 STRATEGIES = (
     "allreduce",

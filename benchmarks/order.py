@@ -30,14 +30,14 @@ from typing import Any
 from common import GERYON_TABLES as PAPER
 from common import show, write
 
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
 from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
-from wingbeat.paced.profile import FLOAT32_BYTES, load_profile
 from wingbeat.plans import order
 from wingbeat.plans.order import Rates, at_start, when_ready
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
+from wingbeat_lab.paced.profile import FLOAT32_BYTES, load_profile
 
 GBIT = 1e9 / 8
 DEVICES = {"K40": "vgg19_k40", "V100": "vgg19_v100"}

@@ -25,9 +25,10 @@ from common import show, write
 from torch import nn
 
 import wingbeat
-from wingbeat import paced, strategies
-from wingbeat.bench import digits, machine
-from wingbeat.bench.printed import Printed
+from wingbeat import strategies
+from wingbeat_lab import paced
+from wingbeat_lab.bench import digits, machine
+from wingbeat_lab.bench.printed import Printed
 
 LIMIT_PERCENT = 1.0
 Loop = Callable[[], None]

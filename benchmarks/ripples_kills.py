@@ -38,12 +38,13 @@ from killing import (
     trained,
 )  # fmt: skip
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
+from wingbeat import strategies
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.average import GRACE_S
 from wingbeat.groups.patience import FACTOR, LEAST_S
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
 
 LOOKS_S = 1.0
 """In which the generator looks who is late, and tells the others, who look too."""
@@ -190,7 +191,7 @@ def work(home: Path, row: str, life: int) -> None:
     import torch
 
     import wingbeat
-    from wingbeat.bench import digits
+    from wingbeat_lab.bench import digits
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)

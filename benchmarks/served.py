@@ -35,11 +35,12 @@ from typing import Any
 
 from common import GERYON_TABLES, show, write
 
-from wingbeat import paced, simulator, strategies
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
+from wingbeat import simulator, strategies
 from wingbeat.errors import UsageError
+from wingbeat_lab import paced
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
 
 GOODPUT = 1448 / 1538
 WORKERS = 8
@@ -69,7 +70,7 @@ class Setting:
 
     @cached_property
     def model(self) -> simulator.Model:
-        return simulator.of_profile(paced.load_profile(f"{self.name}_k40"), self.pace)
+        return paced.simulator_model(paced.load_profile(f"{self.name}_k40"), self.pace)
 
     @property
     def alone_s(self) -> float:

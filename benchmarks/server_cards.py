@@ -21,10 +21,11 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
+from wingbeat import strategies
 from wingbeat.errors import LabError
-from wingbeat.lab import counters
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab import counters
 
 ROWS = ("geryon:encrypted=false", "geryon:encrypted=false,update=server")
 WIDTH, LAYERS, WARMUP, STEPS = 1200, 6, 4, 8

@@ -41,10 +41,10 @@ import torch.distributed as dist
 from common import run_and_judge, show, write
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench import contenders
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError, UsageError
+from wingbeat_lab import lab
+from wingbeat_lab.bench import contenders
+from wingbeat_lab.bench.printed import Printed
 
 TARGETS = {"digits": 97.0, "text": 56.0}
 """Percent of held-out data, of 2026-11-25."""

@@ -24,14 +24,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 CHECK = """
-import pathlib, sys, torch, wingbeat
+import pathlib, sys, torch, wingbeat, wingbeat_lab
 from wingbeat import _native, kernels, sync, wires
 from wingbeat import testing
+from wingbeat_lab import paced
 
 here = pathlib.Path(sys.prefix).resolve()
-for module in (wingbeat, _native):
+for module in (wingbeat, wingbeat_lab, _native):
     assert here in pathlib.Path(module.__file__).resolve().parents, module.__file__
 assert kernels.of(torch.device("cpu")).__name__.endswith(".native")
+assert paced.load_profile("resnet50").params
 
 def train(model, world=None, strategy=None):
     torch.manual_seed(0)
@@ -66,7 +68,8 @@ def main(words: list[str]) -> int:
         try:
             wheel = build(folder, words)
             python = install(folder, wheel)
-            run([python.with_name("wingbeat"), "--help"], cwd=folder, quiet=True)
+            for verb in ("plan", "bench"):  # one of each package
+                run([python.with_name("wingbeat"), verb, "--help"], cwd=folder, quiet=True)
             run([python, "-c", CHECK], cwd=folder, env=environment())
         except subprocess.CalledProcessError as err:
             what = shlex.join(map(str, err.cmd)).splitlines()[0]

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from wingbeat import lab
+from wingbeat_lab import lab
 
 TRAIN = """if True:
     import gc, subprocess, sys, time, torch, wingbeat
-    from wingbeat.lab import counters
+    from wingbeat_lab.lab import counters
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=float(sys.argv[1]))
     rank, cards = world.rank, ("eth0", "eth1")

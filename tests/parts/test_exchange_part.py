@@ -8,9 +8,9 @@ import pytest
 
 import wingbeat
 from wingbeat import parts, strategies
-from wingbeat.bench import contenders
 from wingbeat.errors import UsageError
 from wingbeat.types import Serving, ThresholdTuning
+from wingbeat_lab.bench import contenders
 
 
 def serving(text: str) -> Serving:

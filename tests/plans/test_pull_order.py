@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.bench.bound import floor
 from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat.plans.order import (
@@ -25,6 +24,7 @@ from wingbeat.plans.order import (
     serve,
     when_ready,
 )
+from wingbeat_lab.bench.bound import floor
 
 # Three layers; pushes take 1, 2 and 6 seconds, pulls half of that.
 THREE = [LayerCosts(2.0, 4.0, 10.0), LayerCosts(3.0, 1.0, 20.0), LayerCosts(1.0, 2.0, 60.0)]

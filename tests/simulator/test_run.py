@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wingbeat import paced, strategies, topologies
-from wingbeat.bench import bound
+from wingbeat import strategies, topologies
 from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
-from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
+from wingbeat.simulator import Links, Model, Run, Work, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.types import TensorSpec
+from wingbeat_lab import paced
+from wingbeat_lab.bench import bound
 
 GBIT = Links(bytes_per_s=125e6)
 FREE = Work(chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0)
@@ -24,7 +25,7 @@ KINDS = {"allreduce": "allreduce:mb=1", "dear": "dear:plan=fixed,mb=1"}
 
 
 def small() -> Model:
-    return of_profile(paced.parse("paced:resnet50@0.05"))
+    return paced.simulator_model(paced.parse("paced:resnet50@0.05"))
 
 
 def run(strategy: str, model: Model | None = None, workers: int = 4, **options: object) -> Run:

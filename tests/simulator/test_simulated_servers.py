@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wingbeat import paced, strategies
+from wingbeat import strategies
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import (
     BucketReady,
@@ -17,10 +17,11 @@ from wingbeat.schedules.events import (
     Start,
     Wait,
 )
-from wingbeat.simulator import Coding, Links, Model, Run, Traffic, Work, of_profile, simulate
+from wingbeat.simulator import Coding, Links, Model, Run, Traffic, Work, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.types import TensorSpec
+from wingbeat_lab import paced
 
 FREE = Work(
     chunk_s=0.0,
@@ -183,7 +184,7 @@ def test_every_round_ends_and_no_byte_is_carried_for_free(
 
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_the_same_arguments_give_the_same_run_to_the_last_bit(strategy: str) -> None:
-    model = of_profile(paced.parse("paced:resnet50@0.05"))
+    model = paced.simulator_model(paced.parse("paced:resnet50@0.05"))
     links = Links(bytes_per_s=125e6)
     first, second = (run(strategy, model, 3, links, slow={2: 1.3}, iterations=2) for _ in range(2))
     assert first == second
@@ -191,7 +192,7 @@ def test_the_same_arguments_give_the_same_run_to_the_last_bit(strategy: str) -> 
 
 
 def test_a_slow_worker_holds_everybody_back() -> None:
-    model = of_profile(paced.parse("paced:resnet50@0.05"))
+    model = paced.simulator_model(paced.parse("paced:resnet50@0.05"))
     links = Links(bytes_per_s=1.25e9)
     usual, slowed = (
         run("geryon", model, 3, links, slow=slow).median_s for slow in (None, {2: 2.0})
@@ -204,7 +205,7 @@ def test_vgg19_on_eight_k40_is_ordered_as_in_the_paper() -> None:
 
     A quarter of the bytes on links of a quarter of the rate; updates and sums on other devices.
     """
-    model = of_profile(paced.parse("paced:vgg19_k40@0.25"))
+    model = paced.simulator_model(paced.parse("paced:vgg19_k40@0.25"))
     alone = sum(layer.forward_s + layer.backward_s for layer in model.layers)
     links = Links(bytes_per_s=0.25 * 1.17e9)
     work = Work(fill_s_per_byte=0.0, update_s_per_byte=0.0)

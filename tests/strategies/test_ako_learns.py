@@ -10,7 +10,7 @@ import torch
 import wingbeat
 from helpers.training import on
 from wingbeat import sync
-from wingbeat.bench import digits
+from wingbeat_lab.bench import digits
 
 SIZE, STEPS = 4, 240
 

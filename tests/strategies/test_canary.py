@@ -19,8 +19,8 @@ import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
 from helpers.waiting import is_collected
 from wingbeat import sync
-from wingbeat.bench import digits
 from wingbeat.errors import PeerError, UsageError
+from wingbeat_lab.bench import digits
 
 SIZE = 4
 PLAIN: dict[str, Any] = {"s": 2, "p": None, "wire": "fp32", "encrypted": False}

@@ -17,11 +17,11 @@ from helpers.waiting import is_collected
 from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.rebundling import FIRST
-from wingbeat.paced.clock import Clock
-from wingbeat.paced.model import PacedModel
-from wingbeat.paced.profile import load_profile
 from wingbeat.simulator.colayers import bundled
-from wingbeat.simulator.model import of_profile
+from wingbeat_lab.paced import simulator_model
+from wingbeat_lab.paced.clock import Clock
+from wingbeat_lab.paced.model import PacedModel
+from wingbeat_lab.paced.profile import load_profile
 
 TIED: dict[str, Any] = {"s": 2, "p": None, "wire": "fp32", "encrypted": False, "measured": True}
 
@@ -161,7 +161,7 @@ def assert_the_papers(time_scale: float) -> None:
         ["features_25", "features_23", "features_21", "features_19"],
         [f"features_{n}" for n in (16, 14, 12, 10, 7, 5, 2, 0)],
     ]
-    simulated = bundled(of_profile(profile), 4, measured=True)
+    simulated = bundled(simulator_model(profile), 4, measured=True)
     assert simulated.tensors == tuple(map(len, first))
 
 

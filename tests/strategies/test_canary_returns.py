@@ -10,7 +10,7 @@ from helpers.returning import lines, start
 SCRIPT = """if True:
     import sys, time, torch, wingbeat
     from torch import nn
-    from wingbeat.bench import digits
+    from wingbeat_lab.bench import digits
     from wingbeat.sync import bounded_exchange
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import wingbeat
 from helpers.training import assert_same, engine, net, on, train, weights
 from wingbeat import parts, sync
-from wingbeat.bench import digits
+from wingbeat_lab.bench import digits
 
 SIZE = 4
 

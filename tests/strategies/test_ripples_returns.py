@@ -12,7 +12,7 @@ from helpers.returning import lines, made, start
 SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
     from torch import nn
-    from wingbeat.bench import digits
+    from wingbeat_lab.bench import digits
     from wingbeat.strategies import parse
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 import wingbeat
 from wingbeat import sync
-from wingbeat.bench import digits
 from wingbeat.transport import loopback
+from wingbeat_lab.bench import digits
 
 WORKERS, STEPS = 2, 90
 

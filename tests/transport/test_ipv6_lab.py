@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from wingbeat import lab
+from wingbeat_lab import lab
 
 SCRIPT = """if True:
     import os, subprocess, torch, wingbeat
