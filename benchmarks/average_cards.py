@@ -22,9 +22,8 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import strategies
 from wingbeat.errors import LabError
-from wingbeat_lab import lab
+from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.printed import Printed
 
 CARDS = ("eth0", "eth1")
@@ -46,7 +45,7 @@ def main() -> int:
 
     def measure(report: dict[str, Any]) -> list[str]:
         for row in args.rows:
-            strategies.parse(row)
+            baselines.parse(row)
         for each, row in itertools.product(range(args.rounds), args.rows):
             for number in (2, 1):
                 rows = report.setdefault("rows", {})
@@ -160,7 +159,7 @@ def work(row: str, cards: int, steps: int, mb: float) -> None:
     wingbeat.init(timeout=PATIENCE_S, interfaces=list(CARDS[:cards]))
     model = torch.nn.Linear(1000, max(1, round(mb * 250)), bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = wingbeat.distribute(model, optimizer, strategies.parse(row))
+    model, optimizer = wingbeat.distribute(model, optimizer, baselines.parse(row))
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()  # connections are made
     wingbeat.consensus(model)

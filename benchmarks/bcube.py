@@ -36,6 +36,7 @@ from common import end_as_by_ctrl_c, refuse_unwritable, show, write
 from wingbeat import topologies
 from wingbeat.errors import LabError, UsageError
 from wingbeat_lab import lab
+from wingbeat_lab.bcube import AggregatingBCube
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.lab import counters
@@ -50,7 +51,7 @@ IN_BCUBE = ("bml", "table2", "routed")
 
 def topology_of(case: str) -> topologies.Topology:
     """The topology of a case."""
-    known = {"bml": topologies.BCube(), "table2": topologies.AggregatingBCube()}
+    known = {"bml": topologies.BCube(), "table2": AggregatingBCube()}
     return known.get(case, topologies.Ring())
 
 

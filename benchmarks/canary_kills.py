@@ -35,7 +35,7 @@ from killing import (
 
 from wingbeat.stale.audit import Audit, audit
 from wingbeat.stale.lateness import delays
-from wingbeat_lab import lab
+from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.printed import Printed
 
 
@@ -127,7 +127,6 @@ def work(home: Path, row: str, life: int) -> None:
     import torch
 
     import wingbeat
-    from wingbeat import strategies
     from wingbeat.sync import bounded_exchange
     from wingbeat_lab.bench import digits
 
@@ -138,7 +137,7 @@ def work(home: Path, row: str, life: int) -> None:
     loss = loss_of(held_out)
     first = loss(digits.network(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    model, optimizer = wingbeat.distribute(network, optimizer, strategies.parse(row))
+    model, optimizer = wingbeat.distribute(network, optimizer, baselines.parse(row))
     exchange, telling = bounded_exchange(model), Telling(home, world.rank, life)
     assert exchange is not None
     machine = exchange.machine

@@ -26,9 +26,8 @@ from typing import Any
 
 from common import at_least_one, run_and_judge, show, write
 
-from wingbeat import strategies
 from wingbeat.errors import LabError
-from wingbeat_lab import lab
+from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.printed import Printed
 
 LOOK_S = 0.05
@@ -43,7 +42,7 @@ def main() -> int:
     args = arguments()
 
     def measure(report: dict[str, Any]) -> list[str]:
-        strategies.parse(args.row)
+        baselines.parse(args.row)
         with tempfile.TemporaryDirectory() as folder:
             report |= run(args, Path(folder))
         show(report, table(report))
@@ -175,7 +174,7 @@ def work(home: Path, row: str, mb: float, ahead: int) -> None:
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer = wingbeat.distribute(model, optimizer, strategies.parse(row))
+    model, optimizer = wingbeat.distribute(model, optimizer, baselines.parse(row))
     exchange = bounded_exchange(model)
     assert exchange is not None
     machine, watch = exchange.machine, Watch(exchange.machine)

@@ -25,12 +25,12 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat import strategies
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.mixing import parts_of, spectral_gap
 from wingbeat.groups.rules import ABLATION, Rules
 from wingbeat.simulator import Links, Model, TimedLayer, simulate, simulate_groups
 from wingbeat.types import TensorSpec
+from wingbeat_lab import baselines
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.simulated import GOODPUT
@@ -114,7 +114,7 @@ def slow_of(layout: Layout, slowed: str) -> Mapping[int, float]:
 def baseline(model: Model, text: str, layout: Layout, links: Links, slowed: str) -> dict[str, Any]:
     run = simulate(
         model,
-        strategies.parse(text).choices(),
+        baselines.parse(text).choices(),
         layout.workers,
         links,
         layout=layout,

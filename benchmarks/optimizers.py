@@ -31,9 +31,9 @@ from common import end_as_by_ctrl_c, show, write
 from torch import nn
 
 import wingbeat
-from wingbeat import strategies
 from wingbeat.errors import WingbeatError
 from wingbeat.transport.text import first_line
+from wingbeat_lab import baselines
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 
@@ -160,7 +160,7 @@ def train(
     if strategy is None:
         whole = nn.parallel.DistributedDataParallel(model)
     else:
-        wingbeat.distribute(model, optimizer, strategies.parse(strategy))
+        wingbeat.distribute(model, optimizer, baselines.parse(strategy))
     try:
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()

@@ -27,13 +27,13 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat import simulator, strategies
+from wingbeat import simulator
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.protocol import position_of, urgency_of
 from wingbeat.servers.requests import Asked, Requests
 from wingbeat.simulator.model import buckets_of
 from wingbeat.types import Choices
-from wingbeat_lab import paced
+from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 
@@ -137,7 +137,7 @@ def measured(iterations: int) -> list[dict[str, Any]]:
     for elements in SLICES:
         sides = {
             name: Side(
-                strategies.parse(f"{row}{',' if ':' in row else ':'}slice={elements}").choices()
+                baselines.parse(f"{row}{',' if ':' in row else ':'}slice={elements}").choices()
             )
             for name, row in ROWS.items()
         }

@@ -35,9 +35,9 @@ from typing import Any
 
 from common import GERYON_TABLES, show, write
 
-from wingbeat import simulator, strategies
+from wingbeat import simulator
 from wingbeat.errors import UsageError
-from wingbeat_lab import paced
+from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.cli.bench import check_writable
@@ -81,7 +81,7 @@ class Setting:
         return simulator.Links(bytes_per_s=10e9 / 8 * GOODPUT)
 
     def efficiency(self, text: str) -> float:
-        choices = strategies.parse(text).choices()
+        choices = baselines.parse(text).choices()
         run = simulator.simulate(
             self.model, choices, WORKERS, self.links, work=WORK, iterations=self.iterations
         )
@@ -89,7 +89,7 @@ class Setting:
 
     def tuned(self, classes: int, points: int) -> dict[str, Any]:
         """What the tuner finds and, for two classes, a sweep of thresholds and all it tried."""
-        choices = strategies.parse(TUNED.format(classes)).choices()
+        choices = baselines.parse(TUNED.format(classes)).choices()
         thresholds = simulator.Thresholds(self.model, choices, WORKERS, self.links, work=WORK)
         result = thresholds.tuned()
         seconds = result.seconds(result.chosen)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from wingbeat import simulator, strategies
+from wingbeat import simulator
 from wingbeat.simulator.colayers import bundled
 from wingbeat.simulator.worker import Sleeps
 from wingbeat.stale.pace import Pace
-from wingbeat_lab import paced
+from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import slow
 
 GOODPUT = 1448 / 1538
@@ -190,7 +190,7 @@ def baseline(setting: Setting, name: str, rounds: int, *, span_s: float = 0.5) -
     Servers have one interface, as in the paper's tree; the others all of them.
     """
     traffic, began = simulator.Traffic(span_s), time.perf_counter()
-    choices = strategies.parse(BASELINES[name]).choices()
+    choices = baselines.parse(BASELINES[name]).choices()
     iterations = rounds
     run = simulator.simulate(
         setting.model,

@@ -16,13 +16,8 @@ if TYPE_CHECKING:
     from wingbeat.session import CanarySession as CanarySession
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
-    from wingbeat.strategies import LAGS as LAGS
-    from wingbeat.strategies import MGS as MGS
     from wingbeat.strategies import MGWFBP as MGWFBP
     from wingbeat.strategies import OMGS as OMGS
-    from wingbeat.strategies import P3 as P3
-    from wingbeat.strategies import PSGD as PSGD
-    from wingbeat.strategies import Ako as Ako
     from wingbeat.strategies import AllReduce as AllReduce
     from wingbeat.strategies import Canary as Canary
     from wingbeat.strategies import DeAR as DeAR
@@ -30,12 +25,8 @@ if TYPE_CHECKING:
     from wingbeat.strategies import Geryon as Geryon
     from wingbeat.strategies import LocalSGD as LocalSGD
     from wingbeat.strategies import ParameterServer as ParameterServer
-    from wingbeat.strategies import PartitionedPS as PartitionedPS
     from wingbeat.strategies import Ripples as Ripples
     from wingbeat.strategies import Strategy as Strategy
-    from wingbeat.strategies import TicTac as TicTac
-    from wingbeat.strategies import TopKSGD as TopKSGD
-    from wingbeat.strategies import VanillaPS as VanillaPS
     from wingbeat.sync import consensus as consensus
     from wingbeat.sync import distribute as distribute
     from wingbeat.sync import flush as flush
@@ -51,13 +42,8 @@ if TYPE_CHECKING:
     from wingbeat.wires import TopK as TopK
 
 _HOME = {
-    "VanillaPS": "wingbeat.strategies",
-    "TicTac": "wingbeat.strategies",
-    "PartitionedPS": "wingbeat.strategies",
     "ParameterServer": "wingbeat.strategies",
-    "P3": "wingbeat.strategies",
     "Geryon": "wingbeat.strategies",
-    "Ako": "wingbeat.strategies",
     "Canary": "wingbeat.strategies",
     "ADPSGD": "wingbeat.strategies",
     "AllReduce": "wingbeat.strategies",
@@ -68,16 +54,12 @@ _HOME = {
     "BML": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
     "Group": "wingbeat.types",
-    "LAGS": "wingbeat.strategies",
     "LowRank": "wingbeat.wires",
-    "MGS": "wingbeat.strategies",
     "MGWFBP": "wingbeat.strategies",
     "OMGS": "wingbeat.strategies",
-    "PSGD": "wingbeat.strategies",
     "Sketch": "wingbeat.wires",
     "Strategy": "wingbeat.strategies",
     "TopK": "wingbeat.wires",
-    "TopKSGD": "wingbeat.strategies",
     "consensus": "wingbeat.sync",
     "distribute": "wingbeat.sync",
     "flush": "wingbeat.sync",
@@ -93,13 +75,8 @@ _HOME = {
 __all__ = [
     "ADPSGD",
     "BML",
-    "LAGS",
-    "MGS",
     "MGWFBP",
     "OMGS",
-    "P3",
-    "PSGD",
-    "Ako",
     "AllReduce",
     "Canary",
     "CanarySession",
@@ -110,14 +87,10 @@ __all__ = [
     "LocalSGD",
     "LowRank",
     "ParameterServer",
-    "PartitionedPS",
     "Ripples",
     "Sketch",
     "Strategy",
-    "TicTac",
     "TopK",
-    "TopKSGD",
-    "VanillaPS",
     "consensus",
     "distribute",
     "flush",

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
 from wingbeat.control import control, drift, planner, rules
@@ -221,10 +222,10 @@ def test_the_plan_follows_what_links_cost(most: int) -> None:
     "strategy",
     [
         wingbeat.OMGS(density=1.0, steps=STEPS),
-        wingbeat.TopKSGD(density=1.0),
-        wingbeat.LAGS(density=1.0),
-        wingbeat.MGS(density=1.0, elements=50),
-        wingbeat.PSGD(),
+        wingbeat_lab.TopKSGD(density=1.0),
+        wingbeat_lab.LAGS(density=1.0),
+        wingbeat_lab.MGS(density=1.0, elements=50),
+        wingbeat_lab.PSGD(),
         wingbeat.MGWFBP(steps=STEPS),
     ],
     ids=lambda strategy: type(strategy).__name__,
@@ -240,10 +241,10 @@ def test_table_one_merges_as_it_says() -> None:
     counts = {
         type(strategy).__name__: _on(2, strategy, 2)[0][1][-1]
         for strategy in (
-            wingbeat.TopKSGD(),
-            wingbeat.LAGS(),
-            wingbeat.MGS(elements=50),
-            wingbeat.PSGD(),
+            wingbeat_lab.TopKSGD(),
+            wingbeat_lab.LAGS(),
+            wingbeat_lab.MGS(elements=50),
+            wingbeat_lab.PSGD(),
         )
     }
     assert counts["TopKSGD"] == [tensors]
@@ -400,7 +401,7 @@ def test_a_plan_is_taken_as_it_came() -> None:
 def test_densities_by_group_travel_in_one_bucket() -> None:
     def kept(world: Any) -> dict[str, int]:
         groups = {"head.*": 1.0, "first.weight": 0.25}
-        strategy = wingbeat.TopKSGD(density=0.01, warmup=0, groups=groups)
+        strategy = wingbeat_lab.TopKSGD(density=0.01, warmup=0, groups=groups)
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = sync.distribute(model, optimizer, strategy, world=world)

@@ -9,7 +9,7 @@ import pytest
 from wingbeat_lab import lab
 
 TRAIN = """if True:
-    import gc, subprocess, sys, time, torch, wingbeat
+    import gc, subprocess, sys, time, torch, wingbeat, wingbeat_lab
     from wingbeat_lab.lab import counters
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=float(sys.argv[1]))
@@ -38,7 +38,7 @@ TRAIN = """if True:
             p.grad /= 2
         reference.step()
     for strategy in [] if len(sys.argv) > 2 else (
-        wingbeat.Geryon(), wingbeat.TicTac(), wingbeat.Geryon(update="server", pull="start"),
+        wingbeat.Geryon(), wingbeat_lab.TicTac(), wingbeat.Geryon(update="server", pull="start"),
     ):
         model, optimizer = wingbeat.distribute(*made(), strategy)
         for turn in range(6):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from helpers.training import TINY_MB, backward, engine, net, on, sgd, train
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
@@ -85,7 +86,7 @@ SKIPPING: dict[str, Any] = {
     "sketch": wingbeat.AllReduce(mb=TINY_MB, wire=Sketch(auto_disable=False)),
     "dear": wingbeat.DeAR(plan="fixed", mb=TINY_MB),
     "topk": wingbeat.DeAR(plan="fixed", mb=TINY_MB, wire=TopK(auto_disable=False)),
-    "ako": wingbeat.Ako(),
+    "ako": wingbeat_lab.Ako(),
     "geryon": wingbeat.Geryon(mb=TINY_MB, servers=1, encrypted=False),
     "geryon-start": wingbeat.Geryon(mb=TINY_MB, servers=1, pull="start", encrypted=False),
 }

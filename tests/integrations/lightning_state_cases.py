@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import wingbeat
+import wingbeat_lab
 from integrations.lightning_cases import (
     EXACT,
     Adamed,
@@ -46,7 +47,7 @@ KEPT: dict[str, Any] = {
     "topk": wingbeat.DeAR(plan="fixed", wire="topk@0.1:auto_disable=false"),
     "diloco": wingbeat.DiLoCo(every=4),
     "localsgd": wingbeat.LocalSGD(every=4),
-    "ako": wingbeat.Ako(partitions=2),
+    "ako": wingbeat_lab.Ako(partitions=2),
 }
 
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wingbeat import strategies
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import (
     BucketReady,
@@ -21,7 +20,7 @@ from wingbeat.simulator import Coding, Links, Model, Run, Traffic, Work, simulat
 from wingbeat.simulator.model import TimedLayer, buckets_of
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.types import TensorSpec
-from wingbeat_lab import paced
+from wingbeat_lab import baselines, paced
 
 FREE = Work(
     chunk_s=0.0,
@@ -46,7 +45,7 @@ def model_of(rows: list[tuple[float, float, int]]) -> Model:
 
 
 def run(strategy: str, model: Model, workers: int, links: Links, **options: object) -> Run:
-    choices = strategies.parse(strategy).choices()
+    choices = baselines.parse(strategy).choices()
     return simulate(model, choices, workers, links, **options)  # type: ignore[arg-type]
 
 
@@ -164,7 +163,7 @@ def test_every_round_ends_and_no_byte_is_carried_for_free(
     links = Links(bytes_per_s=gbit * 125e6, latency_s=0.0)
     spelled = f"{strategy}{',' if ':' in strategy else ':'}mb=0.1,servers={servers}"
     made = run(spelled, model, workers, links, work=FREE, slow=slow, iterations=3)
-    fusion = strategies.parse(spelled).choices().fusion
+    fusion = baselines.parse(spelled).choices().fusion
     buckets = len(buckets_of(model, fusion).forward)
     for rank in range(workers):
         for what in ("all_reduce", "push", "update"):

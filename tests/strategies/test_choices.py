@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import wingbeat
+import wingbeat_lab
 from wingbeat import Strategy, parts
 from wingbeat.errors import UsageError
 from wingbeat.types import Choices, Fusion, Merging, Staleness, Tuning
@@ -89,7 +90,7 @@ CASES: list[tuple[Any, Choices]] = [
         ),
     ),
     (
-        wingbeat.Ako(partitions=5, mb=8, first_mb=3, wire="bf16", topology="ring"),
+        wingbeat_lab.Ako(partitions=5, mb=8, first_mb=3, wire="bf16", topology="ring"),
         Choices(
             schedule="wfbp",
             topology="ring",
@@ -149,7 +150,7 @@ CASES: list[tuple[Any, Choices]] = [
         ),
     ),
     (
-        wingbeat.MGS(elements=9, wire="bf16"),
+        wingbeat_lab.MGS(elements=9, wire="bf16"),
         Choices(
             schedule="wfbp",
             topology="ring",

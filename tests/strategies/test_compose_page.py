@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wingbeat import parts, strategies, wires
+from wingbeat import parts, wires
 from wingbeat.parts import exchange, partners, plan, schedule, update
 from wingbeat.strategies import strategy
 from wingbeat.traits import Part
+from wingbeat_lab import baselines
 
 if TYPE_CHECKING:
     from helpers.pool import Pool
@@ -83,7 +84,7 @@ def test_values_shown_with_names_are_the_defaults() -> None:
 def test_the_table_of_presets_is_what_their_traits_say() -> None:
     yes = {True: "yes", False: "no"}
     expected = []
-    for cls in strategies.PRESETS.values():
+    for cls in baselines.PRESETS.values():
         made = cls().compose()
         traits = made.traits
         wire = made.wire if isinstance(made.wire, str) else type(made.wire).__name__

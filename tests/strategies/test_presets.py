@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from wingbeat import wires
 from wingbeat.errors import UsageError
-from wingbeat.strategies import parse
 from wingbeat.types import Staleness
+from wingbeat_lab.baselines import parse
 
 
 @pytest.mark.parametrize(
@@ -154,8 +155,8 @@ def test_what_cannot_be_merged_is_refused_in_one_line(options: dict[str, Any], w
 
 
 EVERY_KIND = [
-    *(wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS, wingbeat.PSGD, wingbeat.MGWFBP),
-    *(wingbeat.TopKSGD, wingbeat.LAGS, wingbeat.MGS),
+    *(wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS, wingbeat_lab.PSGD, wingbeat.MGWFBP),
+    *(wingbeat_lab.TopKSGD, wingbeat_lab.LAGS, wingbeat_lab.MGS),
     *(wires.Sketch, wires.TopK, wires.LowRank, wires.Half),
 ]
 
@@ -217,12 +218,12 @@ def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
         assert first_try.choices().wire == wires.TopK(density=0.01, warmup=400, auto_disable=False)
         assert papers.choices().wire == wires.TopK(density=0.001, warmup=0, auto_disable=False)
     assert parse("mgs").choices().fusion.elements == 8192
-    assert parse("lags:density=0.01") == wingbeat.LAGS(density=0.01)
-    assert wingbeat.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")
+    assert parse("lags:density=0.01") == wingbeat_lab.LAGS(density=0.01)
+    assert wingbeat_lab.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")
 
 
 def test_a_row_of_table_one_merges_as_its_name_says() -> None:
-    assert parse("mgs:merge=size") == wingbeat.MGS()
+    assert parse("mgs:merge=size") == wingbeat_lab.MGS()
     with pytest.raises(UsageError, match=r"TopKSGD\(merge='exact'\): TopKSGD has 'one'; OMGS"):
         parse("topksgd:merge=exact")
 

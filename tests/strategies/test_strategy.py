@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 import wingbeat
-from wingbeat import Strategy, parts, strategies, wires
+import wingbeat_lab
+from wingbeat import Strategy, parts, wires
 from wingbeat.errors import UsageError
-from wingbeat.strategies import parse
 from wingbeat.types import Choices, Fusion, Merging
 from wingbeat.wires import Half, LowRank, Sketch, TopK
+from wingbeat_lab import baselines
+from wingbeat_lab.baselines import parse
 
 OWN = Strategy(plan=parts.Merged(), wire=Sketch(bits=4), schedule=parts.Decoupled())
 
@@ -164,9 +166,9 @@ def test_a_preset_refuses_what_its_parts_do() -> None:
     assert wingbeat.AllReduce(wire=TopK(momentum=0.9)).choices().wire == TopK(momentum=0.9)
 
 
-@pytest.mark.parametrize("name", strategies.PRESETS)
+@pytest.mark.parametrize("name", baselines.PRESETS)
 def test_a_preset_is_what_it_is_composed_of(name: str) -> None:
-    preset = strategies.PRESETS[name]()
+    preset = baselines.PRESETS[name]()
     composed = preset.compose()
     assert isinstance(composed, Strategy)
     assert preset.choices() == composed.choices()
@@ -186,7 +188,7 @@ def test_a_preset_is_what_it_is_composed_of(name: str) -> None:
         (wingbeat.DeAR(wire="topk"), (False, "halves", True, True, False)),
         (wingbeat.OMGS(), (False, "whole", False, False, True)),
         (wingbeat.OMGS(wire="fp32"), (True, "whole", False, False, False)),
-        (wingbeat.Ako(), (False, "partial", False, False, False)),
+        (wingbeat_lab.Ako(), (False, "partial", False, False, False)),
         (wingbeat.Canary(), (False, "stale", False, False, False)),
         (wingbeat.Canary(s=0, p=4, colayers=4), (True, "whole", False, False, False)),
         (wingbeat.Canary(s=0, p=3, colayers=4), (False, "stale", False, False, False)),
@@ -197,7 +199,7 @@ def test_traits_follow_from_the_parts(strategy: Any, expected: tuple[object, ...
     traits = strategy.traits
     found = (traits.exact, traits.bound, traits.halves, traits.in_parts, traits.gathered)
     assert found == expected
-    apart = isinstance(strategy, wingbeat.Ako | wingbeat.Canary) and not traits.exact
+    apart = isinstance(strategy, wingbeat_lab.Ako | wingbeat.Canary) and not traits.exact
     assert traits.synchronous == (not apart)
 
 

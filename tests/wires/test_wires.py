@@ -7,9 +7,10 @@ import json
 import pytest
 
 import wingbeat
-from wingbeat import strategies, wires
+from wingbeat import wires
 from wingbeat.errors import UsageError
 from wingbeat.wires import Half, LowRank, Sketch, TopK
+from wingbeat_lab import baselines
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ from wingbeat.wires import Half, LowRank, Sketch, TopK
 def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
     assert wires.of(text) == meant
     for name in ("allreduce", "dear"):
-        assert strategies.parse(f"{name}:wire={text}").choices().wire == meant
+        assert baselines.parse(f"{name}:wire={text}").choices().wire == meant
     if not isinstance(meant, str):
         assert wingbeat.AllReduce(wire=meant).choices().wire == meant
 
@@ -86,9 +87,9 @@ def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(text, why) -> None:
-    for name in strategies.names():
+    for name in baselines.names():
         with pytest.raises(UsageError, match=why) as caught:
-            strategies.parse(f"{name}:wire={text}")
+            baselines.parse(f"{name}:wire={text}")
         assert "\n" not in str(caught.value)
 
 
@@ -125,7 +126,7 @@ def test_settings_check_themselves(cls, options) -> None:
 
 def test_strategies_say_which_wire_they_have() -> None:
     assert repr(wingbeat.DeAR(wire=Sketch(bits=4))) == "DeAR(wire=Sketch(bits=4))"
-    assert wingbeat.AllReduce(wire="topk@0.5") == strategies.parse("allreduce:wire=topk@0.5")
+    assert wingbeat.AllReduce(wire="topk@0.5") == baselines.parse("allreduce:wire=topk@0.5")
 
 
 @pytest.mark.parametrize(

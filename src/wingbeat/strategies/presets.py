@@ -13,12 +13,11 @@ from wingbeat import parts, topologies, wires
 from wingbeat.errors import UsageError
 from wingbeat.parts import plan as plans
 from wingbeat.parts.plan import PlanPart
-from wingbeat.strategies.ako import Ako
 from wingbeat.strategies.bucketed import Bucketed
 from wingbeat.strategies.canary import Canary
 from wingbeat.strategies.local import ADPSGD, DiLoCo, LocalSGD, Ripples
 from wingbeat.strategies.preset import Preset
-from wingbeat.strategies.served import P3, Geryon, ParameterServer, PartitionedPS, TicTac, VanillaPS
+from wingbeat.strategies.served import Geryon, ParameterServer
 from wingbeat.strategies.strategy import Strategy
 from wingbeat.wires import TopK, Wire
 
@@ -311,17 +310,6 @@ class OMGS(Preset):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PSGD(OMGS):
-    """P-SGD: dense gradients, each tensor all-reduced alone (OMGS-SGD, section II-B).
-
-    Exact: the weights equal DDP's.
-    """
-
-    merge: str = "none"
-    wire: Wire = "fp32"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
 class MGWFBP(OMGS):
     """MG-WFBP: dense gradients, merged by what links cost (Shi et al., INFOCOM 2019).
 
@@ -332,27 +320,6 @@ class MGWFBP(OMGS):
     wire: Wire = "fp32"
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TopKSGD(OMGS):
-    """TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section II-C)."""
-
-    merge: str = "one"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class LAGS(OMGS):
-    """LAGS-SGD: the largest gradients of each tensor by itself (OMGS-SGD, section II-D)."""
-
-    merge: str = "none"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class MGS(OMGS):
-    """MGS-SGD: layers merged up to a size, 8192 elements (OMGS-SGD, section V-D)."""
-
-    merge: str = "size"
-
-
 PRESETS: dict[str, type[Preset]] = {
     cls.__name__.lower(): cls
     for cls in (
@@ -360,18 +327,9 @@ PRESETS: dict[str, type[Preset]] = {
         BML,
         DeAR,
         OMGS,
-        PSGD,
         MGWFBP,
-        TopKSGD,
-        LAGS,
-        MGS,
         ParameterServer,
         Geryon,
-        VanillaPS,
-        PartitionedPS,
-        TicTac,
-        P3,
-        Ako,
         Canary,
         Ripples,
         ADPSGD,

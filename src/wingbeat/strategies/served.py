@@ -1,4 +1,4 @@
-"""The presets with parameter servers: Geryon, and what it is compared with."""
+"""The presets with parameter servers."""
 
 from __future__ import annotations
 
@@ -106,32 +106,3 @@ class Geryon(ParameterServer):
     """Servers whose urgent sums travel in flows that the network itself prefers (section III)."""
 
     classes: int = 2
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class VanillaPS(ParameterServer):
-    """Whole tensors on one server each, pulled in random order, as TensorFlow does (Fig. 3a)."""
-
-    placement: str = "whole"
-    pull: str = "start"
-    order: str = "random"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class PartitionedPS(ParameterServer):
-    """Parameters are divided among the servers and sliced, and sent as they come (section IV)."""
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TicTac(ParameterServer):
-    """TICTAC: a server sends in the order of forward, and nothing before its turn."""
-
-    pull: str = "start"
-    order: str = "forward"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class P3(ParameterServer):
-    """P3: senders have a queue by urgency, with little under way."""
-
-    order: str = "urgent"

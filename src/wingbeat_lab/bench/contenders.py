@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wingbeat import strategies, wires
+from wingbeat import wires
 from wingbeat.errors import UsageError, unknown
 from wingbeat.settings import read_options
+from wingbeat.strategies import Strategy
 from wingbeat.traits import Traits
+from wingbeat_lab import baselines
 from wingbeat_lab.bench.bound import low_rank_bytes
 
 
@@ -89,7 +91,7 @@ class Contender:
     name: str
     traits: Traits
     options: dict[str, Any]
-    strategy: strategies.Strategy | None = None
+    strategy: Strategy | None = None
     scale: float = 1.0
 
     def at_scale(self, scale: float) -> Contender:
@@ -159,13 +161,13 @@ class Contender:
 
 def names() -> list[str]:
     """Every name that a row may have."""
-    return [*BASELINES, *strategies.names()]
+    return [*BASELINES, *baselines.names()]
 
 
 def about() -> dict[str, str]:
     """Say of every name what it is, in one line, and what may be relied on without options."""
     said = {name: f"{known.note} ({known.traits.words()})" for name, known in BASELINES.items()}
-    for name, preset in strategies.PRESETS.items():
+    for name, preset in baselines.PRESETS.items():
         what = (preset.__doc__ or "").partition("\n")[0]
         said[name] = f"{what} ({preset().traits.words()})"
     return said | {"strategy": f"A composition of your own, as in {COMPOSED}."}
@@ -182,8 +184,8 @@ def parse(text: str) -> Contender:
     """
     name, _, rest = text.partition(":")
     name = name.lower()
-    if name in strategies.names():
-        strategy = strategies.parse(text).compose()
+    if name in baselines.names():
+        strategy = baselines.parse(text).compose()
         return Contender(text, name, strategy.traits, {}, strategy)
     if name not in BASELINES:
         raise unknown("strategy", name, names())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.scripts import benchmark
-from wingbeat import strategies
+from wingbeat_lab import baselines
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def scheduling() -> Iterator[ModuleType]:
 
 
 def side(scheduling: ModuleType, row: str) -> Any:
-    return scheduling.Side(strategies.parse(row).choices())
+    return scheduling.Side(baselines.parse(row).choices())
 
 
 @pytest.mark.parametrize(

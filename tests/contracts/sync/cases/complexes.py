@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import wingbeat
+import wingbeat_lab
 from wingbeat.errors import UsageError
 
 from ..compare import assert_same_on_every_rank
@@ -119,7 +120,7 @@ def complex_parameters_through_wires_of_16_bits(rig: Rig) -> None:
 def complex_parameters_where_models_or_gradients_differ(rig: Rig) -> None:
     bring_world_up()
     for strategy in (
-        wingbeat.Ako(),
+        wingbeat_lab.Ako(),
         wingbeat.Canary(),
         wingbeat.LocalSGD(),
         wingbeat.Ripples(),

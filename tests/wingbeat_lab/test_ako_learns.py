@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import wingbeat
+import wingbeat_lab
 from helpers.training import on
 from wingbeat import sync
 from wingbeat_lab.bench import digits
@@ -36,7 +37,7 @@ def accuracies(strategy: Any) -> list[float]:
 
 
 def test_the_digits_are_learnt_as_well() -> None:
-    usual, found = accuracies(wingbeat.AllReduce()), accuracies(wingbeat.Ako())
+    usual, found = accuracies(wingbeat.AllReduce()), accuracies(wingbeat_lab.Ako())
     assert len(set(usual)) == 1
     assert usual[0] > 0.96
     assert statistics.mean(found) > usual[0] - 0.015

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import wingbeat
+import wingbeat_lab
 from helpers.sums import (
     NOTHING,
     SIZE,
@@ -29,12 +29,12 @@ from wingbeat.errors import UsageError
 from wingbeat.transport import loopback
 
 OPTIONS: dict[str, Any] = {
-    "usual": wingbeat.Ako(mb=TINY_MB, first_mb=TINY_MB),
-    "one bucket": wingbeat.Ako(),
-    "all at once": wingbeat.Ako(partitions=1),
-    "three": wingbeat.Ako(partitions=3, topology="ring"),
-    "more than elements": wingbeat.Ako(partitions=30, mb=TINY_MB, topology="doubling"),
-    "bf16": wingbeat.Ako(wire="bf16"),
+    "usual": wingbeat_lab.Ako(mb=TINY_MB, first_mb=TINY_MB),
+    "one bucket": wingbeat_lab.Ako(),
+    "all at once": wingbeat_lab.Ako(partitions=1),
+    "three": wingbeat_lab.Ako(partitions=3, topology="ring"),
+    "more than elements": wingbeat_lab.Ako(partitions=30, mb=TINY_MB, topology="doubling"),
+    "bf16": wingbeat_lab.Ako(wire="bf16"),
     "tuned": Strategy(
         plan=parts.TunedBuckets(
             search="grid", mb=TINY_MB, min_mb=TINY_MB / 2, max_mb=8 * TINY_MB, trials=3, steps=1
@@ -158,7 +158,7 @@ def test_what_the_optimizer_does_not_update_is_zeroed_by_the_model() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model = Sums()
         optimizer = torch.optim.SGD([model.a, model.b], lr=0.5)
-        model, optimizer = sync.distribute(model, optimizer, wingbeat.Ako(), world=world)
+        model, optimizer = sync.distribute(model, optimizer, wingbeat_lab.Ako(), world=world)
         step(model, optimizer, given(0, world.rank))
         optimizer.zero_grad()
         with pytest.raises(UsageError, match=r"parameter 'c' .* call model\.zero_grad"):
@@ -292,7 +292,7 @@ def test_lbfgs_is_refused() -> None:
         model = Sums()
         optimizer = torch.optim.LBFGS(model.parameters())
         with pytest.raises(UsageError, match=r"LBFGS with gradients that are exchanged in parts"):
-            sync.distribute(model, optimizer, wingbeat.Ako(), world=world)
+            sync.distribute(model, optimizer, wingbeat_lab.Ako(), world=world)
 
     on(2, body)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import wingbeat
+import wingbeat_lab
 from helpers.sums import (
     SIZE,
     TINY_MB,
@@ -60,7 +61,7 @@ def resumed(choose: Callable[[int], tuple[int, int]], before: bool = False) -> l
             model = Sums()
             model.load_state_dict(states[of_model][0])
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            strategy = wingbeat.Ako(mb=TINY_MB, first_mb=TINY_MB)
+            strategy = wingbeat_lab.Ako(mb=TINY_MB, first_mb=TINY_MB)
             model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
         optimizer.load_state_dict(states[of_optimizer][1])
         if not before:

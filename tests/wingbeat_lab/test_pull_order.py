@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
-from wingbeat.plans.order import (
+from wingbeat_lab.bench.bound import floor
+from wingbeat_lab.pull_order import (
     Rates,
     at_start,
     classes_by_urgency,
@@ -24,7 +25,6 @@ from wingbeat.plans.order import (
     serve,
     when_ready,
 )
-from wingbeat_lab.bench.bound import floor
 
 # Three layers; pushes take 1, 2 and 6 seconds, pulls half of that.
 THREE = [LayerCosts(2.0, 4.0, 10.0), LayerCosts(3.0, 1.0, 20.0), LayerCosts(1.0, 2.0, 60.0)]
