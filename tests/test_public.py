@@ -11,10 +11,9 @@ import wingbeat
 import wingbeat_lab
 
 PUBLIC = [
-    *("ADPSGD", "AllReduce", "BML", "Canary", "CanarySession", "DeAR", "DiLoCo", "Geryon", "Group"),
-    *("LocalSGD", "LowRank", "MGWFBP", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy"),
-    *("TopK", "consensus", "distribute", "flush", "init", "join", "no_sync", "on_terminate"),
-    *("release", "shutdown"),
+    *("ADPSGD", "AllReduce", "BML", "Canary", "DeAR", "DiLoCo", "Geryon", "Group", "LocalSGD"),
+    *("LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK", "consensus"),
+    *("distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
 ]
 
 

@@ -4,6 +4,9 @@
 >>> wingbeat.DeAR(mb=10)
 DeAR(mb=10)
 
+Here is what training scripts need. The rest is in the packages: `wingbeat.strategies`,
+`wingbeat.parts`, `wingbeat.errors`, `wingbeat.simulator` and others.
+
 Names are loaded on first use, so that the command line starts without importing torch.
 """
 
@@ -13,10 +16,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wingbeat.session import CanarySession as CanarySession
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
-    from wingbeat.strategies import MGWFBP as MGWFBP
     from wingbeat.strategies import OMGS as OMGS
     from wingbeat.strategies import AllReduce as AllReduce
     from wingbeat.strategies import Canary as Canary
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from wingbeat.sync import no_sync as no_sync
     from wingbeat.sync import release as release
     from wingbeat.transport import init as init
-    from wingbeat.transport import on_terminate as on_terminate
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.types import Group as Group
     from wingbeat.wires import LowRank as LowRank
@@ -42,44 +42,39 @@ if TYPE_CHECKING:
     from wingbeat.wires import TopK as TopK
 
 _HOME = {
-    "ParameterServer": "wingbeat.strategies",
-    "Geryon": "wingbeat.strategies",
-    "Canary": "wingbeat.strategies",
     "ADPSGD": "wingbeat.strategies",
     "AllReduce": "wingbeat.strategies",
-    "DiLoCo": "wingbeat.strategies",
-    "LocalSGD": "wingbeat.strategies",
-    "Ripples": "wingbeat.strategies",
-    "CanarySession": "wingbeat.session",
     "BML": "wingbeat.strategies",
+    "Canary": "wingbeat.strategies",
+    "consensus": "wingbeat.sync",
     "DeAR": "wingbeat.strategies",
+    "DiLoCo": "wingbeat.strategies",
+    "distribute": "wingbeat.sync",
+    "flush": "wingbeat.sync",
+    "Geryon": "wingbeat.strategies",
     "Group": "wingbeat.types",
+    "init": "wingbeat.transport",
+    "join": "wingbeat.sync",
+    "LocalSGD": "wingbeat.strategies",
     "LowRank": "wingbeat.wires",
-    "MGWFBP": "wingbeat.strategies",
+    "no_sync": "wingbeat.sync",
     "OMGS": "wingbeat.strategies",
+    "ParameterServer": "wingbeat.strategies",
+    "release": "wingbeat.sync",
+    "Ripples": "wingbeat.strategies",
+    "shutdown": "wingbeat.transport",
     "Sketch": "wingbeat.wires",
     "Strategy": "wingbeat.strategies",
     "TopK": "wingbeat.wires",
-    "consensus": "wingbeat.sync",
-    "distribute": "wingbeat.sync",
-    "flush": "wingbeat.sync",
-    "init": "wingbeat.transport",
-    "join": "wingbeat.sync",
-    "no_sync": "wingbeat.sync",
-    "on_terminate": "wingbeat.transport",
-    "release": "wingbeat.sync",
-    "shutdown": "wingbeat.transport",
 }
 
 
 __all__ = [
     "ADPSGD",
     "BML",
-    "MGWFBP",
     "OMGS",
     "AllReduce",
     "Canary",
-    "CanarySession",
     "DeAR",
     "DiLoCo",
     "Geryon",
@@ -97,7 +92,6 @@ __all__ = [
     "init",
     "join",
     "no_sync",
-    "on_terminate",
     "release",
     "shutdown",
 ]

@@ -14,6 +14,7 @@ from wingbeat import sync
 from wingbeat.control import planner
 from wingbeat.control.decisions import Decisions
 from wingbeat.probe.exchange import Samples
+from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 
 KB = 2.0**-10
@@ -99,7 +100,7 @@ def test_merged_layers_are_kept_without_measuring(monkeypatch: pytest.MonkeyPatc
         return FREE
 
     monkeypatch.setattr(planner, "measure_wire", measure)
-    strategy = wingbeat.MGWFBP(steps=1)
+    strategy = MGWFBP(steps=1)
     first = on(strategy)
     assert len(measured) == 2
     assert first[0][0] > 0

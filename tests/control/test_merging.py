@@ -22,6 +22,7 @@ from wingbeat.control.passes import Passes
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.exchange import SPREAD, Samples
 from wingbeat.probe.model import payload_bytes
+from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.types import Plan, PlannedBucket, Span
 from wingbeat.wires import Sketch, TopK
@@ -140,7 +141,7 @@ def test_under_dear_a_plan_is_priced_in_both_halves(
         (wingbeat.DeAR(plan="merged", steps=STEPS), "scatter"),
         (wingbeat.DeAR(plan="merged", steps=STEPS, wire=wingbeat.TopK(density=0.1)), "scatter"),
         (wingbeat.OMGS(steps=STEPS), "gather"),
-        (wingbeat.MGWFBP(steps=STEPS), "reduce"),
+        (MGWFBP(steps=STEPS), "reduce"),
     ],
     ids=str,
 )
@@ -182,7 +183,7 @@ def test_under_dear_exchanges_are_over_when_the_last_reduce_scatter_is() -> None
         return first
 
     assert ends(wingbeat.DeAR(plan="merged", steps=STEPS)) == [0, 1]
-    assert ends(wingbeat.MGWFBP(steps=STEPS)) == [1, 1]
+    assert ends(MGWFBP(steps=STEPS)) == [1, 1]
 
 
 def test_the_dtype_of_most_elements_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_the_plan_follows_what_links_cost(most: int) -> None:
         wingbeat_lab.LAGS(density=1.0),
         wingbeat_lab.MGS(density=1.0, elements=50),
         wingbeat_lab.PSGD(),
-        wingbeat.MGWFBP(steps=STEPS),
+        MGWFBP(steps=STEPS),
     ],
     ids=lambda strategy: type(strategy).__name__,
 )

@@ -31,6 +31,7 @@ from integrations.lightning_cases import (
 )
 from integrations.lightning_modules import Gan, Late, Net, data, loader
 from wingbeat.integrations.lightning import WingbeatStrategy
+from wingbeat.strategies import MGWFBP
 
 
 class Rated(Net):
@@ -243,7 +244,7 @@ class Growing(Halves):
 
 
 OPTIMIZED: dict[str, Any] = {
-    "merged": wingbeat.MGWFBP(),
+    "merged": MGWFBP(),
     "servers": wingbeat.Geryon(mb=0.001, encrypted=False),
     "omgs": wingbeat.OMGS(density=0.2, warmup=0),
     "sketch": wingbeat.DeAR(plan="fixed", wire="sketch@4:auto_disable=false"),

@@ -10,6 +10,7 @@ import torch
 import wingbeat
 from wingbeat import Strategy, TopK, parts, strategies, sync
 from wingbeat.errors import UsageError
+from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 
@@ -73,7 +74,7 @@ TRAINED = {
     "dear": wingbeat.DeAR(plan="fixed", mb=0.001, topology="bcube"),
     "dear sharded": wingbeat.DeAR(plan="fixed", topology="bcube@2x2", shard_optimizer=True),
     "omgs": wingbeat.OMGS(merge="none", topology="bcube", steps=1),
-    "measured": wingbeat.MGWFBP(topology="bcube", steps=1),
+    "measured": MGWFBP(topology="bcube", steps=1),
 }
 
 

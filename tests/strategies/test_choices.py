@@ -10,6 +10,7 @@ import wingbeat
 import wingbeat_lab
 from wingbeat import Strategy, parts
 from wingbeat.errors import UsageError
+from wingbeat.strategies import MGWFBP
 from wingbeat.types import Choices, Fusion, Merging, Staleness, Tuning
 from wingbeat.wires import Sketch, TopK
 
@@ -56,7 +57,7 @@ CASES: list[tuple[Any, Choices]] = [
     ),
     (
         wingbeat.AllReduce(plan="merged@wfbp"),
-        wingbeat.MGWFBP().choices(),
+        MGWFBP().choices(),
     ),
     (
         wingbeat.AllReduce(plan=parts.TunedBuckets(first_mb=1)),

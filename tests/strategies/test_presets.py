@@ -16,6 +16,7 @@ import wingbeat
 import wingbeat_lab
 from wingbeat import wires
 from wingbeat.errors import UsageError
+from wingbeat.strategies import MGWFBP
 from wingbeat.types import Staleness
 from wingbeat_lab.baselines import parse
 
@@ -155,7 +156,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(options: dict[str, Any], w
 
 
 EVERY_KIND = [
-    *(wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS, wingbeat_lab.PSGD, wingbeat.MGWFBP),
+    *(wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS, wingbeat_lab.PSGD, MGWFBP),
     *(wingbeat_lab.TopKSGD, wingbeat_lab.LAGS, wingbeat_lab.MGS),
     *(wires.Sketch, wires.TopK, wires.LowRank, wires.Half),
 ]

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import wingbeat
+from wingbeat.strategies import MGWFBP
 from wingbeat.wires import TopK
 
 INIT_TIMEOUT = 60.0
@@ -46,7 +47,7 @@ def make_strategy(name: str, mb: float) -> Any:
     coded = "coded" in options and kind != "geryon"
     wire: Any = TopK(density=1.0, auto_disable=False) if coded else "fp32"
     if kind == "mgwfbp":
-        return wingbeat.MGWFBP(steps=1)
+        return MGWFBP(steps=1)
     if kind == "geryon":
         pull = "start" if "start" in options else "ready"
         if "coded" in options:  # sketches of so few values are the values themselves
