@@ -6,7 +6,8 @@ batches, and are judged by what the network says about data that it has not been
 digits  a convolutional network on scikit-learn's digits, moved by up to a pixel; SGD, momentum 0.9
 text    an LSTM that names the next character of the standard library's source; plain SGD, clipped
 
-Where workers' models differ their mean is judged, and each goes on from it (`wingbeat.consensus`).
+Where workers' models differ their mean is judged, and each goes on from it
+(`wingbeat.synchronize`).
 Learning rates rise, then fall to zero along a cosine, so that the end is a plateau. The text has
 no momentum: gradients that top-k holds back would lose it (Deep Gradient Compression, 3.1).
 

@@ -162,14 +162,14 @@ def work(row: str, cards: int, steps: int, mb: float) -> None:
     model, optimizer = wingbeat.distribute(model, optimizer, baselines.parse(row))
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()  # connections are made
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     before, begin = sent(), time.monotonic()
     for _ in range(steps):
         optimizer.step()
     seconds = time.monotonic() - begin
-    # Whoever is ahead sends no more than averages; a consensus is not counted on any card.
+    # Whoever is ahead sends no more than averages; synchronize() is not counted on any card.
     after = sent()
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     first = int(os.environ["LOCAL_RANK"]) == 0
     moved = {card: after[card] - before[card] for card in CARDS} if first else None
     print(json.dumps({"seconds": seconds, "sent": moved}), flush=True)

@@ -149,7 +149,7 @@ def work(home: Path, row: str, life: int) -> None:
         optimizer.step()
         if not telling.say(machine.applied):
             break
-    wingbeat.flush(model)
+    wingbeat.synchronize(model)
     telling.end(first, model, loss)
     wingbeat.shutdown()
 

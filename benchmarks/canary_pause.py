@@ -194,7 +194,7 @@ def work(home: Path, row: str, mb: float, ahead: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         left -= (home / "over").exists()
-    wingbeat.flush(model)
+    wingbeat.synchronize(model)
     watch.over.set()
     watch.join()
     said = {

@@ -100,7 +100,7 @@ def train(rank: int, home: Path, plan: dict[str, Any]) -> None:
         time.sleep(plan["pause"])
         if (turn + 1) % plan["every"] == 0:
             save(rank, home, model, optimizer, turn + 1)
-    model.flush()
+    model.synchronize()
     (home / f"digest-{rank}").write_text(digest(model, optimizer))
     wingbeat.shutdown()
 

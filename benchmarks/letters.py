@@ -134,7 +134,7 @@ def worker(args: argparse.Namespace) -> int:
         courier_s, process_s = zip(*(each.tolist() for each in every), strict=True)
         found: dict[str, Any] = {"letters": letters, "courier_s": courier_s}
         args.json.write_text(json.dumps({**found, "process_s": process_s}))
-    model.flush()
+    model.synchronize()
     wingbeat.shutdown()
     return 0
 

@@ -172,7 +172,7 @@ def train(
             nn.functional.cross_entropy(whole(x), answers).backward()
             optimizer.step()
         if strategy is not None:
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
         weights = [p.detach().clone() for p in model.parameters()]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, [w.flatten().tolist() for w in weights])

@@ -215,7 +215,7 @@ def work(home: Path, row: str, life: int) -> None:
         mean = statistics.fmean(recent)
         if not telling.say(met.steps, met=met.by_rank, usual_s=usual_s, loss=mean):
             break
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     telling.end(first, model, loss)
     wingbeat.shutdown()
 

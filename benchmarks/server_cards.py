@@ -50,7 +50,7 @@ def work(row: str, first: str) -> None:
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        model.flush()
+        model.synchronize()
         torch.distributed.barrier()
         now = counters.read()
         return [now[link.name].tx_bytes for link in world.links]

@@ -12,8 +12,8 @@ import wingbeat_lab
 
 PUBLIC = [
     *("ADPSGD", "AllReduce", "BML", "Canary", "DeAR", "DiLoCo", "Geryon", "Group", "LocalSGD"),
-    *("LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK", "consensus"),
-    *("distribute", "flush", "init", "join", "no_sync", "release", "shutdown"),
+    *("LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK", "distribute"),
+    *("init", "join", "no_sync", "release", "shutdown", "synchronize"),
 ]
 
 

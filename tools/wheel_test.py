@@ -42,7 +42,7 @@ def train(model, world=None, strategy=None):
     model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
     model(torch.ones(4, 300)).square().sum().backward()
     optimizer.step()
-    model.flush()
+    model.synchronize()
     after = [p.detach().clone() for p in model.parameters()]
     assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, after))
     return after

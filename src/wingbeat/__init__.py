@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from wingbeat.strategies import ParameterServer as ParameterServer
     from wingbeat.strategies import Ripples as Ripples
     from wingbeat.strategies import Strategy as Strategy
-    from wingbeat.sync import consensus as consensus
     from wingbeat.sync import distribute as distribute
-    from wingbeat.sync import flush as flush
     from wingbeat.sync import join as join
     from wingbeat.sync import no_sync as no_sync
     from wingbeat.sync import release as release
+    from wingbeat.sync import synchronize as synchronize
     from wingbeat.transport import init as init
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.types import Group as Group
@@ -46,11 +45,9 @@ _HOME = {
     "AllReduce": "wingbeat.strategies",
     "BML": "wingbeat.strategies",
     "Canary": "wingbeat.strategies",
-    "consensus": "wingbeat.sync",
     "DeAR": "wingbeat.strategies",
     "DiLoCo": "wingbeat.strategies",
     "distribute": "wingbeat.sync",
-    "flush": "wingbeat.sync",
     "Geryon": "wingbeat.strategies",
     "Group": "wingbeat.types",
     "init": "wingbeat.transport",
@@ -65,6 +62,7 @@ _HOME = {
     "shutdown": "wingbeat.transport",
     "Sketch": "wingbeat.wires",
     "Strategy": "wingbeat.strategies",
+    "synchronize": "wingbeat.sync",
     "TopK": "wingbeat.wires",
 }
 
@@ -86,14 +84,13 @@ __all__ = [
     "Sketch",
     "Strategy",
     "TopK",
-    "consensus",
     "distribute",
-    "flush",
     "init",
     "join",
     "no_sync",
     "release",
     "shutdown",
+    "synchronize",
 ]
 __version__ = "0.1.0"
 

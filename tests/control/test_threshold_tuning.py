@@ -57,7 +57,7 @@ def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = 
         optimizer.step()
         table = own.runtime.exchange._requests.priorities.table
         used.append(getattr(table, "thresholds", None))
-    model.flush()
+    model.synchronize()
     weights = [param.detach().clone() for param in model.parameters()]
     layers = len({name.rpartition(".")[0] for b in own.buckets for name in b.names})
     tuning, decisions = own.control.thresholds, own.control.decisions()

@@ -66,7 +66,7 @@ def _train(
             model(torch.randn(3, width, generator=rng).double()).square().mean().backward()
         adam.step()
         sizes.append([bucket.numel for bucket in engine.buckets])
-    model.flush()
+    model.synchronize()
     ended = engine.control.tuning is None or engine.control.tuning.done
     return [p.detach().clone() for p in model.parameters()], sizes, ended
 

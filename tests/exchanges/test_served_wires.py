@@ -119,7 +119,7 @@ def test_bytes_both_ways(wire, back, up, down) -> None:
         client._mailbox.post, client._take = posting, taking
         model(torch.randn(4, shape[1])).square().sum().backward()
         optimizer.step()
-        sync.flush(model)
+        sync.synchronize(model)
         return out
 
     dense = 4 * shape[0] * shape[1]
@@ -139,7 +139,7 @@ def test_slices_that_are_not_cut_have_room_for_float32(wire: Any, back: str) -> 
         sync.distribute(model, optimizer, how, world=world)
         model(torch.ones(1, 1100, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-        sync.flush(model)
+        sync.synchronize(model)
         optimizer.state_dict()
         for started in engine(model).runtime.exchange._hosting._started:
             assert started._config.most > ROOM_FOR * 4 * model.weight.numel()
@@ -186,7 +186,7 @@ def test_at_rest_the_servers_keep_nothing_and_each_worker_some() -> None:
         model, optimizer = distributed(world, SKETCH, slice=500)
         for step in range(2):
             step_on(model, optimizer, pulls(step, world.rank))
-        sync.flush(model)
+        sync.synchronize(model)
         exchange = engine(model).runtime.exchange
         world.exchange("all have their sums", True)
         own = engine(model).compression.residuals
@@ -294,7 +294,7 @@ def _live(world: Any, life: Program, loads: Any, wire: Any, first: int, **more: 
             bucketing.use(dataclasses.replace(bucketing.fusion, bucket_bytes=value))
         elif what == "off":
             engine(model).compression.on = not value
-    sync.flush(model)
+    sync.synchronize(model)
     found = {name: value.clone() for name, value in weights(model).items()}
     return found, optimizer.residual_state_dict()
 
@@ -329,7 +329,7 @@ def _trained(
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[chosen]), labels[chosen]).backward()
         optimizer.step()
-    sync.flush(model)
+    sync.synchronize(model)
     rest = order[1200:]
     right = (model(images[rest]).argmax(1) == labels[rest]).float().mean().item()
     return right, weights(model)

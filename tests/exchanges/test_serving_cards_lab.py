@@ -43,12 +43,12 @@ TRAIN = """if True:
         model, optimizer = wingbeat.distribute(*made(), strategy)
         for turn in range(6):
             if turn == 2:  # buckets are made, and servers have parameters
-                model.flush()
+                model.synchronize()
                 before = read()
             optimizer.zero_grad()
             backward(model, turn, rank)
             optimizer.step()
-        model.flush()
+        model.synchronize()
         after = read()
         with torch.no_grad():
             far = max(

@@ -162,7 +162,7 @@ def test_shards_take_the_gradients_of_groups_and_of_a_share() -> None:
         how = wingbeat.DeAR(plan="fixed", mb=0.02, edge_mb=0.02, shard_optimizer=True, wire=wire)
         model, optimizer = distributed_pull(world, how)
         pull(model, optimizer, range(6), world.rank)
-        model.flush()
+        model.synchronize()
         return weights(model), residuals_of(model)
 
     for wire in (GROUPED, ENDING):
@@ -233,7 +233,7 @@ def test_rebucketing_loses_nothing(kind, wire) -> None:
                 dataclasses.replace(bucketing.fusion, bucket_bytes=nbytes, first_bytes=nbytes // 4)
             )
             pull(model, optimizer, [step], world.rank)
-        model.flush()
+        model.synchronize()
         return weights(model), residuals_of(model)
 
     assert_nothing_lost(on(SIZE, body), len(sizes), SIZE)

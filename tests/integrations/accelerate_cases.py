@@ -359,8 +359,8 @@ def resumed(folder: str) -> None:
             assert extra.count == 3
             found = again.train(skip=3)
             if number >= 5:
-                wingbeat.consensus(whole.model)
-                wingbeat.consensus(again.model)
+                wingbeat.synchronize(whole.model)
+                wingbeat.synchronize(again.model)
                 wanted, found = flat(whole.bare), flat(again.bare)
             assert torch.equal(found, wanted), (strategy, float((found - wanted).abs().max()))
             kept = sorted(Path(home).glob("wingbeat_*.pt"))

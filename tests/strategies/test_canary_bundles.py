@@ -57,7 +57,7 @@ def test_all_workers_change_to_the_same_colayers_and_end_with_the_same_weights(w
         before = buckets_of(model)
         for step in range(FIRST + 6):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
         exchange = engine(model).runtime.exchange
         made = exchange.machine.epoch, exchange.machine.colayers, exchange.applied
         return before, buckets_of(model), made, weights(model)
@@ -92,7 +92,7 @@ def test_what_a_codec_has_kept_back_stays_with_its_parameters(
         bundling.choose = lambda _: ((9, 8, 7, 6, 5), (4, 3), (2, 1, 0))
         for step in range(FIRST + 2):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
         return states, len(buckets_of(model))
 
     for (before, after), _ in on(2, worker):
@@ -150,7 +150,7 @@ def assert_the_papers(time_scale: float) -> None:
             optimizer.zero_grad()
             model(None).backward()
             optimizer.step()
-        model.flush()
+        model.synchronize()
         return buckets_of(model)
 
     first, second = on(2, worker)
@@ -170,7 +170,7 @@ def test_the_number_is_chosen_and_p_goes_with_it() -> None:
         model, optimizer = distributed(world, net(), colayers="auto", p="auto")
         for step in range(FIRST + 2):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
         machine = engine(model).runtime.exchange.machine
         return len(buckets_of(model)), machine.colayers, machine.pace.p
 
@@ -185,11 +185,11 @@ def test_who_flushes_takes_part_in_the_change() -> None:
         model, optimizer = distributed(world, net(), colayers=3)
         iterate(model, optimizer, world.rank, 0)
         for _ in range(4):
-            model.flush()  # each leaves two iterations out
+            model.synchronize()  # each leaves two iterations out
         epoch = engine(model).runtime.exchange.machine.epoch
         for step in range(3):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
         return epoch, weights(model)
 
     (epoch, one), (_, other) = on(2, worker)
@@ -204,7 +204,7 @@ def test_one_worker_says_that_colayers_have_changed(caplog: pytest.LogCaptureFix
         model, optimizer = distributed(world, net(), colayers=3)
         for step in range(FIRST + 2):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
 
     on(2, worker)
     assert caplog.text.count("colayers, by what was measured") == 1
@@ -225,7 +225,7 @@ def test_colayers_stay_where_a_worker_has_ended_before(caplog: pytest.LogCapture
             ended.set()
         else:
             assert ended.wait(30)
-            model.flush()
+            model.synchronize()
         return before == buckets_of(model), exchange.machine.epoch
 
     assert on(2, worker)[0] == (True, 0)

@@ -29,7 +29,7 @@ SCRIPT = """if True:
         print("applied", int(exchange.applied), flush=True)
         if exchange.applied >= float(sys.argv[1]):
             break
-    model.flush()
+    model.synchronize()
     begin = time.monotonic()
     sums = [float(p.detach().double().abs().sum()) for p in model.parameters()]
     print("ended", sums, flush=True)

@@ -94,7 +94,7 @@ def test_fragments_and_delays_keep_what_their_own_turns_lose() -> None:
             optimizer.zero_grad()
             model(*gradients(step, world.rank)).backward()
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model), optimizer.state_dict()["wingbeat"]["residuals"]
 
     found = on(2, body, timeout=60)
@@ -132,7 +132,7 @@ def test_consensus_is_not_rounded() -> None:
         )
         model.weight.grad = torch.full((1, 1), 1e-4 * (1 + world.rank))
         optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return float(model.weight.detach())
 
     assert on(2, body) == [pytest.approx(1 - 1.5e-4, abs=1e-7)] * 2

@@ -101,7 +101,7 @@ def test_every_gradient_is_in_the_mean_of_all_models_once(name: str) -> None:
         model, optimizer = made(world, strategy, plain, copy.deepcopy(first))
         model.seen.fill_(world.rank)
         drive(model, optimizer, world.rank, STEPS)
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         found = weights(model), model.seen.clone()
         sync.release(model, optimizer)
         return found
@@ -129,7 +129,7 @@ def test_steps_below_the_last_bit_of_bf16_add_up(strategy: str) -> None:
         for _ in range(40):
             model.weight.grad = torch.full((1, 1), 1 / 125)
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return float(model.weight.detach())
 
     for found in on(3, body):
@@ -211,7 +211,7 @@ def test_two_models_of_one_process_are_averaged_apart() -> None:
             for model, optimizer in pairs:
                 train(model, optimizer, [step])
         for model, _ in pairs:
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
         return [weights(model) for model, _ in pairs]
 
     found = on(3, body)
@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_wait_loses_no_average(
             world.read("interrupted", 0)
             drive(model, optimizer, world.rank, 1 + goes_on)
         steps = update.steps
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model), steps
 
     (mine, steps), (theirs, _) = on(2, body)
@@ -341,7 +341,7 @@ def test_parameters_of_another_kind_are_refused_before_the_next_step(
         with pytest.raises(UsageError, match=said):
             optimizer.step()
         with pytest.raises(UsageError, match=said):
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
         with pytest.raises(UsageError, match="cannot become float64"):
             model.double()
         for name, param in model.named_parameters():
@@ -349,7 +349,7 @@ def test_parameters_of_another_kind_are_refused_before_the_next_step(
             param.grad = None
         assert_same(weights(model), before)  # nothing was made
         train(model, optimizer, [1])
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
 
     on(2, body)
 
@@ -358,7 +358,7 @@ def test_one_worker_alone_just_trains() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world, wingbeat.DiLoCo())
         train(model, optimizer, range(3))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model)
 
     model = net()
@@ -475,7 +475,7 @@ def test_closures_may_wait_for_all_workers() -> None:
                 return loss
 
             assert optimizer.step(closure) > 0
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return int(engine(model).update.steps)
 
     assert on(2, body, timeout=PATIENCE) == [4, 4]

@@ -41,7 +41,7 @@ SCRIPT = """if True:
         made += 1
         print("made", made, flush=True)
         time.sleep(0.002)
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     with torch.no_grad():
         total = sum(float(value.double().sum()) for value in model.parameters())
         print("ended", total, float(loss_of(model.eval()(x), y)) < 1.0, flush=True)

@@ -49,7 +49,7 @@ def _accumulate(world: Any, name: str, how: str) -> dict[str, torch.Tensor]:
                 backward(model, world.rank, 4 * step + micro)
         optimizer.step()
         optimizer.zero_grad()
-    sync.consensus(model)
+    sync.synchronize(model)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

@@ -36,7 +36,7 @@ if saved.exists():
 model, optimizer = wingbeat.distribute(model, optimizer, parse(strategy))
 
 def save():
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     print("SAVED", step, flush=True)
     if rank == 0:

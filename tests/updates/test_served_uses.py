@@ -205,7 +205,7 @@ def compare(make: Make, body: Body, kind: Callable[[], Any] = Odd) -> None:
             optimizer = make(model.parameters())
             sync.distribute(model, optimizer, strategy, world=world)
             found = body(model, optimizer, world.rank)
-            sync.flush(model)
+            sync.synchronize(model)
             result = weights(model), found
             sync.release(model, optimizer)
             return result

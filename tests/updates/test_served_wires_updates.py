@@ -111,7 +111,7 @@ def test_gradients_go_small_and_parameters_come_whole(back: str) -> None:
             x = torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + world.rank))
             model(x).square().mean().backward()
             optimizer.step()
-            model.flush()
+            model.synchronize()
             moved.append((sum(client.sent.values()), sum(client.received.values())))
         (a, b), (c, d) = moved[-2:]
         return (c - a) / (d - b), bool(engine(model).runtime.exchange._due)

@@ -30,7 +30,7 @@ class Canary(Preset):
       already.
     - ``s=None``: nobody waits for a slow worker and nothing is dropped (ASP).
 
-    Replicas differ by the rounds that they have applied, until `wingbeat.flush`.
+    Replicas differ by the rounds that they have applied, until `wingbeat.synchronize`.
 
     Args:
         s: iterations that a worker may be behind the fastest; None (``none`` on the command line):

@@ -22,7 +22,7 @@ class Ripples(Preset):
 
     Ripples (Luo et al., 2020). Each worker steps on its own gradients and asks a group generator
     with whom to average, so that slow workers hold nobody back. Not exact: models differ until
-    `wingbeat.consensus`.
+    `wingbeat.synchronize`.
 
     Args:
         policy: ``"smart"``, the paper's smart groups (section 5) with what was found missing;
@@ -88,7 +88,7 @@ class ADPSGD(Preset):
     AD-PSGD (Lian et al., 2018), as Ripples compares itself with it (sections 2.3 and 7). Workers of
     even rank choose a random one of odd rank, which averages at once, whatever it computes; without
     these two halves there are deadlocks (Fig. 2a). The same without halves, on groups of two, is
-    ``Ripples(policy="random", size=2)``. Not exact: models differ until `wingbeat.consensus`.
+    ``Ripples(policy="random", size=2)``. Not exact: models differ until `wingbeat.synchronize`.
 
     Args:
         overlap: whether averages are made under the next forward and backward.
@@ -97,7 +97,7 @@ class ADPSGD(Preset):
             momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
             own.
         encrypted: whether messages between workers, parameters among them, are.
-            `wingbeat.consensus` is not: it goes over the links of collectives.
+            `wingbeat.synchronize` is not: it goes over the links of collectives.
 
     Raises:
         UsageError: a value out of range.

@@ -64,11 +64,11 @@ def _attach_strategy(
     def detach() -> None:
         sync.release(model, optimizer)
 
-    flush: Callable[[], None] = getattr(model, "flush")  # noqa: B009 - `distribute` adds it
+    synchronize: Callable[[], None] = getattr(model, "synchronize")  # noqa: B009 - `distribute` adds it
     engine = engine_of(model)
     assert engine is not None
     bounded = sync.bounded_exchange(model)
-    made = Attached(model, optimizer, detach, flush, engine.compression, engine.control)
+    made = Attached(model, optimizer, detach, synchronize, engine.compression, engine.control)
     if bounded is not None:
         made.applied, made.fired = lambda: bounded.applied, lambda: bounded.fired
     return made

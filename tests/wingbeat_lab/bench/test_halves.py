@@ -38,12 +38,12 @@ def collectives_of(only: str) -> dict[str, int]:
             halves.use_only(only, model, world, strategy.topology)
         for step in range(2 + STEPS):
             if step == 2:
-                model.flush()  # type: ignore[operator]
+                model.synchronize()  # type: ignore[operator]
                 stream.start(world.rank)
             optimizer.zero_grad()
             model(torch.ones(4, 10)).sum().backward()
             optimizer.step()
-        model.flush()  # type: ignore[operator]
+        model.synchronize()  # type: ignore[operator]
         counted = Counter(event.what for event in stream.stop())
         wingbeat.release(model, optimizer)
         return {what: counted[what] for what in COLLECTIVES if counted[what]}
