@@ -27,7 +27,6 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat import simulator
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.protocol import position_of, urgency_of
 from wingbeat.servers.requests import Asked, Requests

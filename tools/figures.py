@@ -6,13 +6,13 @@
     python tools/figures.py check                           (exit code 1 if a page differs)
 
 ``docs/results/commands.toml`` names the figures: the command that measures each, a reduced form of
-it for tests, and the packages of ``src/wingbeat`` and ``src/wingbeat_lab`` that it exercises. ``measure`` writes
-``docs/results/NAME.json``: the command, date, duration, commit, versions, machine and load, a
-digest of each exercised package, the tables as printed, and all that the command measured. Between
-``<!-- figures: NAME -->`` and ``<!-- end: NAME -->`` a page has what ``pages`` makes of that file.
-If an exercised package has changed since, the page says so. What is not measured yet stands there
-as its command and *to be measured*, with what was wrong with an earlier figure, if anything was
-(``withdrawn`` in ``commands.toml``).
+it for tests, and the packages of ``src/wingbeat`` and ``src/wingbeat_lab`` that it exercises.
+``measure`` writes ``docs/results/NAME.json``: the command, date, duration, commit, versions,
+machine and load, a digest of each exercised package, the tables as printed, and all that the
+command measured. Between ``<!-- figures: NAME -->`` and ``<!-- end: NAME -->`` a page has what
+``pages`` makes of that file. If an exercised package has changed since, the page says so. What is
+not measured yet stands there as its command and *to be measured*, with what was wrong with an
+earlier figure, if anything was (``withdrawn`` in ``commands.toml``).
 
 ``<!-- figures: NAME; TABLE -->`` has one of its tables only, counted from 0, or from -1 at the end.
 One cell of a kept table stands between ``<!-- cell: NAME; TABLE; ROW; COLUMN -->`` and

@@ -205,9 +205,7 @@ class BCube(Topology):
 
     def _gather(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
         """One round, in which each worker has ``ports`` times as much of each part as before."""
-        return interleave(
-            self._gather_part(rank, parts, part, step) for part in range(self.levels)
-        )
+        return interleave(self._gather_part(rank, parts, part, step) for part in range(self.levels))
 
     def _gather_part(
         self, rank: int, parts: Sequence[Sequence[Span]], part: int, step: int
