@@ -54,16 +54,21 @@ from wingbeat_lab.bench.contenders import Contender
 from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.cli.bench import check_writable
 
-ROWS = "allreduce allreduce:wire=sketch allreduce:wire=sketch@4 allreduce:wire=topk@0.01"
+ROWS = (
+    "allreduce allreduce:compression=sketch allreduce:compression=sketch@4 "
+    "allreduce:compression=topk@0.01"
+)
 Batches = Iterator[tuple[Tensor, Tensor]]
 LIMIT = 0.5  # points of accuracy that a judged row may lose against the first
 EVALUATIONS = 10  # of a training
 EXAMPLES = """examples:
   python benchmarks/accuracy.py --json out/accuracy.json --png out/accuracy.png
-  python benchmarks/accuracy.py --tasks digits --strategies allreduce allreduce:wire=lowrank@4
-  python benchmarks/accuracy.py --strategies allreduce allreduce:wire=topk@0.001 --warmup 200
+  python benchmarks/accuracy.py --tasks digits \\
+      --strategies allreduce allreduce:compression=lowrank@4
+  python benchmarks/accuracy.py --warmup 200 \\
+      --strategies allreduce allreduce:compression=topk@0.001
   python benchmarks/accuracy.py --tasks text --strategies allreduce omgs:density=0.001,warmup=1000
-  python benchmarks/accuracy.py --strategies ddp ddp+powersgd:rank=4 allreduce:wire=lowrank@4
+  python benchmarks/accuracy.py --strategies ddp ddp+powersgd:rank=4 allreduce:compression=lowrank@4
   python benchmarks/accuracy.py --strategies ddp localsgd:every=10 --evaluations 40
 """
 
@@ -179,7 +184,7 @@ def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strat
     wire = dataclasses.replace(wire, auto_disable=False)
     if isinstance(wire, TopK) and warmup is not None:
         wire = dataclasses.replace(wire, warmup=warmup)
-    return dataclasses.replace(strategy, wire=wire)
+    return dataclasses.replace(strategy, compression=wire)
 
 
 def rate_at(step: int, iterations: int) -> float:

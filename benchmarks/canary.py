@@ -55,7 +55,7 @@ from wingbeat_lab.bench.results import Report
 
 FIGURES = ("23", "20", "19")
 BML, AKO, SERVER = "bml", "ako", "vanillaps"
-CANARY = "canary:s={s},p=6,colayers=10,wire=sketch,encrypted=False"
+CANARY = "canary:s={s},p=6,colayers=10,compression=sketch,encrypted=False"
 SIX_BITS = CANARY.replace("sketch", "sketch@6")
 BSP = CANARY.replace("s={s},p=6,", "s=0,")
 """Canary's exchange without staleness: what is gained over this is what ``s`` gains."""

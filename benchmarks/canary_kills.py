@@ -51,8 +51,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lab", default="star:4@100mbit", help="(star:4@100mbit)")
     parser.add_argument(
-        "--row", default="canary:s=8,p=2,colayers=4,wire=fp32,encrypted=False",
-        help="(canary:s=8,p=2,colayers=4,wire=fp32,encrypted=False)",
+        "--row", default="canary:s=8,p=2,colayers=4,compression=fp32,encrypted=False",
+        help="(canary:s=8,p=2,colayers=4,compression=fp32,encrypted=False)",
     )  # fmt: skip
     parser.add_argument("--kills", type=at_least_one, default=20, help="(20)")
     parser.add_argument("--seed", type=int, default=0, help="of whom and when (0)")

@@ -59,8 +59,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lab", default="star:3@1gbit", help="(star:3@1gbit)")
     parser.add_argument(
-        "--row", default="canary:s=2,p=2,wire=fp32,encrypted=False",
-        help="(canary:s=2,p=2,wire=fp32,encrypted=False)",
+        "--row", default="canary:s=2,p=2,compression=fp32,encrypted=False",
+        help="(canary:s=2,p=2,compression=fp32,encrypted=False)",
     )  # fmt: skip
     parser.add_argument("--mb", type=float, default=8.3, help="of the model, 10**6 bytes (8.3)")
     parser.add_argument(

@@ -39,7 +39,7 @@ MEASURED = 30
 """Iterations that say how long one of the first row takes."""
 FIRST_RATE, QUARTERLY = 0.1, 0.2
 MARKS = 20
-OURS = "canary:s={s},p=2,colayers=4,wire=sketch,encrypted=False"
+OURS = "canary:s={s},p=2,colayers=4,compression=sketch,encrypted=False"
 ROWS = (
     "bml",
     "canary",

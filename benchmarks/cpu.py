@@ -40,10 +40,10 @@ ROWS = (
     "ddp+bf16",
     "allreduce",
     "dear:plan=fixed",
-    "dear:plan=fixed,wire=bf16",
-    "allreduce:wire=sketch:auto_disable=false",
-    "allreduce:wire=topk@0.01:auto_disable=false",
-    "allreduce:wire=lowrank@4:auto_disable=false",
+    "dear:plan=fixed,compression=bf16",
+    "allreduce:compression=sketch:auto_disable=false",
+    "allreduce:compression=topk@0.01:auto_disable=false",
+    "allreduce:compression=lowrank@4:auto_disable=false",
 )
 DENSE, SKETCH = 1.0, 2.0
 """Times DDP's CPU time that a row may take."""

@@ -65,9 +65,9 @@ PRESETS: dict[str, dict[str, str]] = {
         "canary": "",
         "canary:colayers=4": "",
         "canary:in_flight=1": "",
-        "canary:s=0,wire=sketch": "no gradient is late",
+        "canary:s=0,compression=sketch": "no gradient is late",
         "canary:in_flight=none": "gradients are later",
-        "canary:wire=fp32": "no codec",
+        "canary:compression=fp32": "no codec",
         "canary:encrypted=false": "in the clear",
     },
     "ripples": {

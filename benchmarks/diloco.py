@@ -43,14 +43,14 @@ ROWS = (
     "ddp",
     "ddp+fp16",
     "ddp+powersgd",
-    "allreduce:wire=sketch",
+    "allreduce:compression=sketch",
     "dear",
     "localsgd:every=10",
     "diloco:every=30",
     f"diloco:every=30,{OUTER}",
-    f"diloco:every=30,{OUTER},wire=sketch@4",
-    f"diloco:every=30,{OUTER},wire=topk@0.05:bits=2",
-    f"4*diloco:every=30,{OUTER},wire=sketch@4",
+    f"diloco:every=30,{OUTER},compression=sketch@4",
+    f"diloco:every=30,{OUTER},compression=topk@0.05:bits=2",
+    f"4*diloco:every=30,{OUTER},compression=sketch@4",
     "2*ddp+powersgd",
 )
 MARK = 30

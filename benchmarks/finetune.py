@@ -27,7 +27,7 @@ from wingbeat_lab import lab
 from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.lab import counters
 
-ROWS = ("ddp", "dear:plan=fixed,mb=1", "dear:plan=fixed,mb=1,wire=sketch:auto_disable=false")
+ROWS = ("ddp", "dear:plan=fixed,mb=1", "dear:plan=fixed,mb=1,compression=sketch:auto_disable=false")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "finetune.py"
 CLOSE = 1e-3
 """How far DeAR's loss may be from DDP's."""

@@ -10,9 +10,10 @@ optimizer, compute times emulated; its scale shrinks bytes and links together, a
 slows computation and links down together, as in ``wingbeat bench``. Encoding is slowed down as
 well, to what one core would need for the whole model (`wingbeat_lab.bench.pace`).
 
-``sketch@B`` is sketch_hook with B bits, any other sketch or low rank is written as for ``wire=``
-(``lowrank@4:split=count:level=ends``), ``topk@D`` is topk_hook with density D. Exit code 1 if a
-hook sends more than its payloads allow (``limit``, with 5% for headers and small messages).
+``sketch@B`` is sketch_hook with B bits, any other sketch or low rank is written as for
+``compression=`` (``lowrank@4:split=count:level=ends``), ``topk@D`` is topk_hook with density D.
+Exit code 1 if a hook sends more than its payloads allow (``limit``, with 5% for headers and small
+messages).
 """
 
 from __future__ import annotations

@@ -56,11 +56,11 @@ ROWS = (
     "ddp+powersgd:rank=4",
     "allreduce",
     "dear",
-    "dear:plan=fixed,wire=sketch@4",
-    "allreduce:wire=lowrank@4",
+    "dear:plan=fixed,compression=sketch@4",
+    "allreduce:compression=lowrank@4",
     "omgs",
     "localsgd:every=10",
-    "diloco:every=30,wire=sketch@4",
+    "diloco:every=30,compression=sketch@4",
 )
 LEAST = 3
 """Seeds: the best and the worst are dropped."""

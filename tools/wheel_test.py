@@ -52,7 +52,7 @@ train(torch.nn.Linear(300, 400), strategy=wingbeat.DeAR())
 wingbeat.shutdown()
 torch.manual_seed(0)
 twins = [torch.nn.Linear(300, 400) for _ in range(2)]
-codec = wingbeat.AllReduce(wire=wires.Sketch(bits=8, auto_disable=False))
+codec = wingbeat.AllReduce(compression=wires.Sketch(bits=8, auto_disable=False))
 first, second = testing.run(
     testing.worlds(2), lambda world: train(twins[world.rank], world, codec)
 )

@@ -24,7 +24,7 @@ class PSGD(OMGS):
     """
 
     merge: str = "none"
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -90,8 +90,8 @@ class Ako(Preset):
         partitions: of each bucket, of which one is sent an iteration; 0: as many as workers.
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
         first_mb: size of the bucket that is ready first, small so that the links start early.
-        wire: what parts travel as: ``"fp32"`` (the gradients' own dtype) or ``"bf16"``; what that
-            rounds away is sent later.
+        compression: what parts travel as: ``"fp32"`` (the gradients' own dtype) or ``"bf16"``; what
+            that rounds away is sent later.
         topology: along which connections; ``"mesh"`` sends straight to each worker.
 
     Raises:
@@ -101,7 +101,7 @@ class Ako(Preset):
     partitions: int = 0
     mb: float = 25.0
     first_mb: float = 1.0
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     topology: str = "mesh"
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Ako(Preset):
         """Return the parts that it stands for."""
         return Strategy(
             plan=parts.FixedBuckets(mb=self.mb, first_mb=self.first_mb),
-            wire=self.wire,
+            compression=self.compression,
             exchange=parts.Partial(partitions=self.partitions, topology=self.topology),
             schedule=parts.WaitFree(),
         )

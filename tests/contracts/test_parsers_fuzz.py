@@ -428,8 +428,8 @@ TARGETS = [
         parse_strategy,
         (
             "dear:mb=10",
-            "allreduce:wire=sketch@4",
-            "strategy:plan=merged,wire=topk@0.01,schedule=dear",
+            "allreduce:compression=sketch@4",
+            "strategy:plan=merged,compression=topk@0.01,schedule=dear",
             "canary:s=2",
             "ripples",
         ),

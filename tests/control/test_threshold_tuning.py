@@ -155,8 +155,9 @@ def test_what_was_found_is_kept_in_a_file_and_taken_from_there(
 @pytest.mark.parametrize(
     "options",
     [
-        {"wire": "bf16"}, {"wire": "bf16", "back": "dense"}, {"wire": "sketch"},
-        {"encrypted": True}, {"order": "urgent"}, {"slice": 7}, {"pushes": False},
+        {"compression": "bf16"}, {"compression": "bf16", "back": "dense"},
+        {"compression": "sketch"}, {"encrypted": True}, {"order": "urgent"}, {"slice": 7},
+        {"pushes": False},
         {"pull": "start"}, {"servers": 2}, {"placement": "whole"}, {"classes": 3}, {"mb": 1},
     ],
     ids=repr,

@@ -44,7 +44,7 @@ def distributed(world: Any, wire: Any, dtype: torch.dtype = torch.float32, **mor
     options = {"servers": 2, "slice": 1500, "mb": 0.02, "encrypted": False, **more}
     model = Pull(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    how = wingbeat.Geryon(wire=wire, **options)
+    how = wingbeat.Geryon(compression=wire, **options)
     return sync.distribute(model, optimizer, how, world=world)
 
 
@@ -101,7 +101,7 @@ def test_bytes_both_ways(wire, back, up, down) -> None:
         model = nn.Linear(shape[1], shape[0], bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         how = wingbeat.Geryon(
-            wire=wire, back=back, servers=2, classes=1, slice=1 << 16, encrypted=False
+            compression=wire, back=back, servers=2, classes=1, slice=1 << 16, encrypted=False
         )
         sync.distribute(model, optimizer, how, world=world)
         client = engine(model).runtime.exchange._client
@@ -135,7 +135,7 @@ def test_slices_that_are_not_cut_have_room_for_float32(wire: Any, back: str) -> 
     def body(world: Any) -> Any:
         model = nn.Linear(1100, 8000, bias=False).to(torch.bfloat16)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        how = wingbeat.Geryon(wire=wire, back=back, servers=1, slice=0, encrypted=False)
+        how = wingbeat.Geryon(compression=wire, back=back, servers=1, slice=0, encrypted=False)
         sync.distribute(model, optimizer, how, world=world)
         model(torch.ones(1, 1100, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
@@ -322,7 +322,7 @@ def _trained(
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    how = wingbeat.Geryon(wire=wire, back=back, update=update, servers=2, encrypted=False)
+    how = wingbeat.Geryon(compression=wire, back=back, update=update, servers=2, encrypted=False)
     sync.distribute(model, optimizer, how, world=world)
     for step in range(120):
         chosen = order[(step * SIZE + world.rank) * 16 % 1180 :][:16]

@@ -132,7 +132,7 @@ def test_small_gradients_are_unscaled_where_they_have_room(wire: str) -> None:
         model = nn.Linear(50, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        strategy = wingbeat.DeAR(plan="fixed", wire=wire)
+        strategy = wingbeat.DeAR(plan="fixed", compression=wire)
         model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
         scaler.scale(model(torch.full((1, 50), 1e-8)).sum()).backward()

@@ -81,11 +81,11 @@ def test_what_buckets_carry_tells_one_step_more(steps: int, ahead: int | None) -
 
 SKIPPING: dict[str, Any] = {
     "allreduce": wingbeat.AllReduce(mb=TINY_MB),
-    "bf16": wingbeat.AllReduce(mb=TINY_MB, wire="bf16"),
-    "half": wingbeat.AllReduce(mb=TINY_MB, wire=Half()),
-    "sketch": wingbeat.AllReduce(mb=TINY_MB, wire=Sketch(auto_disable=False)),
+    "bf16": wingbeat.AllReduce(mb=TINY_MB, compression="bf16"),
+    "half": wingbeat.AllReduce(mb=TINY_MB, compression=Half()),
+    "sketch": wingbeat.AllReduce(mb=TINY_MB, compression=Sketch(auto_disable=False)),
     "dear": wingbeat.DeAR(plan="fixed", mb=TINY_MB),
-    "topk": wingbeat.DeAR(plan="fixed", mb=TINY_MB, wire=TopK(auto_disable=False)),
+    "topk": wingbeat.DeAR(plan="fixed", mb=TINY_MB, compression=TopK(auto_disable=False)),
     "ako": wingbeat_lab.Ako(),
     "geryon": wingbeat.Geryon(mb=TINY_MB, servers=1, encrypted=False),
     "geryon-start": wingbeat.Geryon(mb=TINY_MB, servers=1, pull="start", encrypted=False),

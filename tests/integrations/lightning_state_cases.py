@@ -43,8 +43,8 @@ class Plain(Net):
 QUICK = timedelta(seconds=40)
 KEPT: dict[str, Any] = {
     **EXACT,
-    "sketch": wingbeat.AllReduce(wire="sketch@2:auto_disable=false"),
-    "topk": wingbeat.DeAR(plan="fixed", wire="topk@0.1:auto_disable=false"),
+    "sketch": wingbeat.AllReduce(compression="sketch@2:auto_disable=false"),
+    "topk": wingbeat.DeAR(plan="fixed", compression="topk@0.1:auto_disable=false"),
     "diloco": wingbeat.DiLoCo(every=4),
     "localsgd": wingbeat.LocalSGD(every=4),
     "ako": wingbeat_lab.Ako(partitions=2),

@@ -182,7 +182,7 @@ def test_one_worker_takes_its_own_time() -> None:
     [
         (lambda: run("allreduce", workers=0), "workers=0"),
         (lambda: run("dear", iterations=0), "iterations=0"),
-        (lambda: run("allreduce:wire=sketch"), "not simulated yet"),
+        (lambda: run("allreduce:compression=sketch"), "not simulated yet"),
         (lambda: run("dear:shard_optimizer=true"), "not simulated yet"),
         (lambda: run("canary"), "iterations of their own .Bounded, Canary. are another"),
         (lambda: run("geryon:update=server"), 'update="server"\\) or measured merging are not'),

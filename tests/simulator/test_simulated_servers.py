@@ -242,11 +242,13 @@ WIDE = model_of([(0.01, 0.02, 1 << 20), (0.01, 0.02, 1 << 19)])
 def test_gradients_through_a_codec_take_their_bytes_both_ways(wire: str, sent: float) -> None:
     """To the other server, and of the own one to the other worker."""
     dense = traffic_of("geryon", WIDE)[1]
-    assert traffic_of(f"geryon:wire={wire}", WIDE)[1] / dense == pytest.approx(sent, abs=0.002)
+    assert traffic_of(f"geryon:compression={wire}", WIDE)[1] / dense == pytest.approx(
+        sent, abs=0.002
+    )
 
 
 def test_a_codec_makes_an_iteration_shorter_where_the_network_is_the_limit() -> None:
-    dense, coded = (traffic_of(f"geryon{wire}", WIDE)[0] for wire in ("", ":wire=sketch"))
+    dense, coded = (traffic_of(f"geryon{wire}", WIDE)[0] for wire in ("", ":compression=sketch"))
     assert coded / dense == pytest.approx(0.251, abs=0.02)
 
 
@@ -256,7 +258,7 @@ def test_a_codec_has_its_price_at_both_ends() -> None:
     Rank 0 has encoded its own meanwhile, and the server has decoded it when rank 1's comes.
     """
     links, model = Links(bytes_per_s=1e12, latency_s=0.0), model_of([(1.0, 2.0, NUMEL)])
-    strategy = "geryon:wire=sketch,classes=1,encrypted=false,servers=1"
+    strategy = "geryon:compression=sketch,classes=1,encrypted=false,servers=1"
     free = Coding(ratio=0.25)
     priced = Coding(ratio=0.25, encode_s_per_byte=1e-6, decode_s_per_byte=1e-7)
     times = [
@@ -278,9 +280,13 @@ def test_two_cards_take_half_the_time_of_one(preset: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "words"),
     [
-        ("geryon:wire=lowrank", {}, r"simulate\(\): how small LowRank\(\) makes gradients depends"),
+        (
+            "geryon:compression=lowrank",
+            {},
+            r"simulate\(\): how small LowRank\(\) makes gradients depends",
+        ),
         ("dear", {"coding": Coding(ratio=0.5)}, "it is how gradients travel to servers; leave"),
-        ("dear:wire=bf16", {}, r"a wire \(but to servers\)"),
+        ("dear:compression=bf16", {}, r"a wire \(but to servers\)"),
         ("geryon:update=server", {}, 'a divided optimizer .*update="server"'),
     ],
 )
@@ -292,5 +298,5 @@ def test_what_is_not_simulated_is_refused(
 
 
 def test_low_rank_is_simulated_where_it_is_said_how_small_it_is() -> None:
-    sent = traffic_of("geryon:wire=lowrank", WIDE, coding=Coding(ratio=0.1))[1]
+    sent = traffic_of("geryon:compression=lowrank", WIDE, coding=Coding(ratio=0.1))[1]
     assert sent / traffic_of("geryon", WIDE)[1] == pytest.approx(0.1, abs=0.002)

@@ -170,10 +170,10 @@ STRATEGIES = {
     "every": wingbeat.Ripples(every=3, overlap=True, **OPTIONS),
     "pairs": wingbeat.ADPSGD(**OPTIONS),
     "pairs at rest": wingbeat.ADPSGD(overlap=False, **OPTIONS),
-    "pairs, bf16": wingbeat.ADPSGD(wire="bf16", **OPTIONS),
-    "groups, bf16": wingbeat.Ripples(wire="bf16", **OPTIONS),
+    "pairs, bf16": wingbeat.ADPSGD(compression="bf16", **OPTIONS),
+    "groups, bf16": wingbeat.Ripples(compression="bf16", **OPTIONS),
     "local": wingbeat.LocalSGD(every=4, **OPTIONS),
-    "local, bf16": wingbeat.LocalSGD(every=2, overlap=True, wire="bf16", **OPTIONS),
+    "local, bf16": wingbeat.LocalSGD(every=2, overlap=True, compression="bf16", **OPTIONS),
     "delayed": wingbeat.Strategy(
         plan=parts.Layers(count=2),
         exchange=parts.Groups(policy="all", encrypted=False),
@@ -228,9 +228,9 @@ def test_otherwise_each_worker_keeps_its_own() -> None:
     "strategy",
     [
         wingbeat.ADPSGD(**OPTIONS),
-        wingbeat.ADPSGD(wire="bf16", **OPTIONS),
-        wingbeat.LocalSGD(every=1, wire="bf16", **OPTIONS),
-        wingbeat.Ripples(policy="random", wire="bf16", **OPTIONS),
+        wingbeat.ADPSGD(compression="bf16", **OPTIONS),
+        wingbeat.LocalSGD(every=1, compression="bf16", **OPTIONS),
+        wingbeat.Ripples(policy="random", compression="bf16", **OPTIONS),
     ],
 )
 def test_squares_stay_above_zero_with_uneven_gradients(strategy: Any) -> None:
@@ -333,7 +333,10 @@ def test_new_options_of_the_optimizer_that_bring_state_along_are_refused() -> No
     [
         (lambda: wingbeat.Ripples(average_state=1), "average_state=1.*True and False"),
         (lambda: parts.Averaged(state="yes"), "state='yes'.*True and False"),
-        (lambda: wingbeat.LocalSGD(wire="sketch@4", average_state=True), "go through a codec"),
+        (
+            lambda: wingbeat.LocalSGD(compression="sketch@4", average_state=True),
+            "go through a codec",
+        ),
         (lambda: wingbeat.DiLoCo(average_state=True), "average_state"),
     ],
 )

@@ -23,7 +23,7 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat_lab.bench import digits
 
 SIZE = 4
-PLAIN: dict[str, Any] = {"s": 2, "p": None, "wire": "fp32", "encrypted": False}
+PLAIN: dict[str, Any] = {"s": 2, "p": None, "compression": "fp32", "encrypted": False}
 
 
 def canary(**options: Any) -> wingbeat.Canary:
@@ -361,7 +361,7 @@ def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made()
     wire, sizes = wingbeat.Sketch(bits=2, auto_disable=False), (90, 60)
 
     def body(world: Any) -> Any:
-        model, optimizer = made(world, canary(s=1, wire=wire), plain_sgd, Layers(sizes))
+        model, optimizer = made(world, canary(s=1, compression=wire), plain_sgd, Layers(sizes))
         for step in range(6):
             iterate(model, optimizer, given(step, world.rank, sizes))
         model.synchronize()
@@ -380,7 +380,9 @@ def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made()
 
 def test_what_a_dropped_iteration_had_not_sent_changes_no_residual() -> None:
     (mine, *_), (theirs, dropped, _) = held_up(
-        canary(s=2, p=3, wire=wingbeat.Sketch(auto_disable=False)), steps=6, colayers_before=1
+        canary(s=2, p=3, compression=wingbeat.Sketch(auto_disable=False)),
+        steps=6,
+        colayers_before=1,
     )
     assert dropped == [(0, 1)]
     assert_same(mine, theirs)

@@ -23,7 +23,13 @@ from wingbeat_lab.paced.clock import Clock
 from wingbeat_lab.paced.model import PacedModel
 from wingbeat_lab.paced.profile import load_profile
 
-TIED: dict[str, Any] = {"s": 2, "p": None, "wire": "fp32", "encrypted": False, "measured": True}
+TIED: dict[str, Any] = {
+    "s": 2,
+    "p": None,
+    "compression": "fp32",
+    "encrypted": False,
+    "measured": True,
+}
 
 
 def distributed(world: Any, model: nn.Module, **options: Any) -> tuple[Any, Any]:
@@ -53,7 +59,7 @@ def buckets_of(model: Any) -> list[list[str]]:
 @pytest.mark.parametrize("wire", ["fp32", "sketch"])
 def test_all_workers_change_to_the_same_colayers_and_end_with_the_same_weights(wire: str) -> None:
     def worker(world: Any) -> Any:
-        model, optimizer = distributed(world, net(), colayers=3, wire=wire)
+        model, optimizer = distributed(world, net(), colayers=3, compression=wire)
         before = buckets_of(model)
         for step in range(FIRST + 6):
             iterate(model, optimizer, world.rank, step)
@@ -76,7 +82,7 @@ def test_what_a_codec_has_kept_back_stays_with_its_parameters(
     """In other buckets too, to the bit."""
 
     def worker(world: Any) -> Any:
-        model, optimizer = distributed(world, net(), colayers=3, wire="sketch")
+        model, optimizer = distributed(world, net(), colayers=3, compression="sketch")
         bundling = engine(model).bundling
         states, replan = [], bundling.replan
 

@@ -20,7 +20,7 @@ EDGES = Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB, last_bytes=3 * MB)
 
 CASES: list[tuple[Any, Choices]] = [
     (
-        wingbeat.AllReduce(mb=8, first_mb=3, wire="bf16", topology="mesh"),
+        wingbeat.AllReduce(mb=8, first_mb=3, compression="bf16", topology="mesh"),
         Choices(
             schedule="wfbp",
             topology="mesh",
@@ -77,7 +77,7 @@ CASES: list[tuple[Any, Choices]] = [
             trials=4,
             steps=3,
             plan_file="f",
-            wire="sketch@4",
+            compression="sketch@4",
             shard_optimizer=True,
             topology="doubling",
         ),
@@ -91,7 +91,7 @@ CASES: list[tuple[Any, Choices]] = [
         ),
     ),
     (
-        wingbeat_lab.Ako(partitions=5, mb=8, first_mb=3, wire="bf16", topology="ring"),
+        wingbeat_lab.Ako(partitions=5, mb=8, first_mb=3, compression="bf16", topology="ring"),
         Choices(
             schedule="wfbp",
             topology="ring",
@@ -151,7 +151,7 @@ CASES: list[tuple[Any, Choices]] = [
         ),
     ),
     (
-        wingbeat_lab.MGS(elements=9, wire="bf16"),
+        wingbeat_lab.MGS(elements=9, compression="bf16"),
         Choices(
             schedule="wfbp",
             topology="ring",

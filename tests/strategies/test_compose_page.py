@@ -87,7 +87,8 @@ def test_the_table_of_presets_is_what_their_traits_say() -> None:
     for cls in baselines.PRESETS.values():
         made = cls().compose()
         traits = made.traits
-        wire = made.wire if isinstance(made.wire, str) else type(made.wire).__name__
+        coded = made.compression
+        wire = coded if isinstance(coded, str) else type(coded).__name__
         cells = [f"`{cls.__name__}`", f"`{made.plan!r}`", f"`{wire}`"]
         cells += [f"`{type(made.schedule).__name__}`", yes[traits.exact], yes[traits.synchronous]]
         expected.append([*cells, traits.bound])

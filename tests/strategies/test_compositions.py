@@ -103,7 +103,7 @@ def test_any_plan_with_any_schedule_and_update(plan: str, schedule: str, update:
 @pytest.mark.parametrize(("schedule", "update"), MANNERS)
 def test_any_wire_with_any_schedule_and_update(wire: str, schedule: str, update: str) -> None:
     strategy = Strategy(
-        plan=parts.Layers(count=2), wire=WIRES[wire], schedule=schedule, update=update
+        plan=parts.Layers(count=2), compression=WIRES[wire], schedule=schedule, update=update
     )
     found = together(strategy)
     assert not strategy.traits.exact
@@ -117,7 +117,7 @@ def test_any_wire_with_any_schedule_and_update(wire: str, schedule: str, update:
 def test_what_is_measured_while_training_goes_with_codecs(
     wire: str, plan: str, schedule: str, update: str
 ) -> None:
-    strategy = Strategy(plan=PLANS[plan], wire=WIRES[wire], schedule=schedule, update=update)
+    strategy = Strategy(plan=PLANS[plan], compression=WIRES[wire], schedule=schedule, update=update)
     assert_all_alike(together(strategy, LONG))
 
 

@@ -35,8 +35,8 @@ OTHERS: dict[str, Any] = {
     "pairs": wingbeat.ADPSGD(encrypted=False),
     "pairs at rest": wingbeat.ADPSGD(overlap=False, encrypted=False),
     "every": wingbeat.Ripples(every=3, overlap=True, encrypted=False),
-    "bf16": wingbeat.Ripples(wire="bf16", encrypted=False),
-    "bf16 of all": wingbeat.LocalSGD(every=2, overlap=True, wire="bf16", encrypted=False),
+    "bf16": wingbeat.Ripples(compression="bf16", encrypted=False),
+    "bf16 of all": wingbeat.LocalSGD(every=2, overlap=True, compression="bf16", encrypted=False),
     "local": wingbeat.LocalSGD(every=4, encrypted=False),
     "local overlap": wingbeat.LocalSGD(every=2, overlap=True, encrypted=False),
     "outer": wingbeat.DiLoCo(every=4, outer_lr=1, outer_momentum=0, encrypted=False),
@@ -124,7 +124,7 @@ def test_steps_below_the_last_bit_of_bf16_add_up(strategy: str) -> None:
     def body(world: Any) -> float:
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
-        text = f"{strategy}{',' if ':' in strategy else ':'}wire=bf16,encrypted=false"
+        text = f"{strategy}{',' if ':' in strategy else ':'}compression=bf16,encrypted=false"
         model, optimizer = made(world, parse(text), plain, model)
         for _ in range(40):
             model.weight.grad = torch.full((1, 1), 1 / 125)
@@ -376,7 +376,7 @@ def test_one_worker_alone_just_trains() -> None:
         (lambda: wingbeat.Ripples(policy="smrt"), "smart"),
         (lambda: wingbeat.Ripples(policy="static", threshold=9), 'only policy="smart" and'),
         (lambda: wingbeat.Ripples(size=1), "size=1"),
-        (lambda: wingbeat.Ripples(wire="sketch"), "travel as they are, or rounded"),
+        (lambda: wingbeat.Ripples(compression="sketch"), "travel as they are, or rounded"),
         (lambda: wingbeat.LocalSGD(every=0), "every=0"),
         (lambda: wingbeat.DiLoCo(every=4, delay=5), "delay=0 to 4"),
         (lambda: wingbeat.DiLoCo(outer_lr=0), "outer_lr=0"),

@@ -147,7 +147,7 @@ def refuses_to_load(model: Any, optimizer: Any, states: Any, folder: Path) -> No
     [
         "ripples:encrypted=false",
         "diloco:every=3,encrypted=false",
-        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+        "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
 def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
@@ -203,7 +203,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
     [
         "diloco:every=2,encrypted=false",
         "diloco:every=4,fragments=2,delay=1,encrypted=false",
-        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+        "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
 def test_who_was_too_slow_shares_the_others_model_again(

@@ -296,8 +296,8 @@ def half(make: Callable[[], Any]) -> Callable[[], Any]:
     ("options", "model"),
     [
         ({"fragments": 2}, net),
-        ({"wire": "sketch@4"}, net),
-        ({"wire": wingbeat.TopK(density=0.1, bits=2)}, net),
+        ({"compression": "sketch@4"}, net),
+        ({"compression": wingbeat.TopK(density=0.1, bits=2)}, net),
         ({}, half(net)),
     ],
 )

@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {
     "all at once": wingbeat_lab.Ako(partitions=1),
     "three": wingbeat_lab.Ako(partitions=3, topology="ring"),
     "more than elements": wingbeat_lab.Ako(partitions=30, mb=TINY_MB, topology="doubling"),
-    "bf16": wingbeat_lab.Ako(wire="bf16"),
+    "bf16": wingbeat_lab.Ako(compression="bf16"),
     "tuned": Strategy(
         plan=parts.TunedBuckets(
             search="grid", mb=TINY_MB, min_mb=TINY_MB / 2, max_mb=8 * TINY_MB, trials=3, steps=1

@@ -19,8 +19,8 @@ def test_the_table_of_presets_has_those_of_wingbeat_and_the_baselines() -> None:
 
 @pytest.mark.parametrize("name", wingbeat_lab.__all__)
 def test_a_baseline_is_parsed_by_its_name(name: str) -> None:
-    made = baselines.parse(f"{name.lower()}:wire=bf16")
-    assert made == getattr(wingbeat_lab, name)(wire="bf16")
+    made = baselines.parse(f"{name.lower()}:compression=bf16")
+    assert made == getattr(wingbeat_lab, name)(compression="bf16")
 
 
 def test_a_preset_of_wingbeat_is_parsed_too() -> None:

@@ -20,7 +20,7 @@ class ParameterServer(Preset):
 
     Geryon (Wang et al., 2020). wingbeat starts the servers next to the workers, and ends them with
     the job. Each worker updates a layer's parameters just before the layer runs, or the servers do.
-    Exact with ``wire="fp32"``: the weights equal DDP's.
+    Exact with ``compression="fp32"``: the weights equal DDP's.
 
     Args:
         servers: how many; 0: one on each host.
@@ -45,8 +45,8 @@ class ParameterServer(Preset):
         order: which sum a sender sends first: ``"ready"``, ``"urgent"``, and with
             ``pull="start"`` also ``"forward"`` or ``"random"``; see `wingbeat.parts.Servers`.
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
-        wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
-            ``"sketch"`` or ``"lowrank"``; or such a codec with its settings, as
+        compression: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or
+            ``"fp16"``, ``"sketch"`` or ``"lowrank"``; or such a codec with its settings, as
             ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         back: what sums come back as then: ``"wire"``, the same; or ``"dense"``, in float32. With
             ``update="server"`` parameters do, always in their own dtype.
@@ -69,7 +69,7 @@ class ParameterServer(Preset):
     pushes: bool = True
     order: str = "ready"
     mb: float = 1.0
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     back: str = "wire"
     encrypted: bool = True
 
@@ -82,7 +82,7 @@ class ParameterServer(Preset):
         """Return the parts that it stands for."""
         return Strategy(
             plan=parts.FixedBuckets(mb=self.mb, first_mb=0.0),
-            wire=self.wire,
+            compression=self.compression,
             exchange=parts.Servers(
                 count=self.servers,
                 placement=self.placement,

@@ -5,8 +5,8 @@ both; ``strategy`` is a composition of one's own:
 
 >>> parse("dear:mb=10")
 DeAR(mb=10.0)
->>> parse("strategy:plan=merged,wire=sketch@4,schedule=dear")
-Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())
+>>> parse("strategy:plan=merged,compression=sketch@4,schedule=dear")
+Strategy(plan=Merged(), compression=Sketch(bits=4), schedule=Decoupled())
 """
 
 from __future__ import annotations

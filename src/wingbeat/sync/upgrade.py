@@ -43,8 +43,8 @@ _OF_DDP = {
     "logger": "wingbeat.observe and `wingbeat top` show what is sent and waited for",
     "_get_ddp_logging_data": "wingbeat.observe and `wingbeat top` show what is sent and waited for",
     "process_group": "the workers are those of wingbeat.init()",
-    "register_comm_hook": "choose what gradients travel as by the strategy's wire=",
-    "_register_builtin_comm_hook": "choose what gradients travel as by the strategy's wire=",
+    "register_comm_hook": "choose what gradients travel as by the strategy's compression=",
+    "_register_builtin_comm_hook": "choose what gradients travel as by the strategy's compression=",
     "_register_fused_optim": "wingbeat.DeAR() updates parameters as they are needed",
 }
 """What a DistributedDataParallel has and a model of wingbeat has not, and what to use."""

@@ -64,7 +64,7 @@ BASELINES: dict[str, Baseline] = {
 }
 """Rows that are not wingbeat's own."""
 
-COMPOSED = "strategy:plan=merged,wire=sketch,schedule=dear"
+COMPOSED = "strategy:plan=merged,compression=sketch,schedule=dear"
 """How a row is written that is no preset."""
 
 _HALVED = ("ddp+fp16", "ddp+bf16")
@@ -108,9 +108,13 @@ class Contender:
         For a model that does not learn: what is timed is to be what training settles to.
         """
         strategy = self.strategy
-        if strategy is None or not isinstance(strategy.wire, wires.TopK) or "warmup=" in self.text:
+        if (
+            strategy is None
+            or not isinstance(strategy.compression, wires.TopK)
+            or "warmup=" in self.text
+        ):
             return self
-        settled = replace(strategy, wire=replace(strategy.wire, warmup=0))
+        settled = replace(strategy, compression=replace(strategy.compression, warmup=0))
         return replace(self, strategy=settled)
 
     @property

@@ -122,7 +122,9 @@ class Momentum(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("strategy", [*AVERAGING, "localsgd:every=2,wire=bf16,encrypted=false"])
+@pytest.mark.parametrize(
+    "strategy", [*AVERAGING, "localsgd:every=2,compression=bf16,encrypted=false"]
+)
 def test_frozen_parameters_that_each_rank_changes_are_their_mean_after_consensus(
     strategy: str,
 ) -> None:
@@ -323,7 +325,7 @@ def test_training_resumed_without_what_it_needs_says_so_once(
 @pytest.mark.parametrize(
     "strategy",
     [
-        "canary:s=2,p=none,wire=fp32,encrypted=false",
+        "canary:s=2,p=none,compression=fp32,encrypted=false",
         "localsgd:every=2,average_state=true,encrypted=false",
     ],
 )

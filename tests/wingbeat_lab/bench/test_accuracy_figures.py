@@ -44,7 +44,11 @@ def made(task: str, strategy: str, *finals: float, same: bool = True) -> list[di
 
 
 def test_a_judged_row_may_lose_half_a_point_on_average(accuracy: ModuleType) -> None:
-    for name in ("allreduce:wire=sketch", "dear:wire=sketch@8", "allreduce:wire=topk@0.01"):
+    for name in (
+        "allreduce:compression=sketch",
+        "dear:compression=sketch@8",
+        "allreduce:compression=topk@0.01",
+    ):
         dense = made("text", "allreduce", 60.0, 61.0, 62.0)
         rows = accuracy.summary(dense + made("text", name, 59.0, 61.0, 61.6))
         assert rows[1]["gap"] == pytest.approx(-1.4 / 3)
@@ -56,7 +60,12 @@ def test_a_judged_row_may_lose_half_a_point_on_average(accuracy: ModuleType) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["allreduce:wire=sketch@4", "allreduce:wire=topk@0.001", "dear:wire=lowrank", "ddp+powersgd"],
+    [
+        "allreduce:compression=sketch@4",
+        "allreduce:compression=topk@0.001",
+        "dear:compression=lowrank",
+        "ddp+powersgd",
+    ],
 )
 def test_coarser_rows_are_shown_and_not_judged(accuracy: ModuleType, name: str) -> None:
     rows = accuracy.summary(made("text", "allreduce", 60.0) + made("text", name, 20.0, same=False))
@@ -69,31 +78,33 @@ def test_a_warm_up_for_all_rows_leaves_those_that_have_one(accuracy: ModuleType)
     assert accuracy.parse("omgs", 200).strategy.wire.warmup == 200
     assert accuracy.parse("omgs", None).strategy.wire.warmup == wingbeat.OMGS().warmup == 400
     assert accuracy.parse("lags:warmup=0", 200).strategy.wire.warmup == 0
-    runs = made("text", "allreduce", 60.0) + made("text", "allreduce:wire=topk@0.001", 20.0)
+    runs = made("text", "allreduce", 60.0) + made("text", "allreduce:compression=topk@0.001", 20.0)
     assert accuracy.missed(accuracy.summary(runs)) == []
     assert len(accuracy.missed(accuracy.summary(runs, warmup=200))) == 1
 
 
 def test_each_task_has_its_own_reference(accuracy: ModuleType) -> None:
-    runs = made("text", "allreduce", 60.0) + made("text", "allreduce:wire=sketch", 59.9)
-    runs += made("digits", "allreduce", 99.0) + made("digits", "allreduce:wire=sketch", 98.0)
+    runs = made("text", "allreduce", 60.0) + made("text", "allreduce:compression=sketch", 59.9)
+    runs += made("digits", "allreduce", 99.0) + made("digits", "allreduce:compression=sketch", 98.0)
     [line] = accuracy.missed(accuracy.summary(runs))
-    assert line.startswith("digits: allreduce:wire=sketch ends 1.00 points")
+    assert line.startswith("digits: allreduce:compression=sketch ends 1.00 points")
 
 
 def test_workers_that_end_apart_are_a_miss(accuracy: ModuleType) -> None:
-    runs = made("text", "allreduce", 60.0) + made("text", "dear:wire=sketch", 60.0, same=False)
+    runs = made("text", "allreduce", 60.0) + made(
+        "text", "dear:compression=sketch", 60.0, same=False
+    )
     [line] = accuracy.missed(accuracy.summary(runs))
-    assert line == "text: dear:wire=sketch leaves the workers with different weights"
+    assert line == "text: dear:compression=sketch leaves the workers with different weights"
 
 
 def test_codecs_are_used_whatever_they_add_residual(accuracy: ModuleType) -> None:
     for name in ("sketch", "topk@0.01", "lowrank@2", "fp16"):
         assert (
-            accuracy.parse(f"allreduce:wire={name}", 0).strategy.choices().wire.auto_disable
+            accuracy.parse(f"allreduce:compression={name}", 0).strategy.choices().wire.auto_disable
             is False
         )
-    assert accuracy.parse("dear:wire=topk@0.001", 70).strategy.choices().wire.warmup == 70
+    assert accuracy.parse("dear:compression=topk@0.001", 70).strategy.choices().wire.warmup == 70
     assert accuracy.parse("dear:mb=3", 70).strategy.plan.mb == 3
 
 
@@ -168,13 +179,16 @@ def test_a_source_that_is_missing_is_said(accuracy: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--strategies", "allreduce:wire=sketch", "allreduce"], "'allreduce:wire=sketch'"),
+        (
+            ["--strategies", "allreduce:compression=sketch", "allreduce"],
+            "'allreduce:compression=sketch'",
+        ),
         (["--strategies", "ddp", "fsdp"], "'fsdp'"),
         (["--strategies", "allreduce", "allreduce"], "--strategies allreduce allreduce"),
-        (["--strategies", "allreduce", "allreduce:wire=skech"], "'skech'"),
+        (["--strategies", "allreduce", "allreduce:compression=skech"], "'skech'"),
         (["--seeds", "1", "1"], "--seeds 1 1"),
         (["--iterations", "9"], "--iterations 9"),
-        (["--warmup", "-1", "--strategies", "allreduce", "allreduce:wire=topk"], "-1"),
+        (["--warmup", "-1", "--strategies", "allreduce", "allreduce:compression=topk"], "-1"),
         (["--png", "/dev/null/a.png"], "'/dev/null/a.png'"),
     ],
 )
@@ -199,7 +213,9 @@ def test_what_was_trained_is_kept_drawn_and_judged(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    runs = made("digits", "allreduce", 99.0, 98.0) + made("digits", "allreduce:wire=sketch", 97, 99)
+    runs = made("digits", "allreduce", 99.0, 98.0) + made(
+        "digits", "allreduce:compression=sketch", 97, 99
+    )
     runs[-1]["curve"][-1]["bits"] = None
     figures, picture = tmp_path / "new" / "a.json", tmp_path / "new" / "a.png"
     words = ["--tasks", "digits", "--json", str(figures), "--png", str(picture)]
@@ -214,7 +230,9 @@ def test_what_was_trained_is_kept_drawn_and_judged(
     assert "97.00 .. 99.00" in capsys.readouterr().out
     runs[-1]["curve"][-1]["accuracy"] = 98.9
     assert accuracy.main() == 1
-    assert "MISSED: digits: allreduce:wire=sketch ends 0.55 points" in capsys.readouterr().out
+    assert (
+        "MISSED: digits: allreduce:compression=sketch ends 0.55 points" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from helpers.scripts import benchmark
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench.config import BenchConfig
 
-OURS = "canary:s=3,p=1,colayers=2,wire=fp32,encrypted=False"
+OURS = "canary:s=3,p=1,colayers=2,compression=fp32,encrypted=False"
 ROWS = ("bml", OURS, "ddp")
 
 

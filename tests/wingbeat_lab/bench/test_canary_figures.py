@@ -11,7 +11,7 @@ import pytest
 from helpers.scripts import benchmark
 
 FIRED = [{"dropped": 0, "pulled": 0}, {"dropped": 4, "pulled": 1}]
-OURS = "canary:s=18,p=6,colayers=10,wire=sketch"
+OURS = "canary:s=18,p=6,colayers=10,compression=sketch"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_figure_23_is_judged(canary: ModuleType, name: str, found: Any, said: li
 
 
 def test_the_row_without_staleness_is_shown_and_not_judged(canary: ModuleType) -> None:
-    assert canary.BSP == "canary:s=0,colayers=10,wire=sketch,encrypted=False"
+    assert canary.BSP == "canary:s=0,colayers=10,compression=sketch,encrypted=False"
     found = part()
     found["rows"][canary.BSP] = found["rows"]["bml"] | {"iteration_s": 1.5}
     assert canary.judged_23({"random": found}) == []
@@ -58,7 +58,7 @@ def test_the_row_without_staleness_is_shown_and_not_judged(canary: ModuleType) -
 
 def test_rows_with_options_are_in_the_clear_as_baselines_are(canary: ModuleType) -> None:
     assert all("encrypted=False" in row for row in (canary.CANARY, canary.SIX_BITS, canary.BSP))
-    assert "wire=sketch@6," in canary.SIX_BITS
+    assert "compression=sketch@6," in canary.SIX_BITS
 
 
 def test_speed_has_to_grow_with_workers(canary: ModuleType) -> None:
@@ -161,7 +161,7 @@ def test_the_same_benches_run_at_real_pace(
     monkeypatch.setattr("sys.argv", ["canary.py"])
     args = canary.arguments()
     bench, star = canary.benches(args, "2x2", "equal")
-    assert bench.strategies[2] == "canary:s=8,p=6,colayers=10,wire=sketch,encrypted=False"
+    assert bench.strategies[2] == "canary:s=8,p=6,colayers=10,compression=sketch,encrypted=False"
     real = canary.at_real_pace([bench, star])
     assert [each.stretch for each in real] == [1.0, 1.0]
     assert real[0].strategies == bench.strategies

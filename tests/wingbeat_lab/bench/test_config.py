@@ -132,9 +132,9 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
         "topksgd:density=0.01": ("whole", 606),
         "lags:density=0.01": ("whole", 606),
         "mgs:density=0.01": ("whole", 606),
-        "strategy:wire=sketch@4,schedule=dear": ("halves", 5_050),
+        "strategy:compression=sketch@4,schedule=dear": ("halves", 5_050),
         "ako": ("partial", 40_400),
-        "canary:s=2,p=6,wire=fp32": ("stale", 40_400),
+        "canary:s=2,p=6,compression=fp32": ("stale", 40_400),
         "ripples:policy=static": ("local", 40_400),
         "adpsgd": ("local", 40_400),
         "localsgd:every=8": ("local", 40_400),
@@ -148,7 +148,7 @@ def test_rows_know_their_kind_and_their_bytes() -> None:
 
 
 def test_rows_whose_exchange_has_halves_are_recorded_by_them_too() -> None:
-    rows = ("ddp", "dear:wire=bf16", "allreduce", "strategy:plan=one,schedule=dear")
+    rows = ("ddp", "dear:compression=bf16", "allreduce", "strategy:plan=one,schedule=dear")
     whole = [(number, "whole") for number in range(4)]
     halves = [(number, half) for number in (1, 3) for half in ("RS-only", "AG-only")]
     assert sorted(config(strategies=rows, breakdown=True).check().recorded) == sorted(
@@ -159,7 +159,7 @@ def test_rows_whose_exchange_has_halves_are_recorded_by_them_too() -> None:
 
 
 def test_rows_say_whether_they_decide_and_whether_they_are_ddp() -> None:
-    deciding = ("dear", "omgs", "mgwfbp", "allreduce:wire=sketch", "dear:plan=merged")
+    deciding = ("dear", "omgs", "mgwfbp", "allreduce:compression=sketch", "dear:plan=merged")
     fixed = ("dear:plan=fixed", "allreduce", "psgd", "lags", "mgs", "single", "fsdp")
     forms = ("ddp", "ddp+fp16:mb=3", "ddp+bf16", "ddp+powersgd")
     assert all(contenders.parse(text).decides for text in deciding)
@@ -186,11 +186,11 @@ def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
     rows = (
         "omgs",
         "omgs:warmup=9",
-        "allreduce:wire=topk",
-        "dear:wire=topk@0.05",
-        "omgs:wire=topk@0.05",
+        "allreduce:compression=topk",
+        "dear:compression=topk@0.05",
+        "omgs:compression=topk@0.05",
     )
-    checked = config(strategies=(*rows, "ddp", "mgwfbp", "allreduce:wire=sketch")).check()
+    checked = config(strategies=(*rows, "ddp", "mgwfbp", "allreduce:compression=sketch")).check()
     wires = [row.strategy.choices().wire for row in checked.rows if row.strategy is not None]
     assert [getattr(wire, "warmup", None) for wire in wires] == [0, 9, 0, 0, 0, None, None]
     assert [getattr(wire, "density", None) for wire in wires[:5]] == [0.01, 0.01, 0.01, 0.05, 0.05]

@@ -46,7 +46,7 @@ def test_an_iteration_is_the_bound_at_what_links_carry_and_the_processors_share(
 
 def test_what_is_gathered_grows_with_the_workers() -> None:
     """Under whole all-reduces top-k's payloads go to everyone; in two halves they are summed."""
-    rows = ("allreduce:wire=topk@0.5", "dear:plan=fixed,wire=topk@0.5")
+    rows = ("allreduce:compression=topk@0.5", "dear:plan=fixed,compression=topk@0.5")
 
     def spent(hosts: int, row: int) -> float:
         made = checked(lab=f"star:{hosts}@10mbit", strategies=rows)
@@ -79,7 +79,7 @@ def test_what_is_over_grows_from_iteration_to_iteration() -> None:
 
 
 def test_what_a_row_finds_out_first_counts() -> None:
-    made = estimate.of(checked(strategies=("ddp", "allreduce:wire=sketch", "omgs")), cores=2)
+    made = estimate.of(checked(strategies=("ddp", "allreduce:compression=sketch", "omgs")), cores=2)
     assert [row.deciding for row in made.rows] == [0, 25, 24 + 80]
     ddp, sketch, omgs = (row.iteration_s for row in made.rows)
     # Once, on a model of its own.
@@ -87,7 +87,7 @@ def test_what_a_row_finds_out_first_counts() -> None:
     parts = made.start_s + 3 * made.round_s + (9 + 2) * made.turn_s + seconds
     assert made.total_s == pytest.approx(parts)
     both, small, alone = (
-        estimate.of(checked(strategies=("dear:wire=sketch",), **more)).rows[0].deciding
+        estimate.of(checked(strategies=("dear:compression=sketch",), **more)).rows[0].deciding
         for more in ({}, {"lab": "loopback:2", "model": "digits"}, {"lab": "star:1@1gbit"})
     )
     assert (both, small, alone) == (25 + 140, 25 + 2, 0)

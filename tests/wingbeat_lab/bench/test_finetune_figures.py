@@ -15,7 +15,7 @@ from helpers.scripts import benchmark
 @pytest.mark.parametrize(
     ("losses", "said"),
     [
-        ({"ddp": 2.0, "dear": 2.0005, "dear:wire=sketch": 2.3}, []),
+        ({"ddp": 2.0, "dear": 2.0005, "dear:compression=sketch": 2.3}, []),
         ({"ddp": 2.0, "dear:mb=1": 2.1}, ["dear:mb=1: loss 2.1000, DDP's is 2.0000"]),
         ({"dear": 2.1}, []),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.scripts import benchmark
 
-SENT = ("allreduce:wire=topk", "allreduce:wire=topk@0.005")
+SENT = ("allreduce:compression=topk", "allreduce:compression=topk@0.005")
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def test_rows_that_merge_otherwise_share_what_was_measured(omgs: ModuleType) -> 
     exact, paper = (omgs.complete(r, "lstm_ptb", Path("/p")) for r in ("omgs", "omgs:merge=paper"))
     assert exact == "omgs:density=0.005,plan_file=/p/lstm_ptb-omgs-density0.005.json"
     assert paper == exact.replace(":", ":merge=paper,")
-    sketch = omgs.complete("mgwfbp:wire=sketch", "vgg16", Path("/p"))
-    assert sketch == "mgwfbp:wire=sketch,plan_file=/p/vgg16-mgwfbp-wiresketch.json"
+    sketch = omgs.complete("mgwfbp:compression=sketch", "vgg16", Path("/p"))
+    assert sketch == "mgwfbp:compression=sketch,plan_file=/p/vgg16-mgwfbp-wiresketch.json"
 
 
 def test_each_model_is_one_bench_with_the_papers_ratio(

@@ -72,7 +72,7 @@ def test_quantiles_lie_between_neighbours() -> None:
 
 
 def test_a_run_says_whether_it_is_exact() -> None:
-    rows = ("ddp", "dear", "ddp+fp16", "dear:wire=bf16", "strategy:wire=sketch")
+    rows = ("ddp", "dear", "ddp+fp16", "dear:compression=bf16", "strategy:compression=sketch")
     made = runs(checked(strategies=rows), [block(i, 2.0) for i in range(5)])
     assert [run.exact for run in made] == [True, True, False, False, False]
 

@@ -125,7 +125,7 @@ def test_a_row_with_a_codec_is_priced_on_its_model_and_on_a_quarter(
         return real(checked, *rest, **options)
 
     monkeypatch.setattr(worker, "training", training)
-    own = worker_of("ddp", "dear:plan=fixed", "ddp+bf16", "dear:wire=sketch")
+    own = worker_of("ddp", "dear:plan=fixed", "ddp+bf16", "dear:compression=sketch")
     own.pace = Sizes(1.0, 0.02)
     for row in range(4):
         worker.price_codec(own, row)
@@ -135,7 +135,7 @@ def test_a_row_with_a_codec_is_priced_on_its_model_and_on_a_quarter(
 
 
 def test_each_row_trains_with_its_own_fixed_costs(attached: list[Any]) -> None:
-    own = worker_of("ddp", "dear:wire=sketch")
+    own = worker_of("ddp", "dear:compression=sketch")
     own.fixed = {1: {"encode": 0.5}}
     seen = []
     for row in (1, 0):
