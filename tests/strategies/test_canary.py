@@ -19,11 +19,11 @@ import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
 from helpers.waiting import is_collected
 from wingbeat import sync
-from wingbeat.bench import digits
 from wingbeat.errors import PeerError, UsageError
+from wingbeat_lab.bench import digits
 
 SIZE = 4
-PLAIN: dict[str, Any] = {"s": 2, "p": None, "wire": "fp32", "encrypted": False}
+PLAIN: dict[str, Any] = {"s": 2, "p": None, "compression": "fp32", "encrypted": False}
 
 
 def canary(**options: Any) -> wingbeat.Canary:
@@ -220,8 +220,8 @@ def test_canary_zero_gradients_count_as_gradients(used: bool) -> None:
 
 
 @pytest.mark.parametrize("s", [0, 1, None])
-def test_canary_flush_applies_each_gradient_once(s: int | None) -> None:
-    """Also with different numbers of batches; twice, with a flush between."""
+def test_canary_synchronize_applies_each_gradient_once(s: int | None) -> None:
+    """Also with different numbers of batches; twice, with synchronize() between."""
     counts = [[6, 3, 5, 4], [1, 4, 2, 0]]
 
     def body(world: Any) -> Any:
@@ -230,7 +230,7 @@ def test_canary_flush_applies_each_gradient_once(s: int | None) -> None:
         for epoch, batches in enumerate(counts):
             for step in range(batches[world.rank]):
                 iterate(model, optimizer, given(10 * epoch + step, world.rank))
-            model.flush()
+            model.synchronize()
             found.append(weights(model))
         sync.release(model, optimizer)
         assert type(model) is Layers
@@ -271,7 +271,7 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
                 return str(error), made_here
             finally:
                 go_on.set()
-        model.flush()
+        model.synchronize()
         machine = communication(model).machine
         found = weights(model), list(machine.dropped), machine.pulls
         sync.release(model, optimizer)
@@ -359,10 +359,10 @@ def test_canary_codec_sums_and_residuals_add_up_to_gradients() -> None:
     wire, sizes = wingbeat.Sketch(bits=2, auto_disable=False), (90, 60)
 
     def body(world: Any) -> Any:
-        model, optimizer = made(world, canary(s=1, wire=wire), plain_sgd, Layers(sizes))
+        model, optimizer = made(world, canary(s=1, compression=wire), plain_sgd, Layers(sizes))
         for step in range(6):
             iterate(model, optimizer, given(step, world.rank, sizes))
-        model.flush()
+        model.synchronize()
         found = weights(model), optimizer.residual_state_dict()["residuals"]
         sync.release(model, optimizer)
         return found
@@ -378,7 +378,9 @@ def test_canary_codec_sums_and_residuals_add_up_to_gradients() -> None:
 
 def test_canary_dropped_iteration_leaves_residual_unchanged() -> None:
     (mine, *_), (theirs, dropped, _) = held_up(
-        canary(s=2, p=3, wire=wingbeat.Sketch(auto_disable=False)), steps=6, colayers_before=1
+        canary(s=2, p=3, compression=wingbeat.Sketch(auto_disable=False)),
+        steps=6,
+        colayers_before=1,
     )
     assert dropped == [(0, 1)]
     assert_same(mine, theirs)
@@ -402,7 +404,7 @@ def test_canary_learns_digits() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        model.flush()
+        model.synchronize()
         staleness, exchanged = engine(model).meter.sections
         assert staleness.cells["iteration"] >= 100
         assert len(exchanged.cells) == 1 + 4, "a row number, and a cell for each colayer"
@@ -431,7 +433,7 @@ def test_canary_training_continues_from_loaded_state() -> None:
         model.load_state_dict(Layers().state_dict())  # no earlier round is applied after it
         optimizer.load_state_dict(plain_sgd(Layers().parameters()).state_dict())
         iterate(model, optimizer, given(7, world.rank))
-        model.flush()
+        model.synchronize()
         found = weights(model)
         sync.release(model, optimizer)
         return found
@@ -440,7 +442,7 @@ def test_canary_training_continues_from_loaded_state() -> None:
         assert_same(found, total([(7, 0), (7, 1)], 2))
 
 
-def test_canary_buffers_are_local_until_flush() -> None:
+def test_canary_buffers_are_local_until_synchronize() -> None:
     """Rank 0 begins when rank 1 has trained; in lockstep rank 1 would wait for its buffers."""
     trained = threading.Event()
 
@@ -456,7 +458,7 @@ def test_canary_buffers_are_local_until_flush() -> None:
             optimizer.step()
         trained.set()
         before = model[1].running_mean.clone()
-        model.flush()
+        model.synchronize()
         found = before, model[1].running_mean.clone()
         sync.release(model, optimizer)
         return found
@@ -581,7 +583,7 @@ def test_canary_synchronous_supports_what_allreduce_does(make: Any, play: Any) -
         for step in range(4):
             model.use_spare = step == 2 and world.rank == 1
             play(model, optimizer, batch(step, world.rank))
-        model.flush()
+        model.synchronize()
         found = weights(model)
         sync.release(model, optimizer)
         return found
@@ -619,7 +621,7 @@ def test_canary_synchronous_unrepeatable_steps_are_rejected_on_all() -> None:
             optimizer.clip_grad_norm_(0.01)
             optimizer.step()
         with pytest.raises(UsageError, match="a worker that has run out of batches repeats"):
-            model.flush()
+            model.synchronize()
 
     on(2, body)
 
@@ -710,7 +712,7 @@ def joined(model: Any, optimizer: Any) -> None:
 
 def flushed_between(model: Any, optimizer: Any) -> None:
     after_backward(model, optimizer)
-    model.flush()
+    model.synchronize()
 
 
 def loaded_between(model: Any, optimizer: Any) -> None:
@@ -740,7 +742,7 @@ def changed_after_a_step(model: Any, optimizer: Any) -> None:
 def changed_before_a_flush(model: Any, optimizer: Any) -> None:
     train(model, optimizer, [0], 0)
     nn.init.zeros_(model.head.bias)
-    model.flush()
+    model.synchronize()
 
 
 def forgotten_state(model: Any, optimizer: Any) -> None:
@@ -796,7 +798,7 @@ def test_canary_release_after_error_ends_iteration(act: Callable[[Any, Any], Non
         sync.release(model, optimizer)
         model, optimizer = made(world, canary(s=None), model=model)
         train(model, optimizer, range(2))
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     first, second = on(2, body)
@@ -812,11 +814,11 @@ def test_canary_weights_may_be_changed_after_flush(s: int) -> None:
         for step in range(3):
             train(model, optimizer, [step])
             if s:
-                model.flush()
+                model.synchronize()
             with torch.no_grad():
                 for param in model.parameters():
                     param.clamp_(-0.3, 0.3)
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     first, second = on(2, body)
@@ -842,7 +844,7 @@ def test_canary_changed_param_groups_are_rejected_on_all(s: int, groups: int) ->
 
 def train_and_flush(model: Any, optimizer: Any) -> None:
     train(model, optimizer, range(3))
-    model.flush()
+    model.synchronize()
 
 
 def test_canary_optimizer_that_changes_options_is_rejected_on_all() -> None:
@@ -870,7 +872,12 @@ class Ignoring(Layers):
         (net, some, canary(), "parameter 'scale' is not the optimizer's"),
         (Ignoring, plain_sgd, canary(), "1 parameters of the optimizer are not synchronised"),
         (Layers, plain_sgd, canary(s=2, p=5), "p=5 of 4 colayers; allowed: 1 to 4"),
-        (lambda: net().bfloat16(), plain_sgd, canary(), "is torch.bfloat16 on cpu: bounded staleness"),
+        (
+            lambda: net().bfloat16(),
+            plain_sgd,
+            canary(),
+            "is torch.bfloat16 on cpu: bounded staleness",
+        ),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
             plain_sgd,
@@ -896,7 +903,7 @@ def test_canary_single_worker_trains_locally() -> None:
         backward(model, 0, 0)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     model = net()

@@ -76,7 +76,7 @@ def test_journal_of_training_passes_audit(tmp_path: Path, monkeypatch: pytest.Mo
         model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
         for step in range(5):
             train(model, optimizer, [step])
-        model.flush()
+        model.synchronize()
         sync.release(model, optimizer)
 
     on(2, body)

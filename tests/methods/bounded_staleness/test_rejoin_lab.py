@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat import lab
 from wingbeat.methods.bounded_staleness.journal import audit
+from wingbeat_lab import lab
 
 TRAIN = """if True:
     import logging, os, pathlib, signal, sys, time
@@ -17,7 +17,7 @@ TRAIN = """if True:
     from helpers.communication import NumericReplica, combine, train
     from wingbeat.methods.bounded_staleness.membership import join_workers
     from wingbeat.methods.bounded_staleness.communication import CommunicationThread
-    from wingbeat.lab import counters
+    from wingbeat_lab.lab import counters
     from wingbeat.methods.bounded_staleness.journal import Journal
     from wingbeat.methods.bounded_staleness.bound import StalenessBound
     from wingbeat.methods.bounded_staleness.worker import Worker

@@ -194,7 +194,7 @@ def test_parameters_without_gradient_are_not_updated() -> None:
 
 
 def test_apply_round_restores_gradients() -> None:
-    """Such as zeros that zero_grad(set_to_none=False) has left before a flush."""
+    """Such as zeros that zero_grad(set_to_none=False) has left before synchronize()."""
     one = Trainee(0, 2, bound_with_control(1, 1, K))
     zeros = one.params[0][0].grad = torch.zeros(3, 2)
     one.replica.apply_round(a_round(one, 0))
