@@ -30,9 +30,9 @@ from common import refuse_unwritable, show, write
 from wingbeat import paced, simulator, strategies
 from wingbeat.bench import machine
 from wingbeat.bench.printed import Printed
-from wingbeat.servers.outbox import Flow, Order, Outbox
-from wingbeat.servers.protocol import position_of, urgency_of
-from wingbeat.servers.requests import Asked, Requests
+from wingbeat.methods.parameter_server.protocol import position_of, urgency_of
+from wingbeat.methods.parameter_server.requests import Asked, Requests
+from wingbeat.methods.parameter_server.send_queue import Flow, Order, Outbox
 from wingbeat.simulator.model import buckets_of
 from wingbeat.types import Choices
 

@@ -12,7 +12,7 @@ sum     What a server does with pushed slices, beside torch's `copy_` and `add_`
         with one thread. Limit: 0.8 for each dtype.
 memory  Of the servers of `push`, beyond what they take once they have met all workers: when workers
         are even, and when rank 0 comes late. Limit: twice the shards, and the window
-        (`wingbeat.servers.config.limits_of`) of each flow to the server.
+        (`wingbeat.methods.parameter_server.config.limits_of`) of each flow to the server.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import psutil
 from common import refuse_unwritable, show, write
 
 from wingbeat.bench.printed import Printed
-from wingbeat.servers.config import ServerConfig, limits_of
-from wingbeat.servers.protocol import Kind, wish_of
+from wingbeat.methods.parameter_server.config import ServerConfig, limits_of
+from wingbeat.methods.parameter_server.protocol import Kind, wish_of
 from wingbeat.transport.services.pipes import PipeStore, answer
 from wingbeat.types import Serving
 
@@ -199,7 +199,8 @@ class Job:
         self.receivers, self.mib = {}, mib
         for way in WAYS:
             text = config_of(way, workers, mib).to_json()
-            own = ["-m", "wingbeat.servers"] if "server" in way else [__file__, "--sink"]
+            module = ["-m", "wingbeat.methods.parameter_server"]
+            own = module if "server" in way else [__file__, "--sink"]
             self.receivers[way] = Child([*own, text], store)
         self.senders = [
             Child([__file__, "--sender", json.dumps([rank, workers, mib])], store)
@@ -307,7 +308,7 @@ def _timed(nbytes: int, work: Callable[[], object]) -> float:
 def _ours(dtype: Any, mib: int, workers: int) -> Callable[[], float]:
     import torch
 
-    from wingbeat.servers.sums import Sums
+    from wingbeat.methods.parameter_server.aggregator import Sums
 
     payloads = _payloads(dtype, workers)
     views = [memoryview(each.view(torch.uint8).numpy()).cast("B") for each in payloads]

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from helpers import mutants
 from helpers.reports import job, report
+from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from helpers.thresholds import play
-from helpers.updating import DESCRIPTION, SETTINGS
 from wingbeat.bench import contenders, protocol, slow
 from wingbeat.bench import models as bench_models
 from wingbeat.control import planner
@@ -34,7 +34,6 @@ from wingbeat.costs.curve import Line
 from wingbeat.costs.fit import Fit
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import copied
-from wingbeat.exchanges.forms import copy_sum
 from wingbeat.exchanges.options import Form
 from wingbeat.groups import protocol as groups_protocol
 from wingbeat.groups import returns
@@ -43,6 +42,12 @@ from wingbeat.integrations import residuals
 from wingbeat.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
 from wingbeat.lab.spec import LabSpec
 from wingbeat.lab.units import parse_rate, parse_time
+from wingbeat.methods.parameter_server import head
+from wingbeat.methods.parameter_server.aggregator import Refused
+from wingbeat.methods.parameter_server.documents import Document
+from wingbeat.methods.parameter_server.forms import copy_sum
+from wingbeat.methods.parameter_server.notes import numbers_in
+from wingbeat.methods.parameter_server.shard_optimizer import Applier
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport
@@ -59,12 +64,6 @@ from wingbeat.plans.sample import Sample
 from wingbeat.plans.thresholds import saved as thresholds_saved
 from wingbeat.probe import saved as probe_saved
 from wingbeat.probe.model import LinkFit, Probe
-from wingbeat.servers import head
-from wingbeat.servers.applying import Applier
-from wingbeat.servers.documents import Document
-from wingbeat.servers.notes import numbers_in
-from wingbeat.servers.sums import Refused
-from wingbeat.servers.values import decode, encode
 from wingbeat.stale import audit, letters, messages
 from wingbeat.stale.roll import Entry
 from wingbeat.stale.view import View
@@ -75,6 +74,7 @@ from wingbeat.transport.interfaces import Host, Interface, choose
 from wingbeat.transport.messages import header
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.services import pipes
+from wingbeat.updates.json_values import decode, encode
 from wingbeat.wires import Half, LowRank, Sketch, codecs
 
 FEW, MANY = 40, 2000

@@ -16,7 +16,7 @@ from wingbeat import sync
 from wingbeat.control.decisions import Decisions
 from wingbeat.control.thresholds import _key_of
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges.servers import ServerExchange
+from wingbeat.methods.parameter_server.exchange import ServerExchange
 from wingbeat.plans.thresholds import saved
 from wingbeat.plans.thresholds.cuts import cuts_of
 from wingbeat.plans.thresholds.tuner import most_iterations

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.couriers import Numbers, in_threads, packed, summed, trained
 from helpers.mail import Clock
-from helpers.serving import Office
+from helpers.server_simulation import Office
 from helpers.stale import gradient
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.courier import Courier

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucketing import Bucketing
+from wingbeat.methods.parameter_server.tables import places_of
 from wingbeat.observe.log import log
 from wingbeat.plans import planfile
 from wingbeat.plans.thresholds import saved
 from wingbeat.plans.thresholds.result import Result, nothing, written
 from wingbeat.plans.thresholds.tuner import ThresholdTuner
-from wingbeat.servers.tables import places_of
 from wingbeat.settings import is_number
 from wingbeat.types import Choices, Serving
 

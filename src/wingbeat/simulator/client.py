@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wingbeat.servers.outbox import Flow, Order
-from wingbeat.servers.protocol import Ids, Kind, link_of
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, link_of
+from wingbeat.methods.parameter_server.send_queue import Flow, Order
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding
@@ -20,7 +20,7 @@ from wingbeat.transport.messages.header import LARGEST
 
 
 class Part(NamedTuple):
-    """A slice as one request has it, see `wingbeat.exchanges.client.Part`.
+    """A slice as one request has it, see `wingbeat.methods.parameter_server.client.Part`.
 
     Attributes:
         nbytes: of what is pushed.
@@ -59,7 +59,7 @@ class Request:
 
 
 class Client(Messenger[tuple[Request, Part]]):
-    """The thread that a `wingbeat.exchanges.client.Client` has, by the same rules.
+    """The thread that a `wingbeat.methods.parameter_server.client.Client` has, by the same rules.
 
     Args:
         order: in which order slices are pushed that are ready at the same time.

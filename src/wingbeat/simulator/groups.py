@@ -15,8 +15,8 @@ from wingbeat.groups.member import Member
 from wingbeat.groups.rooms import Rooms
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.static import PHASES, group_of
+from wingbeat.methods.parameter_server.tables import Places
 from wingbeat.schedules.events import Operation
-from wingbeat.servers.tables import Places
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.exchange import Collectives

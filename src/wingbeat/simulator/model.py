@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wingbeat import plans
+from wingbeat.methods.parameter_server.tables import Places
 from wingbeat.paced.profile import FLOAT32_BYTES, Profile
 from wingbeat.plans import Measured
-from wingbeat.servers.tables import Places
 from wingbeat.types import Fusion, TensorSpec
 
 ITEMSIZE = FLOAT32_BYTES

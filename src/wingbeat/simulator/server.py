@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from wingbeat.servers.outbox import Flow, Order
-from wingbeat.servers.protocol import Ids, Kind, link_of, position_of, urgency_of
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, link_of, position_of, urgency_of
+from wingbeat.methods.parameter_server.send_queue import Flow, Order
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding
@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Total:
-    """One slice, as `wingbeat.servers.sums.Total` has it but for the numbers.
+    """One slice: `wingbeat.methods.parameter_server.aggregator.Total` without the numbers.
 
     Attributes:
         round: the sum that is being made, or was made last.
@@ -48,7 +48,7 @@ class Total:
 
 
 class Server(Messenger[Answer]):
-    """The loop that a `wingbeat.servers.service.Service` is, by the same rules.
+    """The loop that a `wingbeat.methods.parameter_server.server.Service` is, by the same rules.
 
     Args:
         workers: how many push each slice.

@@ -1,4 +1,7 @@
-"""Exchange by servers in virtual time: what `wingbeat.exchanges.servers` does, without bytes."""
+"""Exchange with parameter servers in virtual time, without payloads.
+
+The counterpart of `wingbeat.methods.parameter_server.exchange`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import math
 from collections.abc import Sequence
 
 from wingbeat.groups.layout import Layout
+from wingbeat.methods.parameter_server import head
+from wingbeat.methods.parameter_server.protocol import Kind
+from wingbeat.methods.parameter_server.requests import KINDS, Requests
+from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.slicing import Slice
 from wingbeat.schedules.events import Operation
-from wingbeat.servers import head
-from wingbeat.servers.outbox import Order
-from wingbeat.servers.partition import Slice
-from wingbeat.servers.protocol import Kind
-from wingbeat.servers.requests import KINDS, Requests
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards
 from wingbeat.simulator.client import Client, Part, Request

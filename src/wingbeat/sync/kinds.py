@@ -12,9 +12,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
-from wingbeat.exchanges.gpus import GpuServers
 from wingbeat.exchanges.partial import PartialExchange
-from wingbeat.exchanges.servers import FLOAT32, ServerExchange
 from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.backlog import Backlog
 from wingbeat.gradients.bucket import Slot
@@ -27,6 +25,10 @@ from wingbeat.gradients.views import (
     ShownGradients,
     Views,
 )
+from wingbeat.methods.parameter_server.described import OPTION, describe
+from wingbeat.methods.parameter_server.exchange import FLOAT32, ServerExchange
+from wingbeat.methods.parameter_server.gpu import GpuServers
+from wingbeat.methods.parameter_server.server_update import ServedUpdate
 from wingbeat.schedules.events import Operation, Schedule
 from wingbeat.sync import averaged
 from wingbeat.sync.bundling import Bundling
@@ -37,10 +39,8 @@ from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.alone import AloneUpdate
 from wingbeat.updates.bounded import BoundedUpdate, MeetingUpdate
 from wingbeat.updates.deferred import DeferredUpdate
-from wingbeat.updates.described import OPTION, describe
 from wingbeat.updates.divided import check_divisible
 from wingbeat.updates.owned import OwnedTensors
-from wingbeat.updates.served import ServedUpdate
 from wingbeat.updates.sharded import ShardedUpdate
 from wingbeat.updates.update import Training, Update
 from wingbeat.updates.whole import WholeUpdate

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat.methods.parameter_server.tables import Places, PriorityTable
 from wingbeat.plans.thresholds.cuts import cuts_of, divided, fits, levels_of
-from wingbeat.servers.tables import Places, PriorityTable
 
 LEVELS = st.lists(st.floats(0, 1), max_size=3).map(lambda levels: sorted(set(levels))[::-1])
 

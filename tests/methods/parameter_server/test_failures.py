@@ -1,0 +1,124 @@
+"""What a worker has found out about the servers, for all others: never waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from helpers.waiting import PATIENCE, until
+from wingbeat.methods.parameter_server.failures import News, printable
+from wingbeat.methods.parameter_server.protocol import TEXT
+from wingbeat.transport.loopback import Switchboard
+
+
+def test_what_one_tells_the_others_hear() -> None:
+    store = Switchboard()
+    one, other = News(store, "a"), News(store, "a")
+    assert other.hear() is None
+    one.tell("server 1 has ended")
+    one.close(PATIENCE)
+    until(lambda: other.hear() == "server 1 has ended")
+    other.close(PATIENCE)
+
+
+def test_the_first_that_tells_is_heard_and_rooms_are_apart() -> None:
+    store = Switchboard()
+    for text in ("first", "second"):
+        news = News(store, "a")
+        news.tell(text)
+        news.close(PATIENCE)
+    assert store.get("a", 0.0) == "first"
+    elsewhere = News(store, "b")
+    elsewhere.hear()
+    elsewhere.close(PATIENCE)
+    assert elsewhere.hear() is None
+
+
+def test_what_is_told_is_fit_for_a_line() -> None:
+    assert printable(b"a\nb\x1b\xff") == "a?b?\ufffd"
+    assert len(printable(b"x" * 2 * TEXT)) == TEXT
+    store = Switchboard()
+    store.set("a", "one\ntwo" + "x" * TEXT)
+    news = News(store, "a")
+    until(news.hear)
+    assert str(news.hear()).startswith("one?two")
+    assert len(str(news.hear())) == TEXT
+    news.close(PATIENCE)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    """It may be gone with the very host that the news is about."""
+    store, answers = Switchboard(), threading.Event()
+    store.has = lambda key: answers.wait(PATIENCE) and False  # type: ignore[method-assign]
+    news = News(store, "a")
+    begin = time.monotonic()
+    assert news.hear() is None
+    news.tell("server 1 has ended")
+    assert news.hear() is None
+    news.close(0.05)
+    assert time.monotonic() - begin < PATIENCE / 4
+    assert news._thread.is_alive()
+    answers.set()
+    news._thread.join(PATIENCE)
+    assert not news._thread.is_alive()
+
+
+def test_what_is_told_at_last_is_told_before_it_ends() -> None:
+    store, asked, answers = Switchboard(), threading.Event(), threading.Event()
+    has = store.has
+
+    def late(key: str) -> bool:
+        asked.set()
+        answers.wait(PATIENCE)
+        return has(key)
+
+    store.has = late  # type: ignore[method-assign]
+    news = News(store, "a")
+    news.hear()
+    assert asked.wait(PATIENCE)
+    news.tell("server 1 has ended")
+    news.close(0.0)
+    answers.set()
+    news._thread.join(PATIENCE)
+    assert store.get("a", 0.0) == "server 1 has ended"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, TimeoutError])
+def test_a_store_that_is_gone_ends_nothing(error: type[Exception]) -> None:
+    store = Switchboard()
+
+    def gone(key: str) -> bool:
+        raise error("gone")
+
+    has, store.has = store.has, gone  # type: ignore[method-assign]
+    news = News(store, "a")
+    news.hear()
+    until(lambda: not news._asked.is_set())
+    store.has = has  # type: ignore[method-assign]
+    store.set("a", "server 1 has ended")
+    until(news.hear)
+    news.close(PATIENCE)
+
+
+def test_a_thread_that_ends_by_an_exception_is_said() -> None:
+    store = Switchboard()
+
+    def broken(key: str) -> bool:
+        raise KeyError(key)
+
+    store.has = broken  # type: ignore[method-assign]
+    news = News(store, "a")
+    assert news.failure == ""
+    news.hear()
+    until(lambda: news.failure)
+    assert news.failure.startswith("thread wingbeat-news has ended by KeyError: 'a'")
+
+
+def test_nobody_is_asked_before_there_is_something_to_ask() -> None:
+    news = News(Switchboard(), "a")
+    news.close(PATIENCE)
+    news.tell("late")
+    assert news.hear() is None
+    assert news._thread.ident is None

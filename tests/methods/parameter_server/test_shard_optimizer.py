@@ -1,0 +1,214 @@
+"""An optimizer on slices, against the same optimizer on whole parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.training import assert_same
+from wingbeat.methods.parameter_server.aggregator import Refused
+from wingbeat.methods.parameter_server.described import describe, settings_of
+from wingbeat.methods.parameter_server.shard_optimizer import Applier, Held
+
+optim = torch.optim
+
+MAKES: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.02),
+    "nesterov": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw_fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=0.003, momentum=0.5, centered=True),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
+    "adadelta": lambda p: optim.Adadelta(p),
+    "nadam": lambda p: optim.NAdam(p, lr=0.01),
+    "rprop": lambda p: optim.Rprop(p, lr=0.01),
+}
+
+SIZES = (40, 1, 23)
+CUTS = ((0, 17), (17, 50), (50, 64))
+
+
+def snapshot(optimizer: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def words_for(start: int, stop: int, dtype: str = "float32", state: Any = None) -> dict[str, Any]:
+    pieces, begin = [], 0
+    for slot, size in enumerate(SIZES):
+        first, last = max(start, begin), min(stop, begin + size)
+        if first < last:
+            pieces.append([slot, 0, first - start, last - first])
+        begin += size
+    return {"dtype": dtype, "numel": stop - start, "pieces": pieces,
+            "state": [state] * len(pieces)}  # fmt: skip
+
+
+def bytes_of(values: torch.Tensor) -> bytearray:
+    return bytearray(values.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def applier_of(optimizer: Any) -> Applier:
+    made = Applier(json.loads(describe(optimizer, snapshot(optimizer)).text))
+    made.settle(json.loads(json.dumps(settings_of(snapshot(optimizer)))), {})
+    return made
+
+
+def numbers(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_slices_become_what_whole_parameters_become(make: Any, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    values = numbers(0, kind)
+    params = [torch.nn.Parameter(p.clone()) for p in values.split(SIZES)]
+    optimizer = make(params)
+    applier = applier_of(optimizer)
+    held = [applier.hold(words_for(a, b, dtype), bytes_of(values[a:b])) for a, b in CUTS]
+    for step in range(1, 5):
+        grads = numbers(step, kind)
+        used = {0, 2} if step == 2 else {0, 1, 2}
+        for slot, (param, grad) in enumerate(zip(params, grads.split(SIZES), strict=True)):
+            param.grad = grad.clone() if slot in used else None
+        optimizer.step()
+        for each, (a, b) in zip(held, CUTS, strict=True):
+            array = np.frombuffer(bytes_of(grads[a:b]), np.uint8).copy()
+            applier.step(each, array, frozenset(used))
+            assert each.memory.tobytes() == bytes_of(each.values)
+    found = torch.cat([each.values for each in held])
+    want = torch.cat([p.detach() for p in params])
+    limit = 1e-2 if dtype == "bfloat16" else 1e-6
+    torch.testing.assert_close(found, want, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_what_is_exported_and_held_again_goes_on_alike(make: Any) -> None:
+    values = numbers(0)
+    optimizer = make([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
+    applier = applier_of(optimizer)
+    one = applier.hold(words_for(0, 64), bytes_of(values))
+    every = frozenset({0, 1, 2})
+
+    def step(on: Applier, held: Held, seed: int) -> None:
+        on.step(held, np.frombuffer(bytes_of(numbers(seed)), np.uint8).copy(), every)
+
+    step(applier, one, 1)
+    step(applier, one, 2)
+    said, arrays = applier.export(one)
+    other = applier_of(optimizer)
+    data = bytes_of(one.values) + b"".join(bytes(array) for array in arrays)
+    two = other.hold(json.loads(json.dumps({**words_for(0, 64), **said})), bytearray(data))
+    assert two.nbytes == one.nbytes
+    for seed in (3, 4):
+        step(applier, one, seed)
+        step(other, two, seed)
+    assert_same(one.values, two.values)
+    assert_same(applier.export(one)[0], other.export(two)[0])
+    assert [bytes(a) for a in applier.export(one)[1]] == [bytes(a) for a in other.export(two)[1]]
+
+
+def test_other_values_keep_the_state_and_leave_old_memory_alone() -> None:
+    values = numbers(0)
+    optimizer = MAKES["momentum"]([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
+    applier = applier_of(optimizer)
+    held = applier.hold(words_for(0, 64), bytes_of(values))
+    ones = np.ones(64, "f4")
+    applier.step(held, ones.copy(), frozenset({0}))
+    before, memory = applier.export(held), held.memory.copy()
+    old = held.memory
+    applier.put(held, bytes_of(values))
+    assert_same(held.values, values)
+    assert applier.export(held)[0] == before[0]
+    applier.renew(held)
+    applier.step(held, ones.copy(), frozenset({0, 1, 2}))
+    assert old.tobytes() == memory.tobytes()
+    assert (held.values != values).all()
+    with pytest.raises(Refused, match="8 bytes of parameters where 256 were due"):
+        applier.put(held, bytearray(8))
+
+
+def test_memory_is_counted_and_given_back() -> None:
+    values = numbers(0)
+    optimizer = MAKES["adam"]([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
+    applier = applier_of(optimizer)
+    held = applier.hold(words_for(0, 64), bytes_of(values))
+    assert held.nbytes == 256
+    applier.step(held, np.ones(64, "f4"), frozenset({0, 1, 2}))
+    assert held.nbytes == 256 + 3 * 256 + 3 * 4  # three averages, and a counter for each
+    applier.drop(held)
+    assert not applier._state
+
+
+WRONG: list[dict[str, Any]] = [
+    {"pieces": [[0, 0, 60, 5]]},
+    {"pieces": [[0, 0, -1, 5]]},
+    {"pieces": [[0, 0, 0, 0]]},
+    {"pieces": [[-1, 0, 0, 5]]},
+    {"pieces": [[0, 0, 0]]},
+    {"pieces": []},
+    {"dtype": "int8"},
+    {"dtype": "qint8"},
+    {"numel": 63},
+    {"numel": 65},
+    {"state": [{"a": {"each": "float32"}}]},
+    {"state": [{"a": {"each": "spam"}}]},
+    {"state": [{"a": {"all": {"spam": 1}}}]},
+    {"state": [7]},
+    {"state": None},
+]
+
+
+@pytest.mark.parametrize("changed", WRONG, ids=str)
+def test_malformed_parameters_are_refused(changed: dict[str, Any]) -> None:
+    optimizer = MAKES["sgd"]([torch.nn.Parameter(torch.zeros(64))])
+    words = {"dtype": "float32", "numel": 64, "pieces": [[0, 0, 0, 64]], "state": [None]}
+    applier = applier_of(optimizer)
+    applier.hold(words, bytes_of(numbers(0)))
+    with pytest.raises(Refused, match="malformed parameters"):
+        applier.hold(words | changed, bytes_of(numbers(0)))
+
+
+@pytest.mark.parametrize("groups", [7, [7], [{"lr": {"spam": 1}}]])
+def test_malformed_settings_are_refused(groups: Any) -> None:
+    applier = applier_of(MAKES["sgd"]([torch.nn.Parameter(torch.zeros(4))]))
+    with pytest.raises(Refused, match="malformed settings"):
+        applier.settle(groups, {})
+
+
+class Assigning(torch.optim.SGD):
+    """Puts new tensors in the place of old ones, and counts in the default dtype."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["count"] = torch.tensor(1.5)
+                    param.data = param.data - group["lr"] * param.grad
+
+
+def test_memory_that_an_optimizer_exchanges() -> None:
+    values = numbers(0)
+    optimizer = Assigning([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)], lr=0.5)
+    applier = applier_of(optimizer)
+    held = applier.hold(words_for(0, 64), bytes_of(values))
+    for _ in range(2):
+        applier.step(held, np.ones(64, "f4"), frozenset({0, 1, 2}))
+    assert_same(held.values, values - 0.5 - 0.5)
+    assert all(p.param.data_ptr() == held.values[p.offset :].data_ptr() for p in held.pieces)
+
+
+def test_a_group_that_nobody_has_told_of_is_an_error_of_one_line() -> None:
+    applier = applier_of(MAKES["sgd"]([torch.nn.Parameter(torch.zeros(64))]))
+    words = {"dtype": "float32", "numel": 64, "pieces": [[0, 3, 0, 64]], "state": [None]}
+    held = applier.hold(words, bytes_of(numbers(0)))
+    with pytest.raises(Refused, match="group 3"):
+        applier.step(held, np.ones(64, "f4"), frozenset({0}))

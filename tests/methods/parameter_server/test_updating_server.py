@@ -1,0 +1,297 @@
+"""A server that updates, among workers that fail, are late or say what they should not."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.mail import Clock
+from helpers.server_simulation import LARGEST, Letter, Office
+from helpers.server_update_simulation import DESCRIPTION, SETTINGS
+from wingbeat.methods.parameter_server.documents import Document, messages
+from wingbeat.methods.parameter_server.protocol import NO_ROUND, UPDATES, Kind, wish_of
+from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.server import Service
+from wingbeat.methods.parameter_server.shard_optimizer import Applier
+from wingbeat.methods.parameter_server.updating import UpdatingService
+
+SERVER = 2
+
+
+class Rig:
+    """Two workers, and a server that has slices of four numbers each."""
+
+    def __init__(
+        self, order: Order = Order.READY, numel: int = 4, slices: int = 1, **changed: Any
+    ) -> None:
+        self.office, self.clock = Office(random.Random(0), 2), Clock()
+        self.workers = [self.office.box(rank) for rank in range(2)]
+        self.box = self.office.box(SERVER)
+        self.numel, self.slices = numel, slices
+        self.service = UpdatingService(
+            self.box, 2, make=lambda: Applier(DESCRIPTION | changed), room=1 << 20,
+            most=1 << 20, order=order, timeout=5.0, clock=self.clock,
+        )  # fmt: skip
+
+    def send(self, rank: int, kind: int, payload: Any = b"", ids: Any = (1, 0, 0, 0),
+             dtype: str = "") -> None:  # fmt: skip
+        self.workers[rank].post(SERVER, kind, payload, ids=ids, dtype=dtype, urgency=0)
+
+    def hold(self) -> None:
+        words = {"dtype": "float32", "numel": self.numel,
+                 "pieces": [[0, 0, 0, self.numel]], "state": [None]}  # fmt: skip
+        data = memoryview(np.ones(self.numel, "f4")).cast("B")
+        for number in range(self.slices):
+            for count, payload in enumerate(messages(words, [data], LARGEST)):
+                kind = Kind.MORE if count else Kind.HOLD
+                self.send(0, kind, bytes(payload), (1, number, 0, 0))
+        for rank in (0, 1):
+            self.send(rank, Kind.READY)
+
+    def step(self, rank: int, number: int = 1, turn: int = 0, **more: Any) -> None:
+        words = {"digest": "", "groups": [SETTINGS], "used": "1"} | more
+        self.send(rank, Kind.STEP, json.dumps(words).encode(), (1, turn, number, 1))
+
+    def push(self, turn: int = 0) -> None:
+        for rank in (0, 1):
+            payload = np.ones(self.numel, "f4")
+            for number in range(self.slices):
+                ids = (1, number, turn, wish_of(1, 3))
+                self.send(rank, Kind.STORE, payload, ids, "float32")
+
+    def run(self) -> None:
+        for _ in range(300):
+            for _ in range(5):
+                self.office.move()
+            self.service.step(self.box.poll(keep=True))
+
+    def heard(self, rank: int) -> list[Letter]:
+        out = []
+        while (letter := self.workers[rank].poll()) is not None:
+            out.append(letter)
+        return out
+
+    def counting(self) -> int:
+        """Bytes that count against the workers' windows."""
+        return sum(sum(worker._used.values()) for worker in self.workers)
+
+    def reasons(self) -> list[str]:
+        found = [letter for rank in (0, 1) for letter in self.heard(rank)]
+        return [bytes(each.payload).decode() for each in found if each.kind == Kind.FAILED]
+
+
+def test_parameters_go_to_all_in_the_class_of_the_last_push() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.run()
+    rig.push()
+    rig.step(0)
+    rig.step(1)
+    rig.run()
+    for rank in (0, 1):
+        [letter] = rig.heard(rank)
+        assert (letter.kind, letter.dtype, letter.urgency) == (Kind.PARAMETERS, "float32", 1)
+        assert tuple(letter.ids) == (1, 0, 1, wish_of(1, 3))
+        torch.testing.assert_close(
+            torch.frombuffer(bytearray(letter.payload), dtype=torch.float32),
+            torch.full((4,), 0.8),
+        )
+
+
+def test_what_is_asked_for_in_turn_waits_in_its_turn() -> None:
+    rig = Rig(Order.FORWARD)
+    rig.hold()
+    rig.push()
+    rig.run()
+    rig.send(0, Kind.FETCH, ids=(1, 0, 1, 0))
+    rig.run()
+    assert rig.service._outbox.waiting == 1
+    rig.step(0)
+    rig.step(1)
+    rig.run()
+    assert [letter.kind for letter in rig.heard(0)] == [Kind.PARAMETERS]
+    assert [letter.kind for letter in rig.heard(1)] == [Kind.PARAMETERS]
+
+
+def test_state_comes_in_messages_of_the_size_that_is_allowed() -> None:
+    rig = Rig(numel=100)
+    rig.hold()
+    rig.push()
+    rig.step(0)
+    rig.step(1)
+    rig.run()
+    rig.heard(1)
+    rig.box.largest = 150
+    rig.send(1, Kind.STATE, ids=(1, 0, 1, 0))
+    rig.run()
+    first, *more = rig.heard(1)
+    assert first.kind == Kind.STATE
+    assert [letter.kind for letter in more] == [Kind.MORE] * 3
+    document = Document(first.payload, 1 << 20)
+    for letter in more:
+        assert not document.complete
+        document.add(letter.payload)
+    assert document.complete
+    assert document.words["state"] == [{"momentum_buffer": {"each": "float32"}}]
+    assert np.frombuffer(document.data, "f4").tolist() == [2.0] * 100
+
+
+def test_a_server_that_only_sums_takes_none_of_it() -> None:
+    for kind in sorted(UPDATES):
+        office, clock = Office(random.Random(0), 1), Clock()
+        worker, box = office.box(0), office.box(1)
+        service = Service(box, 1, most=1 << 20, clock=clock)  # type: ignore[arg-type]
+        worker.post(1, kind, b"", ids=(0, 0, 0, 0))
+        for _ in range(60):
+            office.move()
+            service.step(box.poll(keep=True))
+        assert f"a message of kind {int(kind)}" in bytes(worker.poll().payload).decode()
+
+
+@pytest.mark.parametrize("kind", [Kind.SUM, Kind.PARAMETERS, Kind.EXPECT, 99])
+def test_other_kinds_are_refused(kind: int) -> None:
+    rig = Rig()
+    rig.send(1, kind)
+    rig.run()
+    assert rig.reasons() == [f"rank 1 sent a message of kind {int(kind)}"] * 2
+
+
+def test_an_optimizer_that_fails_is_told_to_all_once() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.push()
+    rig.step(0, groups=[{**SETTINGS, "lr": None}])
+    rig.step(1, groups=[{**SETTINGS, "lr": None}])
+    rig.run()
+    first, second = rig.reasons()
+    assert first == second
+    assert first.startswith("optimizer SGD: TypeError: ")
+    assert not rig.service.pending
+    rig.push(1)
+    rig.run()
+    assert rig.reasons() == []
+
+
+def test_an_optimizer_that_cannot_be_imported_is_told_to_all() -> None:
+    rig = Rig(module="wingbeat.nowhere")
+    rig.hold()
+    rig.run()
+    why = "the optimizer cannot be made here: ModuleNotFoundError: No module named"
+    assert [text[: len(why)] for text in rig.reasons()] == [why] * 2
+
+
+def test_a_worker_that_does_not_tell_of_a_step() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.step(0, turn=NO_ROUND)
+    rig.run()
+    rig.clock.now += 4.9
+    rig.run()
+    assert rig.reasons() == []
+    rig.clock.now += 0.3
+    rig.run()
+    assert rig.reasons() == ["no step of rank 1 within 5 s"] * 2
+
+
+def test_a_worker_that_loads_nothing() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.run()
+    rig.send(0, Kind.READY)
+    rig.send(0, Kind.STATE)
+    rig.run()
+    rig.clock.now += 5.1
+    rig.run()
+    assert rig.reasons() == ["no optimizer state of rank 1 within 5 s"] * 2
+
+
+def test_a_worker_that_is_gone_is_missed_only_where_somebody_waits() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.push()
+    rig.run()
+    rig.box.gone.add(1)
+    rig.clock.now += 1.0
+    rig.run()
+    assert rig.reasons() == []
+    rig.step(0)
+    rig.run()
+    rig.clock.now += 1.0
+    rig.run()
+    assert rig.reasons() == ["rank 1 has ended"]
+
+
+def test_a_server_that_has_something_to_do_does_not_wait_for_messages() -> None:
+    rig = Rig(slices=5)
+    rig.hold()
+    rig.push()
+    for rank in (0, 1):
+        rig.step(rank)
+    waits: list[tuple[bool, float]] = []
+
+    def take(seconds: float, *, keep: bool) -> Any:
+        waits.append((rig.service.pending, seconds))
+        for _ in range(5):
+            rig.office.move()
+        return rig.box.poll(keep=keep)
+
+    rig.box.next = take  # type: ignore[attr-defined]
+    rig.service.run(lambda: len(waits) < 200)
+    assert {seconds for busy, seconds in waits if busy} == {0.0}
+    assert all(seconds > 0 for busy, seconds in waits if not busy)
+    rig.run()
+    made = [letter.ids[1] for letter in rig.heard(0) if letter.kind == Kind.PARAMETERS]
+    assert made == [0, 1, 2, 3, 4]
+
+
+def test_every_message_counts_no_more_when_it_was_taken() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.push()
+    for rank in (0, 1):
+        rig.step(rank)
+    rig.run()
+    rig.send(0, Kind.FINAL, np.ones(4, "f4"), (1, 0, 2, 0))
+    rig.send(1, Kind.STATE, ids=(1, 0, 1, 0))
+    rig.run()
+    assert rig.reasons() == []
+    assert rig.counting() == 0
+    rig.send(0, Kind.STORE, np.ones(4, "f4"), (1, 0, 1, 0), "float32")
+    rig.run()
+    assert rig.counting() == 0, "rank 0's are added at once"
+    rig.send(1, Kind.FETCH, ids=(1, 0, 7, 0))
+    rig.send(1, Kind.READY)
+    rig.run()
+    assert rig.reasons() == ["rank 1 wants slice 0 after update 7"] * 2
+    assert rig.counting() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish", "why"),
+    [
+        (Kind.STORE, wish_of(5, 0), "rank 1 asks for class 5"),
+        (Kind.STEP, wish_of(5, 0), "rank 1 asks for class 5"),
+        (Kind.STORE, 0, "rank 1 pushed slice 0 of round 3 in round -1"),
+        (Kind.MORE, 0, "rank 1 sent more of nothing"),
+    ],
+)
+def test_what_is_refused_counts_no_more_either(kind: Kind, wish: int, why: str) -> None:
+    rig = Rig()
+    rig.send(1, kind, np.ones(4, "f4"), (1, 0, 3, wish), "float32")
+    rig.run()
+    assert rig.reasons() == [why] * 2
+    assert rig.counting() == 0
+
+
+def test_only_a_server_that_updates_loads_torch() -> None:
+    """It takes a second and a hundred megabytes."""
+    main = "wingbeat.methods.parameter_server.__main__"
+    code = f"import sys, {main}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
