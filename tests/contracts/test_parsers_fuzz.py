@@ -42,12 +42,16 @@ from wingbeat.integrations import residuals
 from wingbeat.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
 from wingbeat.lab.spec import LabSpec
 from wingbeat.lab.units import parse_rate, parse_time
-from wingbeat.methods.parameter_server import head
-from wingbeat.methods.parameter_server.aggregator import Refused
-from wingbeat.methods.parameter_server.documents import Document
-from wingbeat.methods.parameter_server.forms import copy_sum
-from wingbeat.methods.parameter_server.notes import numbers_in
-from wingbeat.methods.parameter_server.shard_optimizer import Applier
+from wingbeat.methods.parameter_server.exchange import copy_sum
+from wingbeat.methods.parameter_server.protocol import (
+    Document,
+    Piece,
+    RequestError,
+    pack_header,
+    unpack_header,
+    unpack_numbers,
+)
+from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport
@@ -271,11 +275,11 @@ def signs(text: str) -> None:
 
 
 def held(words: Any) -> object:
-    return Applier(DESCRIPTION).hold(words, bytearray(4 * 6 + 4 * 4))
+    return ShardOptimizer(DESCRIPTION).load(words, bytearray(4 * 6 + 4 * 4))
 
 
 def settled(words: Any) -> None:
-    Applier(DESCRIPTION).settle(words, {})
+    ShardOptimizer(DESCRIPTION).set_options(words, {})
 
 
 def joined(data: Any) -> object:
@@ -303,7 +307,7 @@ def watched(text: str) -> object:
     return watch.job(2.0, 0.0)
 
 
-Refusals = (Refused,)
+Refusals = (RequestError,)
 Usage = (UsageError,)
 
 TEXTS, VALUES_, RAW, ENV = mutants.texts, mutants.values, mutants.raw, mutants.environments
@@ -329,7 +333,7 @@ TARGETS = [
         ([{k: encode(v) for k, v in SETTINGS.items()}],),
         Refusals,
     ),
-    Target("places of ones", VALUES_, numbers_in, ("1f",), Refusals),
+    Target("places of ones", VALUES_, unpack_numbers, ("1f",), Refusals),
     Target(
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
@@ -474,8 +478,8 @@ TARGETS = [
         Target(
             f"encoded slices, {wire}",
             RAW,
-            lambda b, w=wire: head.unpack(memoryview(b), w, 1000),
-            (head.pack(wire, [head.Piece(12), head.Piece(6, 0, 0)]) + b"payload",),
+            lambda b, w=wire: unpack_header(memoryview(b), w, 1000),
+            (pack_header(wire, [Piece(12), Piece(6, 0, 0)]) + b"payload",),
             (ValueError,),
         )
         for wire in CODECS

@@ -55,8 +55,7 @@ def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = 
         optimizer.zero_grad()
         backward(model, world.rank, len(used))
         optimizer.step()
-        table = own.runtime.exchange._requests.priorities.table
-        used.append(getattr(table, "thresholds", None))
+        used.append(own.runtime.exchange._planner.priorities.thresholds)
     model.flush()
     weights = [param.detach().clone() for param in model.parameters()]
     layers = len({name.rpartition(".")[0] for b in own.buckets for name in b.names})

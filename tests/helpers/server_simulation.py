@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from helpers.mail import Clock, Play
-from wingbeat.methods.parameter_server.aggregator import Sums
-from wingbeat.methods.parameter_server.client import Client, Part
-from wingbeat.methods.parameter_server.protocol import Ids, Kind, wish_of
-from wingbeat.methods.parameter_server.request import Request
+from wingbeat.methods.parameter_server.aggregator import Aggregator
+from wingbeat.methods.parameter_server.client import Client, Request, Transfer
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
 from wingbeat.methods.parameter_server.send_queue import Order
-from wingbeat.methods.parameter_server.server import Service
-from wingbeat.methods.parameter_server.slicing import Slice, partitioned
+from wingbeat.methods.parameter_server.server import Server
+from wingbeat.methods.parameter_server.slicing import Slice, partition_buckets
 from wingbeat.transport.messages import header
 from wingbeat.transport.messages.compose import compose
 from wingbeat.transport.messages.endpoint import Route
@@ -285,7 +284,7 @@ class Job:
             classes=pick(1, 2),
             sizes=sizes,
             rounds=pick(1, 3),
-            slices=partitioned(sizes, servers, pick(5, 30), smallest=5, weights=weights),
+            slices=partition_buckets(sizes, servers, pick(5, 30), smallest=5, weights=weights),
             order=chance.choice(list(Order)),
             ready=chance.random() < 0.5,
             weights=weights,
@@ -320,13 +319,7 @@ class Drama:
             for n in job.sizes
         ]
         self.boxes = [box(number) for number in range(job.workers + job.servers)]
-        self.services = [
-            Service(
-                self.boxes[job.workers + index], job.workers, most=1 << 20, order=job.order,
-                timeout=1e9, classes=job.classes, sums=self.sums(), clock=clock,
-            )
-            for index in range(job.servers)
-        ]  # fmt: skip
+        self.services = [self.server(index) for index in range(job.servers)]
         numbers = range(job.workers, job.workers + job.servers)
         order = Order.URGENT if job.order is Order.URGENT else Order.READY
         self.clients = [
@@ -339,9 +332,16 @@ class Drama:
         self.memory = [[np.zeros(n, "f4") for n in job.sizes] for _ in range(job.workers)]
         self.checked = self.held_back = 0
 
-    def sums(self) -> Sums | None:
-        """What a server sums by; None for its own."""
-        return None
+    def server(self, index: int) -> Server:
+        job = self.job
+        return Server(
+            self.boxes[job.workers + index], job.workers, self.sums(), order=job.order,
+            timeout=1e9, classes=job.classes, clock=self.clock,
+        )  # fmt: skip
+
+    def sums(self) -> Aggregator:
+        """What a server sums by."""
+        return Aggregator(self.job.workers, 1 << 20)
 
     def play(self, most: int = 20_000, begun: Mapping[int, Act] | None = None) -> None:
         """Let things happen until all workers are done; fail if that does not come to pass."""
@@ -367,20 +367,20 @@ class Drama:
     def step(self, number: int) -> None:
         box = self.boxes[number]
         if number >= self.job.workers:
-            self.services[number - self.job.workers].step(box.poll(keep=True))
+            self.services[number - self.job.workers].run_once(box.poll(keep=True))
         elif not box.closed:
-            self.clients[number].step(box.poll())
-            self.held_back += self.ahead(number) and self.clients[number]._outbox.waiting > 0
+            self.clients[number].run_once(box.poll())
+            self.held_back += self.ahead(number) and self.clients[number]._queue.queued > 0
 
     def ahead(self, rank: int) -> bool:
         """Whether gradients of this worker wait at a server for those of lower ranks."""
-        totals = [t for each in self.services for t in each._sums._totals.values()]
-        return any(rank in total.waiting for total in totals)
+        totals = [t for each in self.services for t in each._aggregator._slices.values()]
+        return any(rank in total.early for total in totals)
 
     def waiting(self, server: int) -> int:
         """Bytes that wait at a server for their turn."""
-        totals = self.services[server]._sums._totals.values()
-        return sum(len(each) for total in totals for each, _ in total.waiting.values())
+        totals = self.services[server]._aggregator._slices.values()
+        return sum(len(each) for total in totals for each, _ in total.early.values())
 
     def act(self, rank: int) -> Act:
         """What a worker does: push, and have the sums; perhaps not the last ones."""
@@ -389,7 +389,7 @@ class Drama:
             handles: dict[int, Request] = {}
             for bucket in self.shuffled(buckets):
                 self.memory[rank][bucket][:] = self.gradients[bucket][turn, rank]
-                kind = Kind.PUSH if self.job.ready else Kind.STORE
+                kind = Kind.PUSH_PULL if self.job.ready else Kind.PUSH
                 handles[bucket] = self.start(rank, kind, bucket, turn)
                 yield lambda: True
             if not self.job.ready and turn == self.job.rounds - 1 and self.chance.random() < 0.3:
@@ -410,9 +410,9 @@ class Drama:
         # Thresholds may change between a push and its pull, and classes differ between workers.
         urgency, out = (self.chance.randrange(self.job.classes) for _ in range(2))
         parts = [
-            Part(
+            Transfer(
                 self.job.workers + each.server,
-                Ids(0, each.number, turn, wish_of(urgency, bucket, each.link)),
+                Ids(0, each.number, turn, pack_route(urgency, bucket, each.link)),
                 memory[4 * each.start : 4 * each.stop],
                 out,
                 bucket,
@@ -420,7 +420,7 @@ class Drama:
             for each in self.job.slices
             if each.bucket == bucket
         ]
-        return self.clients[rank].start(kind, "float32", parts, f"bucket {bucket}")
+        return self.clients[rank].submit(kind, "float32", parts, f"bucket {bucket}")
 
     def check(self, rank: int, bucket: int, turn: int) -> None:
         each = self.gradients[bucket][turn]

@@ -14,15 +14,14 @@ import torch
 
 from helpers.mail import Clock
 from helpers.server_simulation import LARGEST, Drama, Job
-from wingbeat.methods.parameter_server.notes import bits_of
-from wingbeat.methods.parameter_server.part import Part
-from wingbeat.methods.parameter_server.protocol import Kind
-from wingbeat.methods.parameter_server.remote import RemoteOptimizer
-from wingbeat.methods.parameter_server.requests import KINDS, Requests
+from wingbeat.methods.parameter_server.client import Transfer
+from wingbeat.methods.parameter_server.protocol import Kind, pack_numbers
 from wingbeat.methods.parameter_server.send_queue import Order
-from wingbeat.methods.parameter_server.shard_optimizer import Applier
-from wingbeat.methods.parameter_server.tables import Places
-from wingbeat.methods.parameter_server.updating import UpdatingService
+from wingbeat.methods.parameter_server.server import Server
+from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
+from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
+from wingbeat.methods.parameter_server.shard_updates import ShardUpdates
+from wingbeat.methods.parameter_server.slicing import KIND_OF, LayerPositions, RequestPlanner
 from wingbeat.schedules.events import Operation
 from wingbeat.types import Serving
 
@@ -36,7 +35,7 @@ DESCRIPTION: dict[str, Any] = {
     "attributes": {},
     "defaults": SETTINGS,
     "dtype": "float32",
-    "each": {"momentum_buffer": True},
+    "elementwise": {"momentum_buffer": True},
 }
 
 Wait = Callable[[], bool]
@@ -72,14 +71,6 @@ class UpdateDrama(Drama):
         clock: Clock,
     ) -> None:
         super().__init__(chance, job, box, move, clock)
-        self.services = [
-            UpdatingService(
-                self.boxes[job.workers + index], job.workers,
-                make=lambda: Applier(DESCRIPTION), room=1 << 20,
-                most=1 << 20, order=job.order, timeout=1e9, classes=job.classes, clock=clock,
-            )
-            for index in range(job.servers)
-        ]  # fmt: skip
         every = range(len(job.sizes))
         self.turns = [
             Turn(
@@ -97,7 +88,7 @@ class UpdateDrama(Drama):
             shuffled=chance.random() < 0.3,
         )
         self.requests = [
-            Requests(serving, job.servers, rank, job.weights) for rank in range(job.workers)
+            RequestPlanner(serving, job.servers, rank, job.weights) for rank in range(job.workers)
         ]
         self.remotes = [
             RemoteOptimizer(
@@ -111,6 +102,16 @@ class UpdateDrama(Drama):
         ]  # fmt: skip
         self.changed = [False] * job.workers
         self.params = [[p.clone() for p in self.start_values()] for _ in range(job.workers)]
+
+    def server(self, index: int) -> Server:
+        job, aggregator = self.job, self.sums()
+        updates = ShardUpdates(
+            job.workers, lambda: ShardOptimizer(DESCRIPTION), aggregator.completed_sum, 1 << 20
+        )
+        return Server(
+            self.boxes[job.workers + index], job.workers, aggregator, updates, order=job.order,
+            timeout=1e9, classes=job.classes, clock=self.clock,
+        )  # fmt: skip
 
     def start_values(self) -> list[torch.Tensor]:
         rng = torch.Generator().manual_seed(len(self.job.sizes))
@@ -141,19 +142,19 @@ class UpdateDrama(Drama):
         remote, requests = self.remotes[rank], self.requests[rank]
         buckets = list(range(len(self.job.sizes)))
         connected = [False] * len(buckets)
-        places = Places(tuple(bucket + 1 for bucket in buckets), len(buckets))
-        requests.planned(self.job.sizes, buckets, connected, places, LARGEST // 4)
+        places = LayerPositions(tuple(bucket + 1 for bucket in buckets), len(buckets))
+        requests.set_buckets(self.job.sizes, buckets, connected, places, LARGEST // 4)
         self.hold(rank, {})
         for number, turn in enumerate(self.turns):
             if number and turn.slice:
                 old, slices = remote.plan, requests.slices()
-                request = remote.ask(old, slices)
+                request = remote.request_state(old, slices)
                 yield request.done
                 state = self.joined(slices, request)
                 requests._serving = Serving(
                     slice=turn.slice, thresholds=requests._serving.thresholds
                 )
-                requests.planned(self.job.sizes, buckets, connected, places, LARGEST // 4)
+                requests.set_buckets(self.job.sizes, buckets, connected, places, LARGEST // 4)
                 self.hold(rank, state)
             for bucket in self.shuffled(buckets):
                 self.memory[rank][bucket][:] = self.gradients[bucket][number, rank]
@@ -187,17 +188,17 @@ class UpdateDrama(Drama):
                 continue
             if self.changed[rank]:
                 values = self.params[rank][each.bucket][each.start : each.stop].clone()
-                remote.hold(each, {}, values)
+                remote.load(each, {}, values)
             if turn.kind == "own":
                 flat[each.start : each.stop] *= 0.5
-                remote.final(each, flat[each.start : each.stop])
+                remote.send_gradients(each, flat[each.start : each.stop])
         self.changed[rank] = False
         unasked = self.job.ready
         operation = Operation.EXPECT if unasked else Operation.FETCH
         handles = [self.begin(rank, operation, b) for b in range(len(self.job.sizes))]
         words: dict[str, Any] = {"digest": "same"}
         if rank == number % self.job.workers:
-            words |= {"groups": [SETTINGS], "used": bits_of(turn.used)}
+            words |= {"groups": [SETTINGS], "used": pack_numbers(turn.used)}
         remote.step(json.dumps(words).encode(), summed=turn.kind == "sum", unasked=unasked)
         for handle in (h for each in handles for h in each):
             yield handle.done
@@ -211,16 +212,16 @@ class UpdateDrama(Drama):
         for number in requests.begin(operation, bucket):
             memory = memoryview(self.memory[rank][number]).cast("B")
             parts = [
-                Part(
+                Transfer(
                     self.job.workers + asked.slice.server,
                     asked.ids._replace(round=remote.updates) if new else asked.ids,
                     memory[4 * asked.slice.start : 4 * asked.slice.stop],
                     min(asked.urgency, self.job.classes - 1),
                     asked.position,
                 )
-                for asked in requests.asked(number)
+                for asked in requests.requests(number)
             ]
-            found.append(self.clients[rank].start(KINDS[operation], "float32", parts, "bucket"))
+            found.append(self.clients[rank].submit(KIND_OF[operation], "float32", parts, "bucket"))
         return found
 
     def hold(self, rank: int, state: dict[int, torch.Tensor]) -> None:
@@ -236,14 +237,14 @@ class UpdateDrama(Drama):
                     "dtype": "float32", "numel": len(each),
                     "pieces": [[each.bucket, 0, 0, len(each)]], "state": [memory],
                 }  # fmt: skip
-                remote.hold(each, words, torch.cat(data).view(torch.uint8))
-        remote.ready()
+                remote.load(each, words, torch.cat(data).view(torch.uint8))
+        remote.barrier()
 
     def joined(self, slices: Any, request: Any) -> dict[int, torch.Tensor]:
         state: dict[int, torch.Tensor] = {}
-        for each, part in zip(slices, request.parts, strict=True):
+        for each, part in zip(slices, request.transfers, strict=True):
             document = request.documents[part.ids[:3]]
-            [memory] = document.words["state"]
+            [memory] = document.fields["state"]
             if memory is not None:
                 assert list(memory) == ["momentum_buffer"]
                 into = state.setdefault(each.bucket, torch.zeros(self.job.sizes[each.bucket]))

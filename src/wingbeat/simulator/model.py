@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wingbeat import plans
-from wingbeat.methods.parameter_server.tables import Places
+from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.paced.profile import FLOAT32_BYTES, Profile
 from wingbeat.plans import Measured
 from wingbeat.types import Fusion, TensorSpec
@@ -86,7 +86,7 @@ class Buckets:
     numel: tuple[int, ...]
     forward: tuple[int, ...]
     fully_connected: tuple[bool, ...]
-    places: Places
+    places: LayerPositions
 
 
 def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
@@ -130,7 +130,7 @@ def buckets_of(model: Model, fusion: Fusion) -> Buckets:
         tuple(_numel(model, bucket.tensors) for bucket in plan.buckets),
         tuple(forward),
         tuple(connected.issuperset(bucket.tensors) for bucket in plan.buckets),
-        Places(
+        LayerPositions(
             tuple(min(layer_of[t] for t in plan.buckets[b].tensors) for b in forward), len(having)
         ),
     )

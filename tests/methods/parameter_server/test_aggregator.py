@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from wingbeat.methods.parameter_server.aggregator import EACH, Refused, Sum, Sums
-from wingbeat.methods.parameter_server.dtypes import ITEMSIZE, narrowed, sum_dtype, widened
+from wingbeat.methods.parameter_server.aggregator import (
+    ITEMSIZE,
+    SLICE_OVERHEAD,
+    Aggregator,
+    SliceSum,
+    narrow,
+    sum_dtype,
+    widen,
+)
+from wingbeat.methods.parameter_server.protocol import RequestError
 
 GAMES = 2500
 """For each of four seeds: 10,000 interleavings."""
@@ -21,36 +29,36 @@ Key = tuple[int, int]
 def gradients(rng: np.random.Generator, dtype: str, numel: int) -> bytes:
     """So far apart that the order in which they are added shows."""
     values = rng.standard_normal(numel).astype(np.float32) * np.float32(10) ** rng.integers(-3, 4)
-    return bytes(narrowed(values.astype(sum_dtype(dtype)), dtype).tobytes())
+    return bytes(narrow(values.astype(sum_dtype(dtype)), dtype).tobytes())
 
 
 def by_rank(payloads: list[bytes], dtype: str) -> bytes:
     """What the sum has to be."""
-    total = widened(memoryview(payloads[0]), dtype).copy()
+    total = widen(memoryview(payloads[0]), dtype).copy()
     for each in payloads[1:]:
-        total = total + widened(memoryview(each), dtype)
-    return bytes(narrowed(total, dtype).tobytes())
+        total = total + widen(memoryview(each), dtype)
+    return bytes(narrow(total, dtype).tobytes())
 
 
-def state(sums: Sums) -> object:
+def state(sums: Aggregator) -> object:
     """All that a refused message must leave as it is."""
     return (
         sums.nbytes,
         sums._plan,
         {
             key: (
-                t.dtype, t.numel, t.round, t.added, sorted(t.waiting), t.since, t.nbytes,
+                t.dtype, t.numel, t.round, t.added, sorted(t.early), t.started_at, t.nbytes,
                 None if t.buffer is None else t.buffer[: t.numel * bool(t.added)].tobytes(),
                 [(s.round, id(s.result), len(s.readers)) for s in t.sums],
             )
-            for key, t in sums._totals.items()
+            for key, t in sums._slices.items()
         },
     )  # fmt: skip
 
 
-def refused(sums: Sums, *args: object) -> str:
+def refused(sums: Aggregator, *args: object) -> str:
     before = state(sums)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestError) as caught:
         sums.push(*args)  # type: ignore[arg-type]
     assert state(sums) == before
     return str(caught.value)
@@ -60,7 +68,7 @@ def refused(sums: Sums, *args: object) -> str:
 class Reader:
     """Somebody to whom a sum is being sent."""
 
-    sum: Sum
+    sum: SliceSum
     bits: bytes
     done: bool = False
 
@@ -93,7 +101,7 @@ class Game:
         self.rounds, self.plans = pick(1, 4), pick(1, 2)
         self.prompt = self.chance.random() < 0.5
         self.held = self.chance.choice([0, 8, 24, 1 << 20])
-        self.sums = Sums(self.size, PLENTY, self.held)
+        self.sums = Aggregator(self.size, PLENTY, self.held)
         self.credited: set[tuple[int, int, int, int]] = set()
         self.shapes: dict[Key, tuple[str, int]] = {}
         self.sent: dict[tuple[int, int, int], dict[int, bytes]] = {}
@@ -145,10 +153,10 @@ class Game:
         )
         worker.pushed[number] = True
         assert (done is not None) == (len(sent) == self.size)
-        total = self.sums._totals[key]
+        total = self.sums._slices[key]
         there = {r for r in sent if done is not None or r < total.added}
         assert {r for r in sent if (*key, turn, r) in self.credited} == there
-        if (done is not None or rank < total.added) and not total.held:
+        if (done is not None or rank < total.added) and not total.deferred:
             lent[:] = b"\xff" * len(lent)  # it was added, so nobody reads it any more
         if done is not None:
             assert (done.round, done.dtype) == (turn, dtype)
@@ -159,7 +167,7 @@ class Game:
     def pull(self, worker: Worker, number: int) -> None:
         """As late as can be, or not at all: only then may the worker push again."""
         key, turn = (worker.plan, number), worker.rounds[number]
-        found = self.sums.finished(key, turn)
+        found = self.sums.completed_sum(key, turn)
         if (*key, turn) not in self.bits:
             assert found is None
             return
@@ -170,7 +178,7 @@ class Game:
         worker.pushed[number] = False
         worker.rounds[number] += 1
 
-    def read(self, total: Sum, name: tuple[int, int, int]) -> None:
+    def read(self, total: SliceSum, name: tuple[int, int, int]) -> None:
         reader = Reader(total, self.bits[name])
         assert total.result.tobytes() == reader.bits, "not the sum of this round by rank"
         if self.prompt:
@@ -182,19 +190,19 @@ class Game:
         whole = {
             key: numel * sum_dtype(dtype).itemsize
             for key, (dtype, numel) in self.shapes.items()
-            if key in self.sums._totals
+            if key in self.sums._slices
         }
-        assert whole.keys() == self.sums._totals.keys()
+        assert whole.keys() == self.sums._slices.keys()
         if self.prompt:
             assert self.sums.nbytes <= 2 * sum(whole.values())
         held = 0
-        for total in self.sums._totals.values():
+        for total in self.sums._slices.values():
             arrays = [each.result for each in total.sums]
             arrays += [each for each in (total.buffer, total.spare) if each is not None]
             held += sum(each.nbytes for each in arrays)
         assert self.sums.nbytes >= held
-        kept = sum(sum(map(len, total.held)) for total in self.sums._totals.values())
-        assert self.sums._held == kept <= self.held
+        kept = sum(sum(map(len, total.deferred)) for total in self.sums._slices.values())
+        assert self.sums._deferred == kept <= self.held
 
     def do_wrong(self) -> None:
         worker = self.chance.choice(self.workers)
@@ -214,9 +222,9 @@ class Game:
             push[3], text = self.chance.choice(["", "int8", "float8"]), "allowed: float32"
         elif wrong == 3:
             push[4], text = payload[: self.chance.choice([0, len(payload) - 1])], "which is no"
-        elif wrong == 4 and key in self.sums._totals:
+        elif wrong == 4 and key in self.sums._slices:
             push[4], text = memoryview(bytes(payload) * 2), "which has"
-        elif wrong == 5 and key in self.sums._totals:
+        elif wrong == 5 and key in self.sums._slices:
             others = [d for d in ITEMSIZE if d != dtype and not len(payload) % ITEMSIZE[d]]
             push[3], text = self.chance.choice(others or [""]), "which has|allowed"
         elif wrong == 6 and self.sums._plan > 0:
@@ -239,7 +247,9 @@ def test_whatever_the_order_each_round_is_summed_by_rank_and_by_itself(block: in
         Game(seed).play()
 
 
-def pushed(sums: Sums, key: Key, turn: int, ranks: range | list[int], value: float = 1.0) -> Sum:
+def pushed(
+    sums: Aggregator, key: Key, turn: int, ranks: range | list[int], value: float = 1.0
+) -> SliceSum:
     done = None
     for rank in ranks:
         done = sums.push(
@@ -250,29 +260,29 @@ def pushed(sums: Sums, key: Key, turn: int, ranks: range | list[int], value: flo
 
 
 def test_a_late_pull_gets_its_round_while_others_push_the_next() -> None:
-    sums = Sums(2, PLENTY)
+    sums = Aggregator(2, PLENTY)
     pushed(sums, (0, 0), 0, range(2))
     sums.push(0, (0, 0), 1, "float32", memoryview(bytes(16)))
-    late = sums.finished((0, 0), 0)
+    late = sums.completed_sum((0, 0), 0)
     assert late is not None
     assert late.result.tolist() == [3.0] * 4
-    assert sums.finished((0, 0), 1) is None
+    assert sums.completed_sum((0, 0), 1) is None
 
 
 def test_a_pull_of_another_round_or_of_an_older_plan_is_refused() -> None:
-    sums = Sums(1, PLENTY)
-    assert sums.finished((1, 0), 0) is None, "it may come before any push"
+    sums = Aggregator(1, PLENTY)
+    assert sums.completed_sum((1, 0), 0) is None, "it may come before any push"
     pushed(sums, (1, 0), 0, [0])
     pushed(sums, (1, 0), 1, [0])
     for turn in (0, 3):
-        with pytest.raises(Refused, match=f"slice 0 of round {turn} was pulled after round 1"):
-            sums.finished((1, 0), turn)
-    with pytest.raises(Refused, match="slice 0 of plan 0 was pulled after plan 1"):
-        sums.finished((0, 0), 0)
+        with pytest.raises(RequestError, match=f"slice 0 of round {turn} was pulled after round 1"):
+            sums.completed_sum((1, 0), turn)
+    with pytest.raises(RequestError, match="slice 0 of plan 0 was pulled after plan 1"):
+        sums.completed_sum((0, 0), 0)
 
 
 def test_a_slow_reader_costs_a_buffer_and_no_more() -> None:
-    sums = Sums(1, PLENTY)
+    sums = Aggregator(1, PLENTY)
     slow = Reader(pushed(sums, (0, 0), 0, [0], 5.0), np.full(4, 5.0, "f4").tobytes())
     slow.sum.readers.append(lambda: slow.done)
     for turn in range(1, 9):
@@ -284,14 +294,14 @@ def test_a_slow_reader_costs_a_buffer_and_no_more() -> None:
 
 
 def test_the_first_slice_of_a_new_plan_that_is_complete_ends_the_older_ones() -> None:
-    sums = Sums(2, PLENTY)
+    sums = Aggregator(2, PLENTY)
     pushed(sums, (0, 0), 0, range(2))
     pushed(sums, (0, 1), 0, range(2))
     sums.push(1, (1, 0), 0, "float32", memoryview(bytes(16)))
-    assert sums.finished((0, 1), 0) is not None, "rank 0 may still want it"
+    assert sums.completed_sum((0, 1), 0) is not None, "rank 0 may still want it"
     sums.push(0, (1, 0), 0, "float32", memoryview(bytes(16)))
     assert sums.nbytes == 16
-    assert list(sums._totals) == [(1, 0)]
+    assert list(sums._slices) == [(1, 0)]
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
@@ -299,61 +309,61 @@ def test_more_memory_than_allowed_is_refused_and_nothing_begun(dtype: str) -> No
     numel = 1 << 12
     payload = memoryview(bytes(numel * ITEMSIZE[dtype]))
     each = numel * ({2: 6, 4: 4, 8: 8}[ITEMSIZE[dtype]])
-    sums = Sums(1, 2 * each + 2 * EACH)
+    sums = Aggregator(1, 2 * each + 2 * SLICE_OVERHEAD)
     assert sums.push(0, (0, 0), 0, dtype, payload) is not None
     assert sums.push(0, (0, 1), 0, dtype, payload) is not None
     message = refused(sums, 0, (0, 2), 0, dtype, payload)
-    assert "the server has room for" in message
+    assert "the server's limit is" in message
     assert sums.nbytes == 2 * each
 
 
 def test_slices_of_no_size_are_counted_too() -> None:
-    sums = Sums(2, 10 * EACH)
+    sums = Aggregator(2, 10 * SLICE_OVERHEAD)
     for number in range(10):
         sums.push(0, (0, number), 0, "float32", memoryview(bytes(4)))
     message = refused(sums, 0, (0, 10), 0, "float32", memoryview(bytes(4)))
-    assert "10 sums would take 44 bytes, and 1024 each besides" in message
+    assert "10 slices need 44 bytes, and 1024 more each" in message
 
 
 def test_it_is_known_who_is_missing_and_since_when() -> None:
-    sums = Sums(4, PLENTY)
-    assert sums.missing(100.0) is None
+    sums = Aggregator(4, PLENTY)
+    assert sums.find_incomplete(100.0) is None
     payload = memoryview(bytes(4))
     sums.push(0, (0, 5), 0, "float32", payload, 3.0)
     sums.push(2, (0, 5), 0, "float32", payload, 4.0)
-    assert sums.missing(3.0) is None
-    assert sums.missing(3.5) == ((0, 5), {1, 3})
-    assert [sums.lacking(worker) for worker in range(4)] == [False, True, False, True]
+    assert sums.find_incomplete(3.0) is None
+    assert sums.find_incomplete(3.5) == ((0, 5), {1, 3})
+    assert [sums.is_waiting_for(worker) for worker in range(4)] == [False, True, False, True]
     sums.push(3, (0, 5), 0, "float32", payload, 5.0)
     assert sums.push(1, (0, 5), 0, "float32", payload, 6.0) is not None
-    assert sums.missing(100.0) is None
-    assert not any(sums.lacking(worker) for worker in range(4))
+    assert sums.find_incomplete(100.0) is None
+    assert not any(sums.is_waiting_for(worker) for worker in range(4))
     sums.push(1, (0, 5), 1, "float32", payload, 8.0)
-    assert sums.missing(7.0) is None, "the new round has begun later"
-    assert sums.missing(8.5) == ((0, 5), {0, 2, 3})
+    assert sums.find_incomplete(7.0) is None, "the new round has begun later"
+    assert sums.find_incomplete(8.5) == ((0, 5), {0, 2, 3})
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_dense_sums_go_back_as_they_were_made_in_memory_that_is_used_again(dtype: str) -> None:
-    sums, rng, n = Sums(2, PLENTY, dense=True), np.random.default_rng(0), 100
+    sums, rng, n = Aggregator(2, PLENTY, dense=True), np.random.default_rng(0), 100
     wide = sum_dtype(dtype)
     for turn in range(6):
         payloads = [gradients(rng, dtype, n) for _ in range(2)]
         for rank in range(2):
             done = sums.push(rank, (0, 0), turn, dtype, memoryview(payloads[rank]))
         assert done is not None
-        total = widened(memoryview(payloads[0]), dtype) + widened(memoryview(payloads[1]), dtype)
+        total = widen(memoryview(payloads[0]), dtype) + widen(memoryview(payloads[1]), dtype)
         assert done.dtype == wide.name
         assert done.result.tobytes() == total.tobytes()
     assert sums.nbytes == 2 * n * wide.itemsize
-    assert sum(each.result.nbytes for each in sums._totals[0, 0].sums) == sums.nbytes
-    assert sums._totals[0, 0].spare is None
+    assert sum(each.result.nbytes for each in sums._slices[0, 0].sums) == sums.nbytes
+    assert sums._slices[0, 0].spare is None
 
 
 def test_what_is_held_for_a_plan_that_is_over_is_forgotten() -> None:
-    sums, one = Sums(2, PLENTY), memoryview(np.ones(4, "f4")).cast("B")
+    sums, one = Aggregator(2, PLENTY), memoryview(np.ones(4, "f4")).cast("B")
     sums.push(0, (0, 0), 0, "float32", one)
-    assert sums._held == 16
+    assert sums._deferred == 16
     for rank in range(2):
         sums.push(rank, (1, 0), 0, "float32", one)
-    assert sums._held == 0
+    assert sums._deferred == 0

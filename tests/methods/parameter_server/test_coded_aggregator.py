@@ -14,10 +14,15 @@ from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.make import all_of
-from wingbeat.methods.parameter_server import head
-from wingbeat.methods.parameter_server.aggregator import EACH, Refused, Sum
-from wingbeat.methods.parameter_server.coded_aggregator import CODED, CodedSums
-from wingbeat.methods.parameter_server.dtypes import ITEMSIZE, narrowed, widened
+from wingbeat.methods.parameter_server.aggregator import (
+    ITEMSIZE,
+    SLICE_OVERHEAD,
+    SliceSum,
+    narrow,
+    widen,
+)
+from wingbeat.methods.parameter_server.coded_aggregator import CODED, CodedAggregator
+from wingbeat.methods.parameter_server.protocol import Piece, RequestError, pack_header
 from wingbeat.types import Span
 from wingbeat.wires import Half, LowRank, Sketch, own
 
@@ -53,10 +58,8 @@ class Pushed:
     def __init__(self, wire: Any) -> None:
         self.coding = coding_of(wire)
         known = all_of(wire)
-        pieces = [
-            head.Piece(len(r.span), r.cols, known.index(r.codec)) for r in self.coding.regions
-        ]
-        self.head = head.pack(wire, pieces)
+        pieces = [Piece(len(r.span), r.cols, known.index(r.codec)) for r in self.coding.regions]
+        self.head = pack_header(wire, pieces)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> bytes:
         room = torch.zeros(self.coding.room(Span(0, N)), dtype=torch.uint8)
@@ -77,18 +80,20 @@ def grads(seed: int) -> torch.Tensor:
     return out
 
 
-def sums_of(wire: Any, workers: int = 2, most: int = 1 << 24, **more: Any) -> CodedSums:
-    return CodedSums(workers, most, wire=wire, largest=1 << 20, **more)
+def sums_of(wire: Any, workers: int = 2, most: int = 1 << 24, **more: Any) -> CodedAggregator:
+    return CodedAggregator(workers, most, wire=wire, largest=1 << 20, **more)
 
 
-def push(sums: CodedSums, rank: int, payload: bytes, turn: int = 0, dtype: str = CODED) -> Any:
+def push(
+    sums: CodedAggregator, rank: int, payload: bytes, turn: int = 0, dtype: str = CODED
+) -> Any:
     return sums.push(rank, KEY, turn, dtype, memoryview(payload))
 
 
-def read(made: Pushed, done: Sum) -> torch.Tensor:
+def read(made: Pushed, done: SliceSum) -> torch.Tensor:
     if done.dtype == CODED:
         return made.decode(done.result.tobytes())
-    wide = widened(memoryview(done.result.tobytes()), done.dtype)
+    wide = widen(memoryview(done.result.tobytes()), done.dtype)
     return torch.from_numpy(wide.astype(np.float32))
 
 
@@ -115,8 +120,8 @@ def test_what_a_sum_lacks_is_added_to_the_next_or_given_away_once(wire: Any) -> 
             given_ += made.decode(payload)
             done = push(sums, rank, payload, turn)
         applied += read(made, done)
-    rest = sums.take(KEY)
-    assert sums.take(KEY) is None
+    rest = sums.take_residual(KEY)
+    assert sums.take_residual(KEY) is None
     if wire not in KEPT:
         assert rest is None
         return
@@ -143,7 +148,7 @@ def test_nothing_is_lost_whatever_the_rounds_travel_as(
     made, sums, slack = Pushed(wire), sums_of(wire, dense=dense), torch.zeros(N)
     applied, given_ = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
     for turn, dtype in enumerate(dtypes):
-        done, held = None, KEY in sums._totals and sums._totals[KEY].rest is not None
+        done, held = None, KEY in sums._slices and sums._slices[KEY].residual is not None
         for rank in range(2):
             x = grads(10 * turn + rank)
             if dtype == CODED:
@@ -151,17 +156,17 @@ def test_nothing_is_lost_whatever_the_rounds_travel_as(
                 given_ += made.decode(payload)
             else:
                 wide = x.numpy().astype("f8" if dtype == "float64" else "f4")
-                payload = narrowed(wide, dtype).tobytes()
-                given_ += torch.from_numpy(widened(memoryview(payload), dtype).astype("f8"))
+                payload = narrow(wide, dtype).tobytes()
+                given_ += torch.from_numpy(widen(memoryview(payload), dtype).astype("f8"))
             done = push(sums, rank, payload, turn, dtype)
         assert done is not None
         assert done.dtype == ({"float64": "float64"}.get(dtype, "float32") if dense else dtype)
         applied += read(made, done)
         if ITEMSIZE.get(dtype) == 2 and not held and not dense:
             slack += read(made, done).abs() * 2.0**-8  # as without a codec
-        if data.draw(st.booleans()) and (rest := sums.take(KEY)) is not None:
+        if data.draw(st.booleans()) and (rest := sums.take_residual(KEY)) is not None:
             applied += torch.from_numpy(rest)
-    if (rest := sums.take(KEY)) is not None:
+    if (rest := sums.take_residual(KEY)) is not None:
         assert not dense
         applied += torch.from_numpy(rest)
     assert bool(((applied - given_).abs() <= 1e-3 + slack).all())
@@ -175,19 +180,19 @@ def test_what_is_not_finite_comes_through_and_is_not_kept(wire: Any) -> None:
     push(sums, 0, made.encode(bad))
     done = push(sums, 1, made.encode(grads(1)))
     assert not bool(read(made, done)[ROWS * COLS + 1].isfinite())
-    rest = sums.take(KEY)
+    rest = sums.take_residual(KEY)
     assert rest is not None
     assert bool(np.isfinite(rest).all())
 
 
-def refused(sums: CodedSums, *args: Any) -> str:
+def refused(sums: CodedAggregator, *args: Any) -> str:
     before = (
         sums.nbytes,
-        {k: (t.round, t.added, sorted(t.waiting)) for k, t in sums._totals.items()},
+        {k: (t.round, t.added, sorted(t.early)) for k, t in sums._slices.items()},
     )
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestError) as caught:
         push(sums, *args)
-    after = sums.nbytes, {k: (t.round, t.added, sorted(t.waiting)) for k, t in sums._totals.items()}
+    after = sums.nbytes, {k: (t.round, t.added, sorted(t.early)) for k, t in sums._slices.items()}
     assert after == before
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -216,7 +221,7 @@ def test_a_head_that_is_wrong_is_refused_in_a_line_that_says_who_and_what() -> N
         bad = good[:]
         bad[place] ^= 0xFF
         assert refused(sums, 1, bytes(bad)).startswith("rank 1 pushed slice 7 malformed: ")
-    assert refused(sums, 1, b"").startswith("rank 1 pushed slice 7 malformed: 0 bytes are no")
+    assert refused(sums, 1, b"").endswith("malformed: an encoded slice of 0 bytes has no header")
     assert refused(sums, 1, bytes(good), 0, "int32").startswith("rank 1 pushed int32; allowed")
     push(sums, 1, bytes(good))
 
@@ -229,7 +234,7 @@ def test_workers_that_encode_otherwise_than_the_first_are_refused() -> None:
     whole = Coding([Region(Span(0, N), make(wire))])
     room = torch.empty(whole.room(Span(0, N)), dtype=torch.uint8)
     whole.encode(grads(1), Span(0, N), room)
-    other = head.pack(wire, [head.Piece(N)]) + room.numpy().tobytes()
+    other = pack_header(wire, [Piece(N)]) + room.numpy().tobytes()
     there = f"which has {N} encoded elements"
     assert refused(sums, 1, other) == f"rank 1 pushed {N} encoded elements of slice 7, {there}"
     plain = grads(1).numpy().tobytes()
@@ -241,7 +246,7 @@ def test_workers_that_encode_otherwise_than_the_first_are_refused() -> None:
 
 
 def test_more_elements_than_a_message_has_room_for_are_refused() -> None:
-    sums = CodedSums(2, 1 << 30, wire=Sketch(bits=1), largest=4 * (N - 1))
+    sums = CodedAggregator(2, 1 << 30, wire=Sketch(bits=1), largest=4 * (N - 1))
     assert f"a slice of {N} elements; allowed are {N - 1}" in refused(
         sums, 0, Pushed(Sketch(bits=1)).encode(grads(0))
     )
@@ -254,20 +259,20 @@ def test_memory_is_counted_and_limited(wire: Any, dense: bool) -> None:
     made = Pushed(wire)
     nbytes = 4 * N if dense else len(made.encode(grads(0)))
     need = 4 * N + 2 * nbytes + (4 * N if wire in KEPT and not dense else 0)
-    assert_turns(sums_of(wire, most=need + EACH, dense=dense), made, need)
-    with pytest.raises(Refused, match="the server has room for"):
+    assert_turns(sums_of(wire, most=need + SLICE_OVERHEAD, dense=dense), made, need)
+    with pytest.raises(RequestError, match="the server's limit is"):
         assert_turns(sums_of(wire, most=need - 1, dense=dense), made, need)
 
 
-def assert_turns(sums: CodedSums, made: Pushed, need: int) -> None:
+def assert_turns(sums: CodedAggregator, made: Pushed, need: int) -> None:
     for turn in range(6):
         for rank in range(2):
             done = push(sums, rank, made.encode(grads(turn + rank)), turn)
         done.readers.append(lambda: True)
         if turn % 2:
-            sums.take(KEY)
+            sums.take_residual(KEY)
     assert sums.nbytes == need
-    total = sums._totals[KEY]
+    total = sums._slices[KEY]
     held = sum(each.result.nbytes for each in total.sums) + total.spare.nbytes
     assert held + 4 * N >= sums.nbytes >= held
 
@@ -280,20 +285,22 @@ def test_memory_of_a_dropped_plan_is_given_back_and_its_rest_must_have_been_take
             push(sums, rank, made.encode(grads(rank)))
         before = sums.nbytes
         if taken:
-            sums.take(KEY)
+            sums.take_residual(KEY)
         sums.push(0, (1, 0), 0, CODED, memoryview(made.encode(grads(0))))
         last = memoryview(made.encode(grads(1)))
         if taken:
             sums.push(1, (1, 0), 0, CODED, last)
             assert sums.nbytes == before
         else:
-            with pytest.raises(Refused, match="slice 7 lack was not asked for in time"):
+            with pytest.raises(
+                RequestError, match="no worker pulled the residual of slice 7 in time"
+            ):
                 sums.push(1, (1, 0), 0, CODED, last)
 
 
 def test_a_sum_that_is_being_read_is_not_written_to() -> None:
     made, sums = Pushed(Sketch()), sums_of(Sketch())
-    read_: list[tuple[Sum, bytes]] = []
+    read_: list[tuple[SliceSum, bytes]] = []
     for turn in range(4):
         for rank in range(2):
             done = push(sums, rank, made.encode(grads(turn + rank)), turn)

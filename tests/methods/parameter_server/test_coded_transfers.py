@@ -15,13 +15,17 @@ from helpers.server_simulation import LARGEST, LEAST, Box, Drama, Job, Letter, O
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
-from wingbeat.methods.parameter_server import forms
-from wingbeat.methods.parameter_server.aggregator import Sums
-from wingbeat.methods.parameter_server.coded_aggregator import CodedSums, bytes_of
-from wingbeat.methods.parameter_server.part import Part
-from wingbeat.methods.parameter_server.protocol import Ids, Kind, wish_of
-from wingbeat.methods.parameter_server.request import Request
-from wingbeat.methods.parameter_server.server import Service
+from wingbeat.methods.parameter_server.aggregator import Aggregator
+from wingbeat.methods.parameter_server.client import Request, Transfer
+from wingbeat.methods.parameter_server.coded_aggregator import CodedAggregator, bytes_tensor
+from wingbeat.methods.parameter_server.exchange import (
+    CastFormat,
+    CodedFormat,
+    ResidualFormat,
+    SliceCoding,
+)
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
+from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.slicing import Slice
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
@@ -47,7 +51,7 @@ def coding(numel: int) -> Coding:
 class Slot:
     """One slice as it has to be after so many rounds, counted out one after the other."""
 
-    plan: forms.Plan
+    plan: SliceCoding
     residuals: list[torch.Tensor]
     rest: torch.Tensor
     sums: list[torch.Tensor] = field(default_factory=list)
@@ -84,11 +88,11 @@ class CodedDrama(Drama):
         ]
         self.slots = {each.number: self.counted(each) for each in job.slices}
 
-    def sums(self) -> CodedSums:
-        return CodedSums(self.job.workers, 1 << 20, wire=WIRE, largest=LARGEST)
+    def sums(self) -> CodedAggregator:
+        return CodedAggregator(self.job.workers, 1 << 20, wire=WIRE, largest=LARGEST)
 
     def counted(self, each: Slice) -> Slot:
-        plan = forms.Plan(WIRE, coding(self.job.sizes[each.bucket]), Span(each.start, each.stop))
+        plan = SliceCoding(WIRE, coding(self.job.sizes[each.bucket]), Span(each.start, each.stop))
         made = Slot(
             plan, [torch.zeros(len(each)) for _ in range(self.job.workers)], torch.zeros(len(each))
         )
@@ -108,7 +112,7 @@ class CodedDrama(Drama):
             handles: dict[int, Request] = {}
             for bucket in self.shuffled(buckets):
                 self.memory[rank][bucket][:] = self.gradients[bucket][turn, rank]
-                kind = Kind.PUSH if self.job.ready else Kind.STORE
+                kind = Kind.PUSH_PULL if self.job.ready else Kind.PUSH
                 handles[bucket] = self.start(rank, kind, bucket, turn)
                 yield lambda: True
             for bucket in self.shuffled(buckets) if not self.job.ready else []:
@@ -125,7 +129,9 @@ class CodedDrama(Drama):
         self.clients[rank].close()
 
     def take(self, rank: int, turn: int) -> Generator[Callable[[], bool], None, None]:
-        requests = [self.start(rank, Kind.TAKE, b, turn) for b in range(len(self.job.sizes))]
+        requests = [
+            self.start(rank, Kind.PULL_RESIDUAL, b, turn) for b in range(len(self.job.sizes))
+        ]
         for request in self.chance.sample(requests, len(requests)):
             yield request.done
             request.wait()
@@ -134,19 +140,19 @@ class CodedDrama(Drama):
         parts = []
         for each in self.job.slices:
             if each.bucket != bucket or (
-                kind is Kind.TAKE and each.number % self.job.workers != rank
+                kind is Kind.PULL_RESIDUAL and each.number % self.job.workers != rank
             ):
                 continue
             residual = self.residuals[rank][bucket][each.start : each.stop]
             part = self.values[rank][bucket][each.start : each.stop]
-            form: Any = forms.Encoded(part, residual, self.slots[each.number].plan)
-            if kind is Kind.TAKE:
-                form = forms.Rest(residual)
-            wish = wish_of(min(bucket, self.job.classes - 1), bucket, each.link)
-            ids = Ids(0, each.number, turn, wish)
+            form: Any = CodedFormat(part, residual, self.slots[each.number].plan)
+            if kind is Kind.PULL_RESIDUAL:
+                form = ResidualFormat(residual)
+            route = pack_route(min(bucket, self.job.classes - 1), bucket, each.link)
+            ids = Ids(0, each.number, turn, route)
             server = self.job.workers + each.server
-            parts.append(Part(server, ids, memoryview(b""), self.job.classes - 1, bucket, form))
-        return self.clients[rank].start(kind, "float32", parts, f"bucket {bucket}")
+            parts.append(Transfer(server, ids, memoryview(b""), self.job.classes - 1, bucket, form))
+        return self.clients[rank].submit(kind, "float32", parts, f"bucket {bucket}")
 
     def check(self, rank: int, bucket: int, turn: int) -> None:
         for each in self.job.slices:
@@ -164,8 +170,8 @@ class CodedDrama(Drama):
             for rank in range(self.job.workers):
                 found = self.residuals[rank][each.bucket][each.start : each.stop]
                 assert torch.equal(found, slot.residuals[rank])
-            sums = self.services[each.server]._sums
-            rest = sums.take((0, each.number))
+            sums = self.services[each.server]._aggregator
+            rest = sums.take_residual((0, each.number))
             assert torch.equal(
                 torch.zeros_like(slot.rest) if rest is None else torch.from_numpy(rest), slot.rest
             )
@@ -213,7 +219,7 @@ def test_whatever_the_network_does_nothing_is_lost() -> None:
 class Rig:
     """One server and the mailboxes of two workers."""
 
-    service: Service
+    service: Server
     box: Box
     workers: list[Box]
     office: Office
@@ -222,40 +228,46 @@ class Rig:
         self.workers[rank].post(2, kind, ids=(0, number, turn, 0), **more)
 
     def push(self, rank: int, number: int = 0, turn: int = 0) -> None:
-        form = forms.Encoded(torch.tensor([1.0, 2.0, 4.0 + rank, 7.0]), None, PLAN)
-        self.send(rank, Kind.PUSH, number, turn, payload=form.packed(), dtype=form.dtype)
+        form = CodedFormat(torch.tensor([1.0, 2.0, 4.0 + rank, 7.0]), None, PLAN)
+        self.send(rank, Kind.PUSH_PULL, number, turn, payload=form.encode(), dtype=form.dtype)
 
     def heard(self, rank: int) -> list[Letter]:
         for _ in range(200):
             for _ in range(5):
                 self.office.move()
-            self.service.step(self.box.poll())
+            self.service.run_once(self.box.poll())
         out = []
         while (letter := self.workers[rank].poll()) is not None:
             out.append(letter)
         return out
 
 
-PLAN = forms.Plan(WIRE, coding(40), Span(20, 24))
-LOSSY = forms.Plan(WIRE, coding(40), Span(0, 30))
+PLAN = SliceCoding(WIRE, coding(40), Span(20, 24))
+LOSSY = SliceCoding(WIRE, coding(40), Span(0, 30))
 
 
-def rig(sums: Sums | None = None) -> Rig:
+def rig(sums: Aggregator | None = None) -> Rig:
     office = Office(random.Random(0), 2)
     boxes = [office.box(number) for number in range(3)]
-    sums = CodedSums(2, 1 << 20, wire=WIRE, largest=LARGEST) if sums is None else sums
-    service = Service(boxes[2], 2, most=1 << 20, sums=sums, clock=Clock())  # type: ignore[arg-type]
+    sums = CodedAggregator(2, 1 << 20, wire=WIRE, largest=LARGEST) if sums is None else sums
+    service = Server(boxes[2], 2, sums, clock=Clock())  # type: ignore[arg-type]
     return Rig(service, boxes[2], boxes[:2], office)
 
 
 @pytest.mark.parametrize(
     ("send", "why"),
     [
-        (lambda r: r.send(1, Kind.TAKE), "rank 1 wants what sums of slice 0 lack"),
-        (lambda r: r.send(0, Kind.TAKE, turn=1), "slice 0 of round 1 was pulled after round -1"),
-        (lambda r: [r.send(0, Kind.TAKE) for _ in "ab"], "rank 0 wants slice 0 of round 0 twice"),
-        (lambda r: r.send(0, Kind.REST), "rank 0 sent a message of kind 7"),
-        (lambda r: r.send(0, Kind.STORE, dtype="uint8", payload=b"\x01"), "malformed: 1 bytes are"),
+        (lambda r: r.send(1, Kind.PULL_RESIDUAL), "rank 1 does not own the residual of slice 0"),
+        (lambda r: r.send(0, Kind.PULL_RESIDUAL, turn=1), "of round 1 was pulled after round -1"),
+        (
+            lambda r: [r.send(0, Kind.PULL_RESIDUAL) for _ in "ab"],
+            "rank 0 requested slice 0 of round 0 twice",
+        ),
+        (lambda r: r.send(0, Kind.RESIDUAL), "rank 0 sent a message of kind 7"),
+        (
+            lambda r: r.send(0, Kind.PUSH, dtype="uint8", payload=b"\x01"),
+            "malformed: an encoded slice of 1 bytes",
+        ),
     ],
 )  # fmt: skip
 def test_what_no_worker_may_send_ends_the_sums_and_all_are_told_why(send: Any, why: str) -> None:
@@ -270,30 +282,30 @@ def test_what_no_worker_may_send_ends_the_sums_and_all_are_told_why(send: Any, w
 def test_what_a_sum_lacks_is_sent_when_the_sum_is_complete() -> None:
     made = rig()
     gradients = torch.randn(30, generator=torch.Generator().manual_seed(0))
-    form = forms.Encoded(gradients, None, LOSSY)
+    form = CodedFormat(gradients, None, LOSSY)
     for rank in range(2):
-        made.send(0, Kind.TAKE) if rank else None
-        made.send(rank, Kind.STORE, payload=form.packed(), dtype=form.dtype)
+        made.send(0, Kind.PULL_RESIDUAL) if rank else None
+        made.send(rank, Kind.PUSH, payload=form.encode(), dtype=form.dtype)
         letters = made.heard(0)
-        assert [letter.kind for letter in letters] == [Kind.REST] * rank
+        assert [letter.kind for letter in letters] == [Kind.RESIDUAL] * rank
     (letter,) = letters
     assert (letter.dtype, len(letter.payload)) == ("float32", 4 * 30)
-    made.send(0, Kind.TAKE)
+    made.send(0, Kind.PULL_RESIDUAL)
     (letter,) = made.heard(0)
-    assert (letter.kind, letter.dtype, len(letter.payload)) == (Kind.REST, "", 0)
+    assert (letter.kind, letter.dtype, len(letter.payload)) == (Kind.RESIDUAL, "", 0)
 
 
 def test_a_server_that_keeps_nothing_says_so() -> None:
-    made = rig(Sums(2, 1 << 20))
+    made = rig(Aggregator(2, 1 << 20))
     for rank in range(2):
-        made.send(rank, Kind.STORE, payload=bytes(16), dtype="float32")
+        made.send(rank, Kind.PUSH, payload=bytes(16), dtype="float32")
     made.heard(0)
-    made.send(0, Kind.TAKE)
+    made.send(0, Kind.PULL_RESIDUAL)
     (letter,) = made.heard(0)
-    assert (letter.kind, letter.dtype, len(letter.payload)) == (Kind.REST, "", 0)
+    assert (letter.kind, letter.dtype, len(letter.payload)) == (Kind.RESIDUAL, "", 0)
 
 
-GOOD = forms.Encoded(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, PLAN).packed()
+GOOD = CodedFormat(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, PLAN).encode()
 
 
 @pytest.mark.parametrize(
@@ -314,9 +326,9 @@ def test_an_encoded_sum_of_another_form_is_refused_and_not_written(
 ) -> None:
     part = torch.arange(4.0)
     with pytest.raises(ValueError, match="another form"):
-        forms.Encoded(part, None, PLAN).unpack(dtype, memoryview(payload))
+        CodedFormat(part, None, PLAN).decode(dtype, memoryview(payload))
     assert part.tolist() == [0.0, 1.0, 2.0, 3.0]
-    forms.Encoded(part, None, PLAN).unpack("uint8", GOOD)
+    CodedFormat(part, None, PLAN).decode("uint8", GOOD)
     assert part[0] > 1.0, "two values stand for the four"
 
 
@@ -328,11 +340,11 @@ def test_a_dense_sum_or_a_rest_of_another_form_is_refused_and_not_written(
     dtype: str, nbytes: int
 ) -> None:
     part = torch.arange(4.0)
-    made: list[Any] = [forms.Cast(part, "bfloat16", "float32"), forms.Rest(part)]
-    made.append(forms.Encoded(part, None, PLAN, "float32"))
+    made: list[Any] = [CastFormat(part, "bfloat16", "float32"), ResidualFormat(part)]
+    made.append(CodedFormat(part, None, PLAN, "float32"))
     for form in made:
         with pytest.raises(ValueError, match="another form"):
-            form.unpack(dtype, memoryview(b"\x01" * nbytes))
+            form.decode(dtype, memoryview(b"\x01" * nbytes))
     assert part.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -340,6 +352,6 @@ def test_a_payload_that_cannot_be_read_where_it_is_is_copied() -> None:
     values = torch.arange(300.0).numpy().tobytes()
     for offset in range(5):
         padded = bytearray(offset) + values
-        read = bytes_of(memoryview(padded)[offset:]).view(torch.float32)
+        read = bytes_tensor(memoryview(padded)[offset:]).view(torch.float32)
         assert torch.equal(read, torch.arange(300.0))
-    assert bytes_of(memoryview(values)).numpy().tobytes() == values
+    assert bytes_tensor(memoryview(values)).numpy().tobytes() == values

@@ -1,4 +1,4 @@
-"""Words and arrays in messages, and what is no such thing."""
+"""Words and arrays in split_document, and what is no such thing."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.parameter_server.aggregator import Refused
-from wingbeat.methods.parameter_server.documents import Document, messages
+from wingbeat.methods.parameter_server.protocol import Document, RequestError, split_document
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4), st.integers(1, 20))
 def test_what_is_cut_comes_together(arrays: list[bytes], largest: int) -> None:
-    first, *more = messages({"a": [1, None]}, [memoryview(a) for a in arrays], largest)
-    document = Document(first, most=1000)
+    first, *more = split_document({"a": [1, None]}, [memoryview(a) for a in arrays], largest)
+    document = Document(first, max_nbytes=1000)
     assert all(0 < len(payload) <= largest for payload in more)
     for payload in more:
         assert not document.complete
         document.append(payload)
     assert document.complete
     assert bytes(document.data) == b"".join(arrays)
-    assert document.words["a"] == [1, None]
+    assert document.fields["a"] == [1, None]
 
 
 @pytest.mark.parametrize(
@@ -33,17 +32,17 @@ def test_what_is_cut_comes_together(arrays: list[bytes], largest: int) -> None:
 )  # fmt: skip
 def test_what_says_nothing_of_arrays_is_refused(payload: Any) -> None:
     payload = payload.encode() if isinstance(payload, str) else payload
-    with pytest.raises(Refused, match="says nothing of arrays"):
-        Document(payload, most=1000)
+    with pytest.raises(RequestError, match="malformed document"):
+        Document(payload, max_nbytes=1000)
 
 
 def test_more_than_there_is_room_for_is_refused_before_it_is_made() -> None:
-    with pytest.raises(Refused, match="1099511627776 bytes would follow, and there is room for 10"):
-        Document(json.dumps({"nbytes": 1 << 40}).encode(), most=10)
+    with pytest.raises(RequestError, match="a document of 1099511627776 bytes; 10 bytes are free"):
+        Document(json.dumps({"nbytes": 1 << 40}).encode(), max_nbytes=10)
 
 
 @pytest.mark.parametrize("extra", [b"", b"abcd"])
 def test_more_or_less_than_was_to_come(extra: bytes) -> None:
-    document = Document(b'{"nbytes": 3}', most=10)
-    with pytest.raises(Refused, match=f"{len(extra)} bytes where 3 remain"):
+    document = Document(b'{"nbytes": 3}', max_nbytes=10)
+    with pytest.raises(RequestError, match=f"{len(extra)} bytes where 3 remain"):
         document.append(extra)

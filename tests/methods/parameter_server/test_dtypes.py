@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat import _native
-from wingbeat.methods.parameter_server.dtypes import _BLOCK as BLOCK
-from wingbeat.methods.parameter_server.dtypes import (
+from wingbeat.methods.parameter_server.aggregator import _BLOCK as BLOCK
+from wingbeat.methods.parameter_server.aggregator import (
     ITEMSIZE,
     Array,
-    add,
-    narrowed,
+    add_payloads,
+    narrow,
     sum_dtype,
-    widened,
+    widen,
 )
 
 TORCH = {name: getattr(torch, name) for name in ITEMSIZE}
@@ -63,10 +63,10 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_all_numbers_of_16_bits_are_widened_as_by_torch_and_come_back(dtype: str) -> None:
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(TORCH[dtype])
-    wide = widened(payload_of(values), dtype)
+    wide = widen(payload_of(values), dtype)
     assert wide.dtype == np.float32
     assert_same(as_torch(wide, "float32"), values.float())
-    assert_same(as_torch(narrowed(wide, dtype), dtype), values)
+    assert_same(as_torch(narrow(wide, dtype), dtype), values)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -76,18 +76,18 @@ def test_sums_are_rounded_as_by_torch(dtype: str, bits: list[int]) -> None:
     total = np.array([*bits, *ties], dtype=np.uint32).view(np.float32)
     total = np.concatenate([total, np.array(SPECIAL, dtype=np.float32)])
     wanted = torch.from_numpy(total.copy()).to(TORCH[dtype])
-    assert_same(as_torch(narrowed(total, dtype), dtype), wanted)
+    assert_same(as_torch(narrow(total, dtype), dtype), wanted)
 
 
 @every
 def test_a_payload_is_added_as_torch_adds_and_nothing_is_printed(dtype: str) -> None:
     values = torch.tensor(SPECIAL, dtype=torch.float64).to(TORCH[dtype])
     others = values.flip(0).clone()
-    total = widened(payload_of(values), dtype).copy()
+    total = widen(payload_of(values), dtype).copy()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # overflow and inf - inf are for the workers to see
-        add(total, (payload_of(others),), dtype)
-        narrowed(total.copy(), dtype)
+        add_payloads(total, (payload_of(others),), dtype)
+        narrow(total.copy(), dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
     assert total.dtype == sum_dtype(dtype)
     assert_same(as_torch(total, str(wide)[6:]), values.to(wide) + others.to(wide))
@@ -96,11 +96,11 @@ def test_a_payload_is_added_as_torch_adds_and_nothing_is_printed(dtype: str) -> 
 @every
 def test_nothing_is_copied_that_is_summed_in_its_own_dtype(dtype: str) -> None:
     values = torch.arange(8.0).to(TORCH[dtype])
-    wide = widened(payload_of(values), dtype)
+    wide = widen(payload_of(values), dtype)
     own = sum_dtype(dtype).itemsize == ITEMSIZE[dtype]
     assert np.shares_memory(wide, values.view(torch.uint8).numpy()) == own
-    assert (narrowed(wide, dtype) is wide) == own
-    assert narrowed(wide, dtype).nbytes == 8 * ITEMSIZE[dtype]
+    assert (narrow(wide, dtype) is wide) == own
+    assert narrow(wide, dtype).nbytes == 8 * ITEMSIZE[dtype]
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
@@ -111,29 +111,29 @@ def test_several_at_a_time_give_the_bits_of_one_after_the_other(dtype: str, nume
         rng.standard_normal(numel).astype("f4") * 10.0 ** rng.integers(-4, 5) for _ in range(4)
     ]
     payloads = [
-        memoryview(narrowed(each.astype(sum_dtype(dtype)), dtype)).cast("B") for each in drawn
+        memoryview(narrow(each.astype(sum_dtype(dtype)), dtype)).cast("B") for each in drawn
     ]
     one = np.full(numel, 7.0, sum_dtype(dtype))
     for number, payload in enumerate(payloads):
-        add(one, (payload,), dtype, begin=number == 0)
-    wanted = widened(payloads[0], dtype).copy()
+        add_payloads(one, (payload,), dtype, begin=number == 0)
+    wanted = widen(payloads[0], dtype).copy()
     for payload in payloads[1:]:
-        wanted = wanted + widened(payload, dtype)
+        wanted = wanted + widen(payload, dtype)
     assert one.tobytes() == wanted.tobytes()
     for split in range(1, 5):
         together = np.full(numel, 7.0, sum_dtype(dtype))
-        add(together, payloads[:split], dtype, begin=True)
+        add_payloads(together, payloads[:split], dtype, begin=True)
         if split < 4:
-            add(together, payloads[split:], dtype)
+            add_payloads(together, payloads[split:], dtype)
         assert together.tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_sum_is_narrowed_into_memory_that_is_given(dtype: str) -> None:
     wide = np.random.default_rng(0).standard_normal(2 * BLOCK + 3).astype("f4")
-    fresh = narrowed(wide, dtype)
+    fresh = narrow(wide, dtype)
     out = np.zeros_like(fresh)
-    assert narrowed(wide, dtype, out) is out
+    assert narrow(wide, dtype, out) is out
     assert out.tobytes() == fresh.tobytes()
 
 
@@ -141,21 +141,21 @@ def test_a_sum_is_narrowed_into_memory_that_is_given(dtype: str) -> None:
 def test_a_payload_may_lie_anywhere(dtype: str) -> None:
     values = torch.arange(100.0).to(TORCH[dtype])
     moved = memoryview(b"?" + bytes(payload_of(values)))[1:]
-    assert widened(moved, dtype).tolist() == values.tolist()
+    assert widen(moved, dtype).tolist() == values.tolist()
 
 
 @every
 def test_nothing_is_read_or_written_beyond_its_end(dtype: str) -> None:
     total, payload = np.zeros(4, sum_dtype(dtype)), memoryview(bytes(3 * ITEMSIZE[dtype]))
     with pytest.raises(ValueError, match="payload of 3 elements; the sum has 4"):
-        add(total, (payload,), dtype)
+        add_payloads(total, (payload,), dtype)
     if dtype in ("float16", "bfloat16"):
-        half = narrowed(total, dtype)
-        with pytest.raises(ValueError, match="memory for 3 elements; the sum has 4"):
-            narrowed(total, dtype, half[:3])
+        half = narrow(total, dtype)
+        with pytest.raises(ValueError, match="out has 3 elements; the sum has 4"):
+            narrow(total, dtype, half[:3])
         with pytest.raises(ValueError, match="must be flat"):
-            narrowed(total, dtype, np.zeros(4, np.int8))
+            narrow(total, dtype, np.zeros(4, np.int8))
         with pytest.raises(ValueError, match="must be flat float32"):
-            narrowed(total.astype("f8"), dtype)
+            narrow(total.astype("f8"), dtype)
         with pytest.raises(ValueError, match="must be flat float32"):
-            add(np.zeros(8, "f4")[::2], (memoryview(bytes(8)),), dtype)
+            add_payloads(np.zeros(8, "f4")[::2], (memoryview(bytes(8)),), dtype)

@@ -8,43 +8,43 @@ import time
 import pytest
 
 from helpers.waiting import PATIENCE, until
-from wingbeat.methods.parameter_server.failures import News, printable
-from wingbeat.methods.parameter_server.protocol import TEXT
+from wingbeat.methods.parameter_server.failures import FailureNotice, printable
+from wingbeat.methods.parameter_server.protocol import MAX_REASON
 from wingbeat.transport.loopback import Switchboard
 
 
 def test_what_one_tells_the_others_hear() -> None:
     store = Switchboard()
-    one, other = News(store, "a"), News(store, "a")
-    assert other.hear() is None
-    one.tell("server 1 has ended")
+    one, other = FailureNotice(store, "a"), FailureNotice(store, "a")
+    assert other.poll() is None
+    one.publish("server 1 has ended")
     one.close(PATIENCE)
-    until(lambda: other.hear() == "server 1 has ended")
+    until(lambda: other.poll() == "server 1 has ended")
     other.close(PATIENCE)
 
 
 def test_the_first_that_tells_is_heard_and_rooms_are_apart() -> None:
     store = Switchboard()
     for text in ("first", "second"):
-        news = News(store, "a")
-        news.tell(text)
+        news = FailureNotice(store, "a")
+        news.publish(text)
         news.close(PATIENCE)
     assert store.get("a", 0.0) == "first"
-    elsewhere = News(store, "b")
-    elsewhere.hear()
+    elsewhere = FailureNotice(store, "b")
+    elsewhere.poll()
     elsewhere.close(PATIENCE)
-    assert elsewhere.hear() is None
+    assert elsewhere.poll() is None
 
 
 def test_what_is_told_is_fit_for_a_line() -> None:
     assert printable(b"a\nb\x1b\xff") == "a?b?\ufffd"
-    assert len(printable(b"x" * 2 * TEXT)) == TEXT
+    assert len(printable(b"x" * 2 * MAX_REASON)) == MAX_REASON
     store = Switchboard()
-    store.set("a", "one\ntwo" + "x" * TEXT)
-    news = News(store, "a")
-    until(news.hear)
-    assert str(news.hear()).startswith("one?two")
-    assert len(str(news.hear())) == TEXT
+    store.set("a", "one\ntwo" + "x" * MAX_REASON)
+    news = FailureNotice(store, "a")
+    until(news.poll)
+    assert str(news.poll()).startswith("one?two")
+    assert len(str(news.poll())) == MAX_REASON
     news.close(PATIENCE)
 
 
@@ -52,11 +52,11 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     """It may be gone with the very host that the news is about."""
     store, answers = Switchboard(), threading.Event()
     store.has = lambda key: answers.wait(PATIENCE) and False  # type: ignore[method-assign]
-    news = News(store, "a")
+    news = FailureNotice(store, "a")
     begin = time.monotonic()
-    assert news.hear() is None
-    news.tell("server 1 has ended")
-    assert news.hear() is None
+    assert news.poll() is None
+    news.publish("server 1 has ended")
+    assert news.poll() is None
     news.close(0.05)
     assert time.monotonic() - begin < PATIENCE / 4
     assert news._thread.is_alive()
@@ -75,10 +75,10 @@ def test_what_is_told_at_last_is_told_before_it_ends() -> None:
         return has(key)
 
     store.has = late  # type: ignore[method-assign]
-    news = News(store, "a")
-    news.hear()
+    news = FailureNotice(store, "a")
+    news.poll()
     assert asked.wait(PATIENCE)
-    news.tell("server 1 has ended")
+    news.publish("server 1 has ended")
     news.close(0.0)
     answers.set()
     news._thread.join(PATIENCE)
@@ -93,12 +93,12 @@ def test_a_store_that_is_gone_ends_nothing(error: type[Exception]) -> None:
         raise error("gone")
 
     has, store.has = store.has, gone  # type: ignore[method-assign]
-    news = News(store, "a")
-    news.hear()
-    until(lambda: not news._asked.is_set())
+    news = FailureNotice(store, "a")
+    news.poll()
+    until(lambda: not news._requested.is_set())
     store.has = has  # type: ignore[method-assign]
     store.set("a", "server 1 has ended")
-    until(news.hear)
+    until(news.poll)
     news.close(PATIENCE)
 
 
@@ -109,16 +109,16 @@ def test_a_thread_that_ends_by_an_exception_is_said() -> None:
         raise KeyError(key)
 
     store.has = broken  # type: ignore[method-assign]
-    news = News(store, "a")
+    news = FailureNotice(store, "a")
     assert news.failure == ""
-    news.hear()
+    news.poll()
     until(lambda: news.failure)
-    assert news.failure.startswith("thread wingbeat-news has ended by KeyError: 'a'")
+    assert news.failure.startswith("thread wingbeat-failures has ended by KeyError: 'a'")
 
 
-def test_nobody_is_asked_before_there_is_something_to_ask() -> None:
-    news = News(Switchboard(), "a")
+def test_nobody_is_requested_before_there_is_something_to_ask() -> None:
+    news = FailureNotice(Switchboard(), "a")
     news.close(PATIENCE)
-    news.tell("late")
-    assert news.hear() is None
+    news.publish("late")
+    assert news.poll() is None
     assert news._thread.ident is None

@@ -14,7 +14,7 @@ import wingbeat
 from helpers.pool import Pool
 from wingbeat import transport
 from wingbeat.errors import UsageError
-from wingbeat.methods.parameter_server.gpu import GpuServers
+from wingbeat.methods.parameter_server.gpu import GpuServerExchange
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.native import NativeGroup, nccl_group
 from wingbeat.types import Serving
@@ -93,7 +93,7 @@ class Recorded:
         return begin
 
 
-def exchange(serving: Serving) -> tuple[GpuServers, list[Any], list[tuple[str, int | None]]]:
+def exchange(serving: Serving) -> tuple[GpuServerExchange, list[Any], list[tuple[str, int | None]]]:
     log: list[tuple[str, int | None]] = []
     world = transport.World(0, 1, (), (), 1.0, dist.HashStore())
     world.make_native = lambda traffic_class: Recorded(log, traffic_class)  # type: ignore[assignment,return-value]
@@ -103,7 +103,7 @@ def exchange(serving: Serving) -> tuple[GpuServers, list[Any], list[tuple[str, i
         SimpleNamespace(index=i, flat=flat, handle=None, slots=[], names=[f"layer{i}.weight"])
         for i in range(4)
     ]
-    made = GpuServers(world, serving)
+    made = GpuServerExchange(world, serving)
     made.planned(buckets, buckets)
     return made, buckets, log
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.mail import Clock, Play
 from helpers.server_simulation import LARGEST, SLICE, TIGHT, Drama, Job, Office, VirtualBox
 from wingbeat.methods.parameter_server.send_queue import Order
-from wingbeat.methods.parameter_server.slicing import partitioned
+from wingbeat.methods.parameter_server.slicing import partition_buckets
 from wingbeat.transport.messages import header
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
@@ -42,7 +42,7 @@ def test_whatever_the_order_all_workers_have_all_sums(block: int) -> None:
 def test_a_slow_rank_0_costs_a_server_no_more_than_the_windows() -> None:
     """However much the others have pushed; and all goes on when it comes."""
     sizes, window = (400,) * 4, header.LARGEST + 1000
-    job = Job(3, 1, 1, sizes, 2, partitioned(sizes, 1, 100), Order.READY, ready=True)
+    job = Job(3, 1, 1, sizes, 2, partition_buckets(sizes, 1, 100), Order.READY, ready=True)
     for seed in range(20):
         chance = random.Random(seed)
         office = Office(chance, job.workers, window)

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.parameter_server import head
-from wingbeat.methods.parameter_server.head import Piece
+from wingbeat.methods.parameter_server.protocol import (
+    MAX_HEADER_BYTES,
+    MAX_PIECES,
+    Piece,
+    header_nbytes,
+    pack_header,
+    unpack_header,
+)
 from wingbeat.wires import Half, LowRank, Sketch, kinds
 
 WIRES: list[Any] = [
@@ -23,25 +29,25 @@ PIECES = [Piece(12), Piece(6, 0, 0)]
 
 
 def read(data: bytes, wire: Any = WIRES[0], most: int = 1000) -> tuple[Piece, ...]:
-    return head.unpack(memoryview(data), wire, most)
+    return unpack_header(memoryview(data), wire, most)
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=repr)
-@given(numels=st.lists(st.integers(1, 2**20), min_size=1, max_size=head.MOST), data=st.data())
+@given(numels=st.lists(st.integers(1, 2**20), min_size=1, max_size=MAX_PIECES), data=st.data())
 def test_what_is_packed_is_read(wire: Any, numels: list[int], data: st.DataObject) -> None:
     pieces = []
     for numel in numels:
         kind = data.draw(st.integers(0, len(kinds(wire)) - 1))
         matrix = isinstance(kinds(wire)[kind], LowRank) and data.draw(st.booleans())
         pieces.append(Piece(numel, numel if matrix else 0, kind))
-    packed = head.pack(wire, pieces)
-    assert len(packed) == head.nbytes(pieces) <= head.ROOM
+    packed = pack_header(wire, pieces)
+    assert len(packed) == header_nbytes(pieces) <= MAX_HEADER_BYTES
     assert len(packed) % 4 == 0, "what follows is read as float32"
     assert read(packed + b"payload", wire, sum(numels)) == tuple(pieces)
 
 
 def changed(place: int, code: str, value: int) -> bytes:
-    data = bytearray(head.pack(WIRES[0], PIECES))
+    data = bytearray(pack_header(WIRES[0], PIECES))
     struct.pack_into("<" + code, data, place, value)
     return bytes(data)
 
@@ -49,20 +55,20 @@ def changed(place: int, code: str, value: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "0 bytes are no encoded slice"),
-        (b"\x01" * 7, "7 bytes are no encoded slice"),
-        (changed(0, "B", 1), "version 1 of an encoded slice; this is 2"),
+        (b"", "an encoded slice of 0 bytes has no header"),
+        (b"\x01" * 7, "an encoded slice of 7 bytes has no header"),
+        (changed(0, "B", 1), "version 1 of an encoded slice; expected 2"),
         (changed(1, "B", 1), "other settings of the codec; this server has Sketch(bits=3)"),
         (changed(4, "I", 1), "other settings of the codec; this server has Sketch(bits=3)"),
         (changed(2, "H", 0), "0 pieces in 32 bytes; allowed are 1 to 300"),
         (changed(2, "H", 3), "3 pieces in 32 bytes"),
         (changed(2, "H", 301) + bytes(9999), "301 pieces in 10031 bytes"),
-        (changed(8, "I", 0), "a piece with numel=0, cols=0, kind=1"),
+        (changed(8, "I", 0), "malformed piece: numel=0, cols=0, kind=1"),
         (changed(8, "I", 2**32 - 1), "a slice of 4294967301 elements; allowed are 1000"),
-        (changed(12, "I", 4), "a piece with numel=12, cols=4, kind=1"),
-        (changed(16, "I", 2), "a piece with numel=12, cols=0, kind=2"),
-        (changed(16, "I", 2**32 - 1), "a piece with numel=12, cols=0, kind=4294967295"),
-        (head.pack(WIRES[0], PIECES)[:-1], "2 pieces in 31 bytes"),
+        (changed(12, "I", 4), "malformed piece: numel=12, cols=4, kind=1"),
+        (changed(16, "I", 2), "malformed piece: numel=12, cols=0, kind=2"),
+        (changed(16, "I", 2**32 - 1), "malformed piece: numel=12, cols=0, kind=4294967295"),
+        (pack_header(WIRES[0], PIECES)[:-1], "2 pieces in 31 bytes"),
     ],
 )
 def test_what_nobody_has_packed_is_refused(data: bytes, why: str) -> None:
@@ -73,17 +79,17 @@ def test_what_nobody_has_packed_is_refused(data: bytes, why: str) -> None:
 
 @pytest.mark.parametrize("piece", [Piece(12, 5), Piece(12, 24), Piece(12, 4, 0)])
 def test_a_matrix_is_of_whole_rows_and_not_dense(piece: Piece) -> None:
-    with pytest.raises(ValueError, match="a piece with"):
-        read(head.pack(WIRES[1], [piece]), WIRES[1])
+    with pytest.raises(ValueError, match="malformed piece"):
+        read(pack_header(WIRES[1], [piece]), WIRES[1])
 
 
 def test_the_most_elements_are_allowed() -> None:
-    assert read(head.pack(WIRES[0], PIECES), most=18)
+    assert read(pack_header(WIRES[0], PIECES), most=18)
     with pytest.raises(ValueError, match="18 elements; allowed are 17"):
-        read(head.pack(WIRES[0], PIECES), most=17)
+        read(pack_header(WIRES[0], PIECES), most=17)
 
 
 @pytest.mark.parametrize("other", [Sketch(bits=4), Sketch(bits=3, split="count"), LowRank(bits=3)])
 def test_a_head_is_of_one_codec_with_all_its_settings(other: Any) -> None:
     with pytest.raises(ValueError, match="other settings"):
-        read(head.pack(other, [Piece(12)]))
+        read(pack_header(other, [Piece(12)]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.parameter_server.send_queue import Flow, Order, Outbox
+from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
 
 orders = pytest.mark.parametrize("order", Order)
 SEEDS = st.integers(0, 2**32)
@@ -33,13 +33,13 @@ class Play:
 
     order: Order
     chance: random.Random
-    little: int = 100
+    max_in_flight: int = 100
     items: list[Item] = field(default_factory=list)
     sent: list[Item] = field(default_factory=list)
     most_under_way: dict[Flow, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.outbox: Outbox[Item] = Outbox(self.order, self.little)
+        self.queue: SendQueue[Item] = SendQueue(self.order, self.max_in_flight)
         self.window = dict.fromkeys((Flow(p, u) for p in range(2) for u in range(2)), 200)
 
     def add(self, complete: bool | None = None) -> None:
@@ -50,7 +50,7 @@ class Play:
             len(self.items), flow, self.chance.randrange(5), self.chance.randint(1, 60), complete
         )
         self.items.append(item)
-        self.outbox.add(flow, item.position, item.nbytes, item)
+        self.queue.enqueue(flow, item.position, item.nbytes, item)
 
     def room(self, flow: Flow) -> int:
         under = sum(i.nbytes for i in self.sent if i.flow == flow and not i.arrived)
@@ -65,7 +65,7 @@ class Play:
         if self.order is Order.URGENT:
             first = min(waiting, key=lambda i: (i.position, i.number))
             under = sum(i.nbytes for i in self.sent if i.flow == flow and not i.arrived)
-            assert under < self.little, "little is under way"
+            assert under < self.max_in_flight, "max_in_flight is under way"
         else:
             first = min(waiting, key=lambda i: i.number)
         assert item is first
@@ -74,10 +74,10 @@ class Play:
 
     def flush(self) -> None:
         before = len(self.sent)
-        self.outbox.flush(self.room, self.send, lambda item: item.complete)  # type: ignore[arg-type]
+        self.queue.flush(self.room, self.send, lambda item: item.complete)  # type: ignore[arg-type]
         classes = [item.flow.urgency for item in self.sent[before:]]
         assert classes == sorted(classes), "the most urgent class goes first"
-        assert self.outbox.waiting == len(self.items) - len(self.sent)
+        assert self.queue.queued == len(self.items) - len(self.sent)
 
     def arrive(self) -> None:
         """In the order in which they were sent on each flow."""
@@ -107,7 +107,7 @@ def test_nothing_is_lost_or_doubled_and_each_goes_in_its_turn(order: Order, seed
         play.flush()
         play.arrive()
     assert sorted(i.number for i in play.sent) == list(range(len(play.items)))
-    assert play.outbox.waiting == 0
+    assert play.queue.queued == 0
 
 
 @orders
@@ -124,7 +124,9 @@ def test_a_flush_leaves_nothing_that_might_go(order: Order, seed: int) -> None:
         key = (lambda i: (i.position, i.number)) if order is Order.URGENT else (lambda i: i.number)
         first = min(waiting, key=key)
         under = sum(i.nbytes for i in play.sent if i.flow == flow)
-        full = under >= play.little if order is Order.URGENT else play.room(flow) < first.nbytes
+        full = (
+            under >= play.max_in_flight if order is Order.URGENT else play.room(flow) < first.nbytes
+        )
         assert full or not first.complete
 
 
@@ -134,7 +136,7 @@ def test_forward_sends_nothing_before_its_turn() -> None:
     for number, complete in enumerate([True, False, True]):
         item = Item(number, flow, 0, 1, complete)
         play.items.append(item)
-        play.outbox.add(flow, 0, 1, item)
+        play.queue.enqueue(flow, 0, 1, item)
     play.flush()
     assert [i.number for i in play.sent] == [0]
     play.items[1].complete = True
@@ -148,6 +150,6 @@ def test_a_flow_without_room_holds_up_no_other() -> None:
     for number, peer in enumerate([0, 1]):
         item = Item(number, Flow(peer, 0), 0, 10, True)
         play.items.append(item)
-        play.outbox.add(item.flow, 0, 10, item)
+        play.queue.enqueue(item.flow, 0, 10, item)
     play.flush()
     assert [i.number for i in play.sent] == [1]

@@ -11,10 +11,10 @@ import pytest
 from helpers.mail import Clock
 from helpers.server_simulation import Box, Letter, Office
 from wingbeat.errors import PeerError
-from wingbeat.methods.parameter_server.aggregator import EACH
-from wingbeat.methods.parameter_server.protocol import TEXT, Kind, wish_of
+from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD, Aggregator
+from wingbeat.methods.parameter_server.protocol import MAX_REASON, Kind, pack_route
 from wingbeat.methods.parameter_server.send_queue import Order
-from wingbeat.methods.parameter_server.server import Service
+from wingbeat.methods.parameter_server.server import Server
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 SERVER = 3
@@ -25,7 +25,7 @@ ONES = np.ones(4, "f4")
 class Rig:
     """One server and the mailboxes of three workers."""
 
-    service: Service
+    service: Server
     box: Box
     workers: list[Box]
     office: Office
@@ -35,7 +35,7 @@ class Rig:
         payload, dtype = more.get("payload", b""), str(more.get("dtype", ""))
         self.workers[rank].post(SERVER, kind, payload, ids=ids, dtype=dtype, urgency=0)
 
-    def push(self, rank: int, number: int = 0, turn: int = 0, kind: Kind = Kind.PUSH) -> None:
+    def push(self, rank: int, number: int = 0, turn: int = 0, kind: Kind = Kind.PUSH_PULL) -> None:
         self.send(rank, kind, (0, number, turn, 0), payload=ONES * (rank + 1), dtype="float32")
 
     def run(self, rounds: int = 200) -> None:
@@ -43,10 +43,10 @@ class Rig:
         for _ in range(rounds):
             for _ in range(5):
                 self.office.move()
-            self.service.step(self.box.poll(keep=True))
+            self.service.run_once(self.box.poll(keep=True))
 
     def heard(self, rank: int) -> list[Letter]:
-        return [letter for letter in self.came(rank) if letter.kind != Kind.ALIVE]
+        return [letter for letter in self.came(rank) if letter.kind != Kind.PING]
 
     def came(self, rank: int) -> list[Letter]:
         return list(iter(self.workers[rank].poll, None))
@@ -63,22 +63,22 @@ def rig(order: Order = Order.READY, most: int = 1 << 20) -> Rig:
     office, clock = Office(random.Random(0), 3), Clock()
     workers = [office.box(rank) for rank in range(3)]
     box = office.box(SERVER)
-    service = Service(box, 3, most=most, order=order, timeout=5.0, clock=clock)  # type: ignore[arg-type]
+    service = Server(box, 3, Aggregator(3, most), order=order, timeout=5.0, clock=clock)  # type: ignore[arg-type]
     return Rig(service, box, workers, office, clock)
 
 
-@pytest.mark.parametrize("kind", [Kind.STORE, Kind.PUSH])
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PUSH_PULL])
 def test_a_sum_comes_in_the_class_that_was_asked_for_last(kind: Kind) -> None:
     made = rig()
     for rank in range(3):
-        made.send(rank, kind, (0, 0, 0, wish_of(rank % 2, 4)), payload=ONES, dtype="float32")
-    if kind is Kind.STORE:
+        made.send(rank, kind, (0, 0, 0, pack_route(rank % 2, 4)), payload=ONES, dtype="float32")
+    if kind is Kind.PUSH:
         made.run()
         for rank in range(3):  # thresholds have changed since
-            made.send(rank, Kind.PULL, (0, 0, 0, wish_of(1 - rank % 2, 4)))
+            made.send(rank, Kind.PULL, (0, 0, 0, pack_route(1 - rank % 2, 4)))
     made.run()
     letters = [made.heard(rank) for rank in range(3)]
-    asked = [0, 1, 0] if kind is Kind.PUSH else [1, 0, 1]
+    asked = [0, 1, 0] if kind is Kind.PUSH_PULL else [1, 0, 1]
     assert [[each.urgency for each in own] for own in letters] == [[each] for each in asked]
     assert all(bytes(own[0].payload) == (3 * ONES).tobytes() for own in letters)
 
@@ -89,11 +89,11 @@ def assert_all_are_told(made: Rig, text: str) -> None:
         assert len(lines) == 1, "each worker hears of it once"
         assert text in lines[0]
         assert "\n" not in lines[0]
-    held = made.service._sums.nbytes, len(made.service._pulls), made.service._outbox.waiting
+    held = made.service._aggregator.nbytes, len(made.service._pulls), made.service._queue.queued
     made.push(0, number=77)
     made.run()
     assert made.reasons() == [[], [], []], "once is enough"
-    now = made.service._sums.nbytes, len(made.service._pulls), made.service._outbox.waiting
+    now = made.service._aggregator.nbytes, len(made.service._pulls), made.service._queue.queued
     assert now == held, "and nothing is taken any more"
 
 
@@ -103,16 +103,16 @@ def assert_all_are_told(made: Rig, text: str) -> None:
         (Kind.SUM, (0, 0, 0, 0), {}, "rank 1 sent a message of kind 4"),
         (Kind.FAILED, (0, 0, 0, 0), {"payload": b"x" * 200}, "rank 1 sent a message of kind 5"),
         (2**32 - 1, (0, 0, 0, 0), {}, "rank 1 sent a message of kind 4294967295"),
-        (Kind.PULL, (0, 0, 0, wish_of(2, 0)), {}, "rank 1 asks for class 2"),
-        (Kind.PUSH, (0, 0, 0, 2**32 - 1), {}, "rank 1 asks for class 15"),
+        (Kind.PULL, (0, 0, 0, pack_route(2, 0)), {}, "rank 1 requested class 2; there are 2"),
+        (Kind.PUSH_PULL, (0, 0, 0, 2**32 - 1), {}, "rank 1 requested class 15; there are 2"),
         (Kind.PULL, (0, 0, 1, 0), {}, "slice 0 of round 1 was pulled after round -1"),
         (Kind.PULL, (0, 0, 2**32 - 1, 0), {}, "was pulled after round -1"),
-        (Kind.PUSH, (0, 0, 1, 0), {"payload": ONES, "dtype": "float32"}, "in round -1"),
-        (Kind.STORE, (0, 0, 0, 0), {}, "rank 1 pushed nothing; allowed: float32"),
-        (Kind.STORE, (0, 0, 0, 0), {"dtype": "float32"}, "rank 1 pushed 0 bytes"),
-        (Kind.PUSH, (0, 0, 0, 0), {"payload": b"abcde", "dtype": "float32"}, "no float32"),
-        (Kind.PUSH, (0, 0, 0, 0), {"payload": b"abcd", "dtype": "int64"}, "rank 1 pushed int64"),
-        (Kind.PUSH, (9, 2**32 - 1, 7, 0), {"payload": b"abcd", "dtype": "float32"}, "round 7"),
+        (Kind.PUSH_PULL, (0, 0, 1, 0), {"payload": ONES, "dtype": "float32"}, "in round -1"),
+        (Kind.PUSH, (0, 0, 0, 0), {}, "rank 1 pushed nothing; allowed: float32"),
+        (Kind.PUSH, (0, 0, 0, 0), {"dtype": "float32"}, "rank 1 pushed 0 bytes"),
+        (Kind.PUSH_PULL, (0, 0, 0, 0), {"payload": b"abcde", "dtype": "float32"}, "no float32"),
+        (Kind.PUSH_PULL, (0, 0, 0, 0), {"payload": b"abcd", "dtype": "int64"}, "1 pushed int64"),
+        (Kind.PUSH_PULL, (9, 2**32 - 1, 7, 0), {"payload": b"abcd", "dtype": "float32"}, "round 7"),
     ],
 )  # fmt: skip
 def test_what_no_worker_may_send_ends_the_sums_and_all_are_told_why(
@@ -123,7 +123,7 @@ def test_what_no_worker_may_send_ends_the_sums_and_all_are_told_why(
     assert_all_are_told(made, text)
 
 
-@pytest.mark.parametrize("twice", [(Kind.PULL, Kind.PULL), (Kind.PUSH, Kind.PULL)])
+@pytest.mark.parametrize("twice", [(Kind.PULL, Kind.PULL), (Kind.PUSH_PULL, Kind.PULL)])
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize("order", Order)
 def test_a_sum_is_sent_to_each_worker_once(
@@ -131,31 +131,31 @@ def test_a_sum_is_sent_to_each_worker_once(
 ) -> None:
     made = rig(order)
     for kind in twice:
-        if kind is Kind.PUSH:
+        if kind is Kind.PUSH_PULL:
             made.push(1)
         else:
             made.send(1, Kind.PULL, (0, 0, 0, 0))
         made.run(50)
         if complete and kind is twice[0]:
-            for rank in {0, 1, 2} - ({1} if kind is Kind.PUSH else set()):
-                made.push(rank, kind=Kind.STORE)
+            for rank in {0, 1, 2} - ({1} if kind is Kind.PUSH_PULL else set()):
+                made.push(rank, kind=Kind.PUSH)
             made.run(50)
     sums = [each for each in made.heard(1) if each.kind == Kind.SUM]
     assert len(sums) == complete
     # What is said is in the mail of the two others alone: rank 1's was just taken.
-    assert ["rank 1 wants slice 0 of round 0 twice"] in made.reasons()
+    assert ["rank 1 requested slice 0 of round 0 twice"] in made.reasons()
 
 
 def test_pulls_without_end_are_refused() -> None:
-    made = rig(most=20 * EACH)
+    made = rig(most=20 * SLICE_OVERHEAD)
     for number in range(30):
         made.send(1, Kind.PULL, (0, number, 0, 0))
-    assert_all_are_told(made, "rank 1 waits for more than 20 sums")
+    assert_all_are_told(made, "rank 1 has more than 20 pending pulls")
     assert sum(map(len, made.service._pulls.values())) == 20
 
 
 def test_sums_that_have_been_sent_are_not_counted_as_waited_for() -> None:
-    made = rig(most=4 * EACH)
+    made = rig(most=4 * SLICE_OVERHEAD)
     for turn in range(20):
         for rank in range(3):
             made.push(rank, turn=turn)
@@ -173,7 +173,7 @@ def test_workers_may_mix_pushes_and_pulls(order: Order) -> None:
         made.send(0, Kind.PULL, (0, 0, 0, 0))
         made.run(20)
         for rank in sorted(range(3), key=lambda r: r == last):
-            made.push(rank, kind=Kind.STORE if rank == 0 else Kind.PUSH)
+            made.push(rank, kind=Kind.PUSH if rank == 0 else Kind.PUSH_PULL)
             made.run(20)
         made.run()
         for rank in range(3):
@@ -189,7 +189,7 @@ def test_a_worker_that_lives_and_never_pushes_is_named_after_ten_timeouts() -> N
     made.run(20)
     assert made.reasons() == [[], [], []]
     made.clock.now = 50.2
-    assert_all_are_told(made, "no gradients of rank 0, 2 for slice 0 within 50 s")
+    assert_all_are_told(made, "no gradients from rank 0, 2 for slice 0 within 50 s")
 
 
 def test_workers_are_probed_over_the_cards_that_gradients_come_by_while_one_is_missed() -> None:
@@ -198,11 +198,11 @@ def test_workers_are_probed_over_the_cards_that_gradients_come_by_while_one_is_m
 
     def probed() -> list[list[int]]:
         found = [made.came(rank) for rank in range(3)]
-        return [sorted(m.interface for m in each if m.kind == Kind.ALIVE) for each in found]
+        return [sorted(m.interface for m in each if m.kind == Kind.PING) for each in found]
 
     for number, link in enumerate((0, 2)):
-        ids = (0, number, 0, wish_of(0, 0, link))
-        made.send(1, Kind.STORE, ids, payload=ONES, dtype="float32")
+        ids = (0, number, 0, pack_route(0, 0, link))
+        made.send(1, Kind.PUSH, ids, payload=ONES, dtype="float32")
     made.run(20)
     made.clock.now = 0.2
     made.run(20)
@@ -210,7 +210,7 @@ def test_workers_are_probed_over_the_cards_that_gradients_come_by_while_one_is_m
     made.clock.now = 0.6
     made.run(40)
     assert probed() == [[0, 2]] * 3
-    made.send(2, Kind.ALIVE, (0, 0, 0, 0))  # which is nothing
+    made.send(2, Kind.PING, (0, 0, 0, 0))  # which is nothing
     made.box.gone.add(0)
     made.clock.now = 1.2
     made.run(40)
@@ -253,7 +253,7 @@ def test_a_worker_that_is_ahead_may_push_what_its_window_holds_and_no_more() -> 
     assert [made.workers[rank].room(SERVER, urgency=0) for rank in range(3)] == room
 
 
-@pytest.mark.parametrize("kind", [Kind.PULL, Kind.STORE])
+@pytest.mark.parametrize("kind", [Kind.PULL, Kind.PUSH])
 def test_after_a_failure_nothing_holds_a_window(kind: Kind) -> None:
     made = rig()
     room = made.workers[2].room(SERVER, urgency=0)
@@ -281,7 +281,7 @@ def test_who_is_ahead_with_another_slice_is_not_named_as_late() -> None:
     made.push(2, 1)
     made.run(20)
     made.clock.now = 50.2
-    assert_all_are_told(made, "no gradients of rank 0 for slice")
+    assert_all_are_told(made, "no gradients from rank 0 for slice")
 
 
 def test_whoever_lacks_is_named_though_all_of_them_are_ahead() -> None:
@@ -292,7 +292,7 @@ def test_whoever_lacks_is_named_though_all_of_them_are_ahead() -> None:
     made.push(1, 1)
     made.run(20)
     made.clock.now = 5.2
-    assert_all_are_told(made, "no gradients of rank 1 for slice 0")
+    assert_all_are_told(made, "no gradients from rank 1 for slice 0")
 
 
 def test_workers_are_told_that_the_one_that_started_it_is_gone() -> None:
@@ -302,7 +302,7 @@ def test_workers_are_told_that_the_one_that_started_it_is_gone() -> None:
     made.service.run(lambda: next(there))
     for _ in range(100):
         made.office.move()
-    assert made.reasons() == 3 * [["the worker that started it is gone"]]
+    assert made.reasons() == 3 * [["the worker that started this server has ended"]]
     assert made.box.closed
 
 
@@ -339,7 +339,7 @@ def test_a_worker_without_connections_for_a_second_is_named_if_a_sum_waits_for_i
     made.clock.now = 2.0
     made.run()
     told = made.reasons()
-    assert told[0] == told[2] == ["rank 1 has ended without a word: its connections are closed"]
+    assert told[0] == told[2] == ["rank 1 has ended unexpectedly: its connections are closed"]
 
 
 def test_a_worker_without_connections_that_no_sum_waits_for_is_not_missed() -> None:
@@ -362,7 +362,7 @@ def test_what_a_worker_pushed_before_it_left_counts() -> None:
     assert 2 in made.box.left
     for _ in range(20):
         made.clock.now += 1.0
-        made.service.step(made.box.poll(keep=True))
+        made.service.run_once(made.box.poll(keep=True))
     made.run(500)
     assert [each.kind for each in made.heard(0)] == 60 * [Kind.SUM]
 
@@ -386,10 +386,10 @@ def test_a_worker_that_leaves_as_its_sum_is_sent_disturbs_no_other() -> None:
 
 def test_a_long_reason_is_cut() -> None:
     made = rig()
-    made.service._fail("é" * TEXT)
+    made.service._fail("é" * MAX_REASON)
     made.run(20)
     (letter,) = made.heard(0)
-    assert len(letter.payload) <= TEXT
+    assert len(letter.payload) <= MAX_REASON
 
 
 @pytest.mark.parametrize(("order", "expected"), [(Order.READY, [1, 0]), (Order.FORWARD, [0, 1])])
@@ -400,6 +400,6 @@ def test_forward_holds_back_what_was_asked_for_later(order: Order, expected: lis
     made.run(20)
     for number in (1, 0):
         for rank in range(3):
-            made.push(rank, number, kind=Kind.STORE)
+            made.push(rank, number, kind=Kind.PUSH)
         made.run(50)
     assert [letter.ids[1] for letter in made.heard(1)] == expected

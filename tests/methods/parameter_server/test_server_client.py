@@ -16,12 +16,12 @@ import pytest
 from helpers.mail import Clock
 from helpers.server_simulation import LARGEST, LEAST, Box, Letter, Office
 from wingbeat.errors import PeerError
-from wingbeat.methods.parameter_server.client import Client, Part
-from wingbeat.methods.parameter_server.launch import _Watched, placement
-from wingbeat.methods.parameter_server.protocol import Ids, Kind, wish_of
-from wingbeat.methods.parameter_server.request import Request
+from wingbeat.methods.parameter_server.aggregator import Aggregator
+from wingbeat.methods.parameter_server.client import Client, Request, Transfer
+from wingbeat.methods.parameter_server.launch import _WatchedStore, place_servers
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
 from wingbeat.methods.parameter_server.send_queue import Order
-from wingbeat.methods.parameter_server.server import Service
+from wingbeat.methods.parameter_server.server import Server
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox
 from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
@@ -45,17 +45,17 @@ class Rig:
 
     def start(
         self,
-        kind: Kind = Kind.PUSH,
+        kind: Kind = Kind.PUSH_PULL,
         turn: int = 0,
         count: int = 2,
-        finish: Callable[[], None] = lambda: None,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> Request:
         view = memoryview(self.memory).cast("B")
         parts = [
-            Part(1 + n % 2, Ids(0, n, turn, wish_of(0, n)), view[8 * n : 8 * n + 8], 1, n)
+            Transfer(1 + n % 2, Ids(0, n, turn, pack_route(0, n)), view[8 * n : 8 * n + 8], 1, n)
             for n in range(count)
         ]
-        return self.client.start(kind, "float32", parts, "bucket 7", finish)
+        return self.client.submit(kind, "float32", parts, "bucket 7", on_complete)
 
     def answer(self, number: int, **more: object) -> None:
         fields = {"server": 1 + number % 2, "kind": Kind.SUM, "dtype": "float32", "turn": 0}
@@ -68,7 +68,7 @@ class Rig:
     def run(self) -> None:
         for _ in range(60):
             self.office.move()
-            self.client.step(self.box.poll())
+            self.client.run_once(self.box.poll())
 
     def following(self) -> None:
         """Have what the thread itself does find the network."""
@@ -88,8 +88,8 @@ def rig(timeout: float = 5.0) -> Rig:
     box, *servers = (office.box(number) for number in range(3))
     client = Client(
         box, [1, 2], me="rank 0", name="server {}".format, timeout=timeout, clock=clock,
-        watch=lambda: ended[0] if ended else None, tell=told.append,
-        hear=lambda: news[0] if news else None,
+        check_servers=lambda: ended[0] if ended else None, publish_failure=told.append,
+        poll_failure=lambda: news[0] if news else None,
     )  # type: ignore[arg-type]  # fmt: skip
     return Rig(client, box, servers, office, clock, np.arange(4, dtype="f4"), ended, told, news)
 
@@ -114,32 +114,32 @@ def test_a_request_is_done_when_all_sums_are_there() -> None:
 
 def test_what_is_stored_is_done_when_all_has_arrived() -> None:
     made = rig()
-    request = made.start(Kind.STORE)
-    made.client.step(None)
+    request = made.start(Kind.PUSH)
+    made.client.run_once(None)
     assert not request.done()
     made.run()
     assert request.done()
 
 
-@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.STORE, Kind.PULL])
+@pytest.mark.parametrize("kind", [Kind.PUSH_PULL, Kind.PUSH, Kind.PULL])
 def test_a_request_for_nothing_is_done_at_once(kind: Kind) -> None:
     made = rig()
     request = made.start(kind, count=0)
-    made.client.step(None)
+    made.client.run_once(None)
     assert request.done()
 
 
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        ({"number": 5}, "server 2 sent what was not asked for"),
-        ({"number": 0, "turn": 1}, "server 1 sent what was not asked for"),
-        ({"number": 0, "kind": Kind.PUSH}, "server 1 sent what was not asked for"),
-        ({"number": 0, "server": 2}, "server 2 sent a malformed sum of slice 0"),
-        ({"number": 0, "dtype": "float16"}, "malformed sum of slice 0: 8 bytes of float16"),
-        ({"number": 0, "dtype": ""}, "malformed sum of slice 0: 8 bytes of nothing"),
-        ({"number": 0, "payload": b""}, "malformed sum of slice 0: 0 bytes"),
-        ({"number": 0, "payload": b"x" * 12}, "malformed sum of slice 0: 12 bytes"),
+        ({"number": 5}, "server 2 sent an unexpected message"),
+        ({"number": 0, "turn": 1}, "server 1 sent an unexpected message"),
+        ({"number": 0, "kind": Kind.PUSH_PULL}, "server 1 sent an unexpected message"),
+        ({"number": 0, "server": 2}, "server 2 sent a malformed reply for slice 0"),
+        ({"number": 0, "dtype": "float16"}, "malformed reply for slice 0: 8 bytes of float16"),
+        ({"number": 0, "dtype": ""}, "malformed reply for slice 0: 8 bytes of nothing"),
+        ({"number": 0, "payload": b""}, "malformed reply for slice 0: 0 bytes"),
+        ({"number": 0, "payload": b"x" * 12}, "malformed reply for slice 0: 12 bytes"),
         ({"number": 0, "kind": Kind.FAILED, "payload": b"a\nb\x1b\xff"}, "server 1: a?b?"),
     ],
 )
@@ -165,7 +165,7 @@ def broken() -> None:
 @pytest.mark.parametrize(
     ("payload", "finish", "text"),
     [
-        (b"x" * 12, lambda: None, "malformed sum of slice 0: 12 bytes"),
+        (b"x" * 12, lambda: None, "malformed reply for slice 0: 12 bytes"),
         (b"x" * 8, broken, "rank 0: ValueError: no residual"),
     ],
     ids=["malformed", "not to be used"],
@@ -174,7 +174,7 @@ def test_a_request_ends_also_if_its_last_sum_is_what_fails(
     payload: bytes, finish: Callable[[], None], text: str
 ) -> None:
     made = rig()
-    request = made.start(count=1, finish=finish)
+    request = made.start(count=1, on_complete=finish)
     made.run()
     made.answer(0, payload=payload)
     made.following()
@@ -191,7 +191,7 @@ def test_requests_end_also_if_nobody_can_be_told_why() -> None:
     def tell(_text: str) -> None:
         raise RuntimeError("can't start new thread")
 
-    made.client._tell = tell
+    made.client._publish_failure = tell
     made.ended.append("server 1 has ended by signal 9")
     made.clock.now = 1.0
     made.following()
@@ -207,7 +207,7 @@ def test_a_sum_that_comes_twice_is_refused() -> None:
     made.run()
     made.answer(0)
     made.answer(0)
-    with pytest.raises(PeerError, match="sent what was not asked for"):
+    with pytest.raises(PeerError, match="sent an unexpected message"):
         made.run()
 
 
@@ -220,7 +220,7 @@ def test_whoever_does_not_answer_is_named(caplog: pytest.LogCaptureFixture) -> N
     made.run()
     made.clock.now = 53.9
     made.run()
-    assert "has waited for gradients of other workers for 49 s; the servers live" in caplog.text
+    assert "waiting for gradients of other workers for 49 s; the servers are alive" in caplog.text
     made.clock.now = 54.2
     with pytest.raises(PeerError, match="no sum of bucket 7 from server 2 within 50 s"):
         made.run()
@@ -258,7 +258,7 @@ def test_a_server_without_connections_for_a_second_is_named() -> None:
     made.clock.now = 2.0
     with pytest.raises(PeerError) as caught:
         made.run()
-    named = "rank 0: server 1 has ended without a word: its connections are closed"
+    named = "rank 0: server 1 has ended unexpectedly: its connections are closed"
     assert str(caught.value) == named
 
 
@@ -278,14 +278,14 @@ def test_what_another_worker_tells_is_said_once_it_is_quiet() -> None:
     assert str(caught.value) == "rank 0: server 2 (started by rank 1) has ended by signal 9"
 
 
-@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
+@pytest.mark.parametrize("kind", [Kind.PUSH_PULL, Kind.PULL])
 def test_a_card_over_which_nothing_comes_is_probed_by_who_waits(kind: Kind) -> None:
     """What was pushed has arrived: without that nothing of this worker would be missed there."""
     made = rig()
     made.box.interfaces = lambda peer: (0, 1, 2)  # type: ignore[method-assign]
     view = memoryview(made.memory).cast("B")
     parts = [
-        Part(server, Ids(0, number, 0, wish_of(0, number, link)), view[:8], 1, number)
+        Transfer(server, Ids(0, number, 0, pack_route(0, number, link)), view[:8], 1, number)
         for number, (server, link) in enumerate([(1, 0), (2, 2), (2, 2)])
     ]
     for server in made.servers:
@@ -293,19 +293,19 @@ def test_a_card_over_which_nothing_comes_is_probed_by_who_waits(kind: Kind) -> N
 
     def probed() -> list[tuple[int, int]]:
         found = [(s._number, m) for s in made.servers for m in iter(s.poll, None)]
-        return sorted((n, m.interface) for n, m in found if m.kind == Kind.ALIVE)
+        return sorted((n, m.interface) for n, m in found if m.kind == Kind.PING)
 
-    made.client.start(kind, "float32", parts, "bucket 7")
+    made.client.submit(kind, "float32", parts, "bucket 7")
     made.run()
     assert probed() == []
     for made.clock.now in (0.3, 0.7):
-        made.client.step(None)  # and nothing has arrived in between
+        made.client.run_once(None)  # and nothing has arrived in between
     made.run()
     assert probed() == [(1, 0), (2, 2)], "one at a time"
     made.clock.now = 1.1
     made.run()
     assert probed() == [(1, 0), (2, 2)]
-    made.servers[0].post(0, Kind.ALIVE)
+    made.servers[0].post(0, Kind.PING)
     made.run()  # which is nothing
 
 
@@ -318,7 +318,7 @@ def test_nobody_is_probed_for_whom_nothing_waits() -> None:
 
 def test_a_worker_that_an_exception_ended_is_named_before_what_was_noticed() -> None:
     made = rig()
-    made.client._blame = lambda: "rank 2 failed with ValueError: boom"
+    made.client._attribute_failure = lambda: "rank 2 failed with ValueError: boom"
     made.client._fail(PeerError("rank 0: server 1: rank 2 has ended"))
     said = "rank 2 failed with ValueError: boom (noticed as: server 1: rank 2 has ended)"
     assert made.told == [said]
@@ -343,7 +343,7 @@ def test_the_last_words_of_a_server_count_more_than_that_it_has_left() -> None:
     made.box.gone.add(1)
     made.clock.now = 0.3
     with pytest.raises(PeerError, match="server 1: rank 1 has ended"):
-        made.client.step(None)
+        made.client.run_once(None)
 
 
 def test_sums_that_came_before_a_server_left_are_taken() -> None:
@@ -356,23 +356,23 @@ def test_sums_that_came_before_a_server_left_are_taken() -> None:
         made.office.move()
     made.box.gone.update((1, 2))
     made.clock.now = 0.3
-    made.client.step(None)
+    made.client.run_once(None)
     assert request.done()
     request.wait()
 
 
 def test_all_that_is_under_way_fails_when_it_is_closed() -> None:
     made = rig()
-    requests = [made.start(), made.start(Kind.STORE, turn=1)]
+    requests = [made.start(), made.start(Kind.PUSH, turn=1)]
     made.run()
     requests.append(made.start(Kind.PULL, turn=1))
     made.client.close()
     made.client.close()
     for request in (requests[0], requests[2]):
-        with pytest.raises(PeerError, match="rank 0: the servers were left"):
+        with pytest.raises(PeerError, match="rank 0: the connection to the servers is closed"):
             request.wait()
     requests[1].wait()
-    with pytest.raises(PeerError, match="the servers were left"):
+    with pytest.raises(PeerError, match="the connection to the servers is closed"):
         made.start()
     assert made.box.closed
 
@@ -399,7 +399,9 @@ def test_threads_on_a_network_with_faults_have_all_sums(order: Order) -> None:
     workers, slices, rounds = 3, 6, 5
     faults = Faults(repeat=0.1, delay=0.002, reorder=True)
     boxes = mailboxes(Network(faults, seed=7), workers, 2)
-    services = [Service(box, workers, most=1 << 20, order=order) for box in boxes[workers:]]
+    services = [
+        Server(box, workers, Aggregator(workers, 1 << 20), order=order) for box in boxes[workers:]
+    ]
     servers = [threading.Thread(target=each.run) for each in services]
     clients = [
         Client(box, [3, 4], me=f"rank {rank}", name="process {}".format, timeout=30.0).serve()
@@ -413,16 +415,20 @@ def test_threads_on_a_network_with_faults_have_all_sums(order: Order) -> None:
             memory = np.full(slices * 10, 1.0 + rank + turn, "f4")
             view = memoryview(memory).cast("B")
             parts = [
-                Part(
-                    3 + n % 2, Ids(0, n, turn, wish_of(n % 2, n)), view[40 * n : 40 * n + 40], 1, n
+                Transfer(
+                    3 + n % 2,
+                    Ids(0, n, turn, pack_route(n % 2, n)),
+                    view[40 * n : 40 * n + 40],
+                    1,
+                    n,
                 )
                 for n in range(slices)
             ]
             ready = turn % 2 == 0
-            kind = Kind.PUSH if ready else Kind.STORE
-            clients[rank].start(kind, "float32", parts, "all").wait()
+            kind = Kind.PUSH_PULL if ready else Kind.PUSH
+            clients[rank].submit(kind, "float32", parts, "all").wait()
             if not ready:
-                clients[rank].start(Kind.PULL, "float32", parts, "all").wait()
+                clients[rank].submit(Kind.PULL, "float32", parts, "all").wait()
             total = float(sum(1 + other + turn for other in range(workers)))
             assert memory.tolist() == [total] * (10 * slices)
 
@@ -445,16 +451,16 @@ def test_threads_on_a_network_with_faults_have_all_sums(order: Order) -> None:
 
 
 def test_servers_are_placed_on_hosts_in_turn_and_there_on_ranks_in_turn() -> None:
-    assert placement(["a", "a", "b", "b"], 0) == (0, 2)
-    assert placement(["a", "a", "b", "b"], 6) == (0, 2, 1, 3, 0, 2)
-    assert placement(["a", "b", "a"], 3) == (0, 1, 2)
-    assert placement(["a", "b", "a"], 4) == (0, 1, 2, 1)
+    assert place_servers(["a", "a", "b", "b"], 0) == (0, 2)
+    assert place_servers(["a", "a", "b", "b"], 6) == (0, 2, 1, 3, 0, 2)
+    assert place_servers(["a", "b", "a"], 3) == (0, 1, 2)
+    assert place_servers(["a", "b", "a"], 4) == (0, 1, 2, 1)
     with pytest.raises(PeerError, match="rank 1 sent a malformed identity"):
-        placement(["a", None], 0)
+        place_servers(["a", None], 0)
 
 
 def test_nothing_is_waited_for_once_a_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wingbeat.methods.parameter_server.launch._LOOK_S", 0.01)
+    monkeypatch.setattr("wingbeat.methods.parameter_server.launch._POLL_S", 0.01)
     told: list[str] = []
 
     def check() -> None:
@@ -463,7 +469,7 @@ def test_nothing_is_waited_for_once_a_server_has_ended(monkeypatch: pytest.Monke
             raise PeerError("server 0 has ended")
 
     board = Switchboard()
-    store = _Watched(board, check)
+    store = _WatchedStore(board, check)
     with pytest.raises(PeerError, match="server 0 has ended"):
         store.get("a", 1e9)
     told.clear()
@@ -486,21 +492,21 @@ def test_time_counts_from_when_a_sum_is_asked_for() -> None:
 def test_it_leaves_when_what_was_pushed_is_posted_and_not_before() -> None:
     made = rig()
     made.start()
-    made.client._ending = True
-    assert not made.client._left(), "the others need what was pushed"
+    made.client._closing = True
+    assert not made.client._is_finished(), "the others need what was pushed"
     made.run()
-    assert made.client._left()
+    assert made.client._is_finished()
     made.start(turn=1)
     made.client._quick = True
-    assert made.client._left()
+    assert made.client._is_finished()
 
 
 # -- servers that update ---------------------------------------------------------------------
 
 
 def _ask_for_state(made: Rig) -> Request:
-    parts = [Part(1, Ids(0, 0, 0, 0), memoryview(b""), 0, -1)]
-    return made.client.start(Kind.STATE, "", parts, "state")
+    parts = [Transfer(1, Ids(0, 0, 0, 0), memoryview(b""), 0, -1)]
+    return made.client.submit(Kind.STATE, "", parts, "state")
 
 
 def test_state_that_comes_in_pieces() -> None:
@@ -508,24 +514,30 @@ def test_state_that_comes_in_pieces() -> None:
     request = _ask_for_state(made)
     made.run()
     assert made.servers[0].poll().kind == Kind.STATE
-    for kind, payload in [(Kind.STATE, b'{"a": 1, "nbytes": 5}'), (Kind.MORE, b"abc")]:
+    for kind, payload in [(Kind.STATE, b'{"a": 1, "nbytes": 5}'), (Kind.CONTINUATION, b"abc")]:
         made.answer(0, kind=kind, payload=payload, dtype="")
         made.run()
         assert not request.done()
-    made.answer(0, kind=Kind.MORE, payload=b"de", dtype="")
+    made.answer(0, kind=Kind.CONTINUATION, payload=b"de", dtype="")
     made.run()
     request.wait()
     document = request.documents[0, 0, 0]
-    assert (document.words["a"], bytes(document.data)) == (1, b"abcde")
+    assert (document.fields["a"], bytes(document.data)) == (1, b"abcde")
 
 
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        ({"kind": Kind.STATE, "payload": b"spam"}, "sent a malformed state: b'spam' says nothing"),
-        ({"kind": Kind.MORE, "payload": b"abc"}, "sent a malformed state"),
-        ({"kind": Kind.SUM}, "server 1 sent what was not asked for"),
-        ({"kind": Kind.STATE, "payload": b'{"nbytes": 0}', "server": 2}, "another server has it"),
+        (
+            {"kind": Kind.STATE, "payload": b"spam"},
+            "sent a malformed state: malformed document b'spam'",
+        ),
+        ({"kind": Kind.CONTINUATION, "payload": b"abc"}, "sent a malformed state"),
+        ({"kind": Kind.SUM}, "server 1 sent an unexpected message"),
+        (
+            {"kind": Kind.STATE, "payload": b'{"nbytes": 0}', "server": 2},
+            "another server has this slice",
+        ),
     ],
     ids=["no words", "more of nothing", "a sum", "another server"],
 )
@@ -546,8 +558,8 @@ def test_parameters_that_are_asked_for_or_expected(kind: Kind) -> None:
     made.run()
     asked = [server.poll() for server in made.servers]
     assert [bool(letter) for letter in asked] == [kind is Kind.FETCH] * 2
-    with pytest.raises(PeerError, match="not asked for"):
-        made.client._take(_letter(Kind.SUM))
+    with pytest.raises(PeerError, match="unexpected message"):
+        made.client._handle(_letter(Kind.SUM))
     for number in range(2):
         made.answer(number, kind=Kind.PARAMETERS)
     made.run()

@@ -15,7 +15,7 @@ from torch import nn
 import wingbeat
 from helpers.training import assert_same, engine, on, weights
 from wingbeat import sync
-from wingbeat.methods.parameter_server.launch import ROOM_FOR
+from wingbeat.methods.parameter_server.launch import MEMORY_FACTOR
 from wingbeat.wires import Half, LowRank, Sketch
 
 SIZE = 3
@@ -141,8 +141,8 @@ def test_slices_that_are_not_cut_have_room_for_float32(wire: Any, back: str) -> 
         optimizer.step()
         sync.flush(model)
         optimizer.state_dict()
-        for started in engine(model).runtime.exchange._hosting._started:
-            assert started._config.most > ROOM_FOR * 4 * model.weight.numel()
+        for started in engine(model).runtime.exchange._servers._started:
+            assert started._config.most > MEMORY_FACTOR * 4 * model.weight.numel()
         return model.weight.detach().clone()
 
     first, second = on(2, body)
@@ -195,7 +195,7 @@ def test_at_rest_the_servers_keep_nothing_and_each_worker_some() -> None:
             name: bool((v - before[name].view(v.shape)).any())
             for name, v in kept(optimizer).items()
         }
-        assert not exchange._due
+        assert not exchange._uncollected
         twice = kept(optimizer)
         assert_same(kept(optimizer), twice)
         return gained
@@ -211,7 +211,7 @@ def test_servers_that_keep_nothing_are_not_asked() -> None:
         for wire, back in ((SKETCH, "dense"), (Half(), "wire"), (SKETCH, "wire")):
             model, optimizer = distributed(world, wire, back=back)
             step_on(model, optimizer, pulls(0, world.rank))
-            found.append(bool(engine(model).runtime.exchange._due))
+            found.append(bool(engine(model).runtime.exchange._uncollected))
         return found
 
     assert on(2, body) == 2 * [[False, False, True]]

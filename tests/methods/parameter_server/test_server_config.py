@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from wingbeat.methods.parameter_server.config import SOONER, WINDOW, ServerConfig, limits_of
-from wingbeat.methods.parameter_server.server import Service
+from wingbeat.methods.parameter_server.server import SOONER, WINDOW, Server, ServerConfig, limits_of
 from wingbeat.transport.messages.header import LARGEST
 
 CONFIG = ServerConfig(
     room="servers/", index=1, workers=2, hosts=(0, 1), interfaces=("lo",), classes=2,
-    encrypted=True, timeout=5.0, most=1 << 20, order="ready",
+    encrypted=True, timeout=5.0, max_sum_bytes=1 << 20, order="ready",
 )  # fmt: skip
 
 
@@ -52,11 +51,11 @@ def test_strangers_that_were_refused_are_counted_in_a_line(
         turned_away, refused = Counter(strangers), Counter({"magic": 4} if strangers else {})
         interrupter = left = lost = None
 
-    monkeypatch.setattr(Service, "run", lambda *_: None)
+    monkeypatch.setattr(Server, "run", lambda *_: None)
     mailbox: Any = Box()
     with caplog.at_level(logging.WARNING):
-        CONFIG.serve(mailbox, CONFIG.sums(), lambda: True)
+        CONFIG.serve(mailbox, CONFIG.make_aggregator(), lambda: True)
     assert caplog.messages == (
-        ["server 1 (started by rank 1) refused 7 connections or frames of strangers: "
+        ["server 1 (started by rank 1) refused 7 connections or frames of unknown senders: "
          "key 2, magic 4, protocol 1"] if strangers else []
     )  # fmt: skip

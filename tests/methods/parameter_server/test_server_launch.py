@@ -17,13 +17,13 @@ from helpers.waiting import PATIENCE, until
 from wingbeat import sync
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.methods.parameter_server import launch
-from wingbeat.methods.parameter_server.config import ServerConfig
+from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport.services.launch import InThread
 from wingbeat.transport.store import Store
 
 
 def threads() -> list[str]:
-    wanted = ("wingbeat-client", "wingbeat-service", "wingbeat-mail", "wingbeat-news")
+    wanted = ("wingbeat-client", "wingbeat-service", "wingbeat-mail", "wingbeat-failures")
     return [each.name for each in threading.enumerate() if each.name in wanted]
 
 
@@ -92,7 +92,7 @@ def test_more_slices_than_a_server_has_room_for_are_refused_before_any_is_pushed
         return str(caught.value)
 
     for text in on(2, lambda world: body(world, 20_000, 1)):
-        assert text.startswith("a server would have 20004 slices, and has room for 16")
+        assert text.startswith("a server would have 20004 slices; the limit is 16")
         assert "\n" not in text
 
 
@@ -116,7 +116,7 @@ def test_servers_that_were_started_are_killed_if_another_cannot_be(
 
     first, second = on(2, body, timeout=3.0)
     why = "rank 0: cannot start server 2: [Errno 11] Resource temporarily unavailable"
-    assert first.startswith(f"{why}; of 4 servers 2 are to run beside this worker")
+    assert first.startswith(f"{why}; 2 of 4 servers run beside this worker")
     assert "cannot start server 2" in second
     assert {each._config.index for each in started} == {0, 1, 3}
     assert all(each._leaving for each in started)

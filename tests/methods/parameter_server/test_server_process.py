@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from helpers.waiting import PATIENCE, until
-from wingbeat.methods.parameter_server.config import ServerConfig
 from wingbeat.methods.parameter_server.protocol import Kind
+from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Mailbox, open_mailbox
 from wingbeat.transport.services.launch import InProcess, InThread
 
 CONFIG = ServerConfig(
     room="servers/", index=0, workers=2, hosts=(1,), interfaces=("lo",), classes=2,
-    encrypted=True, timeout=PATIENCE, most=1 << 20, order="ready",
+    encrypted=True, timeout=PATIENCE, max_sum_bytes=1 << 20, order="ready",
 )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_a_server_that_gets_sigterm_serves_until_its_workers_have_left(
     boxes = met(server._store)  # type: ignore[arg-type]
     os.kill(server._process.pid, signal.SIGTERM)
     for box in boxes:
-        box.post(2, Kind.PUSH, np.ones(4, "f4"), dtype="float32")
+        box.post(2, Kind.PUSH_PULL, np.ones(4, "f4"), dtype="float32")
     for box in boxes:
         assert bytes(box.receive(PATIENCE).payload) == np.full(4, 2.0, "f4").tobytes()
     for box in boxes:
@@ -148,7 +148,7 @@ def test_a_server_that_is_not_answered_ends(
 
 PARENT = """
 import sys, time
-from wingbeat.methods.parameter_server.config import ServerConfig
+from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport.services.launch import InProcess
 from wingbeat.transport.loopback import Switchboard
 server = InProcess(ServerConfig.from_json(sys.argv[1]), Switchboard())

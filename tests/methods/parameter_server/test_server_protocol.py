@@ -1,4 +1,4 @@
-"""Numbers in messages."""
+"""Numbers in split_document."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.parameter_server.coded_aggregator import CodedSums
-from wingbeat.methods.parameter_server.config import ServerConfig, name_of
+from wingbeat.methods.parameter_server.coded_aggregator import CodedAggregator
 from wingbeat.methods.parameter_server.protocol import (
-    LINKS,
+    MAX_LINKS,
     interface_of,
     link_of,
+    pack_route,
     position_of,
     urgency_of,
-    wish_of,
 )
 from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.wires import Coded, Half, LowRank, Sketch
 
 
-@given(st.integers(0, 15), st.integers(0, 2**40), st.integers(0, LINKS - 1))
+@given(st.integers(0, 15), st.integers(0, 2**40), st.integers(0, MAX_LINKS - 1))
 def test_a_wish_is_one_number_of_32_bits(urgency: int, position: int, link: int) -> None:
-    wish = wish_of(urgency, position, link)
-    assert 0 <= wish < 2**32
-    assert urgency_of(wish) == urgency
-    assert position_of(wish) == min(position, 2**24 - 1)
-    assert link_of(wish) == link
+    route = pack_route(urgency, position, link)
+    assert 0 <= route < 2**32
+    assert urgency_of(route) == urgency
+    assert position_of(route) == min(position, 2**24 - 1)
+    assert link_of(route) == link
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_link_is_an_interface_that_reaches_the_peer(
 
 CONFIG = ServerConfig(
     room="servers/", index=1, workers=4, hosts=(0, 2), interfaces=("eth0", "eth1"), classes=2,
-    encrypted=True, timeout=12.5, most=1 << 40, order="urgent",
+    encrypted=True, timeout=12.5, max_sum_bytes=1 << 40, order="urgent",
 )  # fmt: skip
 
 
@@ -62,16 +62,17 @@ def test_what_a_server_is_told_comes_back_from_text() -> None:
 def test_a_codec_comes_back_from_text(wire: Coded) -> None:
     config = dataclasses.replace(CONFIG, wire=wire, dense=True)
     assert ServerConfig.from_json(config.to_json()) == config
-    sums = config.sums()
-    assert isinstance(sums, CodedSums)
+    sums = config.make_aggregator()
+    assert isinstance(sums, CodedAggregator)
     assert sums._wire == wire
     assert sums._dense
 
 
 def test_a_server_without_a_codec_loads_no_torch() -> None:
     code = (
-        "import sys; from wingbeat.methods.parameter_server.config import ServerConfig; "
-        f"ServerConfig.from_json({CONFIG.to_json()!r}).sums(); sys.exit('torch' in sys.modules)"
+        "import sys; from wingbeat.methods.parameter_server.server import ServerConfig; "
+        f"ServerConfig.from_json({CONFIG.to_json()!r}).make_aggregator(); "
+        "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -82,4 +83,4 @@ def test_a_server_without_a_codec_loads_no_torch() -> None:
      (5, "server 1 (started by rank 2)")],
 )  # fmt: skip
 def test_a_process_is_named_with_its_role(number: int, name: str) -> None:
-    assert CONFIG.name(number) == name_of(number, 4, (0, 2)) == name
+    assert CONFIG.name(number) == name

@@ -267,8 +267,8 @@ def test_parameters_are_sent_only_where_they_were_changed() -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(3))
         remote = engine(model).update._remote
-        hold, sent = remote.hold, []
-        remote.hold = lambda each, *args: (sent.append(each), hold(each, *args))
+        load, sent = remote.load, []
+        remote.load = lambda each, *args: (sent.append(each), load(each, *args))
         train(model, optimizer, range(3, 6))
         with torch.no_grad():
             model.head.bias[0] = float("nan")

@@ -114,7 +114,7 @@ def test_gradients_go_small_and_parameters_come_whole(back: str) -> None:
             model.flush()
             moved.append((sum(client.sent.values()), sum(client.received.values())))
         (a, b), (c, d) = moved[-2:]
-        return (c - a) / (d - b), bool(engine(model).runtime.exchange._due)
+        return (c - a) / (d - b), bool(engine(model).runtime.exchange._uncollected)
 
     for ratio, due in on(2, body):
         assert 1 / 17 < ratio < 1 / 13, "two bits for 32"

@@ -76,11 +76,11 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "a local class": (
         lambda params: _local()(params, lr=0.1),
-        r"Local is defined in .*_local.<locals>.Local, from where a server cannot import it: move",
+        r"Local is defined in .*_local.<locals>.Local, which a server cannot import: move",
     ),
     "a class of the script": (
         lambda params: InTheScript(params, lr=0.1),
-        "InTheScript is defined in __main__ as InTheScript, from where a server cannot import it",
+        "InTheScript is defined in __main__ as InTheScript, which a server cannot import",
     ),
     "a function": (_with_function, r"setting 'policy' of the optimizer's group 0: .*; allowed are"),
     "several losses": (lambda params: torch.optim.LBFGS(params), "LBFGS"),

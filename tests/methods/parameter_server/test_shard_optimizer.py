@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from helpers.training import assert_same
-from wingbeat.methods.parameter_server.aggregator import Refused
-from wingbeat.methods.parameter_server.described import describe, settings_of
-from wingbeat.methods.parameter_server.shard_optimizer import Applier, Held
+from wingbeat.methods.parameter_server.protocol import RequestError
+from wingbeat.methods.parameter_server.server_update import describe_optimizer, encode_groups
+from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer, SliceParameters
 
 optim = torch.optim
 
@@ -55,9 +55,9 @@ def bytes_of(values: torch.Tensor) -> bytearray:
     return bytearray(values.contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def applier_of(optimizer: Any) -> Applier:
-    made = Applier(json.loads(describe(optimizer, snapshot(optimizer)).text))
-    made.settle(json.loads(json.dumps(settings_of(snapshot(optimizer)))), {})
+def optimizer_of(optimizer: Any) -> ShardOptimizer:
+    made = ShardOptimizer(json.loads(describe_optimizer(optimizer, snapshot(optimizer)).text))
+    made.set_options(json.loads(json.dumps(encode_groups(snapshot(optimizer)))), {})
     return made
 
 
@@ -72,8 +72,8 @@ def test_slices_become_what_whole_parameters_become(make: Any, dtype: str) -> No
     values = numbers(0, kind)
     params = [torch.nn.Parameter(p.clone()) for p in values.split(SIZES)]
     optimizer = make(params)
-    applier = applier_of(optimizer)
-    held = [applier.hold(words_for(a, b, dtype), bytes_of(values[a:b])) for a, b in CUTS]
+    server = optimizer_of(optimizer)
+    held = [server.load(words_for(a, b, dtype), bytes_of(values[a:b])) for a, b in CUTS]
     for step in range(1, 5):
         grads = numbers(step, kind)
         used = {0, 2} if step == 2 else {0, 1, 2}
@@ -82,7 +82,7 @@ def test_slices_become_what_whole_parameters_become(make: Any, dtype: str) -> No
         optimizer.step()
         for each, (a, b) in zip(held, CUTS, strict=True):
             array = np.frombuffer(bytes_of(grads[a:b]), np.uint8).copy()
-            applier.step(each, array, frozenset(used))
+            server.step(each, array, frozenset(used))
             assert each.memory.tobytes() == bytes_of(each.values)
     found = torch.cat([each.values for each in held])
     want = torch.cat([p.detach() for p in params])
@@ -94,58 +94,60 @@ def test_slices_become_what_whole_parameters_become(make: Any, dtype: str) -> No
 def test_what_is_exported_and_held_again_goes_on_alike(make: Any) -> None:
     values = numbers(0)
     optimizer = make([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
-    applier = applier_of(optimizer)
-    one = applier.hold(words_for(0, 64), bytes_of(values))
+    server = optimizer_of(optimizer)
+    one = server.load(words_for(0, 64), bytes_of(values))
     every = frozenset({0, 1, 2})
 
-    def step(on: Applier, held: Held, seed: int) -> None:
+    def step(on: ShardOptimizer, held: SliceParameters, seed: int) -> None:
         on.step(held, np.frombuffer(bytes_of(numbers(seed)), np.uint8).copy(), every)
 
-    step(applier, one, 1)
-    step(applier, one, 2)
-    said, arrays = applier.export(one)
-    other = applier_of(optimizer)
+    step(server, one, 1)
+    step(server, one, 2)
+    said, arrays = server.export_state(one)
+    other = optimizer_of(optimizer)
     data = bytes_of(one.values) + b"".join(bytes(array) for array in arrays)
-    two = other.hold(json.loads(json.dumps({**words_for(0, 64), **said})), bytearray(data))
+    two = other.load(json.loads(json.dumps({**words_for(0, 64), **said})), bytearray(data))
     assert two.nbytes == one.nbytes
     for seed in (3, 4):
-        step(applier, one, seed)
+        step(server, one, seed)
         step(other, two, seed)
     assert_same(one.values, two.values)
-    assert_same(applier.export(one)[0], other.export(two)[0])
-    assert [bytes(a) for a in applier.export(one)[1]] == [bytes(a) for a in other.export(two)[1]]
+    assert_same(server.export_state(one)[0], other.export_state(two)[0])
+    assert [bytes(a) for a in server.export_state(one)[1]] == [
+        bytes(a) for a in other.export_state(two)[1]
+    ]
 
 
 def test_other_values_keep_the_state_and_leave_old_memory_alone() -> None:
     values = numbers(0)
     optimizer = MAKES["momentum"]([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
-    applier = applier_of(optimizer)
-    held = applier.hold(words_for(0, 64), bytes_of(values))
+    server = optimizer_of(optimizer)
+    held = server.load(words_for(0, 64), bytes_of(values))
     ones = np.ones(64, "f4")
-    applier.step(held, ones.copy(), frozenset({0}))
-    before, memory = applier.export(held), held.memory.copy()
+    server.step(held, ones.copy(), frozenset({0}))
+    before, memory = server.export_state(held), held.memory.copy()
     old = held.memory
-    applier.put(held, bytes_of(values))
+    server.set_values(held, bytes_of(values))
     assert_same(held.values, values)
-    assert applier.export(held)[0] == before[0]
-    applier.renew(held)
-    applier.step(held, ones.copy(), frozenset({0, 1, 2}))
+    assert server.export_state(held)[0] == before[0]
+    server.copy_values(held)
+    server.step(held, ones.copy(), frozenset({0, 1, 2}))
     assert old.tobytes() == memory.tobytes()
     assert (held.values != values).all()
-    with pytest.raises(Refused, match="8 bytes of parameters where 256 were due"):
-        applier.put(held, bytearray(8))
+    with pytest.raises(RequestError, match="received 8 bytes of parameters for a slice of 256"):
+        server.set_values(held, bytearray(8))
 
 
 def test_memory_is_counted_and_given_back() -> None:
     values = numbers(0)
     optimizer = MAKES["adam"]([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
-    applier = applier_of(optimizer)
-    held = applier.hold(words_for(0, 64), bytes_of(values))
+    server = optimizer_of(optimizer)
+    held = server.load(words_for(0, 64), bytes_of(values))
     assert held.nbytes == 256
-    applier.step(held, np.ones(64, "f4"), frozenset({0, 1, 2}))
+    server.step(held, np.ones(64, "f4"), frozenset({0, 1, 2}))
     assert held.nbytes == 256 + 3 * 256 + 3 * 4  # three averages, and a counter for each
-    applier.drop(held)
-    assert not applier._state
+    server.drop(held)
+    assert not server._state
 
 
 WRONG: list[dict[str, Any]] = [
@@ -171,17 +173,17 @@ WRONG: list[dict[str, Any]] = [
 def test_malformed_parameters_are_refused(changed: dict[str, Any]) -> None:
     optimizer = MAKES["sgd"]([torch.nn.Parameter(torch.zeros(64))])
     words = {"dtype": "float32", "numel": 64, "pieces": [[0, 0, 0, 64]], "state": [None]}
-    applier = applier_of(optimizer)
-    applier.hold(words, bytes_of(numbers(0)))
-    with pytest.raises(Refused, match="malformed parameters"):
-        applier.hold(words | changed, bytes_of(numbers(0)))
+    server = optimizer_of(optimizer)
+    server.load(words, bytes_of(numbers(0)))
+    with pytest.raises(RequestError, match="malformed parameters"):
+        server.load(words | changed, bytes_of(numbers(0)))
 
 
 @pytest.mark.parametrize("groups", [7, [7], [{"lr": {"spam": 1}}]])
 def test_malformed_settings_are_refused(groups: Any) -> None:
-    applier = applier_of(MAKES["sgd"]([torch.nn.Parameter(torch.zeros(4))]))
-    with pytest.raises(Refused, match="malformed settings"):
-        applier.settle(groups, {})
+    server = optimizer_of(MAKES["sgd"]([torch.nn.Parameter(torch.zeros(4))]))
+    with pytest.raises(RequestError, match="malformed settings"):
+        server.set_options(groups, {})
 
 
 class Assigning(torch.optim.SGD):
@@ -198,17 +200,17 @@ class Assigning(torch.optim.SGD):
 def test_memory_that_an_optimizer_exchanges() -> None:
     values = numbers(0)
     optimizer = Assigning([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)], lr=0.5)
-    applier = applier_of(optimizer)
-    held = applier.hold(words_for(0, 64), bytes_of(values))
+    server = optimizer_of(optimizer)
+    held = server.load(words_for(0, 64), bytes_of(values))
     for _ in range(2):
-        applier.step(held, np.ones(64, "f4"), frozenset({0, 1, 2}))
+        server.step(held, np.ones(64, "f4"), frozenset({0, 1, 2}))
     assert_same(held.values, values - 0.5 - 0.5)
     assert all(p.param.data_ptr() == held.values[p.offset :].data_ptr() for p in held.pieces)
 
 
 def test_a_group_that_nobody_has_told_of_is_an_error_of_one_line() -> None:
-    applier = applier_of(MAKES["sgd"]([torch.nn.Parameter(torch.zeros(64))]))
+    server = optimizer_of(MAKES["sgd"]([torch.nn.Parameter(torch.zeros(64))]))
     words = {"dtype": "float32", "numel": 64, "pieces": [[0, 3, 0, 64]], "state": [None]}
-    held = applier.hold(words, bytes_of(numbers(0)))
-    with pytest.raises(Refused, match="group 3"):
-        applier.step(held, np.ones(64, "f4"), frozenset({0}))
+    held = server.load(words, bytes_of(numbers(0)))
+    with pytest.raises(RequestError, match="no settings for param group 3"):
+        server.step(held, np.ones(64, "f4"), frozenset({0}))

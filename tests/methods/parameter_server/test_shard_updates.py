@@ -8,16 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wingbeat.methods.parameter_server.aggregator import EACH, Refused, Sum
-from wingbeat.methods.parameter_server.documents import messages
-from wingbeat.methods.parameter_server.notes import Reply, bits_of, numbers_in
-from wingbeat.methods.parameter_server.protocol import NO_ROUND, Ids, Kind, wish_of
-from wingbeat.methods.parameter_server.shard_updates import Updates
+from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD, SliceSum
+from wingbeat.methods.parameter_server.protocol import (
+    NO_ROUND,
+    Ids,
+    Kind,
+    RequestError,
+    pack_numbers,
+    pack_route,
+    split_document,
+    unpack_numbers,
+)
+from wingbeat.methods.parameter_server.shard_updates import ParameterReply, ShardUpdates
 
 NBYTES = 8
 
 
-class FakeHeld:
+class FakeParameters:
     dtype = "float32"
 
     def __init__(self, values: Any) -> None:
@@ -28,38 +35,38 @@ class FakeHeld:
         return self.values
 
 
-class FakeApplier:
+class FakeOptimizer:
     """Subtracts gradients from two numbers."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.remembers = 0
 
-    def hold(self, words: Any, data: bytearray) -> Any:
-        self.log.append("hold")
-        return FakeHeld(np.frombuffer(bytes(data), "f4").copy())
+    def load(self, fields: Any, data: bytearray) -> Any:
+        self.log.append("load")
+        return FakeParameters(np.frombuffer(bytes(data), "f4").copy())
 
-    def put(self, held: Any, data: bytearray) -> None:
-        held.values = np.frombuffer(bytes(data), "f4").copy()
+    def set_values(self, params: Any, data: bytearray) -> None:
+        params.values = np.frombuffer(bytes(data), "f4").copy()
 
-    def renew(self, held: Any) -> None:
-        self.log.append("renew")
-        held.values = held.values.copy()
+    def copy_values(self, params: Any) -> None:
+        self.log.append("copy")
+        params.values = params.values.copy()
 
-    def drop(self, held: Any) -> None:
+    def drop(self, params: Any) -> None:
         self.log.append("drop")
 
-    def export(self, held: Any) -> Any:
-        return {"values": held.values.tolist()}, []
+    def export_state(self, params: Any) -> Any:
+        return {"values": params.values.tolist()}, []
 
-    def settle(self, groups: Any, words: Any) -> None:
-        self.log.append(("settle", groups))
+    def set_options(self, groups: Any, scaler: Any) -> None:
+        self.log.append(("set_options", groups))
 
-    def step(self, held: Any, gradients: Any, used: frozenset[int]) -> None:
+    def step(self, params: Any, gradients: Any, used: frozenset[int]) -> None:
         gradients = np.asarray(gradients).view("f4")
         self.log.append(("step", sorted(used)))
-        held.values -= gradients
-        held.nbytes += self.remembers
+        params.values -= gradients
+        params.nbytes += self.remembers
         gradients[:] = 99.0
 
 
@@ -67,28 +74,28 @@ class Rig:
     """Two workers, one server, some slices of two numbers."""
 
     def __init__(self, slices: int = 2, most: int = 1 << 20) -> None:
-        self.applier, self.sums = FakeApplier(), dict[Any, Sum]()
-        self.updates = Updates(2, lambda: self.applier, self.finished, most)
+        self.optimizer, self.sums = FakeOptimizer(), dict[Any, SliceSum]()
+        self.updates = ShardUpdates(2, lambda: self.optimizer, self.finished, most)
         self.slices = slices
 
-    def finished(self, key: tuple[int, int], number: int) -> Sum | None:
+    def finished(self, key: tuple[int, int], number: int) -> SliceSum | None:
         return self.sums.get((*key, number))
 
-    def say(self, rank: int, kind: int, payload: bytes = b"", **ids: int) -> list[Reply]:
-        found = Ids(**({"plan": 1, "slice": 0, "round": 0, "wish": 0} | ids))
-        return list(self.updates.take(rank, kind, found, payload, float(ids.get("now", 0))))
+    def say(self, rank: int, kind: int, payload: bytes = b"", **ids: int) -> list[ParameterReply]:
+        found = Ids(**({"plan": 1, "slice": 0, "round": 0, "route": 0} | ids))
+        return list(self.updates.handle(rank, kind, found, payload, float(ids.get("now", 0))))
 
     def hold(self, rank: int, number: int, value: float = 10.0, *, plan: int = 1, of: int = 0,
              words: Any = None) -> None:  # fmt: skip
         data = np.full(2, value, "f4")
         said = {"pieces": []} if words is None else words
-        first, *more = messages(said, [memoryview(data).cast("B")], 1000)
-        self.say(rank, Kind.HOLD, first, slice=number, plan=plan, round=of)
+        first, *more = split_document(said, [memoryview(data).cast("B")], 1000)
+        self.say(rank, Kind.LOAD, first, slice=number, plan=plan, round=of)
         for payload in more:
-            self.say(rank, Kind.MORE, payload, slice=number, plan=plan, round=of)
+            self.say(rank, Kind.CONTINUATION, payload, slice=number, plan=plan, round=of)
 
-    def ready(self, plan: int = 1) -> list[Reply]:
-        return [r for rank in (0, 1) for r in self.say(rank, Kind.READY, plan=plan)]
+    def ready(self, plan: int = 1) -> list[ParameterReply]:
+        return [r for rank in (0, 1) for r in self.say(rank, Kind.BARRIER, plan=plan)]
 
     def begin(self) -> Rig:
         for number in range(self.slices):
@@ -96,10 +103,10 @@ class Rig:
         self.ready()
         return self
 
-    def sum(self, number: int, turn: int = 0, value: float = 1.0) -> Sum:
-        made = Sum(turn, "float32", np.full(2, value, "f4"))
+    def sum(self, number: int, turn: int = 0, value: float = 1.0) -> SliceSum:
+        made = SliceSum(turn, "float32", np.full(2, value, "f4"))
         self.sums[1, number, turn] = made
-        self.updates.summed((1, number))
+        self.updates.sum_completed((1, number))
         return made
 
     def step(self, rank: int, number: int = 1, *, turn: int = 0, unasked: bool = True,
@@ -108,29 +115,29 @@ class Rig:
         if rank == 0:
             said |= {"groups": [{}], "used": "3"}
         payload = json.dumps(said | words).encode()
-        self.say(rank, Kind.STEP, payload, slice=turn, round=number, wish=unasked, plan=plan)
+        self.say(rank, Kind.STEP, payload, slice=turn, round=number, route=unasked, plan=plan)
 
     def steps(self, number: int = 1, **options: Any) -> None:
         for rank in (0, 1):
             self.step(rank, number, **options)
 
-    def work(self) -> list[Reply]:
+    def work(self) -> list[ParameterReply]:
         out = []
-        while self.updates.due:
-            out += list(self.updates.work())
+        while self.updates.has_work:
+            out += list(self.updates.update_next())
         return out
 
 
-def values(reply: Reply) -> float:
-    assert reply.made is not None
-    return float(reply.made.result[0])
+def values(reply: ParameterReply) -> float:
+    assert reply.params is not None
+    return float(reply.params.result[0])
 
 
 def test_each_slice_is_updated_as_soon_as_its_sum_is_complete_and_all_have_told() -> None:
     rig = Rig(3).begin()
     rig.sum(1)
     rig.step(0)
-    assert not rig.updates.due, "the other worker may still send what was changed"
+    assert not rig.updates.has_work, "the other worker may still send what was changed"
     rig.step(1)
     first = rig.work()
     assert [(r.worker, r.ids.slice, r.ids.round, values(r)) for r in first] == [
@@ -141,34 +148,38 @@ def test_each_slice_is_updated_as_soon_as_its_sum_is_complete_and_all_have_told(
     assert [r.ids.slice for r in rig.work()] == [0, 0]
     rig.sum(2)
     assert [r.ids.slice for r in rig.work()] == [2, 2]
-    assert rig.applier.log.count(("step", [0, 1])) == 3
+    assert rig.optimizer.log.count(("step", [0, 1])) == 3
 
 
 def test_what_forward_needs_first_is_updated_first_and_goes_in_its_class() -> None:
     rig = Rig(3).begin()
     for number, (urgency, position) in enumerate([(1, 2), (0, 0), (1, 1)]):
-        rig.updates.wish((1, number), wish_of(urgency, position))
+        rig.updates.set_route((1, number), pack_route(urgency, position))
         rig.sum(number)
     rig.steps()
     found = rig.work()
     assert [r.ids.slice for r in found] == [1, 1, 2, 2, 0, 0]
-    assert [r.ids.wish for r in found[::2]] == [wish_of(0, 0), wish_of(1, 1), wish_of(1, 2)]
+    assert [r.ids.route for r in found[::2]] == [
+        pack_route(0, 0),
+        pack_route(1, 1),
+        pack_route(1, 2),
+    ]
 
 
 def test_parameters_that_are_asked_for() -> None:
     rig = Rig(1).begin()
-    assert rig.say(1, Kind.FETCH, round=1, wish=5)[0].made is None
+    assert rig.say(1, Kind.FETCH, round=1, route=5)[0].params is None
     rig.sum(0)
     rig.steps(unasked=False)
-    assert [(r.worker, r.ids.wish) for r in rig.work()] == [(1, 5)]
+    assert [(r.worker, r.ids.route) for r in rig.work()] == [(1, 5)]
     late = rig.say(0, Kind.FETCH, round=1)
     assert [values(r) for r in late] == [9.0]
-    with pytest.raises(Refused, match="rank 0 wants slice 0 after update 3"):
+    with pytest.raises(RequestError, match="rank 0 requested slice 0 after update 3"):
         rig.say(0, Kind.FETCH, round=3)
-    with pytest.raises(Refused, match="rank 0 wants slice 0 after update 0"):
+    with pytest.raises(RequestError, match="rank 0 requested slice 0 after update 0"):
         rig.say(0, Kind.FETCH, round=0)
     rig.say(0, Kind.FETCH, round=2)
-    with pytest.raises(Refused, match="rank 0 wants slice 0 after update 2"):
+    with pytest.raises(RequestError, match="rank 0 requested slice 0 after update 2"):
         rig.say(0, Kind.FETCH, round=2)
 
 
@@ -176,7 +187,7 @@ def test_final_gradients_take_the_place_of_sums_once() -> None:
     rig = Rig(2).begin()
     rig.sum(0)
     payload = bytes(np.full(2, 4.0, "f4"))
-    rig.say(1, Kind.FINAL, payload, slice=0)
+    rig.say(1, Kind.GRADIENTS, payload, slice=0)
     rig.steps(turn=NO_ROUND)
     assert sorted((r.ids.slice, values(r)) for r in rig.work() if r.worker == 0) == [
         (0, 6.0),
@@ -185,8 +196,10 @@ def test_final_gradients_take_the_place_of_sums_once() -> None:
     rig.steps(2, turn=NO_ROUND)
     assert [values(r) for r in rig.work()] == [6.0, 6.0, 10.0, 10.0]
     assert bytes(payload) == bytes(np.full(2, 4.0, "f4"))
-    with pytest.raises(Refused, match="rank 1 sent 3 bytes of final gradients"):
-        rig.say(1, Kind.FINAL, b"abc", slice=0)
+    with pytest.raises(
+        RequestError, match="rank 1 sent 3 bytes of gradients for slice 0, which has 8"
+    ):
+        rig.say(1, Kind.GRADIENTS, b"abc", slice=0)
 
 
 def test_what_is_still_being_read_stays_as_it_is() -> None:
@@ -194,7 +207,7 @@ def test_what_is_still_being_read_stays_as_it_is() -> None:
     total = rig.sum(0)
     total.readers.append(lambda: False)
     rig.steps()
-    first = rig.work()[0].made
+    first = rig.work()[0].params
     assert first is not None
     assert total.result.tolist() == [1.0, 1.0]
     first.readers.append(lambda: False)
@@ -202,7 +215,7 @@ def test_what_is_still_being_read_stays_as_it_is() -> None:
     rig.steps(2, turn=1)
     assert [values(r) for r in rig.work()] == [8.0, 8.0]
     assert first.result.tolist() == [9.0, 9.0]
-    assert rig.applier.log.count("renew") == 1
+    assert rig.optimizer.log.count("copy") == 1
 
 
 def test_nothing_is_copied_where_nobody_reads() -> None:
@@ -210,36 +223,36 @@ def test_nothing_is_copied_where_nobody_reads() -> None:
     total = rig.sum(0)
     total.readers.append(lambda: True)
     rig.steps()
-    first = rig.work()[0].made
+    first = rig.work()[0].params
     assert first is not None
     assert total.result.tolist() == [99.0, 99.0]
     rig.sum(0, 1)
     rig.steps(2, turn=1)
     rig.work()
-    assert "renew" not in rig.applier.log
+    assert "copy" not in rig.optimizer.log
 
 
 def test_whoever_is_early_waits_until_all_have_held_what_they_have() -> None:
     rig = Rig()
     rig.hold(0, 0)
-    rig.say(0, Kind.READY)
+    rig.say(0, Kind.BARRIER)
     assert rig.say(0, Kind.STATE, slice=1) == []
     assert rig.say(0, Kind.FETCH, slice=1, round=1) == []
     rig.hold(1, 1, 20.0)
-    found = rig.say(1, Kind.READY)
+    found = rig.say(1, Kind.BARRIER)
     assert found[0].state == ({"values": [20.0, 20.0]}, [])
-    assert found[1].made is None
+    assert found[1].params is None
 
 
 def test_nobody_sees_state_that_only_some_have_loaded() -> None:
     rig = Rig().begin()
     rig.hold(0, 0, 30.0)
-    rig.say(0, Kind.READY)
+    rig.say(0, Kind.BARRIER)
     # This worker has loaded nothing yet: it asks for what was before.
     assert rig.say(1, Kind.STATE, slice=0)[0].state == ({"values": [10.0, 10.0]}, [])
     assert rig.say(0, Kind.STATE, slice=1) == []
     rig.hold(1, 1, 40.0)
-    assert rig.say(1, Kind.READY)[0].state == ({"values": [40.0, 40.0]}, [])
+    assert rig.say(1, Kind.BARRIER)[0].state == ({"values": [40.0, 40.0]}, [])
     assert rig.say(1, Kind.STATE, slice=0)[0].state == ({"values": [30.0, 30.0]}, [])
 
 
@@ -255,57 +268,62 @@ def test_an_older_plan_is_forgotten_when_all_have_the_new_one() -> None:
     rig = Rig().begin()
     assert rig.updates.nbytes == 2 * NBYTES
     rig.hold(0, 0, plan=2)
-    rig.say(0, Kind.READY, plan=2)
+    rig.say(0, Kind.BARRIER, plan=2)
     assert rig.say(1, Kind.STATE, slice=1)[0].state is not None
-    rig.say(1, Kind.READY, plan=2)
+    rig.say(1, Kind.BARRIER, plan=2)
     assert rig.updates.nbytes == NBYTES
-    assert rig.applier.log.count("drop") == 2
-    with pytest.raises(Refused, match="slice 1 of plan 1, whose parameters nobody has sent"):
+    assert rig.optimizer.log.count("drop") == 2
+    with pytest.raises(RequestError, match="slice 1 of plan 1, which is not loaded"):
         rig.say(1, Kind.STATE, slice=1)
 
 
 def test_memory_is_limited() -> None:
-    rig = Rig(1, most=4 * EACH).begin()
+    rig = Rig(1, most=4 * SLICE_OVERHEAD).begin()
     rig.sum(0)
-    rig.applier.remembers = 3 * EACH
+    rig.optimizer.remembers = 3 * SLICE_OVERHEAD
     rig.steps()
-    with pytest.raises(Refused, match=f"take {3 * EACH + NBYTES} bytes; the server has room for"):
+    with pytest.raises(
+        RequestError, match=f"need {3 * SLICE_OVERHEAD + NBYTES} bytes; the server's limit is"
+    ):
         rig.work()
-    rig = Rig(most=3 * (NBYTES + EACH))
+    rig = Rig(most=3 * (NBYTES + SLICE_OVERHEAD))
     for number in range(3):
         rig.hold(0, number)
-    with pytest.raises(Refused, match="8 bytes would follow, and there is room for 0"):
+    with pytest.raises(RequestError, match="a document of 8 bytes; 0 bytes are free"):
         rig.hold(0, 3)
 
 
 def test_what_waits_for_other_workers_is_limited_too() -> None:
-    rig = Rig(most=4 * EACH)
-    rig.say(0, Kind.READY)
+    rig = Rig(most=4 * SLICE_OVERHEAD)
+    rig.say(0, Kind.BARRIER)
     for _ in range(2):
-        rig.say(0, Kind.FINAL, bytes(EACH))
-    with pytest.raises(Refused, match=f"{5 * EACH} bytes wait; the server has room for {4 * EACH}"):
+        rig.say(0, Kind.GRADIENTS, bytes(SLICE_OVERHEAD))
+    with pytest.raises(
+        RequestError,
+        match=f"{5 * SLICE_OVERHEAD} bytes; the server's limit is {4 * SLICE_OVERHEAD}",
+    ):
         rig.say(0, Kind.STATE)
-    rig = Rig(2, most=6 * EACH).begin()
+    rig = Rig(2, most=6 * SLICE_OVERHEAD).begin()
     for _ in range(20):
         rig.hold(0, 0)
-        rig.say(0, Kind.READY)
-        rig.say(1, Kind.READY)
+        rig.say(0, Kind.BARRIER)
+        rig.say(1, Kind.BARRIER)
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         ({"digest": "e"}, "rank 1 has other settings .* than rank 0: set the same"),
-        ({"number": 2}, "rank 1 makes update 2 in plan 1 while others make update 1 in plan 1"),
-        ({"plan": 2}, "rank 1 makes update 1 in plan 2 while others"),
-        ({"turn": NO_ROUND}, "rank 1 makes update 1"),
+        ({"number": 2}, "rank 1 requested update 2 of plan 1, and others update 1 of plan 1"),
+        ({"plan": 2}, "rank 1 requested update 1 of plan 2, and others"),
+        ({"turn": NO_ROUND}, "rank 1 requested update 1"),
     ],
     ids=["settings", "number", "plan", "round"],
 )
 def test_workers_that_tell_of_other_steps(words: Any, why: str) -> None:
     rig = Rig().begin()
     rig.step(0)
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(RequestError, match=why):
         rig.step(1, **words)
 
 
@@ -320,71 +338,71 @@ def test_a_worker_that_follows_has_no_settings_to_compare() -> None:
 def test_steps_that_cannot_be_begun() -> None:
     rig = Rig().begin()
     rig.step(0)
-    with pytest.raises(Refused, match="rank 0 makes update 1"):
+    with pytest.raises(RequestError, match="rank 0 requested update 1"):
         rig.step(0)
     rig = Rig().begin()
     rig.say(0, Kind.STEP, b'{"digest": ""}', round=1)
-    with pytest.raises(Refused, match="no worker sent the settings"):
+    with pytest.raises(RequestError, match="no worker sent the settings"):
         rig.say(1, Kind.STEP, b'{"digest": ""}', round=1)
     rig = Rig().begin()
-    with pytest.raises(Refused, match="update 5 came after update 0"):
+    with pytest.raises(RequestError, match="update 5 came after update 0"):
         rig.steps(5)
     rig = Rig().begin()
-    with pytest.raises(Refused, match="malformed parameters of a step"):
+    with pytest.raises(RequestError, match="malformed parameters of a step"):
         rig.steps(used="spam")
     for payload in (b"", b"[]", b"{}", b"\xff"):
-        with pytest.raises(Refused, match="rank 0 sent malformed settings"):
+        with pytest.raises(RequestError, match="rank 0 sent malformed settings"):
             Rig().begin().say(0, Kind.STEP, payload, round=1)
 
 
 def test_what_no_worker_should_send() -> None:
     rig = Rig().begin()
-    with pytest.raises(Refused, match="rank 1 sent more of nothing"):
-        rig.say(1, Kind.MORE, b"abc")
-    with pytest.raises(Refused, match="slice 7 of plan 1, whose parameters nobody has sent"):
+    with pytest.raises(RequestError, match="rank 1 sent a fragment without a document"):
+        rig.say(1, Kind.CONTINUATION, b"abc")
+    with pytest.raises(RequestError, match="slice 7 of plan 1, which is not loaded"):
         rig.say(1, Kind.FETCH, slice=7, round=1)
-    with pytest.raises(Refused, match="state of slice 0 after update 4, which had 0"):
+    with pytest.raises(RequestError, match="state of slice 0 after update 4; the last one is 0"):
         rig.say(1, Kind.STATE, round=4)
-    with pytest.raises(Refused, match="rank 0 sent a message of kind 77"):
+    with pytest.raises(RequestError, match="rank 0 sent a message of kind 77"):
         rig.say(0, 77)
 
 
 def test_who_is_late_and_who_is_missed() -> None:
     rig = Rig().begin()
-    assert not rig.updates.lacking(1)
+    assert not rig.updates.is_waiting_for(1)
     rig.step(0)
-    assert rig.updates.lacking(1)
-    assert not rig.updates.lacking(0)
-    assert rig.updates.missing(-1.0) is None
-    assert rig.updates.missing(1.0) == ("step", {1})
+    assert rig.updates.is_waiting_for(1)
+    assert not rig.updates.is_waiting_for(0)
+    assert rig.updates.find_incomplete(-1.0) is None
+    assert rig.updates.find_incomplete(1.0) == ("step", {1})
     rig.step(1)
-    assert rig.updates.missing(1.0) is None, "sums are looked after by themselves"
+    assert rig.updates.find_incomplete(1.0) is None, "sums are looked after by themselves"
     rig = Rig().begin()
     rig.hold(1, 1)
-    rig.say(1, Kind.READY)
+    rig.say(1, Kind.BARRIER)
     rig.say(1, Kind.STATE)
-    assert rig.updates.missing(1.0) == ("optimizer state", {0})
-    assert rig.updates.lacking(0)
+    assert rig.updates.find_incomplete(1.0) == ("optimizer state", {0})
+    assert rig.updates.is_waiting_for(0)
 
 
 def test_an_optimizer_that_cannot_be_made() -> None:
     def fail() -> Any:
         raise ModuleNotFoundError("No module named 'mine'\nor so")
 
-    updates = Updates(1, fail, lambda key, number: None, 2000)
-    words = "cannot be made here: ModuleNotFoundError: No module named 'mine'$"
-    list(updates.take(0, Kind.HOLD, Ids(1, 0, 0, 0), b'{"pieces": [], "nbytes": 0}'))
-    with pytest.raises(Refused, match=words):
-        list(updates.take(0, Kind.READY, Ids(1, 0, 0, 0), b""))
+    updates = ShardUpdates(1, fail, lambda key, number: None, 2000)
+    words = "cannot create the optimizer on a server: ModuleNotFoundError: No module named 'mine'$"
+    list(updates.handle(0, Kind.LOAD, Ids(1, 0, 0, 0), b'{"pieces": [], "nbytes": 0}'))
+    with pytest.raises(RequestError, match=words):
+        list(updates.handle(0, Kind.BARRIER, Ids(1, 0, 0, 0), b""))
 
 
 def test_a_step_of_no_slices_is_over_at_once() -> None:
     rig = Rig(0).begin()
     rig.steps()
     rig.steps(2)
-    assert not rig.updates.due
+    assert not rig.updates.has_work
 
 
 def test_numbers_as_bits() -> None:
     for numbers in (set(), {0}, {3, 64, 129}):
-        assert numbers_in(bits_of(numbers)) == numbers
+        assert unpack_numbers(pack_numbers(numbers)) == numbers

@@ -6,27 +6,26 @@ import pytest
 
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.protocol import position_of, urgency_of
-from wingbeat.methods.parameter_server.requests import Requests
-from wingbeat.methods.parameter_server.tables import Places
+from wingbeat.methods.parameter_server.slicing import LayerPositions, RequestPlanner
 from wingbeat.schedules.events import Operation
 from wingbeat.types import Serving
 
 FORWARD = [3, 2, 1, 0]
 SIZES = [40, 30, 20, 10]
-PLACES = Places((1, 2, 3, 4), 4)
+PLACES = LayerPositions((1, 2, 3, 4), 4)
 
 
-def requests(fully_connected: tuple[bool, ...] = (False,) * 4, **options: object) -> Requests:
-    made = Requests(Serving(**options), 2, seed=0)  # type: ignore[arg-type]
-    made.planned(SIZES, FORWARD, fully_connected, PLACES, 100)
+def requests(fully_connected: tuple[bool, ...] = (False,) * 4, **options: object) -> RequestPlanner:
+    made = RequestPlanner(Serving(**options), 2, seed=0)  # type: ignore[arg-type]
+    made.set_buckets(SIZES, FORWARD, fully_connected, PLACES, 100)
     return made
 
 
-def classes(made: Requests) -> list[int]:
+def classes(made: RequestPlanner) -> list[int]:
     """The classes in which the sums of buckets 0 to 3 are to come."""
-    asked = [made.asked(bucket) for bucket in range(4)]
-    assert [position_of(each.ids.wish) for own in asked for each in own[:1]] == [3, 2, 1, 0]
-    found = [{urgency_of(each.ids.wish) for each in own} for own in asked]
+    asked = [made.requests(bucket) for bucket in range(4)]
+    assert [position_of(each.ids.route) for own in asked for each in own[:1]] == [3, 2, 1, 0]
+    found = [{urgency_of(each.ids.route) for each in own} for own in asked]
     return [own.pop() for own in found]
 
 
@@ -34,21 +33,21 @@ def test_a_round_that_was_pushed_may_be_pulled_in_another_class() -> None:
     made = requests(thresholds=(0.5,))
     for bucket in range(4):
         made.begin(Operation.PUSH, bucket)
-    pushed = [made.asked(bucket) for bucket in range(4)]
+    pushed = [made.requests(bucket) for bucket in range(4)]
     assert classes(made) == [1, 1, 1, 0]
-    made.prioritise((0.1,))
+    made.priorities.set_thresholds((0.1,))
     assert [made.begin(Operation.PULL, bucket) for bucket in range(4)] == [[0], [1], [2], [3]]
     assert classes(made) == [1, 0, 0, 0]
     for bucket in range(4):
-        for was, now in zip(pushed[bucket], made.asked(bucket), strict=True):
+        for was, now in zip(pushed[bucket], made.requests(bucket), strict=True):
             assert was.ids[:3] == now.ids[:3], "the same slice of the same round"
             assert was.slice == now.slice
 
 
 def test_thresholds_stay_when_buckets_are_made_anew() -> None:
     made = requests(thresholds=(0.5,))
-    made.prioritise((0.1,))
-    made.planned(SIZES, FORWARD, (False,) * 4, PLACES, 100)
+    made.priorities.set_thresholds((0.1,))
+    made.set_buckets(SIZES, FORWARD, (False,) * 4, PLACES, 100)
     assert classes(made) == [1, 0, 0, 0]
 
 
@@ -56,8 +55,8 @@ def test_thresholds_stay_when_buckets_are_made_anew() -> None:
 def test_thresholds_of_another_number_or_none_are_refused(levels: tuple[float, ...]) -> None:
     made = requests(thresholds=(0.5,))
     with pytest.raises(UsageError, match="thresholds="):
-        made.prioritise(levels)
-    made.planned(SIZES, FORWARD, (False,) * 4, PLACES, 100)
+        made.priorities.set_thresholds(levels)
+    made.set_buckets(SIZES, FORWARD, (False,) * 4, PLACES, 100)
     assert classes(made) == [1, 1, 1, 0]
 
 
@@ -65,8 +64,8 @@ def test_coarse_has_fully_connected_buckets_in_the_second_class_wherever_they_ar
     made = requests((True, False, True, False), thresholds=(), coarse=True)
     assert classes(made) == [1, 0, 1, 0]
     with pytest.raises(UsageError, match="by kind of layer"):
-        made.prioritise(())
-    made.planned(SIZES, FORWARD, (True, True, False, False), PLACES, 100)
+        made.priorities.set_thresholds(())
+    made.set_buckets(SIZES, FORWARD, (True, True, False, False), PLACES, 100)
     assert classes(made) == [1, 1, 0, 0]
 
 
@@ -75,7 +74,7 @@ def test_gradients_are_pushed_in_those_classes_too_or_all_in_the_last(coarse: bo
     options = {"thresholds": () if coarse else (0.5,), "coarse": coarse}
     kinds = (True, True, True, False)
     both = requests(kinds, **options)
-    assert [both.asked(bucket)[0].urgency for bucket in range(4)] == [1, 1, 1, 0]
+    assert [both.requests(bucket)[0].urgency for bucket in range(4)] == [1, 1, 1, 0]
     sums = requests(kinds, pushes=False, **options)
-    assert [sums.asked(bucket)[0].urgency for bucket in range(4)] == [1] * 4
+    assert [sums.requests(bucket)[0].urgency for bucket in range(4)] == [1] * 4
     assert classes(sums) == [1, 1, 1, 0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.parameter_server.slicing import Slice, partitioned, placed
+from wingbeat.methods.parameter_server.slicing import Slice, partition_buckets, place_buckets
 from wingbeat.paced.profile import load_profile
 
 SIZES = st.lists(st.integers(0, 3000) | st.integers(0, 10**7), max_size=12)
@@ -30,7 +30,7 @@ def assert_once(sizes: list[int], slices: tuple[Slice, ...]) -> None:
 def test_every_element_is_in_one_slice_and_none_is_too_large(
     sizes: list[int], servers: int, threshold: int | None, smallest: int
 ) -> None:
-    slices = partitioned(sizes, servers, threshold, smallest)
+    slices = partition_buckets(sizes, servers, threshold, smallest)
     assert_once(sizes, slices)
     assert all(0 <= each.server < servers for each in slices)
     if threshold is not None:
@@ -41,7 +41,7 @@ def test_every_element_is_in_one_slice_and_none_is_too_large(
 def test_shards_are_even_no_smaller_than_told_and_cut_no_more_than_needed(
     sizes: list[int], servers: int, threshold: int | None, smallest: int
 ) -> None:
-    slices = partitioned(sizes, servers, threshold, smallest)
+    slices = partition_buckets(sizes, servers, threshold, smallest)
     for bucket, numel in enumerate(sizes):
         shards: dict[int, list[int]] = {}
         for each in slices:
@@ -62,14 +62,14 @@ def test_shards_are_even_no_smaller_than_told_and_cut_no_more_than_needed(
 @given(SIZES, st.integers(1, 9), st.integers(1, 5000))
 def test_servers_have_much_the_same_to_do(sizes: list[int], servers: int, smallest: int) -> None:
     load = [0] * servers
-    for each in partitioned(sizes, servers, None, smallest):
+    for each in partition_buckets(sizes, servers, None, smallest):
         load[each.server] += len(each)
     # A shard that is not on every server has less than 2 * smallest; even ones differ by one.
     assert max(load) - min(load) <= 2 * smallest + len(sizes)
 
 
 def test_small_buckets_go_to_who_has_least() -> None:
-    slices = partitioned([100, 10, 20, 5], 3, None, smallest=100)
+    slices = partition_buckets([100, 10, 20, 5], 3, None, smallest=100)
     assert [each.server for each in slices] == [0, 1, 2, 1]
 
 
@@ -77,7 +77,7 @@ def test_small_buckets_go_to_who_has_least() -> None:
 def test_whole_buckets_are_on_one_server_each_in_turn(
     sizes: list[int], servers: int, limit: int
 ) -> None:
-    slices = placed(sizes, servers, limit)
+    slices = place_buckets(sizes, servers, limit)
     assert_once(sizes, slices)
     assert all(each.server == each.bucket % servers for each in slices)
     assert all(len(each) <= limit for each in slices)
@@ -97,12 +97,12 @@ def test_every_element_goes_by_one_link(
     weights: tuple[float, ...],
 ) -> None:
     """And links change nothing of which server has it, nor are parts smaller than told."""
-    slices = partitioned(sizes, servers, threshold, smallest, weights)
+    slices = partition_buckets(sizes, servers, threshold, smallest, weights)
     assert_once(sizes, slices)
     assert all(0 <= each.link < len(weights) for each in slices)
     shards: list[dict[tuple[int, int], list[int]]] = [{}, {}]
     for found, made in zip(
-        shards, (slices, partitioned(sizes, servers, None, smallest)), strict=True
+        shards, (slices, partition_buckets(sizes, servers, None, smallest)), strict=True
     ):
         for each in made:
             span = found.setdefault((each.bucket, each.server), [each.start, each.stop])
@@ -121,7 +121,7 @@ def test_every_element_goes_by_one_link(
 @pytest.mark.parametrize("whole", [False, True])
 def test_links_carry_in_proportion_to_their_speed(whole: bool, weights: tuple[float, ...]) -> None:
     sizes = [each.numel for layer in load_profile("resnet50").layers for each in layer.parameters]
-    slices = placed(sizes, 4, K * K, weights) if whole else partitioned(
+    slices = place_buckets(sizes, 4, K * K, weights) if whole else partition_buckets(
         sizes, 4, K * K, weights=weights
     )  # fmt: skip
     for servers in [range(4)] if whole else [[server] for server in range(4)]:
@@ -134,9 +134,9 @@ def test_links_carry_in_proportion_to_their_speed(whole: bool, weights: tuple[fl
 
 
 def test_a_small_shard_goes_by_the_link_that_is_done_first() -> None:
-    slices = partitioned([100] * 6, 1, None, 100, (0.75, 0.25))
+    slices = partition_buckets([100] * 6, 1, None, 100, (0.75, 0.25))
     assert [each.link for each in slices] == [0, 0, 0, 1, 0, 0]
-    slices = partitioned([1000, 100, 100, 100], 1, None, 500, (0.5, 0.5))
+    slices = partition_buckets([1000, 100, 100, 100], 1, None, 500, (0.5, 0.5))
     assert [(each.start, each.stop, each.link) for each in slices] == [
         (0, 500, 0), (500, 1000, 1), (0, 100, 0), (0, 100, 1), (0, 100, 0),
     ]  # fmt: skip
@@ -162,7 +162,7 @@ def test_vgg19_has_so_many_slices_on_eight_servers(
     sizes = [each.numel for layer in load_profile("vgg19").layers for each in layer.parameters]
     assert len(sizes) == 38
     found = [
-        len(partitioned(sizes, 8, threshold * K // unit, smallest=smallest))
+        len(partition_buckets(sizes, 8, threshold * K // unit, smallest=smallest))
         for threshold in (1024, 512, 256)
     ]
     assert found == counts

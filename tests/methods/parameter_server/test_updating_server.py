@@ -15,12 +15,19 @@ import torch
 from helpers.mail import Clock
 from helpers.server_simulation import LARGEST, Letter, Office
 from helpers.server_update_simulation import DESCRIPTION, SETTINGS
-from wingbeat.methods.parameter_server.documents import Document, messages
-from wingbeat.methods.parameter_server.protocol import NO_ROUND, UPDATES, Kind, wish_of
+from wingbeat.methods.parameter_server.aggregator import Aggregator
+from wingbeat.methods.parameter_server.protocol import (
+    NO_ROUND,
+    UPDATE_KINDS,
+    Document,
+    Kind,
+    pack_route,
+    split_document,
+)
 from wingbeat.methods.parameter_server.send_queue import Order
-from wingbeat.methods.parameter_server.server import Service
-from wingbeat.methods.parameter_server.shard_optimizer import Applier
-from wingbeat.methods.parameter_server.updating import UpdatingService
+from wingbeat.methods.parameter_server.server import Server
+from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
+from wingbeat.methods.parameter_server.shard_updates import ShardUpdates
 
 SERVER = 2
 
@@ -35,10 +42,13 @@ class Rig:
         self.workers = [self.office.box(rank) for rank in range(2)]
         self.box = self.office.box(SERVER)
         self.numel, self.slices = numel, slices
-        self.service = UpdatingService(
-            self.box, 2, make=lambda: Applier(DESCRIPTION | changed), room=1 << 20,
-            most=1 << 20, order=order, timeout=5.0, clock=self.clock,
-        )  # fmt: skip
+        aggregator = Aggregator(2, 1 << 20)
+        updates = ShardUpdates(
+            2, lambda: ShardOptimizer(DESCRIPTION | changed), aggregator.completed_sum, 1 << 20
+        )
+        self.service = Server(
+            self.box, 2, aggregator, updates, order=order, timeout=5.0, clock=self.clock
+        )
 
     def send(self, rank: int, kind: int, payload: Any = b"", ids: Any = (1, 0, 0, 0),
              dtype: str = "") -> None:  # fmt: skip
@@ -49,11 +59,11 @@ class Rig:
                  "pieces": [[0, 0, 0, self.numel]], "state": [None]}  # fmt: skip
         data = memoryview(np.ones(self.numel, "f4")).cast("B")
         for number in range(self.slices):
-            for count, payload in enumerate(messages(words, [data], LARGEST)):
-                kind = Kind.MORE if count else Kind.HOLD
+            for count, payload in enumerate(split_document(words, [data], LARGEST)):
+                kind = Kind.CONTINUATION if count else Kind.LOAD
                 self.send(0, kind, bytes(payload), (1, number, 0, 0))
         for rank in (0, 1):
-            self.send(rank, Kind.READY)
+            self.send(rank, Kind.BARRIER)
 
     def step(self, rank: int, number: int = 1, turn: int = 0, **more: Any) -> None:
         words = {"digest": "", "groups": [SETTINGS], "used": "1"} | more
@@ -63,14 +73,14 @@ class Rig:
         for rank in (0, 1):
             payload = np.ones(self.numel, "f4")
             for number in range(self.slices):
-                ids = (1, number, turn, wish_of(1, 3))
-                self.send(rank, Kind.STORE, payload, ids, "float32")
+                ids = (1, number, turn, pack_route(1, 3))
+                self.send(rank, Kind.PUSH, payload, ids, "float32")
 
     def run(self) -> None:
         for _ in range(300):
             for _ in range(5):
                 self.office.move()
-            self.service.step(self.box.poll(keep=True))
+            self.service.run_once(self.box.poll(keep=True))
 
     def heard(self, rank: int) -> list[Letter]:
         out = []
@@ -98,7 +108,7 @@ def test_parameters_go_to_all_in_the_class_of_the_last_push() -> None:
     for rank in (0, 1):
         [letter] = rig.heard(rank)
         assert (letter.kind, letter.dtype, letter.urgency) == (Kind.PARAMETERS, "float32", 1)
-        assert tuple(letter.ids) == (1, 0, 1, wish_of(1, 3))
+        assert tuple(letter.ids) == (1, 0, 1, pack_route(1, 3))
         torch.testing.assert_close(
             torch.frombuffer(bytearray(letter.payload), dtype=torch.float32),
             torch.full((4,), 0.8),
@@ -112,7 +122,7 @@ def test_what_is_asked_for_in_turn_waits_in_its_turn() -> None:
     rig.run()
     rig.send(0, Kind.FETCH, ids=(1, 0, 1, 0))
     rig.run()
-    assert rig.service._outbox.waiting == 1
+    assert rig.service._queue.queued == 1
     rig.step(0)
     rig.step(1)
     rig.run()
@@ -133,25 +143,25 @@ def test_state_comes_in_messages_of_the_size_that_is_allowed() -> None:
     rig.run()
     first, *more = rig.heard(1)
     assert first.kind == Kind.STATE
-    assert [letter.kind for letter in more] == [Kind.MORE] * 3
+    assert [letter.kind for letter in more] == [Kind.CONTINUATION] * 3
     document = Document(first.payload, 1 << 20)
     for letter in more:
         assert not document.complete
-        document.add(letter.payload)
+        document.append(letter.payload)
     assert document.complete
-    assert document.words["state"] == [{"momentum_buffer": {"each": "float32"}}]
+    assert document.fields["state"] == [{"momentum_buffer": {"each": "float32"}}]
     assert np.frombuffer(document.data, "f4").tolist() == [2.0] * 100
 
 
 def test_a_server_that_only_sums_takes_none_of_it() -> None:
-    for kind in sorted(UPDATES):
+    for kind in sorted(UPDATE_KINDS):
         office, clock = Office(random.Random(0), 1), Clock()
         worker, box = office.box(0), office.box(1)
-        service = Service(box, 1, most=1 << 20, clock=clock)  # type: ignore[arg-type]
+        service = Server(box, 1, Aggregator(1, 1 << 20), clock=clock)  # type: ignore[arg-type]
         worker.post(1, kind, b"", ids=(0, 0, 0, 0))
         for _ in range(60):
             office.move()
-            service.step(box.poll(keep=True))
+            service.run_once(box.poll(keep=True))
         assert f"a message of kind {int(kind)}" in bytes(worker.poll().payload).decode()
 
 
@@ -173,7 +183,7 @@ def test_an_optimizer_that_fails_is_told_to_all_once() -> None:
     first, second = rig.reasons()
     assert first == second
     assert first.startswith("optimizer SGD: TypeError: ")
-    assert not rig.service.pending
+    assert not rig.service.has_work
     rig.push(1)
     rig.run()
     assert rig.reasons() == []
@@ -183,7 +193,7 @@ def test_an_optimizer_that_cannot_be_imported_is_told_to_all() -> None:
     rig = Rig(module="wingbeat.nowhere")
     rig.hold()
     rig.run()
-    why = "the optimizer cannot be made here: ModuleNotFoundError: No module named"
+    why = "cannot create the optimizer on a server: ModuleNotFoundError: No module named"
     assert [text[: len(why)] for text in rig.reasons()] == [why] * 2
 
 
@@ -197,19 +207,19 @@ def test_a_worker_that_does_not_tell_of_a_step() -> None:
     assert rig.reasons() == []
     rig.clock.now += 0.3
     rig.run()
-    assert rig.reasons() == ["no step of rank 1 within 5 s"] * 2
+    assert rig.reasons() == ["no step from rank 1 within 5 s"] * 2
 
 
 def test_a_worker_that_loads_nothing() -> None:
     rig = Rig()
     rig.hold()
     rig.run()
-    rig.send(0, Kind.READY)
+    rig.send(0, Kind.BARRIER)
     rig.send(0, Kind.STATE)
     rig.run()
     rig.clock.now += 5.1
     rig.run()
-    assert rig.reasons() == ["no optimizer state of rank 1 within 5 s"] * 2
+    assert rig.reasons() == ["no optimizer state from rank 1 within 5 s"] * 2
 
 
 def test_a_worker_that_is_gone_is_missed_only_where_somebody_waits() -> None:
@@ -237,7 +247,7 @@ def test_a_server_that_has_something_to_do_does_not_wait_for_messages() -> None:
     waits: list[tuple[bool, float]] = []
 
     def take(seconds: float, *, keep: bool) -> Any:
-        waits.append((rig.service.pending, seconds))
+        waits.append((rig.service.has_work, seconds))
         for _ in range(5):
             rig.office.move()
         return rig.box.poll(keep=keep)
@@ -258,33 +268,33 @@ def test_every_message_counts_no_more_when_it_was_taken() -> None:
     for rank in (0, 1):
         rig.step(rank)
     rig.run()
-    rig.send(0, Kind.FINAL, np.ones(4, "f4"), (1, 0, 2, 0))
+    rig.send(0, Kind.GRADIENTS, np.ones(4, "f4"), (1, 0, 2, 0))
     rig.send(1, Kind.STATE, ids=(1, 0, 1, 0))
     rig.run()
     assert rig.reasons() == []
     assert rig.counting() == 0
-    rig.send(0, Kind.STORE, np.ones(4, "f4"), (1, 0, 1, 0), "float32")
+    rig.send(0, Kind.PUSH, np.ones(4, "f4"), (1, 0, 1, 0), "float32")
     rig.run()
     assert rig.counting() == 0, "rank 0's are added at once"
     rig.send(1, Kind.FETCH, ids=(1, 0, 7, 0))
-    rig.send(1, Kind.READY)
+    rig.send(1, Kind.BARRIER)
     rig.run()
-    assert rig.reasons() == ["rank 1 wants slice 0 after update 7"] * 2
+    assert rig.reasons() == ["rank 1 requested slice 0 after update 7"] * 2
     assert rig.counting() == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "wish", "why"),
+    ("kind", "route", "why"),
     [
-        (Kind.STORE, wish_of(5, 0), "rank 1 asks for class 5"),
-        (Kind.STEP, wish_of(5, 0), "rank 1 asks for class 5"),
-        (Kind.STORE, 0, "rank 1 pushed slice 0 of round 3 in round -1"),
-        (Kind.MORE, 0, "rank 1 sent more of nothing"),
+        (Kind.PUSH, pack_route(5, 0), "rank 1 requested class 5; there are 2"),
+        (Kind.STEP, pack_route(5, 0), "rank 1 requested class 5; there are 2"),
+        (Kind.PUSH, 0, "rank 1 pushed slice 0 of round 3 in round -1"),
+        (Kind.CONTINUATION, 0, "rank 1 sent a fragment without a document"),
     ],
 )
-def test_what_is_refused_counts_no_more_either(kind: Kind, wish: int, why: str) -> None:
+def test_what_is_refused_counts_no_more_either(kind: Kind, route: int, why: str) -> None:
     rig = Rig()
-    rig.send(1, kind, np.ones(4, "f4"), (1, 0, 3, wish), "float32")
+    rig.send(1, kind, np.ones(4, "f4"), (1, 0, 3, route), "float32")
     rig.run()
     assert rig.reasons() == [why] * 2
     assert rig.counting() == 0

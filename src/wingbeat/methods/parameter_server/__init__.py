@@ -1,5 +1,6 @@
-"""Parameter servers: processes that sum what all workers push, and send it back.
+"""Parameter servers (Geryon and its baselines): synchronous training through sharded servers.
 
-No torch is loaded but for codecs (`coded`), and to apply an optimizer (`applying`) and for small
-values of it (`values`).
+The modules of the server process load no torch: `server`, `aggregator`, `shard_updates`,
+`send_queue`, `failures`, `protocol`, `slicing`. Jobs with a codec also load `coded_aggregator`, and
+jobs whose servers run the optimizer `shard_optimizer`; these need torch.
 """

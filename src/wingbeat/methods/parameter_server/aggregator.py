@@ -1,314 +1,400 @@
-"""A server's arithmetic: sums of slices over all workers, in the same order every time. Pure.
+"""Sums of slices over all workers, without torch: numpy, and C++ for float16 and bfloat16.
 
-A slice is added as it arrives, but for one thing: workers are added in the order of their ranks, so
-that the same gradients give the same bits in every run. What comes before its turn waits, and it is
-said when it is added: meanwhile its sender can be kept from sending more.
+Gradients are added as they arrive, in the order of ranks, so that the same gradients give the same
+bits in every run. Payloads that arrive early wait; their sender learns when they are added, and its
+window stays occupied until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from wingbeat.methods.parameter_server.dtypes import ITEMSIZE, Array, add, narrowed, sum_dtype
+from wingbeat import _native
+from wingbeat.methods.parameter_server.protocol import RequestError
 
-Free = Callable[[], bool]
-"""Whether nobody reads a buffer any more."""
+Array = NDArray[np.generic]
 
-Added = Callable[[], object]
-"""Is called when a payload was added, or at least its turn has come."""
+OnAdded = Callable[[], object]
+"""Called when a payload is added, or is next to be added."""
 
-HELD = 16 << 20
-"""Bytes of gradients, over all slices, that are kept where they have arrived until the next ones
-are there, to be added together: so a sum goes through memory half as often."""
+SliceKey = tuple[int, int]
+"""Plan and slice."""
 
-EACH = 1024
-"""Bytes that keeping a slice takes beside its sums: slices of no size are no way to more memory."""
+MAX_DEFERRED = 16 << 20
+"""Bytes of gradients that wait in place for the next payload of their slice. Adding two payloads at
+a time halves the memory traffic of the sum."""
+
+SLICE_OVERHEAD = 1024
+"""Bytes that count for a slice beside its sums, so that the number of slices has a limit."""
 
 
-class Refused(Exception):
-    """A worker has sent what cannot be right; says what."""
+# -- arithmetic ----------------------------------------------------------------------------
+
+ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+"""Bytes of an element, for each supported dtype."""
+
+_HALF: dict[str, np.dtype[np.generic]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),  # numpy has no bfloat16
+}
+
+_FLOAT32: np.dtype[np.generic] = np.dtype(np.float32)
+
+_BLOCK = 1 << 15
+"""Elements of a block: the intermediate sums of a block stay in the cache."""
+
+
+def sum_dtype(dtype: str) -> np.dtype[np.generic]:
+    """Return the dtype of a sum: float64 for float64, otherwise float32."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+def widen(payload: memoryview, dtype: str) -> Array:
+    """Return a payload's elements in the dtype of their sum; a view if the dtypes are equal."""
+    if dtype not in _HALF:
+        return np.frombuffer(payload, dtype=dtype)
+    wide = np.empty(len(payload) // 2, np.float32)
+    add_payloads(wide, [payload], dtype, begin=True)
+    return wide
+
+
+def narrow(total: Array, dtype: str, out: Array | None = None) -> Array:
+    """Round a sum to ``dtype`` as torch does; return ``total`` itself if it has that dtype."""
+    if total.itemsize == ITEMSIZE[dtype]:
+        return total
+    half = _HALF[dtype]
+    if out is None:
+        out = np.empty(len(total), half)
+    if len(out) != len(total):
+        raise ValueError(f"out has {len(out)} elements; the sum has {len(total)}")
+    target = _address(out, half)
+    _native.narrow_half(_address(total), len(total), dtype == "bfloat16", target)
+    return out
+
+
+def convert(total: Array, dtype: str) -> Array:
+    """Return a float32 sum in another supported dtype, as a copy."""
+    if dtype == "float64":
+        return total.astype(np.float64)
+    return narrow(total, dtype)
+
+
+def add_payloads(
+    total: Array, payloads: Sequence[memoryview], dtype: str, *, begin: bool = False
+) -> None:
+    """Add payloads to a sum in order; with ``begin``, overwrite the sum.
+
+    Blocks stay in the cache, so the sum goes through memory once.
+    """
+    arrays = [np.frombuffer(payload, _HALF.get(dtype, dtype)) for payload in payloads]
+    if wrong := [len(array) for array in arrays if len(array) != len(total)]:
+        raise ValueError(f"payload of {wrong[0]} elements; the sum has {len(total)}")
+    if dtype in _HALF:
+        addresses = [_address(array, _HALF[dtype]) for array in arrays]
+        _native.add_half(_address(total), addresses, len(total), dtype == "bfloat16", begin)
+        return
+    # Workers check sums for overflow (GradScaler): no warnings here.
+    with np.errstate(all="ignore"):
+        for part in _blocks(total, len(payloads)):
+            _add_block(total[part], [array[part] for array in arrays], begin)
+
+
+def _add_block(out: Array, arrays: list[Array], begin: bool) -> None:
+    adder: Callable[..., object] = np.add
+    first, *others = arrays if begin else [out, *arrays]
+    if not others:
+        np.copyto(out, first)
+    for array in others:
+        adder(first, array, out=out)
+        first = out
+
+
+def _address(array: Array, dtype: np.dtype[np.generic] = _FLOAT32) -> int:
+    """Return the address of a contiguous array of ``dtype``."""
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{array.dtype} with strides {array.strides}; must be flat {dtype}")
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _blocks(total: Array, payloads: int) -> Iterator[slice]:
+    """Yield blocks; a single block for one payload, which has no intermediate sum."""
+    step = max(1, len(total)) if payloads == 1 else _BLOCK
+    for start in range(0, len(total), step):
+        yield slice(start, min(start + step, len(total)))
+
+
+# -- sums ----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
-class Sum:
-    """A complete sum of one slice.
+class SliceSum:
+    """A complete sum of one slice, in the form in which it is sent.
 
-    Attributes:
-        round: how many sums of the slice there were before.
-        dtype: what it travels in.
-        result: as it travels; stays as it is until all readers are done.
-        readers: who may still read it.
-        asked: the workers that it was sent to, or will be.
+    ``round`` counts earlier sums of the slice. ``result`` is constant until every function in
+    ``readers`` reports that its reader has finished. ``requested_by`` are ranks.
     """
 
     round: int
     dtype: str
     result: Array
-    readers: list[Free] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)
+    readers: list[Callable[[], bool]] = field(default_factory=list)
+    requested_by: set[int] = field(default_factory=set)
 
-    def free(self) -> bool:
-        """Whether all that read it are done."""
-        return all(reader() for reader in self.readers)
+    def is_unused(self) -> bool:
+        """Whether all readers have finished."""
+        return all(finished() for finished in self.readers)
 
 
 @dataclass(slots=True)
-class Total:
-    """One slice: the sum that is being made, and those that were.
+class Accumulator:
+    """One slice: the sum in progress, and the last complete ones.
 
     Attributes:
-        dtype: what it travels in.
-        numel: its elements.
-        round: which sum it is: how many there were before.
-        added: how many workers' gradients are in it, in the order of their ranks.
-        waiting: what has come before its turn, by worker.
-        held: the last worker's of those, if it waits to be added with the next.
-        since: when the first of this round came, in seconds.
-        buffer: what is summed in; None when the sum is complete.
-        spare: the same of the sum before, if that travels in another dtype: nobody reads it.
-        out: memory for the sum in that dtype, of an earlier one that nobody reads.
-        sums: complete ones whose memory is kept, the last one at the end.
-        nbytes: of all of these.
+        round: number of earlier sums.
+        added: number of workers whose gradients are added; they are added in the order of ranks.
+        early: payloads whose turn has not come, by rank.
+        deferred: payloads that wait to be added together with the next.
+        started_at: when the first payload of this round arrived, in seconds.
+        buffer: the sum in progress; None once it is complete.
+        spare: an unused buffer, where sums are sent in another dtype.
+        out: unused memory for the sum in that dtype.
+        sums: complete sums whose memory is in use, the last one at the end.
+        nbytes: size of all of these.
     """
 
     dtype: str
     numel: int
     round: int = -1
     added: int = 0
-    waiting: dict[int, tuple[memoryview, Added]] = field(default_factory=dict)
-    held: list[memoryview] = field(default_factory=list)
-    since: float = 0.0
+    early: dict[int, tuple[memoryview, OnAdded]] = field(default_factory=dict)
+    deferred: list[memoryview] = field(default_factory=list)
+    started_at: float = 0.0
     buffer: Array | None = None
     spare: Array | None = None
     out: Array | None = None
-    sums: list[Sum] = field(default_factory=list)
+    sums: list[SliceSum] = field(default_factory=list)
     nbytes: int = 0
 
+    def has_pushed(self, worker: int) -> bool:
+        """Whether a worker has pushed in the present round."""
+        return worker < self.added or worker in self.early
 
-class Sums:
+
+class Aggregator:
     """All sums of one server.
 
     Args:
-        workers: how many push each slice.
-        most: bytes that all sums together may take; a job that needs more is refused.
-        held: bytes of all that may wait to be added with the next worker's.
-        dense: whether sums go back in the dtype that they were made in.
+        workers: number of workers, each of which pushes each slice.
+        max_nbytes: maximum size of all sums.
+        max_deferred: maximum size of payloads that wait to be added together with the next.
+        dense: whether sums are sent in the dtype of the sum, and not in that of the gradients.
 
     Attributes:
-        nbytes: of the sums that are kept or being made.
+        nbytes: size of the sums.
+        max_nbytes: the limit.
     """
 
-    def __init__(self, workers: int, most: int, held: int = HELD, *, dense: bool = False) -> None:
+    def __init__(
+        self,
+        workers: int,
+        max_nbytes: int,
+        max_deferred: int = MAX_DEFERRED,
+        *,
+        dense: bool = False,
+    ) -> None:
         self._workers = workers
         self._dense = dense
-        self._most, self._most_held = most, held
-        self._totals: dict[tuple[int, int], Total] = {}
+        self.max_nbytes, self._max_deferred = max_nbytes, max_deferred
+        self._slices: dict[SliceKey, Accumulator] = {}
         self._plan = -1
-        self._held = 0
+        self._deferred = 0
         self.nbytes = 0
 
     def push(
         self,
         worker: int,
-        key: tuple[int, int],
+        key: SliceKey,
         number: int,
         dtype: str,
         payload: memoryview,
         now: float = 0.0,
-        added: Added = lambda: None,
-    ) -> Sum | None:
-        """Add a worker's gradients of a slice; return the sum if they were the last.
-
-        Args:
-            worker: its rank.
-            key: plan and slice.
-            number: the round.
-            dtype: of the payload.
-            payload: kept, if it comes before its turn, until it is added.
-            now: seconds.
-            added: called as soon as that is so.
-
-        Raises:
-            Refused: it does not fit what has come before, or is pushed twice. Nothing has changed.
-        """
-        total = self._total(worker, key, dtype, payload)
-        if total.buffer is None and number == total.round + 1:
-            self._begin(total, now)
-            self._totals[key] = total
-        elif total.buffer is None or number != total.round:
-            raise Refused(
-                f"rank {worker} pushed slice {key[1]} of round {number} in round {total.round}"
+        on_added: OnAdded = lambda: None,
+    ) -> SliceSum | None:
+        """Add a worker's gradients of a slice; return the sum if it is complete."""
+        state = self._accumulator(worker, key, dtype, payload)
+        if state.buffer is None and number == state.round + 1:
+            self._begin_round(state, now)
+            self._slices[key] = state
+        elif state.buffer is None or number != state.round:
+            raise RequestError(
+                f"rank {worker} pushed slice {key[1]} of round {number} in round {state.round}"
             )
-        elif worker < total.added or worker in total.waiting:
-            raise Refused(f"rank {worker} pushed slice {key[1]} of round {number} twice")
-        total.waiting[worker] = payload, added
-        self._add_due(total)
-        if total.added < self._workers:
+        elif state.has_pushed(worker):
+            raise RequestError(f"rank {worker} pushed slice {key[1]} of round {number} twice")
+        state.early[worker] = payload, on_added
+        self._add_due(state)
+        if state.added < self._workers:
             return None
-        return self._complete(key, total)
+        return self._complete(key, state)
 
-    def finished(self, key: tuple[int, int], number: int) -> Sum | None:
-        """Return the sum of that round if it is complete.
+    def completed_sum(self, key: SliceKey, number: int) -> SliceSum | None:
+        """Return the sum of a round if it is complete.
 
-        It can be asked for until the next one is: a worker may be late with its pull while others
-        push for the next round already.
-
-        Raises:
-            Refused: that round is over, or is not the next; or the plan is over.
+        A sum is available until the next is complete: a slow worker may pull it while others push
+        for the next round.
         """
         if key[0] < self._plan:
-            raise Refused(f"slice {key[1]} of plan {key[0]} was pulled after plan {self._plan}")
-        total = self._totals.get(key)
-        last = total.sums[-1].round if total is not None and total.sums else -1
+            raise RequestError(
+                f"slice {key[1]} of plan {key[0]} was pulled after plan {self._plan}"
+            )
+        state = self._slices.get(key)
+        last = state.sums[-1].round if state is not None and state.sums else -1
         if number not in (last, last + 1):
-            raise Refused(f"slice {key[1]} of round {number} was pulled after round {last}")
-        return total.sums[-1] if total is not None and number == last else None
+            raise RequestError(f"slice {key[1]} of round {number} was pulled after round {last}")
+        return state.sums[-1] if state is not None and number == last else None
 
-    def take(self, key: tuple[int, int]) -> Array | None:  # noqa: ARG002
-        """Return what the sums of a slice still lack: nothing, as they are sent as they are."""
+    def take_residual(self, key: SliceKey) -> Array | None:  # noqa: ARG002
+        """Return and drop the encoding residual of a slice: None without a codec."""
         return None
 
-    def missing(self, before: float) -> tuple[tuple[int, int], set[int]] | None:
-        """Return a slice that was begun before that moment, and the workers that it waits for.
+    def find_incomplete(self, before: float) -> tuple[SliceKey, set[int]] | None:
+        """Return a slice whose round began before a time, and the workers it waits for.
 
-        Those that are ahead with another slice are left out: they may push no more until the others
-        follow.
+        Workers that wait with another slice are left out: their windows may be full until the
+        others catch up.
         """
-        for key, total in self._totals.items():
-            if total.buffer is not None and total.since < before:
-                there = {*range(total.added), *total.waiting}
-                late = set(range(self._workers)) - there
-                return key, late - self._ahead() or late
+        for key, state in self._slices.items():
+            if state.buffer is not None and state.started_at < before:
+                late = {rank for rank in range(self._workers) if not state.has_pushed(rank)}
+                ahead = {rank for other in self._slices.values() for rank in other.early}
+                return key, late - ahead or late
         return None
 
-    def _ahead(self) -> set[int]:
-        return {worker for total in self._totals.values() for worker in total.waiting}
+    def is_waiting(self, worker: int) -> bool:
+        """Whether a worker has pushed to an incomplete sum."""
+        return any(s.buffer is not None and s.has_pushed(worker) for s in self._slices.values())
 
-    def awaits(self, worker: int) -> bool:
-        """Whether that worker has pushed to a sum that has begun, and waits for the others'."""
-        return any(
-            t.buffer is not None and (worker < t.added or worker in t.waiting)
-            for t in self._totals.values()
-        )
+    def is_waiting_for(self, worker: int) -> bool:
+        """Whether an incomplete sum lacks a worker's gradients."""
+        return any(s.buffer is not None and not s.has_pushed(worker) for s in self._slices.values())
 
-    def lacking(self, worker: int) -> bool:
-        """Whether a sum that has begun waits for that worker."""
-        return any(
-            t.buffer is not None and worker >= t.added and worker not in t.waiting
-            for t in self._totals.values()
-        )
-
-    def _total(self, worker: int, key: tuple[int, int], dtype: str, payload: memoryview) -> Total:
-        numel = elements(worker, dtype, payload)
-        total = self._totals.get(key)
-        if total is None:
-            self._refuse_old(worker, key)
-            total = Total(dtype, numel)
-        if (dtype, numel) != (total.dtype, total.numel):
-            raise Refused(
+    def _accumulator(
+        self, worker: int, key: SliceKey, dtype: str, payload: memoryview
+    ) -> Accumulator:
+        numel = count_elements(worker, dtype, payload)
+        state = self._slices.get(key)
+        if state is None:
+            self._check_plan(worker, key)
+            state = Accumulator(dtype, numel)
+        if (dtype, numel) != (state.dtype, state.numel):
+            raise RequestError(
                 f"rank {worker} pushed {numel} {dtype} of slice {key[1]}, which has "
-                f"{total.numel} {total.dtype}"
+                f"{state.numel} {state.dtype}"
             )
-        return total
+        return state
 
-    def _refuse_old(self, worker: int, key: tuple[int, int]) -> None:
+    def _check_plan(self, worker: int, key: SliceKey) -> None:
         if key[0] < self._plan:
-            raise Refused(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
+            raise RequestError(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
 
-    def _begin(self, total: Total, now: float) -> None:
-        """Start a round, in memory that nobody reads any more, and not in the last sum's."""
-        over = next((old for old in total.sums[:-1] if old.free()), None)
-        dtype = sum_dtype(total.dtype)
-        back = ITEMSIZE[self._back_in(total.dtype)]
-        narrow = back < dtype.itemsize
-        need = 0 if over is not None else total.numel * back
-        if narrow and total.spare is None:
-            need += total.numel * dtype.itemsize
+    def _begin_round(self, state: Accumulator, now: float) -> None:
+        """Start a round, in unused memory; the last sum stays available."""
+        unused = next((old for old in state.sums[:-1] if old.is_unused()), None)
+        dtype = sum_dtype(state.dtype)
+        itemsize = ITEMSIZE[self._reply_dtype(state.dtype)]
+        narrows = itemsize < dtype.itemsize
+        need = 0 if unused is not None else state.numel * itemsize
+        if narrows and state.spare is None:
+            need += state.numel * dtype.itemsize
         if need:
-            self._reserve(total, need)
-        if over is not None:
-            total.sums.remove(over)
-        total.out = over.result if over is not None else None
-        total.buffer = total.spare if narrow else total.out
-        if total.buffer is None:
-            total.buffer = np.empty(total.numel, dtype)
-        total.spare = None
-        total.round, total.added, total.since = total.round + 1, 0, now
+            self._reserve(state, need)
+        if unused is not None:
+            state.sums.remove(unused)
+        state.out = unused.result if unused is not None else None
+        state.buffer = state.spare if narrows else state.out
+        if state.buffer is None:
+            state.buffer = np.empty(state.numel, dtype)
+        state.spare = None
+        state.round, state.added, state.started_at = state.round + 1, 0, now
 
-    def _reserve(self, total: Total, need: int) -> None:
-        would = self.nbytes + need
-        if would + EACH * len(self._totals) > self._most:
-            raise Refused(
-                f"{len(self._totals)} sums would take {would} bytes, and {EACH} each besides; the "
-                f"server has room for {self._most}"
+    def _reserve(self, state: Accumulator, need: int) -> None:
+        total = self.nbytes + need
+        if total + SLICE_OVERHEAD * len(self._slices) > self.max_nbytes:
+            raise RequestError(
+                f"{len(self._slices)} slices need {total} bytes, and {SLICE_OVERHEAD} more each; "
+                f"the server's limit is {self.max_nbytes}"
             )
-        self.nbytes = would
-        total.nbytes += need
+        self.nbytes = total
+        state.nbytes += need
 
-    def _add_due(self, total: Total) -> None:
-        """Add those whose turn it is, one rank after the other, and say so."""
-        due: list[tuple[memoryview, Added]] = []
-        while (found := total.waiting.pop(total.added + len(due), None)) is not None:
+    def _add_due(self, state: Accumulator) -> None:
+        """Add the payloads whose turn has come, and report it."""
+        due: list[tuple[memoryview, OnAdded]] = []
+        while (found := state.early.pop(state.added + len(due), None)) is not None:
             due.append(found)
         if due:
-            self._add(total, [each for each, _ in due])
-        for _, told in due:
-            told()
+            self._add(state, [payload for payload, _ in due])
+        for _, on_added in due:
+            on_added()
 
-    def _complete(self, key: tuple[int, int], total: Total) -> Sum:
-        assert total.buffer is not None
-        done = self._made(total)
-        if done.result is not total.buffer:
-            total.spare = total.buffer
-        total.sums.append(done)
-        total.buffer = total.out = None
+    def _add(self, state: Accumulator, payloads: list[memoryview]) -> None:
+        assert state.buffer is not None
+        pending = [*state.deferred, *payloads]
+        self._deferred -= sum(map(len, state.deferred))
+        state.added, state.deferred = state.added + len(payloads), []
+        last = state.added == self._workers
+        if (
+            len(pending) == 1
+            and not last
+            and self._deferred + len(pending[0]) <= self._max_deferred
+        ):
+            state.deferred = pending
+            self._deferred += len(pending[0])
+        else:
+            begin = state.added == len(pending)
+            add_payloads(state.buffer, pending, state.dtype, begin=begin)
+
+    def _complete(self, key: SliceKey, state: Accumulator) -> SliceSum:
+        assert state.buffer is not None
+        done = self._finish_sum(state)
+        if done.result is not state.buffer:
+            state.spare = state.buffer
+        state.sums.append(done)
+        state.buffer = state.out = None
         if key[0] > self._plan:
             self._drop_before(key[0])
         return done
 
-    def _add(self, total: Total, payloads: list[memoryview]) -> None:
-        assert total.buffer is not None
-        held = [*total.held, *payloads]
-        self._held -= sum(map(len, total.held))
-        total.added, total.held = total.added + len(payloads), []
-        last = total.added == self._workers
-        if len(held) == 1 and not last and self._held + len(held[0]) <= self._most_held:
-            total.held = held
-            self._held += len(held[0])
-        else:
-            add(total.buffer, held, total.dtype, begin=total.added == len(held))
-
     def _drop_before(self, plan: int) -> None:
-        """Forget older plans, as every worker has pushed for this one: it wants no older sum."""
+        """Drop older plans: all workers have pushed for this one, so none pulls older sums."""
         self._plan = plan
-        for key in [key for key in self._totals if key[0] < plan]:
-            total = self._totals.pop(key)
-            self.nbytes -= total.nbytes
-            self._held -= sum(map(len, total.held))
+        for key in [key for key in self._slices if key[0] < plan]:
+            state = self._slices.pop(key)
+            self.nbytes -= state.nbytes
+            self._deferred -= sum(map(len, state.deferred))
 
-    def _made(self, total: Total) -> Sum:
-        """Return what is complete, as it is to travel."""
-        assert total.buffer is not None
-        dtype = self._back_in(total.dtype)
-        return Sum(total.round, dtype, narrowed(total.buffer, dtype, total.out))
+    def _finish_sum(self, state: Accumulator) -> SliceSum:
+        """Return a complete sum in the form in which it is sent."""
+        assert state.buffer is not None
+        dtype = self._reply_dtype(state.dtype)
+        return SliceSum(state.round, dtype, narrow(state.buffer, dtype, state.out))
 
-    def _back_in(self, dtype: str) -> str:
-        """Return what a sum of ``dtype`` travels in."""
+    def _reply_dtype(self, dtype: str) -> str:
         return sum_dtype(dtype).name if self._dense else dtype
 
 
-def elements(worker: int, dtype: str, payload: memoryview) -> int:
-    """Return how many elements a payload has.
-
-    Raises:
-        Refused: it has no elements of that dtype.
-    """
+def count_elements(worker: int, dtype: str, payload: memoryview) -> int:
+    """Return the number of elements of a payload."""
     if dtype not in ITEMSIZE:
-        raise Refused(f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}")
+        raise RequestError(
+            f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}"
+        )
     numel, rest = divmod(len(payload), ITEMSIZE[dtype])
     if rest or not numel:
-        raise Refused(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
+        raise RequestError(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
     return numel

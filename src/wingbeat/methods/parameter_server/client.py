@@ -1,83 +1,205 @@
-"""A worker's side of the servers: a thread that pushes slices and takes in their sums."""
+"""The worker's connection to the servers: a thread that pushes slices and receives their sums."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from wingbeat.collectives.callbacks import run_callback
 from wingbeat.errors import PeerError
-from wingbeat.methods.parameter_server.aggregator import Refused
-from wingbeat.methods.parameter_server.documents import Document
-from wingbeat.methods.parameter_server.failures import printable
-from wingbeat.methods.parameter_server.part import Part
-from wingbeat.methods.parameter_server.probes import Probes, quiet_of
+from wingbeat.methods.parameter_server.failures import Pinger, ping_delay, printable
 from wingbeat.methods.parameter_server.protocol import (
-    SENT,
-    UPDATES,
+    ONE_WAY_KINDS,
+    UPDATE_KINDS,
+    Document,
     Ids,
     Kind,
+    RequestError,
     interface_of,
+    link_of,
     urgency_of,
 )
-from wingbeat.methods.parameter_server.request import Request
-from wingbeat.methods.parameter_server.send_queue import Flow, Order, Outbox
+from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
 from wingbeat.observe.log import log
 from wingbeat.transport.liveness import LOGGED_S, LONGEST
 from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.flow import Posted
 from wingbeat.transport.messages.header import LARGEST
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
 
 _QUICK_S = 1.0
-"""Seconds that the last words may take after a failure."""
+"""Seconds to close the mailbox after a failure."""
 
-_LOOK_S = 0.1
-"""Seconds between two looks at whether something is late."""
+_CHECK_S = 0.1
+"""Seconds between two checks for lost servers and late sums."""
 
-_ASKED = frozenset({Kind.PULL, Kind.TAKE, Kind.FETCH, Kind.STATE})
-"""What is asked for in a message without a payload."""
+_WITHOUT_PAYLOAD = frozenset({Kind.PULL, Kind.PULL_RESIDUAL, Kind.FETCH, Kind.STATE})
 
-_ANSWERS = {
-    Kind.PUSH: Kind.SUM,
+_REPLY_TO = {
+    Kind.PUSH_PULL: Kind.SUM,
     Kind.PULL: Kind.SUM,
-    Kind.TAKE: Kind.REST,
+    Kind.PULL_RESIDUAL: Kind.RESIDUAL,
     Kind.FETCH: Kind.PARAMETERS,
     Kind.EXPECT: Kind.PARAMETERS,
     Kind.STATE: Kind.STATE,
 }
-"""What comes to an end of each kind of request that waits for something."""
 
-_MOST_STATE = 1 << 32
-"""Bytes that a server may say of one slice."""
+_MAX_STATE_BYTES = 1 << 32
+"""Maximum size of the optimizer state of one slice."""
 
 _NOTHING = memoryview(b"")
 
-_Wanted: TypeAlias = "dict[tuple[int, ...], tuple[Request, Part]]"
+
+class SliceFormat(Protocol):
+    """How a slice travels, if not as it is in memory."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the messages with gradients."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gradients in bytes."""
+
+    def encode(self) -> memoryview:
+        """Return the gradients; called once, when they are sent."""
+
+    def decode(self, dtype: str, payload: memoryview) -> None:
+        """Write a server's reply to the slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One slice of a request.
+
+    Attributes:
+        server: number of the server's mailbox.
+        memory: the gradients; the reply is written there.
+        urgency: traffic class of the push, 0 the most urgent.
+        position: the bucket's position in forward order.
+        format: how the slice travels; None: as it is in memory.
+    """
+
+    server: int
+    ids: Ids
+    memory: memoryview
+    urgency: int
+    position: int
+    format: SliceFormat | None = None
+
+    @property
+    def link(self) -> int:
+        """The link, in both directions."""
+        return link_of(self.ids.route)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the pushed gradients in bytes."""
+        return len(self.memory) if self.format is None else self.format.nbytes
+
+    def write(self, message: Message, dtype: str) -> bool:
+        """Write a reply to the slice, which has this dtype; return False if it is malformed."""
+        if self.server != message.peer:
+            return False
+        if self.format is not None:
+            try:
+                self.format.decode(message.dtype, message.payload)
+            except ValueError:
+                return False
+            return True
+        if message.dtype != dtype or len(message.payload) != len(self.memory):
+            return False
+        self.memory[:] = message.payload
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Slices that are pushed or pulled together; usable as a collective's `Handle`.
+
+    Attributes:
+        description: what error messages call the request.
+        on_complete: called by the client's thread when all replies have arrived, before the
+            request is done.
+        missing: number of replies that have not arrived.
+        posted: messages in flight, of a request without a reply.
+        documents: received optimizer state, by plan, slice and round.
+    """
+
+    kind: Kind
+    dtype: str
+    transfers: Sequence[Transfer]
+    description: str
+    on_complete: Callable[[], None] = lambda: None
+    missing: int = 0
+    error: PeerError | None = None
+    posted: list[Posted] = field(default_factory=list)
+    documents: dict[tuple[int, ...], Document] = field(default_factory=dict)
+    _finished: threading.Event = field(default_factory=threading.Event)
+    _callbacks: list[Callable[[Request], None]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def done(self) -> bool:
+        """Whether the request has completed or failed."""
+        return self._finished.is_set()
+
+    def add_done_callback(self, callback: Callable[[Request], None]) -> None:
+        """Call ``callback(request)`` once the request has completed or failed."""
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        run_callback(lambda: callback(self))
+
+    def wait(self) -> None:
+        """Block until all replies are written, or all messages without a reply have arrived.
+
+        Raises:
+            PeerError: a server or a worker has failed; names it.
+        """
+        # No timeout: the client's thread ends every request.
+        self._finished.wait()
+        if self.error is not None:
+            raise PeerError(str(self.error))
+
+    wait_received = wait
+
+    def finish(self, error: PeerError | None = None) -> None:
+        """Complete the request, or fail it with an error; for the client's thread."""
+        with self._lock:
+            self.error = error
+            self._finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            run_callback(functools.partial(callback, self))
 
 
 class Client:
-    """Pushes and pulls slices for one worker, in a thread of its own once it may `serve`.
+    """Pushes and pulls slices for one worker, in a thread of its own after `serve`.
 
     Args:
-        mailbox: joins this worker to the servers; used by that thread alone.
-        servers: the numbers of their mailboxes, in the order of their own.
-        me: what messages call this worker.
-        name: what messages call the process of a number.
+        mailbox: connects this worker to the servers; used by the client's thread only.
+        servers: numbers of the servers' mailboxes.
+        me: name of this worker in messages.
+        name: returns the name of the process with a mailbox number.
         timeout: seconds that a sum may take.
-        order: in which order slices are pushed that are ready at the same time.
-        watch: says which server's process has ended, and how, if one has.
-        tell: has the other workers know why this one has failed.
-        hear: says what another worker has told.
-        blame: says which worker an exception has ended, and which, if one has said so.
-        after: ends what nobody else will end, once a client that was forgotten has left.
+        order: the order in which slices are pushed that are ready at the same time.
+        check_servers: returns how a server that this worker started has ended, if one has.
+        publish_failure: publishes why this worker has failed.
+        poll_failure: returns why another worker has failed, if one has.
+        attribute_failure: returns which worker's exception has caused the failure, if known.
+        on_abandoned: called after the thread of an abandoned client has ended.
 
     Attributes:
         failed: whether a server or a worker has failed.
-        sent: bytes of payloads by mailbox and class; any thread may read a copy.
-        received: likewise, by the class that was wished for.
+        sent: bytes of payloads by mailbox and class; any thread may copy it.
+        received: likewise, by the class that was requested.
     """
 
     def __init__(
@@ -89,29 +211,30 @@ class Client:
         name: Callable[[int], str],
         timeout: float,
         order: Order = Order.READY,
-        watch: Callable[[], str | None] = lambda: None,
-        tell: Callable[[str], None] = lambda _: None,
-        hear: Callable[[], str | None] = lambda: None,
-        blame: Callable[[], str | None] = lambda: None,
-        after: Callable[[], None] = lambda: None,
+        check_servers: Callable[[], str | None] = lambda: None,
+        publish_failure: Callable[[str], None] = lambda _: None,
+        poll_failure: Callable[[], str | None] = lambda: None,
+        attribute_failure: Callable[[], str | None] = lambda: None,
+        on_abandoned: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mailbox = mailbox
         self._servers = tuple(servers)
         self._me, self._name = me, name
         self._timeout = timeout
-        self._watch, self._tell, self._hear, self._after = watch, tell, hear, after
-        self._blame = blame
+        self._check_servers, self._on_abandoned = check_servers, on_abandoned
+        self._publish_failure, self._poll_failure = publish_failure, poll_failure
+        self._attribute_failure = attribute_failure
         self._clock = clock
-        self._new: deque[Request] = deque()
-        self._outbox: Outbox[tuple[Request, Part]] = Outbox(order)
-        self._wanted: _Wanted = {}
-        self._storing: list[Request] = []
+        self._submitted: deque[Request] = deque()
+        self._queue: SendQueue[tuple[Request, Transfer]] = SendQueue(order)
+        self._awaited: dict[tuple[int, ...], tuple[Request, Transfer]] = {}
+        self._one_way: list[Request] = []
         self._error: PeerError | None = None
-        self._probes, self._quiet = Probes(mailbox), quiet_of(timeout)
-        self._looked = self._probed = 0.0
-        self._heard = self._logged = clock()
-        self._ending = self._quick = self._forgotten = self.failed = False
+        self._pinger, self._ping_delay = Pinger(mailbox), ping_delay(timeout)
+        self._checked_at = self._pinged_at = 0.0
+        self._progress_at = self._logged_at = clock()
+        self._closing = self._quick = self._abandoned = self.failed = False
         self.sent: Counter[tuple[int, int]] = Counter()
         self.received: Counter[tuple[int, int]] = Counter()
         self._interrupt = mailbox.interrupter()
@@ -122,15 +245,15 @@ class Client:
         self._thread.start()
         return self
 
-    def start(
+    def submit(
         self,
         kind: Kind,
         dtype: str,
-        parts: Iterable[Part],
-        what: str,
-        finish: Callable[[], None] = lambda: None,
+        transfers: Iterable[Transfer],
+        description: str,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> Request:
-        """Push or pull slices, or take what their sums lack; returns at once.
+        """Submit a request; returns at once.
 
         Raises:
             PeerError: a server or a worker has failed before.
@@ -138,17 +261,17 @@ class Client:
         before = self._failure()
         if before is not None:
             raise PeerError(str(before))
-        request = Request(kind, dtype, tuple(parts), what, finish)
-        self._new.append(request)
+        request = Request(kind, dtype, tuple(transfers), description, on_complete)
+        self._submitted.append(request)
         self._interrupt()
         error = self._failure()
-        if error is not None:  # meanwhile: the thread may not have seen the request
-            request.end(error)
+        if error is not None:  # the thread may have ended without this request
+            request.finish(error)
         return request
 
     @property
     def refused(self) -> Counter[str]:
-        """How many frames and connections were refused, by the reason; any thread may ask."""
+        """Number of refused frames and connections, by reason; any thread may read it."""
         return self._mailbox.refused + self._mailbox.turned_away
 
     def _failure(self) -> PeerError | None:
@@ -157,95 +280,94 @@ class Client:
     def close(self, *, quick: bool = False) -> None:
         """Leave the servers, and end the thread; may be called again.
 
-        What was pushed arrives before, as the others need it, unless it is to be ``quick``. The
-        sums are not waited for.
+        Pushed gradients are delivered first, because other workers need them, unless ``quick``.
+        Sums are not awaited.
         """
-        self._ending, self._quick = True, quick
+        self._closing, self._quick = True, quick
         self._interrupt()
-        if self._thread.ident is None:  # nobody serves: there is no thread to end it
+        if self._thread.ident is None:
             self._end()
         elif threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def forget(self) -> None:
-        """Have the thread leave by itself, within a second: nobody will call `close`.
+    def abandon(self) -> None:
+        """End the thread within a second, without `close`.
 
-        It takes no lock: a garbage collector may call this, in whatever thread and moment.
+        Takes no lock: the garbage collector may call this in any thread at any time.
         """
-        self._forgotten = self._ending = True
+        self._abandoned = self._closing = True
 
     # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._left():
-                message = self._mailbox.next(_LOOK_S if self._busy else 1.0)
-                self.step(message)
+            while not self._is_finished():
+                message = self._mailbox.next(_CHECK_S if self._busy else 1.0)
+                self.run_once(message)
         except PeerError as error:
             self._fail(error)
-        except Exception as error:  # nobody hears it here: whoever waits does
+        except Exception as error:  # raised again by the requests
             self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
         finally:
             self._end()
-        if self._forgotten:
-            self._after()
+        if self._abandoned:
+            self._on_abandoned()
 
     def _fail(self, error: PeerError) -> None:
-        if (blamed := self._blame()) is not None:
+        if (cause := self._attribute_failure()) is not None:
             noticed = str(error).removeprefix(f"{self._me}: ")
-            error = PeerError(f"{self._me}: {blamed} (noticed as: {noticed})")
+            error = PeerError(f"{self._me}: {cause} (noticed as: {noticed})")
         self.failed, self._error = True, error
-        self._tell(str(error).removeprefix(f"{self._me}: "))
+        self._publish_failure(str(error).removeprefix(f"{self._me}: "))
 
-    def _left(self) -> bool:
-        """Whether there is nothing left to do here: all that is under way is the mailbox's."""
-        return self._ending and (self._quick or not (self._outbox.waiting or self._new))
+    def _is_finished(self) -> bool:
+        """Whether all requests are handed over to the mailbox, after `close`."""
+        return self._closing and (self._quick or not (self._queue.queued or self._submitted))
 
     @property
     def _busy(self) -> bool:
-        return bool(self._wanted or self._storing or self._outbox.waiting)
+        return bool(self._awaited or self._one_way or self._queue.queued)
 
-    def step(self, message: Message | None) -> None:
-        """Do what is to be done now, with the message that has just come if one has.
+    def run_once(self, message: Message | None) -> None:
+        """Handle received messages, start submitted requests, send what has room.
 
         Raises:
-            PeerError: a server or a worker has failed; says which.
+            PeerError: a server or a worker has failed; names it.
         """
         while message is not None:
-            self._take(message)
+            self._handle(message)
             message = self._mailbox.poll()
-        while self._new:
-            self._begin(self._new.popleft())
-        if self._outbox.waiting:
-            self._outbox.flush(self._room, self._post)
-        if self._storing:
-            self._see_stored()
+        while self._submitted:
+            self._begin(self._submitted.popleft())
+        if self._queue.queued:
+            self._queue.flush(self._room, self._post)
+        if self._one_way:
+            self._finish_delivered()
         now = self._clock()
-        if now - self._looked > _LOOK_S:
-            self._looked = now
-            self._look_after(now)
+        if now - self._checked_at > _CHECK_S:
+            self._checked_at = now
+            self._check(now)
 
     def _begin(self, request: Request) -> None:
-        self._heard = self._clock()
-        request.missing = len(request.parts)
-        if not request.parts:
-            request.end()
+        self._progress_at = self._clock()
+        request.missing = len(request.transfers)
+        if not request.transfers:
+            request.finish()
             return
-        empty = request.kind in _ASKED
-        answer = _ANSWERS.get(request.kind)
-        for part in request.parts:
-            if answer is not None:
-                key = (answer, *part.ids[:3])
-                self._wanted[key] = request, part
+        empty = request.kind in _WITHOUT_PAYLOAD
+        reply = _REPLY_TO.get(request.kind)
+        for transfer in request.transfers:
+            if reply is not None:
+                self._awaited[(reply, *transfer.ids[:3])] = request, transfer
             if request.kind is Kind.EXPECT:
                 continue
-            nbytes = LARGEST if empty else LARGEST + part.nbytes
-            # What servers that update are told has to arrive in its order.
-            link = 0 if request.kind in UPDATES else part.link
-            flow = Flow(part.server, 0 if empty else part.urgency, link)
-            self._outbox.add(flow, part.position, nbytes, (request, part))
-        if request.kind in SENT:
-            self._storing.append(request)
+            nbytes = LARGEST if empty else LARGEST + transfer.nbytes
+            # One link for requests to servers with an optimizer: their order matters.
+            link = 0 if request.kind in UPDATE_KINDS else transfer.link
+            flow = Flow(transfer.server, 0 if empty else transfer.urgency, link)
+            self._queue.enqueue(flow, transfer.position, nbytes, (request, transfer))
+        if request.kind in ONE_WAY_KINDS:
+            self._one_way.append(request)
 
     def _room(self, flow: Flow) -> int:
         interface = self._interface(flow)
@@ -254,98 +376,98 @@ class Client:
     def _interface(self, flow: Flow) -> int:
         return interface_of(self._mailbox.interfaces(flow.peer), flow.link)
 
-    def _post(self, flow: Flow, item: tuple[Request, Part]) -> Callable[[], bool]:
-        request, part = item
-        payload, dtype = part.memory, request.dtype
-        if request.kind in _ASKED:
+    def _post(self, flow: Flow, item: tuple[Request, Transfer]) -> Callable[[], bool]:
+        request, transfer = item
+        payload, dtype = transfer.memory, request.dtype
+        if request.kind in _WITHOUT_PAYLOAD:
             payload, dtype = _NOTHING, ""
-        elif part.form is not None:
-            payload, dtype = part.form.packed(), part.form.dtype
+        elif transfer.format is not None:
+            payload, dtype = transfer.format.encode(), transfer.format.dtype
         posted = self._mailbox.post(
             flow.peer,
             request.kind,
             payload,
-            ids=part.ids,
+            ids=transfer.ids,
             dtype=dtype,
             interface=self._interface(flow),
             urgency=flow.urgency,
         )
         self.sent[flow.peer, flow.urgency] += payload.nbytes
-        if request.kind in SENT:
+        if request.kind in ONE_WAY_KINDS:
             request.posted.append(posted)
         return posted.done
 
-    def _take(self, message: Message) -> None:
-        """Put a sum where it belongs.
+    def _handle(self, message: Message) -> None:
+        """Write a reply to its slice.
 
         Raises:
-            PeerError: it is none that was asked for, or the server says why there will be none.
+            PeerError: the reply was not requested, is malformed, or reports a failure.
         """
         server = self._name(message.peer)
         if message.kind == Kind.FAILED:
             raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
-        if message.kind == Kind.ALIVE:
+        if message.kind == Kind.PING:
             return
         ids = Ids(*message.ids)
-        # More of the state comes after what it has begun with.
-        kind = Kind.STATE if message.kind == Kind.MORE else message.kind
+        kind = Kind.STATE if message.kind == Kind.CONTINUATION else message.kind
         key = kind, *ids[:3]
-        found = self._wanted.get(key)
+        found = self._awaited.get(key)
         if found is None:
-            raise PeerError(f"{self._me}: {server} sent what was not asked for: {message!r}")
-        request, part = found
-        self._heard = self._clock()
-        self.received[message.peer, urgency_of(part.ids.wish)] += len(message.payload)
+            raise PeerError(f"{self._me}: {server} sent an unexpected message: {message!r}")
+        request, transfer = found
+        self._progress_at = self._clock()
+        self.received[message.peer, urgency_of(transfer.ids.route)] += len(message.payload)
         if kind == Kind.STATE:
-            if not self._read(message, request, part):
+            if not self._append_state(message, request, transfer):
                 return
-        elif not part.put(message, request.dtype):
+        elif not transfer.write(message, request.dtype):
             raise PeerError(
-                f"{self._me}: {server} sent a malformed sum of slice {ids.slice}: "
+                f"{self._me}: {server} sent a malformed reply for slice {ids.slice}: "
                 f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
             )
         request.missing -= 1
         if not request.missing:
+            request.on_complete()
             request.finish()
-            request.end()
-        del self._wanted[key]  # not before: until then whatever fails here ends the request too
+        del self._awaited[key]  # last, so that `_end` finds the request if anything above raises
 
-    def _read(self, message: Message, request: Request, part: Part) -> bool:
-        """Take a part of what a server says of its state; return whether that was all.
+    def _append_state(self, message: Message, request: Request, transfer: Transfer) -> bool:
+        """Append to the received optimizer state; return whether it is complete.
 
         Raises:
-            PeerError: it is malformed.
+            PeerError: the state is malformed.
         """
-        key = part.ids[:3]
+        key = transfer.ids[:3]
         try:
-            if message.peer != part.server:
-                raise Refused("another server has it")
+            if message.peer != transfer.server:
+                raise RequestError("another server has this slice")
             if message.kind == Kind.STATE:
-                request.documents[key] = Document(message.payload, _MOST_STATE)
+                request.documents[key] = Document(message.payload, _MAX_STATE_BYTES)
             else:
                 request.documents[key].append(message.payload)
-        except (Refused, KeyError) as error:
+        except (RequestError, KeyError) as error:
             server = self._name(message.peer)
             raise PeerError(f"{self._me}: {server} sent a malformed state: {error}") from None
         return request.documents[key].complete
 
-    def _see_stored(self) -> None:
-        for request in list(self._storing):
-            if len(request.posted) == len(request.parts) and all(p.arrived for p in request.posted):
-                self._storing.remove(request)
-                request.end()
+    def _finish_delivered(self) -> None:
+        for request in list(self._one_way):
+            sent = len(request.posted) == len(request.transfers)
+            if sent and all(posted.arrived for posted in request.posted):
+                self._one_way.remove(request)
+                request.finish()
 
-    def _look_after(self, now: float) -> None:
-        """Find out who is gone, or late.
+    def _check(self, now: float) -> None:
+        """Check for lost servers and late sums.
 
         Raises:
-            PeerError: somebody is; names the process.
+            PeerError: a server is lost or late; names it.
         """
-        ended = self._watch()
+        ended = self._check_servers()
         if ended is not None:
             raise PeerError(f"{self._me}: {ended}")
         killed = {
-            server: "has ended without a word: its connections are closed"
+            server: "has ended unexpectedly: its connections are closed"
             for server, seconds in self._mailbox.unconnected().items()
             if seconds > UNCONNECTED_S
         }
@@ -353,51 +475,54 @@ class Client:
             raise PeerError(f"{self._me}: {self._name(server)} {why}")
         if not self._busy:
             return
-        if now - max(self._heard, self._probed) > self._quiet:
-            self._probe(now)
+        if now - max(self._progress_at, self._pinged_at) > self._ping_delay:
+            self._ping(now)
         left = self._mailbox.left
         while left and (message := self._mailbox.poll()) is not None:
-            self._take(message)  # its last words may say why
+            self._handle(message)  # may contain the reason
         for server in left if self._busy else ():
             raise PeerError(
                 f"{self._me}: {self._name(server)} has ended; start the job again from a checkpoint"
             )
-        if now - max(self._heard, self._logged) >= LOGGED_S:
-            self._logged = now
+        self._check_progress(now)
+
+    def _check_progress(self, now: float) -> None:
+        waited = now - self._progress_at
+        if now - max(self._progress_at, self._logged_at) >= LOGGED_S:
+            self._logged_at = now
             log.warning(
-                "%s: has waited for gradients of other workers for %d s; the servers live",
-                self._me, now - self._heard,
-            )  # fmt: skip
-        if now - self._heard > LONGEST * self._timeout:
-            late = sorted({part.server for _, part in self._wanted.values()}) or self._servers
-            what = next(iter(self._wanted.values()))[0].what if self._wanted else "gradients"
+                "%s: waiting for gradients of other workers for %d s; the servers are alive",
+                self._me,
+                waited,
+            )
+        if waited > LONGEST * self._timeout:
+            transfers = [transfer for _, transfer in self._awaited.values()]
+            late = sorted({transfer.server for transfer in transfers}) or self._servers
+            requests = [request for request, _ in self._awaited.values()]
+            what = requests[0].description if requests else "gradients"
             raise PeerError(
                 f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
-                f"{LONGEST * self._timeout:g} s: check that it and all workers run, or allow more: "
-                "wingbeat.init(timeout=...)"
+                f"{LONGEST * self._timeout:g} s: check that it and all workers run, or increase "
+                "the timeout: wingbeat.init(timeout=...)"
             )
 
-    def _probe(self, now: float) -> None:
-        """Find out why nothing comes: whether another worker knows, or a card has died.
-
-        Raises:
-            PeerError: another worker has told why.
-        """
-        self._probed = now
-        told = self._hear()
-        if told is not None:
-            raise PeerError(f"{self._me}: {told}")
-        for server, link in {(part.server, part.link) for _, part in self._wanted.values()}:
-            self._probes.send(server, [link])
+    def _ping(self, now: float) -> None:
+        """Look for a published failure, and ping the servers whose replies are missing."""
+        self._pinged_at = now
+        reason = self._poll_failure()
+        if reason is not None:
+            raise PeerError(f"{self._me}: {reason}")
+        for server, link in {(each.server, each.link) for _, each in self._awaited.values()}:
+            self._pinger.ping(server, [link])
 
     def _end(self) -> None:
-        """Let all requests fail, and leave."""
-        error = self._error or PeerError(f"{self._me}: the servers were left")
+        """Fail all requests, and leave."""
+        error = self._error or PeerError(f"{self._me}: the connection to the servers is closed")
         self._error = error
-        pending = {id(r): r for r in self._storing}
-        pending.update({id(r): r for r, _ in self._wanted.values()})
-        pending.update({id(r): r for r in tuple(self._new)})  # others may still begin one
+        pending = {id(r): r for r in self._one_way}
+        pending.update({id(r): r for r, _ in self._awaited.values()})
+        pending.update({id(r): r for r in tuple(self._submitted)})  # others may still submit
         for request in pending.values():
-            request.end(error)
-        with contextlib.suppress(PeerError):  # that is why it leaves
+            request.finish(error)
+        with contextlib.suppress(PeerError):  # reported already
             self._mailbox.close(_QUICK_S if self.failed or self._quick else self._timeout)

@@ -1,9 +1,9 @@
-"""Sums of slices that a codec has made: decoded, added in float32, encoded once. Needs torch.
+"""Sums of slices that a codec has encoded: decoded, added in float32, encoded once. Needs torch.
 
-Only servers of a job whose gradients go through a codec load this. What encoding a sum loses is
-kept, one float32 for each element, and added to the next sum of the slice, in whatever form that
-travels. It belongs to no server: between iterations the worker whose slice it is takes it over, and
-it is forgotten here.
+Only servers of a job with a codec load this module. The residual of encoding a sum, one float32 for
+each element, is added to the next sum of the slice, whatever that is sent in. Residuals belong to
+the workers: between iterations the worker that owns a slice pulls its residual, and the server
+drops it.
 """
 
 from __future__ import annotations
@@ -17,42 +17,48 @@ from numpy.typing import NDArray
 from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import ALIGNMENT, Region
 from wingbeat.codecs.make import all_of
-from wingbeat.methods.parameter_server import head
-from wingbeat.methods.parameter_server.aggregator import Refused, Sum, Sums, Total, elements
-from wingbeat.methods.parameter_server.dtypes import ITEMSIZE, Array, narrowed, sum_dtype, widened
+from wingbeat.methods.parameter_server.aggregator import (
+    ITEMSIZE,
+    Accumulator,
+    Aggregator,
+    Array,
+    SliceKey,
+    SliceSum,
+    count_elements,
+    narrow,
+    sum_dtype,
+    widen,
+)
+from wingbeat.methods.parameter_server.protocol import (
+    Piece,
+    RequestError,
+    header_nbytes,
+    unpack_header,
+)
 from wingbeat.types import Span
 from wingbeat.wires import Coded
 
 CODED = "uint8"
-"""The dtype of messages whose payload a codec has made."""
+"""The dtype of messages with an encoded slice."""
 
 FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What a slice's payloads are in one round.
-
-    Attributes:
-        dtype: of its messages.
-        numel: its elements.
-        head: what a codec's payloads begin with; empty if there is none.
-        coding: reads and writes what follows the head.
-    """
+class Encoding:
+    """How the payloads of a slice are encoded in one round; ``coding`` is None without a codec."""
 
     dtype: str
     numel: int
-    head: bytes = b""
+    header: bytes = b""
     coding: Coding | None = field(default=None, compare=False)
 
-    @property
-    def name(self) -> str:
-        """What messages to people call it."""
+    def __str__(self) -> str:
         return f"{self.numel} {'encoded elements' if self.coding else self.dtype}"
 
     @property
     def sum_dtype(self) -> np.dtype[np.generic]:
-        """What is summed in."""
+        """The dtype of the sum."""
         return np.dtype(np.float32) if self.coding else sum_dtype(self.dtype)
 
     @property
@@ -60,95 +66,88 @@ class Form:
         """The size of a payload."""
         if self.coding is None:
             return self.numel * ITEMSIZE[self.dtype]
-        return len(self.head) + self.coding.room(Span(0, self.numel))
+        return len(self.header) + self.coding.room(Span(0, self.numel))
 
 
 @dataclass(slots=True)
-class CodedTotal(Total):
-    """As `Total`; each round may travel in another form, as a codec on trial is off at times.
+class CodedAccumulator(Accumulator):
+    """An `Accumulator` whose encoding may change between rounds, as with a codec on trial.
 
     Attributes:
-        form: of the present round.
-        coming: of the payload that is being looked at.
-        rest: float32, what the sums still lack; None where nothing was lost since it was taken.
-        reserved: whether its bytes are counted.
+        encoding: of the present round.
+        incoming: of the payload in hand.
+        residual: None if nothing was lost since it was taken.
+        reserved: whether the residual's bytes are counted.
     """
 
-    form: Form | None = None
-    coming: Form | None = None
-    rest: NDArray[np.float32] | None = None
+    encoding: Encoding | None = None
+    incoming: Encoding | None = None
+    residual: NDArray[np.float32] | None = None
     reserved: bool = False
 
 
-class CodedSums(Sums):
-    """All sums of a server whose job has a codec.
-
-    Args:
-        workers: how many push each slice.
-        most: bytes that all sums together may take.
-        wire: the codec's settings.
-        largest: bytes of the largest message.
-        dense: whether sums go back as they were made, and not encoded: then nothing is lost here.
-    """
+class CodedAggregator(Aggregator):
+    """All sums of a server whose job has a codec; ``largest`` is the maximum size of a message."""
 
     def __init__(
-        self, workers: int, most: int, *, wire: Coded, largest: int, dense: bool = False
+        self, workers: int, max_nbytes: int, *, wire: Coded, largest: int, dense: bool = False
     ) -> None:
-        super().__init__(workers, most, dense=dense)
+        super().__init__(workers, max_nbytes, dense=dense)
         self._wire, self._codecs = wire, all_of(wire)
-        self._keeps = wire.keeps
-        self._largest = largest // FLOAT32  # a sum may have to travel as it is
+        self._has_residuals = wire.keeps and not dense
+        self._max_numel = largest // FLOAT32  # a sum may be sent without the codec
 
-    def take(self, key: tuple[int, int]) -> Array | None:
-        """Return what the sums of a slice still lack, and forget it; None if that is nothing."""
-        total = self._totals.get(key)
-        if total is None:
+    def take_residual(self, key: SliceKey) -> Array | None:
+        """Return and drop the encoding residual of a slice; None if nothing was lost."""
+        state = self._slices.get(key)
+        if state is None:
             return None
-        assert isinstance(total, CodedTotal)
-        rest, total.rest = total.rest, None
-        return rest
+        assert isinstance(state, CodedAccumulator)
+        residual, state.residual = state.residual, None
+        return residual
 
-    def _total(self, worker: int, key: tuple[int, int], dtype: str, payload: memoryview) -> Total:
-        total = self._totals.get(key)
-        assert total is None or isinstance(total, CodedTotal)
+    def _accumulator(
+        self, worker: int, key: SliceKey, dtype: str, payload: memoryview
+    ) -> Accumulator:
+        state = self._slices.get(key)
+        assert state is None or isinstance(state, CodedAccumulator)
         if dtype == CODED:
-            form = self._form(worker, key, payload, None if total is None else total.form)
+            known = None if state is None else state.encoding
+            encoding = self._encoding(worker, key, payload, known)
         else:
-            form = Form(dtype, elements(worker, dtype, payload))
-        if total is None:
-            self._refuse_old(worker, key)
-            total = CodedTotal(form.dtype, form.numel, form=form)
-        assert total.form is not None
-        # Between rounds a codec may be switched on or off.
-        if form.numel != total.numel or (total.buffer is not None and form != total.form):
-            raise Refused(
-                f"rank {worker} pushed {form.name} of slice {key[1]}, which has {total.form.name}"
+            encoding = Encoding(dtype, count_elements(worker, dtype, payload))
+        if state is None:
+            self._check_plan(worker, key)
+            state = CodedAccumulator(encoding.dtype, encoding.numel, encoding=encoding)
+        assert state.encoding is not None
+        # The encoding may change between rounds.
+        if encoding.numel != state.numel or (
+            state.buffer is not None and encoding != state.encoding
+        ):
+            raise RequestError(
+                f"rank {worker} pushed {encoding} of slice {key[1]}, which has {state.encoding}"
             )
-        total.coming = form
-        return total
+        state.incoming = encoding
+        return state
 
-    def _form(
-        self, worker: int, key: tuple[int, int], payload: memoryview, known: Form | None
-    ) -> Form:
-        """Return what a codec's payload is, most likely what the one before was.
-
-        Raises:
-            Refused: it is malformed.
-        """
+    def _encoding(
+        self, worker: int, key: SliceKey, payload: memoryview, known: Encoding | None
+    ) -> Encoding:
+        """Return the encoding of a payload, which is most likely the same as the last one."""
         where = f"rank {worker} pushed slice {key[1]} malformed"
-        if known is None or not known.head or payload[: len(known.head)] != known.head:
+        if known is None or not known.header or payload[: len(known.header)] != known.header:
             try:
-                pieces = head.unpack(payload, self._wire, self._largest)
+                pieces = unpack_header(payload, self._wire, self._max_numel)
             except ValueError as err:
-                raise Refused(f"{where}: {err}") from None
+                raise RequestError(f"{where}: {err}") from None
             numel = sum(piece.numel for piece in pieces)
-            start = bytes(payload[: head.nbytes(pieces)])
-            known = Form(CODED, numel, start, self._coding(pieces))
+            header = bytes(payload[: header_nbytes(pieces)])
+            known = Encoding(CODED, numel, header, self._coding(pieces))
         if len(payload) != known.nbytes:
-            raise Refused(f"{where}: {len(payload)} bytes in place of {known.nbytes}")
+            raise RequestError(f"{where}: {len(payload)} bytes in place of {known.nbytes}")
         return known
 
-    def _coding(self, pieces: tuple[head.Piece, ...]) -> Coding:
+    def _coding(self, pieces: tuple[Piece, ...]) -> Coding:
         regions, start = [], 0
         for piece in pieces:
             span = Span(start, start + piece.numel)
@@ -156,96 +155,97 @@ class CodedSums(Sums):
             start = span.stop
         return Coding(regions)
 
-    def _begin(self, total: Total, now: float) -> None:
-        """Start a round; the sum is made apart from the bytes that it travels in."""
-        assert isinstance(total, CodedTotal)
-        form, over = total.coming, [old for old in total.sums[:-1] if old.free()]
-        assert form is not None
-        spare = total.spare
-        if spare is not None and spare.dtype != form.sum_dtype:
+    def _begin_round(self, state: Accumulator, now: float) -> None:
+        """Start a round; the sum and its encoded form have separate memory."""
+        assert isinstance(state, CodedAccumulator)
+        encoding, unused = state.incoming, [old for old in state.sums[:-1] if old.is_unused()]
+        assert encoding is not None
+        spare = state.spare
+        if spare is not None and spare.dtype != encoding.sum_dtype:
             spare = None
-        keeps = form.coding is not None and self._keeps and not self._dense
-        need = self._bytes_back(form) - sum(old.result.nbytes for old in over)
+        keeps = encoding.coding is not None and self._has_residuals
+        need = self._reply_nbytes(encoding) - sum(old.result.nbytes for old in unused)
         if spare is None:
-            held = 0 if total.spare is None else total.spare.nbytes
-            need += form.numel * form.sum_dtype.itemsize - held
-        if keeps and not total.reserved:
-            need += form.numel * FLOAT32
-        self._reserve(total, need)
-        total.sums = [old for old in total.sums if old not in over]
-        total.buffer = np.empty(form.numel, form.sum_dtype) if spare is None else spare
-        total.spare, total.form, total.dtype = None, form, form.dtype
-        total.reserved |= keeps
-        total.round, total.added, total.since = total.round + 1, 0, now
+            freed = 0 if state.spare is None else state.spare.nbytes
+            need += encoding.numel * encoding.sum_dtype.itemsize - freed
+        if keeps and not state.reserved:
+            need += encoding.numel * FLOAT32
+        self._reserve(state, need)
+        state.sums = [old for old in state.sums if old not in unused]
+        state.buffer = np.empty(encoding.numel, encoding.sum_dtype) if spare is None else spare
+        state.spare, state.encoding, state.dtype = None, encoding, encoding.dtype
+        state.reserved |= keeps
+        state.round, state.added, state.started_at = state.round + 1, 0, now
 
-    def _add(self, total: Total, payloads: list[memoryview]) -> None:
-        assert isinstance(total, CodedTotal)
-        assert total.form is not None
-        form = total.form
-        if form.coding is None:
-            super()._add(total, payloads)
+    def _add(self, state: Accumulator, payloads: list[memoryview]) -> None:
+        assert isinstance(state, CodedAccumulator)
+        assert state.encoding is not None
+        encoding = state.encoding
+        if encoding.coding is None:
+            super()._add(state, payloads)
             return
-        out, span = torch.from_numpy(total.buffer), Span(0, form.numel)
+        out, span = torch.from_numpy(state.buffer), Span(0, encoding.numel)
         for payload in payloads:
-            coded = bytes_of(payload)[len(form.head) :]
-            form.coding.decode(coded, out, span, add=total.added > 0)
-            total.added += 1
+            coded = bytes_tensor(payload)[len(encoding.header) :]
+            encoding.coding.decode(coded, out, span, add=state.added > 0)
+            state.added += 1
 
-    def _bytes_back(self, form: Form) -> int:
-        if form.coding is None or self._dense:
-            return form.numel * ITEMSIZE[self._back(form)]
-        return form.nbytes
+    def _reply_nbytes(self, encoding: Encoding) -> int:
+        if encoding.coding is None or self._dense:
+            return encoding.numel * ITEMSIZE[self._plain_dtype(encoding)]
+        return encoding.nbytes
 
-    def _back(self, form: Form) -> str:
-        """Return the dtype of a sum that is not encoded."""
-        return form.sum_dtype.name if self._dense else form.dtype
+    def _plain_dtype(self, encoding: Encoding) -> str:
+        """Return the dtype of a sum that is sent without the codec."""
+        return encoding.sum_dtype.name if self._dense else encoding.dtype
 
-    def _made(self, total: Total) -> Sum:
-        assert isinstance(total, CodedTotal)
-        assert total.form is not None
-        assert total.buffer is not None
-        form = total.form
-        if form.coding is None or self._dense:
-            return Sum(total.round, self._back(form), self._plain(total, form))
-        if self._keeps and total.rest is None:
-            total.rest = np.zeros(form.numel, np.float32)
-        result = np.zeros(form.nbytes, np.uint8)  # what fills up pieces is sent too
-        first = len(form.head)
-        result[:first] = np.frombuffer(form.head, np.uint8)
-        form.coding.encode(
-            torch.from_numpy(total.buffer),
-            Span(0, form.numel),
-            torch.from_numpy(result)[first:],
-            None if total.rest is None else torch.from_numpy(total.rest),
+    def _finish_sum(self, state: Accumulator) -> SliceSum:
+        assert isinstance(state, CodedAccumulator)
+        assert state.encoding is not None
+        assert state.buffer is not None
+        encoding = state.encoding
+        if encoding.coding is None or self._dense:
+            dtype = self._plain_dtype(encoding)
+            return SliceSum(state.round, dtype, self._plain_sum(state, dtype))
+        if self._has_residuals and state.residual is None:
+            state.residual = np.zeros(encoding.numel, np.float32)
+        result = np.zeros(encoding.nbytes, np.uint8)  # padding between pieces is sent too
+        header = len(encoding.header)
+        result[:header] = np.frombuffer(encoding.header, np.uint8)
+        encoding.coding.encode(
+            torch.from_numpy(state.buffer),
+            Span(0, encoding.numel),
+            torch.from_numpy(result)[header:],
+            None if state.residual is None else torch.from_numpy(state.residual),
         )
-        return Sum(total.round, CODED, result)
+        return SliceSum(state.round, CODED, result)
 
-    def _plain(self, total: CodedTotal, form: Form) -> Array:
-        """Return a sum that is not encoded, and what was kept with it; keep what has no room."""
-        assert total.buffer is not None
-        rest, total.rest = total.rest, None
-        wide, back = torch.from_numpy(total.buffer), self._back(form)
-        if rest is not None:
-            wide += torch.from_numpy(rest)
-        result = narrowed(total.buffer, back)
-        if result is total.buffer:
-            copy: Array = total.buffer.copy()
+    def _plain_sum(self, state: CodedAccumulator, dtype: str) -> Array:
+        """Return a sum without the codec, plus the residual; keep what rounding loses."""
+        assert state.buffer is not None
+        residual, state.residual = state.residual, None
+        wide = torch.from_numpy(state.buffer)
+        if residual is not None:
+            wide += torch.from_numpy(residual)
+        result = narrow(state.buffer, dtype)
+        if result is state.buffer:
+            copy: Array = state.buffer.copy()
             return copy
-        if rest is not None:
-            lost = wide - torch.from_numpy(widened(result.data.cast("B"), back))
-            total.rest = lost.nan_to_num_(0.0, 0.0, 0.0).numpy()
+        if residual is not None:
+            lost = wide - torch.from_numpy(widen(result.data.cast("B"), dtype))
+            state.residual = lost.nan_to_num_(0.0, 0.0, 0.0).numpy()
         return result
 
     def _drop_before(self, plan: int) -> None:
-        for key, total in self._totals.items():
-            assert isinstance(total, CodedTotal)
-            if key[0] < plan and total.rest is not None and total.rest.any():
-                raise Refused(f"what the sums of slice {key[1]} lack was not asked for in time")
+        for key, state in self._slices.items():
+            assert isinstance(state, CodedAccumulator)
+            if key[0] < plan and state.residual is not None and state.residual.any():
+                raise RequestError(f"no worker pulled the residual of slice {key[1]} in time")
         super()._drop_before(plan)
 
 
-def bytes_of(payload: memoryview) -> torch.Tensor:
-    """Return the bytes of a message as a tensor, in the same memory if they can be read there."""
+def bytes_tensor(payload: memoryview) -> torch.Tensor:
+    """Return the bytes of a message as a tensor; a copy if they are read-only or not aligned."""
     array = np.frombuffer(payload, np.uint8)
     if payload.readonly or array.__array_interface__["data"][0] % ALIGNMENT:
         array = array.copy()

@@ -1,8 +1,8 @@
 """Parameter servers on GPUs: each worker's GPU serves its block of every bucket.
 
-Geryon (Wang et al., 2020), sections III-A and IV, over NCCL: a flow is a communicator, and each
-class has one of its own, whose traffic class the network honours on InfiniBand and RoCE. A push is
-a reduce-scatter, since the server of a block is the worker that keeps it, and a pull an all-gather.
+Geryon (Wang et al., 2020), sections III-A and IV, over NCCL. A flow is a communicator, and each
+traffic class has its own, which the network prioritizes on InfiniBand and RoCE. A push is a
+reduce-scatter, because the server of a block is the worker that keeps it, and a pull an all-gather.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from wingbeat.collectives import Handle
 from wingbeat.collectives.native import NativeJob
 from wingbeat.errors import UsageError
-from wingbeat.methods.parameter_server.priorities import Priorities
-from wingbeat.methods.parameter_server.tables import places_of
+from wingbeat.methods.parameter_server.slicing import BucketPriorities, layer_positions
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.dscp import tos_of
 from wingbeat.transport.native import NativeGroup
@@ -27,26 +26,21 @@ if TYPE_CHECKING:
     from wingbeat.observe.meter import Section
     from wingbeat.types import Span
 
-_DOES = {
+_COLLECTIVES = {
     Operation.ALL_REDUCE: "all_reduce",
     Operation.PUSH: "reduce_scatter",
     Operation.PULL: "all_gather",
 }
 
 
-class GpuServers:
-    """Sums buckets on the GPUs themselves, each bucket by the communicator of its class.
+class GpuServerExchange:
+    """Sums buckets on the GPUs, each bucket with the communicator of its class.
 
-    Operations begin in the order of the calls, which is the same on all workers, as NCCL asks where
-    several communicators share a GPU.
-
-    Args:
-        world: the workers.
-        serving: the classes; the other options have no meaning here.
-        wire: what gradients travel as.
+    Operations start in the order of the calls, which is the same on all workers, as NCCL requires
+    where several communicators share a GPU.
 
     Raises:
-        UsageError: an option that NCCL has no way to follow.
+        UsageError: an option that NCCL does not support.
     """
 
     def __init__(self, world: World, serving: Serving, wire: str | Coded = "") -> None:
@@ -64,14 +58,14 @@ class GpuServers:
             )
         self._world = world
         self._serving = serving
-        self._places: dict[int, int] = {}
-        self._priorities = Priorities(serving)
+        self._positions: dict[int, int] = {}
+        self._priorities = BucketPriorities(serving)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
-        """Find the class of each bucket.
+        """Replace the buckets; ``forward`` has them in forward order.
 
         Raises:
-            UsageError: one of them is not on a GPU.
+            UsageError: a bucket is not on a GPU.
         """
         for bucket in buckets:
             if bucket.flat.device.type not in self._world.native_on:
@@ -79,39 +73,33 @@ class GpuServers:
                     f"parameter {bucket.slots[0].name!r} is on {bucket.flat.device} and others are "
                     "on a GPU: move all of them to one kind of device, or use wingbeat.AllReduce()"
                 )
-        self._places = {bucket.index: place for place, bucket in enumerate(forward)}
-        self._priorities.planned(
+        self._positions = {bucket.index: position for position, bucket in enumerate(forward)}
+        self._priorities.set_buckets(
             [all(slot.fully_connected for slot in bucket.slots) for bucket in forward],
-            places_of([bucket.names for bucket in forward]),
+            layer_positions([bucket.names for bucket in forward]),
         )
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
-        """Divide the classes by other thresholds from now on; see `Priorities.change`."""
-        self._priorities.change(thresholds)
+        """Change the thresholds between the classes, see `BucketPriorities.set_thresholds`."""
+        self._priorities.set_thresholds(thresholds)
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
-        """Begin ``operation`` on the bucket, and keep its handle there.
-
-        Args:
-            operation: all-reduce, or push or pull.
-            bucket: its buffer is a multiple of the number of workers long.
-            chained: means nothing here: NCCL keeps the order within a class.
-        """
-        priorities, place = self._priorities, self._places[bucket.index]
+        """Start an operation on a bucket, and store its handle there."""
+        priorities, position = self._priorities, self._positions[bucket.index]
         pulls = operation is Operation.PULL
-        urgency = priorities.of_sum(place) if pulls else priorities.of_push(place)
+        urgency = priorities.of_reply(position) if pulls else priorities.of_push(position)
         if pulls and bucket.handle is not None:
-            bucket.handle.wait()  # another class: nothing else keeps it behind the push
-        what = _DOES[operation]
-        work = getattr(self._group(urgency), what)(bucket.flat)
-        bucket.handle = Handle([NativeJob(work, what, self._world.rank)])
+            bucket.handle.wait()  # NCCL keeps no order between the communicators of two classes
+        name = _COLLECTIVES[operation]
+        work = getattr(self._group(urgency), name)(bucket.flat)
+        bucket.handle = Handle([NativeJob(work, name, self._world.rank)])
 
     def owned(self, bucket: Bucket) -> Span:
-        """As with servers of their own: nothing is updated in parts."""
+        """Not supported: no worker owns a part of a bucket."""
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     def sections(self) -> Sequence[Section]:
-        """NCCL does not say how many bytes each class has sent."""
+        """Return nothing: NCCL does not report bytes by class."""
         return ()
 
     def _group(self, urgency: int) -> NativeGroup:

@@ -1,9 +1,8 @@
-"""What waits to be sent, and what goes next. Pure: whoever drives it says what has room.
+"""Queues of messages to send, in an order that depends on the baseline. Pure.
 
-The baselines that Geryon is compared with differ only here. A flow's queue is first in, first out
-(`Order.READY`: Geryon, whose network does the rest), goes by when forward needs it with little
-under way (`Order.URGENT`: P3, a priority queue at the sender), or sends in the order of forward and
-nothing before its turn (`Order.FORWARD`: TICTAC, an enforced global order).
+The baselines of Geryon differ only here. With `Order.READY` (Geryon) a flow is first in, first out,
+and the network enforces priorities. With `Order.URGENT` (P3) the sender has a priority queue, and
+few bytes in flight. With `Order.FORWARD` (TICTAC) messages leave in a global order.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
-LITTLE = 1 << 20
-"""Bytes under way, where what is handed over cannot be overtaken any more and should be little."""
+MAX_IN_FLIGHT = 1 << 20
+"""Bytes in flight per flow with `Order.URGENT`: a message in flight cannot be overtaken."""
 
 
 class Order(enum.Enum):
-    """In which order a sender sends."""
+    """The order in which a sender sends."""
 
     READY = "ready"
     URGENT = "urgent"
@@ -33,7 +32,7 @@ class Order(enum.Enum):
 
 
 class Flow(NamedTuple):
-    """To whom, in which class, by which link: the paper's local ID in ``channel_table``."""
+    """Destination, traffic class and link: the paper's local ID in ``channel_table``."""
 
     peer: int
     urgency: int
@@ -41,48 +40,63 @@ class Flow(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Queue(Generic[Item]):
-    """What waits for one flow, and what is on its way there.
+class _FlowQueue(Generic[Item]):
+    """The messages of one flow.
 
     Attributes:
-        flow: whose it is.
-        rank: by what queues are served: the most urgent class first.
-        waiting: bytes and item, as they came; or, by urgency, a heap that begins with the position.
-        under_way: bytes, and whether they have arrived.
+        flow: the flow.
+        rank: sort key among the queues; the most urgent class first.
+        queued: a deque of (bytes, item), or a heap of (position, counter, bytes, item).
+        in_flight: bytes of each message in flight, and a function that reports its arrival.
+        in_flight_bytes: their sum.
     """
 
     flow: Flow
     rank: tuple[int, int, int]
-    waiting: Any
-    under_way: deque[tuple[int, Callable[[], bool]]] = field(default_factory=deque)
-    under_way_bytes: int = 0
+    queued: Any
+    in_flight: deque[tuple[int, Callable[[], bool]]] = field(default_factory=deque)
+    in_flight_bytes: int = 0
+
+    def has_credit(self, limit: int) -> bool:
+        """Drop arrived messages; return whether fewer than ``limit`` bytes are in flight."""
+        while self.in_flight and self.in_flight[0][1]():
+            self.in_flight_bytes -= self.in_flight.popleft()[0]
+        return self.in_flight_bytes < limit
 
 
-class Outbox(Generic[Item]):
-    """Queues by flow."""
+class SendQueue(Generic[Item]):
+    """A queue for each flow.
 
-    def __init__(self, order: Order = Order.READY, little: int = LITTLE) -> None:
+    Args:
+        order: the order within a flow.
+        max_in_flight: bytes in flight per flow with `Order.URGENT`.
+
+    Attributes:
+        queued: number of queued messages.
+    """
+
+    def __init__(self, order: Order = Order.READY, max_in_flight: int = MAX_IN_FLIGHT) -> None:
         self._urgent = order is Order.URGENT
-        self._little = little
-        self._queues: dict[Flow, _Queue[Item]] = {}
-        self._busy: list[_Queue[Item]] = []  # those where something waits, by rank
+        self._max_in_flight = max_in_flight
+        self._queues: dict[Flow, _FlowQueue[Item]] = {}
+        self._busy: list[_FlowQueue[Item]] = []  # queues with messages, by rank
         self._count = itertools.count()
-        self.waiting = 0
+        self.queued = 0
 
-    def add(self, flow: Flow, position: int, nbytes: int, item: Item) -> None:
-        """Let something wait; ``position`` is its place in the order of forward."""
+    def enqueue(self, flow: Flow, position: int, nbytes: int, item: Item) -> None:
+        """Add a message; ``position`` is its bucket's position in forward order."""
         queue = self._queues.get(flow)
         if queue is None:
-            waiting: Any = [] if self._urgent else deque()
-            queue = _Queue(flow, (flow.urgency, flow.peer, flow.link), waiting)
+            queued: Any = [] if self._urgent else deque()
+            queue = _FlowQueue(flow, (flow.urgency, flow.peer, flow.link), queued)
             self._queues[flow] = queue
-        if not queue.waiting:
+        if not queue.queued:
             bisect.insort(self._busy, queue, key=_RANK)
         if self._urgent:
-            heapq.heappush(queue.waiting, (position, next(self._count), nbytes, item))
+            heapq.heappush(queue.queued, (position, next(self._count), nbytes, item))
         else:
-            queue.waiting.append((nbytes, item))
-        self.waiting += 1
+            queue.queued.append((nbytes, item))
+        self.queued += 1
 
     def flush(
         self,
@@ -90,61 +104,54 @@ class Outbox(Generic[Item]):
         send: Callable[[Flow, Item], Callable[[], bool]],
         ready: Callable[[Item], bool] = lambda _: True,
     ) -> None:
-        """Send what has room, the most urgent class first.
+        """Send messages, the most urgent class first.
 
         Args:
-            room: the bytes that a flow takes now.
-            send: sends, and returns what tells whether it has arrived.
-            ready: whether something is there to be sent; with `Order.FORWARD` what is behind
-                something that is not waits too, otherwise all is.
+            room: returns the bytes that a flow accepts now.
+            send: sends a message, and returns a function that reports its arrival.
+            ready: whether a message can be sent. A message that cannot blocks those behind it,
+                which happens only with `Order.FORWARD`.
         """
         drain = self._by_urgency if self._urgent else self._in_order
         emptied = False
         for queue in self._busy:
             drain(queue, room, send, ready)
-            emptied |= not queue.waiting
+            emptied |= not queue.queued
         if emptied:
-            self._busy = [queue for queue in self._busy if queue.waiting]
+            self._busy = [queue for queue in self._busy if queue.queued]
 
     def _in_order(
         self,
-        queue: _Queue[Item],
+        queue: _FlowQueue[Item],
         room: Callable[[Flow], int],
         send: Callable[[Flow, Item], Callable[[], bool]],
         ready: Callable[[Item], bool],
     ) -> None:
-        """Send from one queue as it came."""
-        waiting, flow = queue.waiting, queue.flow
-        while waiting:
-            nbytes, item = waiting[0]
+        queued, flow = queue.queued, queue.flow
+        while queued:
+            nbytes, item = queued[0]
             if room(flow) < nbytes or not ready(item):
                 break
-            waiting.popleft()
-            self.waiting -= 1
+            queued.popleft()
+            self.queued -= 1
             send(flow, item)
 
     def _by_urgency(
         self,
-        queue: _Queue[Item],
+        queue: _FlowQueue[Item],
         room: Callable[[Flow], int],
         send: Callable[[Flow, Item], Callable[[], bool]],
         ready: Callable[[Item], bool],
     ) -> None:
-        """Send from one queue by position while little is under way."""
-        waiting, flow = queue.waiting, queue.flow
-        while waiting and self._may(queue):
-            _, _, nbytes, item = waiting[0]
+        queued, flow = queue.queued, queue.flow
+        while queued and queue.has_credit(self._max_in_flight):
+            _, _, nbytes, item = queued[0]
             if room(flow) < nbytes or not ready(item):
                 break
-            heapq.heappop(waiting)
-            self.waiting -= 1
-            queue.under_way.append((nbytes, send(flow, item)))
-            queue.under_way_bytes += nbytes
-
-    def _may(self, queue: _Queue[Item]) -> bool:
-        while queue.under_way and queue.under_way[0][1]():
-            queue.under_way_bytes -= queue.under_way.popleft()[0]
-        return queue.under_way_bytes < self._little
+            heapq.heappop(queued)
+            self.queued -= 1
+            queue.in_flight.append((nbytes, send(flow, item)))
+            queue.in_flight_bytes += nbytes
 
 
 _RANK = operator.attrgetter("rank")

@@ -1,7 +1,7 @@
-"""A server that updates: its parameters, the step that is due, and who is to hear of it. Pure.
+"""The parameters of one server: pending steps, barriers, and requests for parameters. Pure.
 
 Geryon (Wang et al., 2020), section II-A: servers aggregate, and workers pull parameters. A slice is
-updated as soon as its sum is complete and the step is known; no slice waits for another.
+updated once its sum is complete and the step is known; slices do not wait for each other.
 """
 
 from __future__ import annotations
@@ -9,350 +9,417 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wingbeat.methods.parameter_server.aggregator import EACH, Refused, Sum
-from wingbeat.methods.parameter_server.documents import Document
-from wingbeat.methods.parameter_server.dtypes import Array, converted
-from wingbeat.methods.parameter_server.notes import (
-    Applies,
-    Early,
-    Key,
-    Reply,
-    Shard,
-    Step,
-    numbers_in,
+from wingbeat.methods.parameter_server.aggregator import (
+    SLICE_OVERHEAD,
+    Array,
+    SliceKey,
+    SliceSum,
+    convert,
 )
-from wingbeat.methods.parameter_server.protocol import NO_ROUND, Ids, Kind, position_of
+from wingbeat.methods.parameter_server.protocol import (
+    NO_ROUND,
+    Document,
+    Ids,
+    Kind,
+    RequestError,
+    position_of,
+    unpack_numbers,
+)
+
+if TYPE_CHECKING:
+    from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer, SliceParameters
 
 
-class Updates:
+@dataclass(eq=False, slots=True)
+class Shard:
+    """One slice of the parameters.
+
+    ``current`` are the parameters in the form in which they are sent; its round counts updates.
+    ``gradients`` replace the sum in the next update. ``route`` is for parameters that are sent
+    without a request. ``fetches`` are requests for the next update's parameters, by rank.
+    """
+
+    params: SliceParameters
+    current: SliceSum
+    gradients: Array | None = None
+    route: int = 0
+    fetches: dict[int, Ids] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterReply:
+    """A reply to one worker: parameters, optimizer state, or None if parameters follow later."""
+
+    worker: int
+    ids: Ids
+    params: SliceSum | None = None
+    state: tuple[dict[str, Any], list[memoryview]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request that is handled once all workers have passed ``barrier`` barriers."""
+
+    worker: int
+    barrier: int
+    kind: int
+    ids: Ids
+    payload: Any
+    received_at: float
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the request in the queue, without those of a document."""
+        return SLICE_OVERHEAD + (0 if isinstance(self.payload, Document) else len(self.payload))
+
+
+@dataclass(slots=True)
+class _Step:
+    """One update of all slices, which all workers request.
+
+    Attributes:
+        number: number of updates after it.
+        round: the round whose sums are used; `NO_ROUND`: gradients that were sent for this step.
+        pushes_to: for each rank that has requested the step, whether the server sends the
+            parameters without a request.
+        digest: the first rank that sent settings, and their digest.
+        settings: of the optimizer, from the leading worker.
+        remaining: slices that are not updated yet.
+        used: parameters with a gradient on some worker.
+    """
+
+    plan: int
+    number: int
+    round: int
+    started_at: float
+    pushes_to: dict[int, bool] = field(default_factory=dict)
+    digest: tuple[int, str] | None = None
+    settings: dict[str, Any] | None = None
+    remaining: set[int] = field(default_factory=set)
+    used: frozenset[int] = frozenset()
+
+
+class ShardUpdates:
     """All parameters of one server.
 
     Args:
-        workers: how many there are.
-        make: makes what does the arithmetic, when it is needed for the first time.
-        finished: returns a slice's sum of a round if it is complete, as `Sums.finished`.
-        most: bytes that parameters and state may take.
+        workers: number of workers.
+        make_optimizer: creates the optimizer when it is needed for the first time.
+        completed_sum: returns a slice's sum of a round if it is complete.
+        max_nbytes: maximum size of parameters and optimizer state.
 
     Attributes:
-        nbytes: that they take.
+        nbytes: size of parameters and optimizer state.
     """
 
     def __init__(
         self,
         workers: int,
-        make: Callable[[], Applies],
-        finished: Callable[[Key, int], Sum | None],
-        most: int,
+        make_optimizer: Callable[[], ShardOptimizer],
+        completed_sum: Callable[[SliceKey, int], SliceSum | None],
+        max_nbytes: int,
     ) -> None:
         self._workers = workers
-        self._make = make
-        self._finished = finished
-        self._most = most
-        self._applier: Applies | None = None
+        self._make_optimizer = make_optimizer
+        self._completed_sum = completed_sum
+        self._max_nbytes = max_nbytes
+        self._created: ShardOptimizer | None = None
         self._shards: dict[int, dict[int, Shard]] = {}
         self._documents: dict[int, tuple[Ids, Document]] = {}
-        self._ready = [0] * workers
-        self._early: list[Early] = []
-        self._step: Step | None = None
+        self._barriers = [0] * workers
+        self._queued: list[_Request] = []
+        self._step: _Step | None = None
         self._due: list[tuple[int, int]] = []
-        self._coming = 0
+        self._queued_nbytes = 0
         self.nbytes = 0
 
     @property
-    def due(self) -> bool:
+    def has_work(self) -> bool:
         """Whether a slice can be updated now."""
         return bool(self._due)
 
-    def missing(self, before: float) -> tuple[str, set[int]] | None:
-        """Return what somebody waits for since before a moment, and the workers that lack it."""
-        step, everyone = self._step, range(self._workers)
-        if step is not None and step.since < before:
-            lacking = {worker for worker in everyone if worker not in step.said}
-            if lacking:
-                return "step", lacking
-        if any(said.since < before for said in self._early):
-            return "optimizer state", {w for w in everyone if self._ready[w] < max(self._ready)}
+    def find_incomplete(self, before: float) -> tuple[str, set[int]] | None:
+        """Return what has been incomplete since before a time, and the workers it waits for."""
+        step, ranks = self._step, range(self._workers)
+        if step is not None and step.started_at < before:
+            late = {rank for rank in ranks if rank not in step.pushes_to}
+            if late:
+                return "step", late
+        if any(request.received_at < before for request in self._queued):
+            return "optimizer state", {rank for rank in ranks if self._is_behind(rank)}
         return None
 
-    def lacking(self, worker: int) -> bool:
-        """Whether something waits for that worker."""
+    def is_waiting_for(self, worker: int) -> bool:
+        """Whether a step or a queued request waits for a worker."""
         step = self._step
-        late = bool(self._early) and self._ready[worker] < max(self._ready)
-        return late or (step is not None and worker not in step.said)
+        behind = bool(self._queued) and self._is_behind(worker)
+        return behind or (step is not None and worker not in step.pushes_to)
 
-    # -- what workers say -----------------------------------------------------------------
+    def _is_behind(self, worker: int) -> bool:
+        return self._barriers[worker] < max(self._barriers)
 
-    def take(
+    # -- requests -------------------------------------------------------------------------
+
+    def handle(
         self, worker: int, kind: int, ids: Ids, payload: Any, now: float = 0.0
-    ) -> Iterator[Reply]:
-        """Take a message that is about parameters; yield what is to be answered.
+    ) -> Iterator[ParameterReply]:
+        """Handle a request; yield the replies.
 
-        What a worker says after a `Kind.READY` is taken when all have said as much: parameters and
-        state come from all of them, and nobody is to see only a part.
-
-        Raises:
-            Refused: it does not fit what has come before.
+        Requests after a `Kind.BARRIER` wait until all workers have sent as many barriers: all
+        workers load parameters and state, and none may read a part of it.
         """
-        if kind == Kind.READY:
-            yield from self._pass(worker, ids.plan)
+        if kind == Kind.BARRIER:
+            yield from self._pass_barrier(worker, ids.plan)
             return
-        if kind == Kind.MORE:
+        if kind == Kind.CONTINUATION:
             if worker not in self._documents:
-                raise Refused(f"rank {worker} sent more of nothing")
+                raise RequestError(f"rank {worker} sent a fragment without a document")
             ids, document = self._documents.pop(worker)
             document.append(payload)
-        elif kind == Kind.HOLD:
-            document = Document(payload, self._most - self.nbytes - self._coming)
-            self._coming += len(document.data)
+        elif kind == Kind.LOAD:
+            document = Document(payload, self._max_nbytes - self.nbytes - self._queued_nbytes)
+            self._queued_nbytes += len(document.data)
         else:
-            yield from self._hear(Early(worker, self._ready[worker], kind, ids, payload, now))
+            request = _Request(worker, self._barriers[worker], kind, ids, payload, now)
+            yield from self._submit(request)
             return
         if document.complete:
-            kind = Kind.HOLD if "pieces" in document.words else Kind.MORE
-            # Whole slices are taken when all workers have sent theirs.
-            turn = self._ready[worker] + (kind == Kind.HOLD)
-            yield from self._hear(Early(worker, turn, kind, ids, document, now))
+            kind = Kind.LOAD if "pieces" in document.fields else Kind.CONTINUATION
+            # Whole slices are loaded once all workers have sent theirs; values are at once.
+            barrier = self._barriers[worker] + (kind == Kind.LOAD)
+            yield from self._submit(_Request(worker, barrier, kind, ids, document, now))
         else:
             self._documents[worker] = ids, document
 
-    def _pass(self, worker: int, plan: int) -> Iterator[Reply]:
-        """A worker has sent all that it has to send; go on if that was the last one."""
-        before = min(self._ready)
-        self._ready[worker] += 1
-        if min(self._ready) > before:
-            early, self._early = self._early, []
-            # Whoever was first may already ask for what the last has only sent now.
-            for each in sorted(early, key=lambda said: (said.turn, said.kind != Kind.HOLD)):
-                self._coming -= _kept(each)
-                yield from self._hear(each)
+    def _pass_barrier(self, worker: int, plan: int) -> Iterator[ParameterReply]:
+        before = min(self._barriers)
+        self._barriers[worker] += 1
+        if min(self._barriers) > before:
+            queued, self._queued = self._queued, []
+            # The first worker may already request what the last one has just loaded.
+            for request in sorted(queued, key=lambda r: (r.barrier, r.kind != Kind.LOAD)):
+                self._queued_nbytes -= request.nbytes
+                yield from self._submit(request)
             self._drop_before(plan)
 
-    def _hear(self, said: Early) -> Iterator[Reply]:
-        if said.turn > min(self._ready):
-            self._coming += _kept(said)
-            if self._coming + self.nbytes > self._most:
-                raise Refused(f"{self._coming} bytes wait; the server has room for {self._most}")
-            self._early.append(said)
+    def _submit(self, request: _Request) -> Iterator[ParameterReply]:
+        """Perform a request, or queue it until all workers have passed its barrier."""
+        if request.barrier > min(self._barriers):
+            self._queued_nbytes += request.nbytes
+            if self._queued_nbytes + self.nbytes > self._max_nbytes:
+                raise RequestError(
+                    f"queued requests need {self._queued_nbytes} bytes; the server's limit is "
+                    f"{self._max_nbytes}"
+                )
+            self._queued.append(request)
             return
-        worker, ids, payload = said.worker, said.ids, said.payload
-        match said.kind:
-            case Kind.HOLD:
-                self._coming -= len(payload.data)
-                self._hold(ids, payload)
-            case Kind.MORE:
-                self._coming -= len(payload.data)
-                self._put(worker, ids, payload)
+        worker, ids, payload = request.worker, request.ids, request.payload
+        match request.kind:
+            case Kind.LOAD:
+                self._queued_nbytes -= len(payload.data)
+                self._load(ids, payload)
+            case Kind.CONTINUATION:
+                self._queued_nbytes -= len(payload.data)
+                self._set_values(worker, ids, payload)
             case Kind.FETCH:
-                yield Reply(worker, ids, self._fetched(worker, ids))
+                yield ParameterReply(worker, ids, self._fetch(worker, ids))
             case Kind.STATE:
-                yield Reply(worker, ids, state=self._state(worker, ids))
-            case Kind.FINAL:
-                shard = self._shard(worker, ids)
-                if len(payload) != shard.held.memory.nbytes:
-                    raise Refused(f"rank {worker} sent {len(payload)} bytes of final gradients")
-                # A copy: the optimizer may write to them, and that memory may be read only.
-                shard.final = np.frombuffer(payload, np.uint8).copy()
+                yield ParameterReply(worker, ids, state=self._export_state(worker, ids))
+            case Kind.GRADIENTS:
+                self._set_gradients(worker, ids, payload)
             case Kind.STEP:
-                self._tell(worker, ids, payload, said.since)
+                self._request_step(worker, ids, payload, request.received_at)
             case _:
-                raise Refused(f"rank {worker} sent a message of kind {said.kind}")
+                raise RequestError(f"rank {worker} sent a message of kind {request.kind}")
 
-    def wish(self, key: Key, wish: int) -> None:
-        """Note how a worker wants what comes of a slice."""
+    def set_route(self, key: SliceKey, route: int) -> None:
+        """Set how the parameters of a slice are sent without a request."""
         shard = self._shards.get(key[0], {}).get(key[1])
         if shard is not None:
-            shard.wish = wish
+            shard.route = route
 
-    def summed(self, key: Key) -> None:
-        """A slice's sum is complete."""
+    def sum_completed(self, key: SliceKey) -> None:
+        """Update a slice, if the step is known: its sum is complete."""
         step = self._step
-        if step is not None and step.plan == key[0] and key[1] in step.rest:
-            self._push(step, key[1])
+        if step is not None and step.plan == key[0] and key[1] in step.remaining:
+            self._push_due(step, key[1])
 
-    def _fetched(self, worker: int, ids: Ids) -> Sum | None:
-        """Return the parameters that a worker asks for; None: they are remembered to be sent.
+    def _load(self, ids: Ids, document: Document) -> None:
+        """Load a slice with its optimizer state."""
+        shards = self._shards.setdefault(ids.plan, {})
+        params = self._optimizer.load(document.fields, document.data)
+        before = shards.get(ids.slice)
+        if before is not None:
+            self._drop(before)
+        route = 0 if before is None else before.route
+        current = SliceSum(ids.round, params.dtype, params.memory)
+        shards[ids.slice] = Shard(params, current, route=route)
+        self._grow(params.nbytes)
 
-        Raises:
-            Refused: it asks for no next ones, or twice.
-        """
+    def _set_values(self, worker: int, ids: Ids, document: Document) -> None:
         shard = self._shard(worker, ids)
-        if ids.round == shard.made.round:
-            return shard.made
-        if ids.round != shard.made.round + 1 or worker in shard.fetches:
-            raise Refused(f"rank {worker} wants slice {ids.slice} after update {ids.round}")
+        self._optimizer.set_values(shard.params, document.data)
+        shard.current = SliceSum(shard.current.round, shard.params.dtype, shard.params.memory)
+
+    def _set_gradients(self, worker: int, ids: Ids, payload: Any) -> None:
+        shard = self._shard(worker, ids)
+        if len(payload) != shard.params.memory.nbytes:
+            raise RequestError(
+                f"rank {worker} sent {len(payload)} bytes of gradients for slice {ids.slice}, "
+                f"which has {shard.params.memory.nbytes}"
+            )
+        # A copy: the payload may be read-only, and the optimizer may write to gradients.
+        shard.gradients = np.frombuffer(payload, np.uint8).copy()
+
+    def _fetch(self, worker: int, ids: Ids) -> SliceSum | None:
+        """Return the requested parameters; None if they are sent after the next update."""
+        shard = self._shard(worker, ids)
+        if ids.round == shard.current.round:
+            return shard.current
+        if ids.round != shard.current.round + 1 or worker in shard.fetches:
+            raise RequestError(
+                f"rank {worker} requested slice {ids.slice} after update {ids.round}"
+            )
         shard.fetches[worker] = ids
         return None
 
-    def _state(self, worker: int, ids: Ids) -> tuple[dict[str, Any], list[memoryview]]:
-        """Return what is remembered of a slice.
-
-        Raises:
-            Refused: there is no such slice, or not after that update.
-        """
+    def _export_state(self, worker: int, ids: Ids) -> tuple[dict[str, Any], list[memoryview]]:
         shard = self._shard(worker, ids)
-        if ids.round != shard.made.round:
-            raise Refused(
-                f"rank {worker} wants the state of slice {ids.slice} after update {ids.round}, "
-                f"which had {shard.made.round}"
+        if ids.round != shard.current.round:
+            raise RequestError(
+                f"rank {worker} requested the state of slice {ids.slice} after update {ids.round}; "
+                f"the last one is {shard.current.round}"
             )
-        return self._applies.export(shard.held)
+        return self._optimizer.export_state(shard.params)
 
-    # -- updating -------------------------------------------------------------------------
+    def _shard(self, worker: int, ids: Ids) -> Shard:
+        shard = self._shards.get(ids.plan, {}).get(ids.slice)
+        if shard is None:
+            raise RequestError(
+                f"rank {worker} requested slice {ids.slice} of plan {ids.plan}, which is not loaded"
+            )
+        return shard
 
-    def work(self) -> Iterator[Reply]:
-        """Update the slice that is needed first; yield who is to have what.
+    # -- steps ----------------------------------------------------------------------------
 
-        Raises:
-            Refused: the optimizer has failed.
-        """
+    def _request_step(self, worker: int, ids: Ids, payload: Any, now: float) -> None:
+        """Record a worker's request for a step; begin once all workers have sent theirs."""
+        if self._step is None:
+            self._step = _Step(ids.plan, ids.round, ids.slice, now)
+        step = self._step
+        requested = (ids.plan, ids.round, ids.slice)
+        if worker in step.pushes_to or requested != (step.plan, step.number, step.round):
+            raise RequestError(
+                f"rank {worker} requested update {ids.round} of plan {ids.plan}, and others update "
+                f"{step.number} of plan {step.plan}"
+            )
+        step.pushes_to[worker] = bool(ids.route)
+        try:
+            fields = json.loads(bytes(payload))
+            digest, leads = str(fields["digest"]), "groups" in fields
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise RequestError(f"rank {worker} sent malformed settings of a step") from None
+        if digest:
+            step.digest = step.digest or (worker, digest)
+            if digest != step.digest[1]:
+                raise RequestError(
+                    f"rank {worker} has other settings in the optimizer's param groups than rank "
+                    f"{step.digest[0]}: set the same on all ranks"
+                )
+        if leads:
+            step.settings = fields
+        if len(step.pushes_to) == self._workers:
+            self._begin_step(step)
+
+    def _begin_step(self, step: _Step) -> None:
+        if step.settings is None:
+            raise RequestError("no worker sent the settings of a step")
+        step.used = unpack_numbers(step.settings.get("used"))
+        self._optimizer.set_options(step.settings["groups"], step.settings.get("scaler", {}))
+        shards = self._shards.get(step.plan, {})
+        step.remaining = set(shards)
+        wrong = {shard.current.round for shard in shards.values()} - {step.number - 1}
+        if wrong:
+            raise RequestError(f"update {step.number} came after update {min(wrong)}")
+        for number in shards:
+            if step.round == NO_ROUND or self._completed_sum((step.plan, number), step.round):
+                self._push_due(step, number)
+        if not step.remaining:
+            self._step = None
+
+    def _push_due(self, step: _Step, number: int) -> None:
+        route = self._shards[step.plan][number].route
+        heapq.heappush(self._due, (position_of(route), number))
+
+    def update_next(self) -> Iterator[ParameterReply]:
+        """Update the first slice in forward order; yield the replies."""
         if not self._due:
             return
         step = self._step
         assert step is not None
         _, number = heapq.heappop(self._due)
-        step.rest.discard(number)
+        step.remaining.discard(number)
         shard = self._shards[step.plan][number]
-        before = shard.held.nbytes
+        before = shard.params.nbytes
         gradients = self._gradients(step, number, shard)
         if gradients is not None:
-            if not shard.made.free():
-                self._applies.renew(shard.held)
-            self._applies.step(shard.held, gradients, step.used)
-        shard.final = None
-        shard.made = Sum(step.number, shard.held.dtype, shard.held.memory)
-        self._grow(shard.held.nbytes - before)
-        if not step.rest:
+            if not shard.current.is_unused():
+                self._optimizer.copy_values(shard.params)
+            self._optimizer.step(shard.params, gradients, step.used)
+        shard.gradients = None
+        shard.current = SliceSum(step.number, shard.params.dtype, shard.params.memory)
+        self._grow(shard.params.nbytes - before)
+        if not step.remaining:
             self._step = None
-        ids = Ids(step.plan, number, step.number, shard.wish)
+        ids = Ids(step.plan, number, step.number, shard.route)
         fetches, shard.fetches = shard.fetches, {}
-        for worker in (worker for worker, unasked in step.said.items() if unasked):
+        for worker in (worker for worker, pushes in step.pushes_to.items() if pushes):
             fetches.setdefault(worker, ids)
-        for worker, asked in sorted(fetches.items()):
-            yield Reply(worker, asked, shard.made)
+        for worker, requested in sorted(fetches.items()):
+            yield ParameterReply(worker, requested, shard.current)
 
-    def _gradients(self, step: Step, number: int, shard: Shard) -> Array | None:
+    def _gradients(self, step: _Step, number: int, shard: Shard) -> Array | None:
         if step.round == NO_ROUND:
-            return shard.final
-        total = self._finished((step.plan, number), step.round)
+            return shard.gradients
+        total = self._completed_sum((step.plan, number), step.round)
         assert total is not None
-        if total.dtype != shard.held.dtype:  # gradients came as another
-            return converted(total.result, shard.held.dtype)
-        # Somebody may be reading the sum still, and the optimizer may write to gradients.
-        return total.result if total.free() else total.result.copy()
+        if total.dtype != shard.params.dtype:
+            return convert(total.result, shard.params.dtype)
+        # The optimizer may write to gradients.
+        return total.result if total.is_unused() else total.result.copy()
 
     @property
-    def _applies(self) -> Applies:
-        if self._applier is None:
+    def _optimizer(self) -> ShardOptimizer:
+        if self._created is None:
             try:
-                self._applier = self._make()
+                self._created = self._make_optimizer()
             except Exception as error:
                 reason = (str(error).strip().splitlines() or [""])[0]
-                raise Refused(
-                    f"the optimizer cannot be made here: {type(error).__name__}: {reason}"
+                raise RequestError(
+                    f"cannot create the optimizer on a server: {type(error).__name__}: {reason}"
                 ) from None
-        return self._applier
-
-    def _put(self, worker: int, ids: Ids, document: Document) -> None:
-        """Take other values of parameters."""
-        shard = self._shard(worker, ids)
-        self._applies.put(shard.held, document.data)
-        shard.made = Sum(shard.made.round, shard.held.dtype, shard.held.memory)
-
-    def _hold(self, ids: Ids, document: Document) -> None:
-        """Take a slice with all that is remembered of it."""
-        shards = self._shards.setdefault(ids.plan, {})
-        held = self._applies.hold(document.words, document.data)
-        before = shards.get(ids.slice)
-        if before is not None:
-            self._forget(before)
-        wish = 0 if before is None else before.wish
-        shards[ids.slice] = Shard(held, Sum(ids.round, held.dtype, held.memory), wish=wish)
-        self._grow(held.nbytes)
-
-    def _shard(self, worker: int, ids: Ids) -> Shard:
-        shard = self._shards.get(ids.plan, {}).get(ids.slice)
-        if shard is None:
-            raise Refused(
-                f"rank {worker} speaks of slice {ids.slice} of plan {ids.plan}, whose parameters "
-                "nobody has sent"
-            )
-        return shard
-
-    def _tell(self, worker: int, ids: Ids, payload: Any, now: float) -> None:
-        """Note what a worker says of a step; begin when all have."""
-        if self._step is None:
-            self._step = Step(ids.plan, ids.round, ids.slice, now)
-        step = self._step
-        if worker in step.said or (ids.plan, ids.round, ids.slice) != (
-            step.plan, step.number, step.round
-        ):  # fmt: skip
-            raise Refused(
-                f"rank {worker} makes update {ids.round} in plan {ids.plan} while others make "
-                f"update {step.number} in plan {step.plan}"
-            )
-        step.said[worker] = bool(ids.wish)
-        try:
-            words = json.loads(bytes(payload))
-            digest, leads = str(words["digest"]), "groups" in words
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise Refused(f"rank {worker} sent malformed settings of a step") from None
-        if digest:
-            first = step.digest or (worker, digest)
-            if digest != first[1]:
-                raise Refused(
-                    f"rank {worker} has other settings in the optimizer's param groups than rank "
-                    f"{first[0]}: set the same on all ranks"
-                )
-            step.digest = first
-        if leads:
-            step.words = words
-        if len(step.said) == self._workers:
-            self._begin(step)
-
-    def _begin(self, step: Step) -> None:
-        if step.words is None:
-            raise Refused("no worker sent the settings of a step")
-        step.used = numbers_in(step.words.get("used"))
-        self._applies.settle(step.words["groups"], step.words.get("scaler", {}))
-        shards = self._shards.get(step.plan, {})
-        step.rest = set(shards)
-        wrong = {shard.made.round for shard in shards.values()} - {step.number - 1}
-        if wrong:
-            raise Refused(f"update {step.number} came after update {min(wrong)}")
-        for number in shards:
-            if step.round == NO_ROUND or self._finished((step.plan, number), step.round):
-                self._push(step, number)
-        if not step.rest:
-            self._step = None
-
-    def _push(self, step: Step, number: int) -> None:
-        wish = self._shards[step.plan][number].wish
-        heapq.heappush(self._due, (position_of(wish), number))
+        return self._created
 
     def _drop_before(self, plan: int) -> None:
-        """Forget older plans: every worker has taken what it needs of them."""
+        """Drop older plans: all workers have passed the barrier of a newer one."""
         for old in [old for old in self._shards if old < plan]:
             for shard in self._shards.pop(old).values():
-                self._forget(shard)
+                self._drop(shard)
 
-    def _forget(self, shard: Shard) -> None:
-        self._applies.drop(shard.held)
-        self.nbytes -= shard.held.nbytes
+    def _drop(self, shard: Shard) -> None:
+        self._optimizer.drop(shard.params)
+        self.nbytes -= shard.params.nbytes
 
     def _grow(self, nbytes: int) -> None:
         self.nbytes += nbytes
         count = sum(map(len, self._shards.values()))
-        if self.nbytes + EACH * count > self._most:
-            raise Refused(
-                f"parameters and optimizer state take {self.nbytes} bytes; the server has room for "
-                f"{self._most}"
+        if self.nbytes + SLICE_OVERHEAD * count > self._max_nbytes:
+            raise RequestError(
+                f"parameters and optimizer state need {self.nbytes} bytes; the server's limit is "
+                f"{self._max_nbytes}"
             )
-
-
-def _kept(said: Early) -> int:
-    """Return the bytes that a message takes while it waits, besides a document's own."""
-    return EACH + (0 if isinstance(said.payload, Document) else len(said.payload))
