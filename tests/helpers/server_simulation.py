@@ -21,24 +21,24 @@ from wingbeat.transport.messages import header
 from wingbeat.transport.messages.compose import compose
 from wingbeat.transport.messages.endpoint import Route
 
-Act = Generator[Callable[[], bool], None, None]
+Activity = Generator[Callable[[], bool], None, None]
 """What a worker does: it says after each thing when it can go on."""
 
 LARGEST = 600
 """Bytes of the largest payload."""
 
-LEAST = header.LARGEST + LARGEST
+MIN_WINDOW = header.LARGEST + LARGEST
 """Bytes of the smallest window."""
 
 SLICE = 4 * 30
 """Bytes of the largest slice that `Job.drawn` makes."""
 
-TIGHT = header.LARGEST + SLICE
+ONE_SLICE_WINDOW = header.LARGEST + SLICE
 """Bytes of a window that holds one of them."""
 
 
 @dataclass(eq=False, slots=True)
-class Letter:
+class SentMessage:
     """A message on its way, and then as it has arrived."""
 
     peer: int
@@ -56,8 +56,8 @@ class Letter:
         return self.arrived
 
 
-class Office:
-    """Carries letters, each flow in its order and none before another's; `move` does one thing."""
+class FakeNetwork:
+    """Carries messages, each flow in its order and none before another's; `move` does one thing."""
 
     def __init__(
         self,
@@ -69,35 +69,35 @@ class Office:
     ) -> None:
         self.chance, self.workers, self.links = chance, workers, links
         self.window, self.largest = window, largest
-        self.boxes: dict[int, Box] = {}
-        self._flows: dict[tuple[int, int, int, int], deque[Letter]] = {}
-        self._late: list[tuple[Letter, bytes]] = []
+        self.boxes: dict[int, FakeMailbox] = {}
+        self._flows: dict[tuple[int, int, int, int], deque[SentMessage]] = {}
+        self._late: list[tuple[SentMessage, bytes]] = []
         self._leaving: list[int] = []
 
-    def box(self, number: int) -> Box:
-        self.boxes[number] = Box(self, number)
+    def box(self, number: int) -> FakeMailbox:
+        self.boxes[number] = FakeMailbox(self, number)
         return self.boxes[number]
 
-    def put(self, source: int, target: int, letter: Letter) -> None:
-        flow = (source, target, letter.urgency, letter.interface)
-        self._flows.setdefault(flow, deque()).append(letter)
+    def put(self, source: int, target: int, message: SentMessage) -> None:
+        flow = (source, target, message.urgency, message.interface)
+        self._flows.setdefault(flow, deque()).append(message)
 
     def move(self) -> None:
-        """Deliver the oldest letter of a flow, tell a sender of it, or let someone be gone."""
+        """Deliver the oldest message of a flow, tell a sender of it, or let someone be gone."""
         what = self.chance.randrange(3)
         if what == 0 and self._late:
-            letter, bits = self._late.pop(self.chance.randrange(len(self._late)))
+            message, bits = self._late.pop(self.chance.randrange(len(self._late)))
             # A worker's memory may have the sum before it hears that the gradients have arrived.
-            assert letter.kind != Kind.SUM or bytes(letter.payload) == bits, "changed under way"
-            letter.arrived = True
+            assert message.kind != Kind.SUM or bytes(message.payload) == bits, "changed under way"
+            message.arrived = True
         elif what == 1 and self._leaving:
             number = self._leaving[0]
-            if not any(letters for flow, letters in self._flows.items() if flow[0] == number):
+            if not any(messages for flow, messages in self._flows.items() if flow[0] == number):
                 self._leaving.remove(number)
                 for other, box in self.boxes.items():
                     if (other < self.workers) != (number < self.workers):
                         box.gone.add(number)
-        elif flows := [flow for flow, letters in self._flows.items() if letters]:
+        elif flows := [flow for flow, messages in self._flows.items() if messages]:
             self._deliver(flows[self.chance.randrange(len(flows))])
 
     def leave(self, number: int) -> None:
@@ -105,24 +105,24 @@ class Office:
 
     def _deliver(self, flow: tuple[int, int, int, int]) -> None:
         source, target, urgency, interface = flow
-        letter = self._flows[flow].popleft()
-        bits = bytes(letter.payload)
-        self._late.append((letter, bits))
-        copy = Letter(
-            source, letter.kind, memoryview(bits), letter.ids, letter.dtype, urgency, interface,
-            letter.size,
+        message = self._flows[flow].popleft()
+        bits = bytes(message.payload)
+        self._late.append((message, bits))
+        copy = SentMessage(
+            source, message.kind, memoryview(bits), message.ids, message.dtype, urgency, interface,
+            message.size,
         )  # fmt: skip
         self.boxes[target].inbox.setdefault(urgency, deque()).append(copy)
 
 
-class Box:
-    """What a `Mailbox` is to a server or a worker, in an `Office`."""
+class FakeMailbox:
+    """What a `Mailbox` is to a server or a worker, in an `FakeNetwork`."""
 
-    def __init__(self, office: Office, number: int) -> None:
-        self._office, self._number = office, number
-        self.largest = office.largest
+    def __init__(self, network: FakeNetwork, number: int) -> None:
+        self._network, self._number = network, number
+        self.largest = network.largest
         self._used: dict[tuple[int, int, int], int] = {}
-        self.inbox: dict[int, deque[Letter]] = {}
+        self.inbox: dict[int, deque[SentMessage]] = {}
         self.gone: set[int] = set()
         self.lost: dict[int, str] = {}
         self.cut: dict[int, float] = {}
@@ -140,16 +140,16 @@ class Box:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        return tuple(number for number in self._office.boxes if number != self._number)
+        return tuple(number for number in self._network.boxes if number != self._number)
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
         # Beside their server, as it were, workers reach it over one.
-        workers, links = self._office.workers, self._office.links
+        workers, links = self._network.workers, self._network.links
         together = workers and (peer - self._number) % workers == 0
         return (0,) if together else tuple(range(links))
 
     def room(self, peer: int, *, urgency: int, interface: int = 0) -> int:
-        return self._office.window - self._used.get((peer, urgency, interface), 0)
+        return self._network.window - self._used.get((peer, urgency, interface), 0)
 
     def post(
         self,
@@ -162,34 +162,36 @@ class Box:
         urgency: int = 0,
         seconds: float | None = None,
         interface: int = 0,
-    ) -> Letter:
+    ) -> SentMessage:
         view = memoryview(payload)
         view = view.cast("B") if view.nbytes else memoryview(b"")
         assert len(view) <= self.largest
-        letter = Letter(peer, kind, view, Ids(*ids), dtype, urgency, interface, 50 + len(view))
+        message = SentMessage(
+            peer, kind, view, Ids(*ids), dtype, urgency, interface, 50 + len(view)
+        )
         room = self.room(peer, urgency=urgency, interface=interface)
-        assert room >= letter.size or seconds is not None
+        assert room >= message.size or seconds is not None
         assert interface in self.interfaces(peer)
         flow = (peer, urgency, interface)
-        self._used[flow] = self._used.get(flow, 0) + letter.size
-        self._office.put(self._number, peer, letter)
-        return letter
+        self._used[flow] = self._used.get(flow, 0) + message.size
+        self._network.put(self._number, peer, message)
+        return message
 
     def poll(self, *, keep: bool = False) -> Any:
-        for _, letters in sorted(self.inbox.items()):
-            if letters:
-                letter = letters.popleft()
-                letter.kept = True
+        for _, messages in sorted(self.inbox.items()):
+            if messages:
+                message = messages.popleft()
+                message.kept = True
                 if not keep:
-                    self.free(letter)
-                return letter
+                    self.free(message)
+                return message
         return None
 
-    def free(self, letter: Letter) -> None:
-        if letter.kept:
-            letter.kept = False
-            flow = (self._number, letter.urgency, letter.interface)
-            self._office.boxes[letter.peer]._used[flow] -= letter.size
+    def free(self, message: SentMessage) -> None:
+        if message.kept:
+            message.kept = False
+            flow = (self._number, message.urgency, message.interface)
+            self._network.boxes[message.peer]._used[flow] -= message.size
 
     def drop(self, peer: int) -> None:
         self.lost.pop(peer, None)
@@ -198,10 +200,10 @@ class Box:
     def close(self, seconds: float = 0.0) -> None:
         if not self.closed:
             self.closed = True
-            self._office.leave(self._number)
+            self._network.leave(self._number)
 
 
-class VirtualBox:
+class VirtualMailbox:
     """The same on the message layer's own flows, in virtual time."""
 
     largest = LARGEST
@@ -291,7 +293,7 @@ class Job:
         )
 
 
-class Drama:
+class JobSimulation:
     """A job from begin to end.
 
     Args:
@@ -319,7 +321,7 @@ class Drama:
             for n in job.sizes
         ]
         self.boxes = [box(number) for number in range(job.workers + job.servers)]
-        self.services = [self.server(index) for index in range(job.servers)]
+        self.servers = [self.server(index) for index in range(job.servers)]
         numbers = range(job.workers, job.workers + job.servers)
         order = Order.URGENT if job.order is Order.URGENT else Order.READY
         self.clients = [
@@ -343,7 +345,7 @@ class Drama:
         """What a server sums by."""
         return Aggregator(self.job.workers, 1 << 20)
 
-    def play(self, most: int = 20_000, begun: Mapping[int, Act] | None = None) -> None:
+    def play(self, most: int = 20_000, begun: Mapping[int, Activity] | None = None) -> None:
         """Let things happen until all workers are done; fail if that does not come to pass."""
         acts = {rank: self.act(rank) for rank in range(self.job.workers)} | dict(begun or {})
         waits: dict[int, Callable[[], bool]] = {}
@@ -367,22 +369,22 @@ class Drama:
     def step(self, number: int) -> None:
         box = self.boxes[number]
         if number >= self.job.workers:
-            self.services[number - self.job.workers].run_once(box.poll(keep=True))
+            self.servers[number - self.job.workers].run_once(box.poll(keep=True))
         elif not box.closed:
             self.clients[number].run_once(box.poll())
             self.held_back += self.ahead(number) and self.clients[number]._queue.queued > 0
 
     def ahead(self, rank: int) -> bool:
         """Whether gradients of this worker wait at a server for those of lower ranks."""
-        totals = [t for each in self.services for t in each._aggregator._slices.values()]
+        totals = [t for each in self.servers for t in each._aggregator._slices.values()]
         return any(rank in total.early for total in totals)
 
     def waiting(self, server: int) -> int:
         """Bytes that wait at a server for their turn."""
-        totals = self.services[server]._aggregator._slices.values()
+        totals = self.servers[server]._aggregator._slices.values()
         return sum(len(each) for total in totals for each, _ in total.early.values())
 
-    def act(self, rank: int) -> Act:
+    def act(self, rank: int) -> Activity:
         """What a worker does: push, and have the sums; perhaps not the last ones."""
         buckets = list(range(len(self.job.sizes)))
         for turn in range(self.job.rounds):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from helpers.mail import Clock
-from helpers.server_simulation import LARGEST, Drama, Job
+from helpers.server_simulation import LARGEST, Job, JobSimulation
 from wingbeat.methods.parameter_server.client import Transfer
 from wingbeat.methods.parameter_server.protocol import Kind, pack_numbers
 from wingbeat.methods.parameter_server.send_queue import Order
@@ -59,8 +59,8 @@ class Turn:
     changed: bool
 
 
-class UpdateDrama(Drama):
-    """As `Drama`, with one parameter a bucket, trained by SGD with momentum on the servers."""
+class UpdateJobSimulation(JobSimulation):
+    """A job with one parameter for each bucket, trained by SGD with momentum on the servers."""
 
     def __init__(
         self,
@@ -258,4 +258,4 @@ class UpdateDrama(Drama):
         self.checked += 1
 
 
-__all__ = ["Kind", "Order", "UpdateDrama"]
+__all__ = ["Kind", "Order", "UpdateJobSimulation"]

@@ -27,7 +27,7 @@ def _there_and_back(value: Any) -> Any:
 
 
 @given(nested)
-def test_plain_values_come_back(value: Any) -> None:
+def test_encode_of_plain_values_round_trips(value: Any) -> None:
     found = _there_and_back(value)
     assert found == value
     assert type(found) is type(value)
@@ -37,14 +37,14 @@ def test_plain_values_come_back(value: Any) -> None:
     st.lists(st.floats(width=32), max_size=8),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
 )
-def test_tensors_come_back_bit_for_bit(values: list[float], dtype: torch.dtype) -> None:
+def test_encode_of_tensors_round_trips_bit_for_bit(values: list[float], dtype: torch.dtype) -> None:
     tensor = torch.tensor(values).to(dtype)
     found = _there_and_back(tensor)
     assert_same(found.nan_to_num(7.0), tensor.nan_to_num(7.0))
     assert torch.equal(found.isnan(), tensor.isnan())
 
 
-def test_shapes_whole_numbers_and_nan() -> None:
+def test_encode_of_shapes_integers_and_nan() -> None:
     for tensor in (torch.tensor(3.0), torch.ones(2, 0), torch.tensor([[1], [2**60]])):
         assert_same(_there_and_back(tensor), tensor)
     assert_same(_there_and_back(torch.tensor([True, False])), torch.tensor([True, False]))
@@ -54,7 +54,7 @@ def test_shapes_whole_numbers_and_nan() -> None:
 @pytest.mark.parametrize(
     "value", [object(), {"a": 1}, [set()], torch.zeros(LIMIT + 1), torch.zeros(2).cfloat(), 1j]
 )
-def test_what_cannot_travel_is_refused(value: Any) -> None:
+def test_encode_of_unsupported_value_raises(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot be sent"):
         encode(value)
 
@@ -76,12 +76,12 @@ def test_what_cannot_travel_is_refused(value: Any) -> None:
         {"tensor": ["float32", [1], [1.0], False], "list": []},
     ],
 )
-def test_what_was_not_encoded_is_refused(data: Any) -> None:
+def test_decode_of_malformed_value_raises(data: Any) -> None:
     with pytest.raises(ValueError, match="malformed"):
         decode(data, CPU)
 
 
-def test_dtypes_by_name() -> None:
+def test_dtype_of_name() -> None:
     assert dtype_of("bfloat16") is torch.bfloat16
     for name in ("nn", "float33", 3, None):
         with pytest.raises(ValueError, match="malformed"):

@@ -1,4 +1,4 @@
-"""Sums of slices in any order of events: always of the same round, in the order of ranks."""
+"""`Aggregator`: sums in any order of events belong to one round, in the order of ranks."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ MORE = [pytest.param(block, marks=pytest.mark.slow) for block in (2, 3)]
 
 
 @pytest.mark.parametrize("block", [0, 1, *MORE])
-def test_whatever_the_order_each_round_is_summed_by_rank_and_by_itself(block: int) -> None:
+def test_push_in_any_order_sums_each_round_in_rank_order(block: int) -> None:
     for seed in range(GAMES * block, GAMES * (block + 1)):
         Game(seed).play()
 
@@ -259,7 +259,7 @@ def pushed(
     return done
 
 
-def test_a_late_pull_gets_its_round_while_others_push_the_next() -> None:
+def test_completed_sum_while_next_round_is_pushed_returns_previous_round() -> None:
     sums = Aggregator(2, PLENTY)
     pushed(sums, (0, 0), 0, range(2))
     sums.push(0, (0, 0), 1, "float32", memoryview(bytes(16)))
@@ -269,7 +269,7 @@ def test_a_late_pull_gets_its_round_while_others_push_the_next() -> None:
     assert sums.completed_sum((0, 0), 1) is None
 
 
-def test_a_pull_of_another_round_or_of_an_older_plan_is_refused() -> None:
+def test_completed_sum_of_other_round_or_older_plan_raises() -> None:
     sums = Aggregator(1, PLENTY)
     assert sums.completed_sum((1, 0), 0) is None, "it may come before any push"
     pushed(sums, (1, 0), 0, [0])
@@ -281,7 +281,7 @@ def test_a_pull_of_another_round_or_of_an_older_plan_is_refused() -> None:
         sums.completed_sum((0, 0), 0)
 
 
-def test_a_slow_reader_costs_a_buffer_and_no_more() -> None:
+def test_push_with_slow_reader_uses_one_more_buffer() -> None:
     sums = Aggregator(1, PLENTY)
     slow = Reader(pushed(sums, (0, 0), 0, [0], 5.0), np.full(4, 5.0, "f4").tobytes())
     slow.sum.readers.append(lambda: slow.done)
@@ -293,7 +293,7 @@ def test_a_slow_reader_costs_a_buffer_and_no_more() -> None:
     assert sums.nbytes == 3 * 16
 
 
-def test_the_first_slice_of_a_new_plan_that_is_complete_ends_the_older_ones() -> None:
+def test_push_completing_new_plan_drops_older_plans() -> None:
     sums = Aggregator(2, PLENTY)
     pushed(sums, (0, 0), 0, range(2))
     pushed(sums, (0, 1), 0, range(2))
@@ -305,7 +305,7 @@ def test_the_first_slice_of_a_new_plan_that_is_complete_ends_the_older_ones() ->
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_more_memory_than_allowed_is_refused_and_nothing_begun(dtype: str) -> None:
+def test_push_over_memory_limit_raises_and_keeps_state(dtype: str) -> None:
     numel = 1 << 12
     payload = memoryview(bytes(numel * ITEMSIZE[dtype]))
     each = numel * ({2: 6, 4: 4, 8: 8}[ITEMSIZE[dtype]])
@@ -317,7 +317,7 @@ def test_more_memory_than_allowed_is_refused_and_nothing_begun(dtype: str) -> No
     assert sums.nbytes == 2 * each
 
 
-def test_slices_of_no_size_are_counted_too() -> None:
+def test_push_of_tiny_slices_counts_overhead() -> None:
     sums = Aggregator(2, 10 * SLICE_OVERHEAD)
     for number in range(10):
         sums.push(0, (0, number), 0, "float32", memoryview(bytes(4)))
@@ -325,7 +325,7 @@ def test_slices_of_no_size_are_counted_too() -> None:
     assert "10 slices need 44 bytes, and 1024 more each" in message
 
 
-def test_it_is_known_who_is_missing_and_since_when() -> None:
+def test_find_incomplete_returns_late_workers() -> None:
     sums = Aggregator(4, PLENTY)
     assert sums.find_incomplete(100.0) is None
     payload = memoryview(bytes(4))
@@ -344,7 +344,7 @@ def test_it_is_known_who_is_missing_and_since_when() -> None:
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_dense_sums_go_back_as_they_were_made_in_memory_that_is_used_again(dtype: str) -> None:
+def test_push_with_dense_sums_reuses_memory(dtype: str) -> None:
     sums, rng, n = Aggregator(2, PLENTY, dense=True), np.random.default_rng(0), 100
     wide = sum_dtype(dtype)
     for turn in range(6):
@@ -360,7 +360,7 @@ def test_dense_sums_go_back_as_they_were_made_in_memory_that_is_used_again(dtype
     assert sums._slices[0, 0].spare is None
 
 
-def test_what_is_held_for_a_plan_that_is_over_is_forgotten() -> None:
+def test_push_completing_new_plan_drops_deferred_payloads() -> None:
     sums, one = Aggregator(2, PLENTY), memoryview(np.ones(4, "f4")).cast("B")
     sums.push(0, (0, 0), 0, "float32", one)
     assert sums._deferred == 16

@@ -1,4 +1,4 @@
-"""Sums of slices that a codec has made: what is lost is kept, and nothing else is believed."""
+"""`CodedAggregator`: residuals are kept, and malformed payloads are rejected."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def read(made: Pushed, done: SliceSum) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=repr)
-def test_a_sum_is_added_in_the_order_of_ranks_and_encoded_once(wire: Any) -> None:
+def test_push_adds_in_rank_order_and_encodes_once(wire: Any) -> None:
     made, sums = Pushed(wire), sums_of(wire, 3)
     payloads = [made.encode(10.0 ** (3 * rank) * grads(rank)) for rank in range(3)]
     for rank in (2, 0):
@@ -111,7 +111,7 @@ def test_a_sum_is_added_in_the_order_of_ranks_and_encoded_once(wire: Any) -> Non
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=repr)
-def test_what_a_sum_lacks_is_added_to_the_next_or_given_away_once(wire: Any) -> None:
+def test_residual_is_added_to_next_sum_or_taken_once(wire: Any) -> None:
     made, sums = Pushed(wire), sums_of(wire)
     applied, given_ = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
     for turn in range(5):
@@ -141,7 +141,7 @@ def test_what_a_sum_lacks_is_added_to_the_next_or_given_away_once(wire: Any) -> 
     st.booleans(),
     st.data(),
 )
-def test_nothing_is_lost_whatever_the_rounds_travel_as(
+def test_sums_and_residuals_with_changing_encodings_equal_all_gradients(
     wire: Any, dtypes: list[str], dense: bool, data: st.DataObject
 ) -> None:
     """Also if the rest is taken now and then: what was applied and all rests make up the sums."""
@@ -173,7 +173,7 @@ def test_nothing_is_lost_whatever_the_rounds_travel_as(
 
 
 @pytest.mark.parametrize("wire", KEPT, ids=repr)
-def test_what_is_not_finite_comes_through_and_is_not_kept(wire: Any) -> None:
+def test_push_of_infinity_reaches_sum_and_not_residual(wire: Any) -> None:
     made, sums = Pushed(wire), sums_of(wire)
     bad = grads(0)
     bad[ROWS * COLS + 1] = torch.inf
@@ -200,7 +200,7 @@ def refused(sums: CodedAggregator, *args: Any) -> str:
 
 @pytest.mark.parametrize("wire", WIRES, ids=repr)
 @pytest.mark.parametrize("first", [True, False])
-def test_a_payload_of_another_size_is_refused(wire: Any, first: bool) -> None:
+def test_push_of_wrong_size_raises(wire: Any, first: bool) -> None:
     made, sums = Pushed(wire), sums_of(wire)
     good = made.encode(grads(0))
     if not first:
@@ -213,7 +213,7 @@ def test_a_payload_of_another_size_is_refused(wire: Any, first: bool) -> None:
     push(sums, 0, good)
 
 
-def test_a_head_that_is_wrong_is_refused_in_a_line_that_says_who_and_what() -> None:
+def test_push_with_wrong_header_raises_with_rank_and_slice() -> None:
     made, sums = Pushed(Sketch()), sums_of(Sketch())
     good = bytearray(made.encode(grads(0)))
     push(sums, 0, bytes(good))
@@ -226,7 +226,7 @@ def test_a_head_that_is_wrong_is_refused_in_a_line_that_says_who_and_what() -> N
     push(sums, 1, bytes(good))
 
 
-def test_workers_that_encode_otherwise_than_the_first_are_refused() -> None:
+def test_push_with_other_encoding_raises() -> None:
     """The same elements in other pieces, or not encoded: they would be another codec's."""
     wire = Sketch()
     made, sums = Pushed(wire), sums_of(wire)
@@ -245,7 +245,7 @@ def test_workers_that_encode_otherwise_than_the_first_are_refused() -> None:
     assert "pushed 1984 float32 of slice 7, which has" in refused(sums, 0, short, 1, "float32")
 
 
-def test_more_elements_than_a_message_has_room_for_are_refused() -> None:
+def test_push_of_too_many_elements_raises() -> None:
     sums = CodedAggregator(2, 1 << 30, wire=Sketch(bits=1), largest=4 * (N - 1))
     assert f"a slice of {N} elements; allowed are {N - 1}" in refused(
         sums, 0, Pushed(Sketch(bits=1)).encode(grads(0))
@@ -254,7 +254,7 @@ def test_more_elements_than_a_message_has_room_for_are_refused() -> None:
 
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("wire", WIRES, ids=repr)
-def test_memory_is_counted_and_limited(wire: Any, dense: bool) -> None:
+def test_push_counts_and_limits_memory(wire: Any, dense: bool) -> None:
     """A sum being made, two that were sent, and what they lack."""
     made = Pushed(wire)
     nbytes = 4 * N if dense else len(made.encode(grads(0)))
@@ -277,7 +277,7 @@ def assert_turns(sums: CodedAggregator, made: Pushed, need: int) -> None:
     assert held + 4 * N >= sums.nbytes >= held
 
 
-def test_memory_of_a_dropped_plan_is_given_back_and_its_rest_must_have_been_taken() -> None:
+def test_push_of_new_plan_frees_memory_unless_residual_remains() -> None:
     made = Pushed(Sketch())
     for taken in (True, False):
         sums = sums_of(Sketch())
@@ -298,7 +298,7 @@ def test_memory_of_a_dropped_plan_is_given_back_and_its_rest_must_have_been_take
                 sums.push(1, (1, 0), 0, CODED, last)
 
 
-def test_a_sum_that_is_being_read_is_not_written_to() -> None:
+def test_push_with_reader_keeps_sum_unchanged() -> None:
     made, sums = Pushed(Sketch()), sums_of(Sketch())
     read_: list[tuple[SliceSum, bytes]] = []
     for turn in range(4):

@@ -1,4 +1,4 @@
-"""Workers and servers with a codec: whatever the order of events, the same bits, nothing lost."""
+"""Workers and servers with a codec: the same bits in any order of events, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from helpers.mail import Clock, Play
-from helpers.server_simulation import LARGEST, LEAST, Box, Drama, Job, Letter, Office, VirtualBox
+from helpers.server_simulation import (
+    LARGEST,
+    MIN_WINDOW,
+    FakeMailbox,
+    FakeNetwork,
+    Job,
+    JobSimulation,
+    SentMessage,
+    VirtualMailbox,
+)
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.dense import Dense
@@ -76,8 +85,8 @@ class Slot:
         return out
 
 
-class CodedDrama(Drama):
-    """As `Drama`, but slices are encoded, and what sums lack is taken after some of the rounds."""
+class CodedJobSimulation(JobSimulation):
+    """A job with a codec. Workers pull residuals after some of the rounds."""
 
     def __init__(self, chance: random.Random, job: Job, *args: Any) -> None:
         super().__init__(chance, job, *args)
@@ -170,7 +179,7 @@ class CodedDrama(Drama):
             for rank in range(self.job.workers):
                 found = self.residuals[rank][each.bucket][each.start : each.stop]
                 assert torch.equal(found, slot.residuals[rank])
-            sums = self.services[each.server]._aggregator
+            sums = self.servers[each.server]._aggregator
             rest = sums.take_residual((0, each.number))
             assert torch.equal(
                 torch.zeros_like(slot.rest) if rest is None else torch.from_numpy(rest), slot.rest
@@ -182,34 +191,34 @@ MORE = [pytest.param(block, marks=pytest.mark.slow) for block in (2, 3)]
 
 
 @pytest.mark.parametrize("block", [0, 1, *MORE])
-def test_whatever_the_order_all_workers_have_the_same_sums_and_nothing_is_lost(block: int) -> None:
+def test_coded_job_in_any_order_gives_same_sums_and_residuals(block: int) -> None:
     checked = taken = 0
     for seed in range(GAMES * block, GAMES * (block + 1)):
         chance = random.Random(seed)
         job = Job.drawn(chance)
-        window = chance.choice([LEAST, 2 * LEAST])
-        office = Office(chance, job.workers, window, links=len(job.weights))
-        drama = CodedDrama(chance, job, office.box, office.move, Clock())
-        drama.play()
-        drama.check_kept()
-        checked += drama.checked
-        taken += sum(map(sum, drama.taken))
+        window = chance.choice([MIN_WINDOW, 2 * MIN_WINDOW])
+        network = FakeNetwork(chance, job.workers, window, links=len(job.weights))
+        simulation = CodedJobSimulation(chance, job, network.box, network.move, Clock())
+        simulation.play()
+        simulation.check_kept()
+        checked += simulation.checked
+        taken += sum(map(sum, simulation.taken))
     assert checked > 4 * GAMES
     assert taken > GAMES
 
 
-def test_whatever_the_network_does_nothing_is_lost() -> None:
+def test_coded_job_with_network_faults_loses_nothing() -> None:
     faults = Faults(drop=0.1, repeat=0.1, cut=0.1, delay=0.05, reorder=True)
     for seed in range(60):
         chance = random.Random(seed)
         job = Job.drawn(chance)
         limits = Limits(message=LARGEST, window=1 << 20, silence=1e9)
         play = Play(job.workers + job.servers, faults, seed, limits, job.classes)
-        drama = CodedDrama(
-            chance, job, lambda n, play=play: VirtualBox(play, n), play.step, play.clock
+        simulation = CodedJobSimulation(
+            chance, job, lambda n, play=play: VirtualMailbox(play, n), play.step, play.clock
         )
-        drama.play()
-        drama.check_kept()
+        simulation.play()
+        simulation.check_kept()
 
 
 # -- one server or one worker, and what nobody should send ------------------------------------
@@ -220,9 +229,9 @@ class Rig:
     """One server and the mailboxes of two workers."""
 
     service: Server
-    box: Box
-    workers: list[Box]
-    office: Office
+    box: FakeMailbox
+    workers: list[FakeMailbox]
+    network: FakeNetwork
 
     def send(self, rank: int, kind: Kind, number: int = 0, turn: int = 0, **more: Any) -> None:
         self.workers[rank].post(2, kind, ids=(0, number, turn, 0), **more)
@@ -231,14 +240,14 @@ class Rig:
         form = CodedFormat(torch.tensor([1.0, 2.0, 4.0 + rank, 7.0]), None, PLAN)
         self.send(rank, Kind.PUSH_PULL, number, turn, payload=form.encode(), dtype=form.dtype)
 
-    def heard(self, rank: int) -> list[Letter]:
+    def received(self, rank: int) -> list[SentMessage]:
         for _ in range(200):
             for _ in range(5):
-                self.office.move()
+                self.network.move()
             self.service.run_once(self.box.poll())
         out = []
-        while (letter := self.workers[rank].poll()) is not None:
-            out.append(letter)
+        while (message := self.workers[rank].poll()) is not None:
+            out.append(message)
         return out
 
 
@@ -247,11 +256,11 @@ LOSSY = SliceCoding(WIRE, coding(40), Span(0, 30))
 
 
 def rig(sums: Aggregator | None = None) -> Rig:
-    office = Office(random.Random(0), 2)
-    boxes = [office.box(number) for number in range(3)]
+    network = FakeNetwork(random.Random(0), 2)
+    boxes = [network.box(number) for number in range(3)]
     sums = CodedAggregator(2, 1 << 20, wire=WIRE, largest=LARGEST) if sums is None else sums
     service = Server(boxes[2], 2, sums, clock=Clock())  # type: ignore[arg-type]
-    return Rig(service, boxes[2], boxes[:2], office)
+    return Rig(service, boxes[2], boxes[:2], network)
 
 
 @pytest.mark.parametrize(
@@ -270,39 +279,39 @@ def rig(sums: Aggregator | None = None) -> Rig:
         ),
     ],
 )  # fmt: skip
-def test_what_no_worker_may_send_ends_the_sums_and_all_are_told_why(send: Any, why: str) -> None:
+def test_invalid_request_fails_all_workers_with_reason(send: Any, why: str) -> None:
     made = rig()
     send(made)
     for rank in range(2):
-        (letter,) = made.heard(rank)
-        assert letter.kind == Kind.FAILED
-        assert why in bytes(letter.payload).decode()
+        (message,) = made.received(rank)
+        assert message.kind == Kind.FAILED
+        assert why in bytes(message.payload).decode()
 
 
-def test_what_a_sum_lacks_is_sent_when_the_sum_is_complete() -> None:
+def test_residual_is_sent_once_sum_is_complete() -> None:
     made = rig()
     gradients = torch.randn(30, generator=torch.Generator().manual_seed(0))
     form = CodedFormat(gradients, None, LOSSY)
     for rank in range(2):
         made.send(0, Kind.PULL_RESIDUAL) if rank else None
         made.send(rank, Kind.PUSH, payload=form.encode(), dtype=form.dtype)
-        letters = made.heard(0)
-        assert [letter.kind for letter in letters] == [Kind.RESIDUAL] * rank
-    (letter,) = letters
-    assert (letter.dtype, len(letter.payload)) == ("float32", 4 * 30)
+        messages = made.received(0)
+        assert [message.kind for message in messages] == [Kind.RESIDUAL] * rank
+    (message,) = messages
+    assert (message.dtype, len(message.payload)) == ("float32", 4 * 30)
     made.send(0, Kind.PULL_RESIDUAL)
-    (letter,) = made.heard(0)
-    assert (letter.kind, letter.dtype, len(letter.payload)) == (Kind.RESIDUAL, "", 0)
+    (message,) = made.received(0)
+    assert (message.kind, message.dtype, len(message.payload)) == (Kind.RESIDUAL, "", 0)
 
 
-def test_a_server_that_keeps_nothing_says_so() -> None:
+def test_residual_without_codec_is_empty() -> None:
     made = rig(Aggregator(2, 1 << 20))
     for rank in range(2):
         made.send(rank, Kind.PUSH, payload=bytes(16), dtype="float32")
-    made.heard(0)
+    made.received(0)
     made.send(0, Kind.PULL_RESIDUAL)
-    (letter,) = made.heard(0)
-    assert (letter.kind, letter.dtype, len(letter.payload)) == (Kind.RESIDUAL, "", 0)
+    (message,) = made.received(0)
+    assert (message.kind, message.dtype, len(message.payload)) == (Kind.RESIDUAL, "", 0)
 
 
 GOOD = CodedFormat(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, PLAN).encode()
@@ -321,7 +330,7 @@ GOOD = CodedFormat(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, PLAN).encode()
     ],
     ids=["short", "long", "version", "kind", "empty", "dtype", "float32"],
 )
-def test_an_encoded_sum_of_another_form_is_refused_and_not_written(
+def test_coded_format_of_malformed_reply_raises_and_writes_nothing(
     dtype: str, payload: bytes
 ) -> None:
     part = torch.arange(4.0)
@@ -336,9 +345,7 @@ def test_an_encoded_sum_of_another_form_is_refused_and_not_written(
     ("dtype", "nbytes"),
     [("float32", 12), ("float32", 20), ("bfloat16", 16), ("", 16), ("uint8", 0)],
 )
-def test_a_dense_sum_or_a_rest_of_another_form_is_refused_and_not_written(
-    dtype: str, nbytes: int
-) -> None:
+def test_dense_format_of_malformed_reply_raises_and_writes_nothing(dtype: str, nbytes: int) -> None:
     part = torch.arange(4.0)
     made: list[Any] = [CastFormat(part, "bfloat16", "float32"), ResidualFormat(part)]
     made.append(CodedFormat(part, None, PLAN, "float32"))
@@ -348,7 +355,7 @@ def test_a_dense_sum_or_a_rest_of_another_form_is_refused_and_not_written(
     assert part.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_a_payload_that_cannot_be_read_where_it_is_is_copied() -> None:
+def test_bytes_tensor_of_unaligned_or_read_only_payload_copies() -> None:
     values = torch.arange(300.0).numpy().tobytes()
     for offset in range(5):
         padded = bytearray(offset) + values

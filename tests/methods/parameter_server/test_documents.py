@@ -1,4 +1,4 @@
-"""Words and arrays in split_document, and what is no such thing."""
+"""`Document`: fragments are reassembled, and malformed documents are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wingbeat.methods.parameter_server.protocol import Document, RequestError, s
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4), st.integers(1, 20))
-def test_what_is_cut_comes_together(arrays: list[bytes], largest: int) -> None:
+def test_split_document_is_reassembled(arrays: list[bytes], largest: int) -> None:
     first, *more = split_document({"a": [1, None]}, [memoryview(a) for a in arrays], largest)
     document = Document(first, max_nbytes=1000)
     assert all(0 < len(payload) <= largest for payload in more)
@@ -30,19 +30,19 @@ def test_what_is_cut_comes_together(arrays: list[bytes], largest: int) -> None:
     [b"", b"\xff", b"{}", b"[]", b"7", json.dumps({"nbytes": -1}), json.dumps({"nbytes": 1.0}),
      json.dumps({"nbytes": True}), b"[" * 100_000],
 )  # fmt: skip
-def test_what_says_nothing_of_arrays_is_refused(payload: Any) -> None:
+def test_document_without_valid_fields_raises(payload: Any) -> None:
     payload = payload.encode() if isinstance(payload, str) else payload
     with pytest.raises(RequestError, match="malformed document"):
         Document(payload, max_nbytes=1000)
 
 
-def test_more_than_there_is_room_for_is_refused_before_it_is_made() -> None:
+def test_document_over_limit_raises_before_allocation() -> None:
     with pytest.raises(RequestError, match="a document of 1099511627776 bytes; 10 bytes are free"):
         Document(json.dumps({"nbytes": 1 << 40}).encode(), max_nbytes=10)
 
 
 @pytest.mark.parametrize("extra", [b"", b"abcd"])
-def test_more_or_less_than_was_to_come(extra: bytes) -> None:
+def test_append_of_empty_or_large_fragment_raises(extra: bytes) -> None:
     document = Document(b'{"nbytes": 3}', max_nbytes=10)
     with pytest.raises(RequestError, match=f"{len(extra)} bytes where 3 remain"):
         document.append(extra)

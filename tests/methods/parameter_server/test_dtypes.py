@@ -1,4 +1,4 @@
-"""What travels in few bits, beside torch."""
+"""Conversion and addition of 16-bit payloads, compared with torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_all_numbers_of_16_bits_are_widened_as_by_torch_and_come_back(dtype: str) -> None:
+def test_widen_of_all_16_bit_values_equals_torch(dtype: str) -> None:
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(TORCH[dtype])
     wide = widen(payload_of(values), dtype)
     assert wide.dtype == np.float32
@@ -71,7 +71,7 @@ def test_all_numbers_of_16_bits_are_widened_as_by_torch_and_come_back(dtype: str
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
-def test_sums_are_rounded_as_by_torch(dtype: str, bits: list[int]) -> None:
+def test_narrow_rounds_like_torch(dtype: str, bits: list[int]) -> None:
     ties = [b & 0xFFFF0000 | 0x8000 for b in bits] + [b & 0xFFFFE000 | 0x1000 for b in bits]
     total = np.array([*bits, *ties], dtype=np.uint32).view(np.float32)
     total = np.concatenate([total, np.array(SPECIAL, dtype=np.float32)])
@@ -80,7 +80,7 @@ def test_sums_are_rounded_as_by_torch(dtype: str, bits: list[int]) -> None:
 
 
 @every
-def test_a_payload_is_added_as_torch_adds_and_nothing_is_printed(dtype: str) -> None:
+def test_add_payloads_equals_torch_without_warnings(dtype: str) -> None:
     values = torch.tensor(SPECIAL, dtype=torch.float64).to(TORCH[dtype])
     others = values.flip(0).clone()
     total = widen(payload_of(values), dtype).copy()
@@ -94,7 +94,7 @@ def test_a_payload_is_added_as_torch_adds_and_nothing_is_printed(dtype: str) -> 
 
 
 @every
-def test_nothing_is_copied_that_is_summed_in_its_own_dtype(dtype: str) -> None:
+def test_widen_and_narrow_of_same_dtype_do_not_copy(dtype: str) -> None:
     values = torch.arange(8.0).to(TORCH[dtype])
     wide = widen(payload_of(values), dtype)
     own = sum_dtype(dtype).itemsize == ITEMSIZE[dtype]
@@ -105,7 +105,7 @@ def test_nothing_is_copied_that_is_summed_in_its_own_dtype(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 @pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
-def test_several_at_a_time_give_the_bits_of_one_after_the_other(dtype: str, numel: int) -> None:
+def test_add_payloads_of_several_equals_one_at_a_time(dtype: str, numel: int) -> None:
     rng = np.random.default_rng(numel)
     drawn = [
         rng.standard_normal(numel).astype("f4") * 10.0 ** rng.integers(-4, 5) for _ in range(4)
@@ -129,7 +129,7 @@ def test_several_at_a_time_give_the_bits_of_one_after_the_other(dtype: str, nume
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_sum_is_narrowed_into_memory_that_is_given(dtype: str) -> None:
+def test_narrow_writes_to_out(dtype: str) -> None:
     wide = np.random.default_rng(0).standard_normal(2 * BLOCK + 3).astype("f4")
     fresh = narrow(wide, dtype)
     out = np.zeros_like(fresh)
@@ -138,14 +138,14 @@ def test_a_sum_is_narrowed_into_memory_that_is_given(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_payload_may_lie_anywhere(dtype: str) -> None:
+def test_widen_of_unaligned_payload_works(dtype: str) -> None:
     values = torch.arange(100.0).to(TORCH[dtype])
     moved = memoryview(b"?" + bytes(payload_of(values)))[1:]
     assert widen(moved, dtype).tolist() == values.tolist()
 
 
 @every
-def test_nothing_is_read_or_written_beyond_its_end(dtype: str) -> None:
+def test_add_and_narrow_of_wrong_size_or_dtype_raise(dtype: str) -> None:
     total, payload = np.zeros(4, sum_dtype(dtype)), memoryview(bytes(3 * ITEMSIZE[dtype]))
     with pytest.raises(ValueError, match="payload of 3 elements; the sum has 4"):
         add_payloads(total, (payload,), dtype)

@@ -1,4 +1,4 @@
-"""What a worker has found out about the servers, for all others: never waited for."""
+"""`FailureNotice`: a reason reaches the other workers, and a slow store blocks nobody."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wingbeat.methods.parameter_server.protocol import MAX_REASON
 from wingbeat.transport.loopback import Switchboard
 
 
-def test_what_one_tells_the_others_hear() -> None:
+def test_published_reason_reaches_other_workers() -> None:
     store = Switchboard()
     one, other = FailureNotice(store, "a"), FailureNotice(store, "a")
     assert other.poll() is None
@@ -23,7 +23,7 @@ def test_what_one_tells_the_others_hear() -> None:
     other.close(PATIENCE)
 
 
-def test_the_first_that_tells_is_heard_and_rooms_are_apart() -> None:
+def test_first_reason_is_kept_per_key() -> None:
     store = Switchboard()
     for text in ("first", "second"):
         news = FailureNotice(store, "a")
@@ -36,7 +36,7 @@ def test_the_first_that_tells_is_heard_and_rooms_are_apart() -> None:
     assert elsewhere.poll() is None
 
 
-def test_what_is_told_is_fit_for_a_line() -> None:
+def test_reason_is_printable_and_limited() -> None:
     assert printable(b"a\nb\x1b\xff") == "a?b?\ufffd"
     assert len(printable(b"x" * 2 * MAX_REASON)) == MAX_REASON
     store = Switchboard()
@@ -48,7 +48,7 @@ def test_what_is_told_is_fit_for_a_line() -> None:
     news.close(PATIENCE)
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+def test_slow_store_does_not_block() -> None:
     """It may be gone with the very host that the news is about."""
     store, answers = Switchboard(), threading.Event()
     store.has = lambda key: answers.wait(PATIENCE) and False  # type: ignore[method-assign]
@@ -65,7 +65,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     assert not news._thread.is_alive()
 
 
-def test_what_is_told_at_last_is_told_before_it_ends() -> None:
+def test_last_reason_is_published_before_close() -> None:
     store, asked, answers = Switchboard(), threading.Event(), threading.Event()
     has = store.has
 
@@ -86,7 +86,7 @@ def test_what_is_told_at_last_is_told_before_it_ends() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, TimeoutError])
-def test_a_store_that_is_gone_ends_nothing(error: type[Exception]) -> None:
+def test_store_error_does_not_end_thread(error: type[Exception]) -> None:
     store = Switchboard()
 
     def gone(key: str) -> bool:
@@ -102,7 +102,7 @@ def test_a_store_that_is_gone_ends_nothing(error: type[Exception]) -> None:
     news.close(PATIENCE)
 
 
-def test_a_thread_that_ends_by_an_exception_is_said() -> None:
+def test_exception_in_thread_is_reported() -> None:
     store = Switchboard()
 
     def broken(key: str) -> bool:
@@ -116,7 +116,7 @@ def test_a_thread_that_ends_by_an_exception_is_said() -> None:
     assert news.failure.startswith("thread wingbeat-failures has ended by KeyError: 'a'")
 
 
-def test_nobody_is_requested_before_there_is_something_to_ask() -> None:
+def test_close_without_use_starts_no_thread() -> None:
     news = FailureNotice(Switchboard(), "a")
     news.close(PATIENCE)
     news.publish("late")

@@ -1,4 +1,4 @@
-"""Servers on GPUs, on CPUs: collectives of torch.distributed groups, one for each class."""
+"""`GpuServerExchange` on CPUs: collectives of torch.distributed groups, one for each class."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def trains_as_all_reduce_does() -> None:
     wingbeat.shutdown()
 
 
-def test_training_with_servers_on_gpus(pool: Pool) -> None:
+def test_training_equals_all_reduce(pool: Pool) -> None:
     pool.run(trains_as_all_reduce_does)
 
 
@@ -109,7 +109,7 @@ def exchange(serving: Serving) -> tuple[GpuServerExchange, list[Any], list[tuple
 
 
 @pytest.mark.parametrize(("pushes", "pushed"), [(True, 0xB8), (False, 0)])
-def test_each_operation_goes_by_its_class(pushes: bool, pushed: int) -> None:
+def test_start_uses_group_of_class(pushes: bool, pushed: int) -> None:
     made, (first, *_, last), log = exchange(Serving(pushes=pushes))
     made.start(Operation.PUSH, first)
     made.start(Operation.PULL, first)
@@ -122,7 +122,7 @@ def test_each_operation_goes_by_its_class(pushes: bool, pushed: int) -> None:
     ]
 
 
-def test_without_classes_the_usual_group_is_used() -> None:
+def test_start_without_classes_uses_default_group() -> None:
     made, (first, *_), log = exchange(Serving(thresholds=()))
     made.start(Operation.ALL_REDUCE, first)
     assert log == [("all_reduce", None)]
@@ -132,12 +132,12 @@ def test_without_classes_the_usual_group_is_used() -> None:
     "serving",
     [Serving(count=2), Serving(whole=True), Serving(order="forward"), Serving(shuffled=True)],
 )
-def test_what_nccl_cannot_follow_is_refused(serving: Serving) -> None:
+def test_unsupported_option_raises(serving: Serving) -> None:
     with pytest.raises(UsageError, match="each GPU serves its block"):
         exchange(serving)
 
 
-def test_parameters_on_two_kinds_of_devices_are_refused() -> None:
+def test_planned_with_parameters_on_two_devices_raises() -> None:
     made, _, _ = exchange(Serving())
     slot = SimpleNamespace(name="far")
     there: Any = SimpleNamespace(index=0, flat=torch.zeros(1, device="meta"), slots=[slot])
@@ -145,7 +145,7 @@ def test_parameters_on_two_kinds_of_devices_are_refused() -> None:
         made.planned([there], [there])
 
 
-def test_a_traffic_class_is_an_option_of_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_group_sets_traffic_class(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def new_group(backend: str, pg_options: Any) -> str:

@@ -1,4 +1,4 @@
-"""The head of an encoded slice: what is packed is read, and all else is refused."""
+"""The header of an encoded slice: a packed header is read, and all others are rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def read(data: bytes, wire: Any = WIRES[0], most: int = 1000) -> tuple[Piece, ..
 
 @pytest.mark.parametrize("wire", WIRES, ids=repr)
 @given(numels=st.lists(st.integers(1, 2**20), min_size=1, max_size=MAX_PIECES), data=st.data())
-def test_what_is_packed_is_read(wire: Any, numels: list[int], data: st.DataObject) -> None:
+def test_unpack_header_of_packed_header_returns_pieces(
+    wire: Any, numels: list[int], data: st.DataObject
+) -> None:
     pieces = []
     for numel in numels:
         kind = data.draw(st.integers(0, len(kinds(wire)) - 1))
@@ -71,25 +73,25 @@ def changed(place: int, code: str, value: int) -> bytes:
         (pack_header(WIRES[0], PIECES)[:-1], "2 pieces in 31 bytes"),
     ],
 )
-def test_what_nobody_has_packed_is_refused(data: bytes, why: str) -> None:
+def test_unpack_header_of_malformed_header_raises(data: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         read(data)
     assert why in str(caught.value)
 
 
 @pytest.mark.parametrize("piece", [Piece(12, 5), Piece(12, 24), Piece(12, 4, 0)])
-def test_a_matrix_is_of_whole_rows_and_not_dense(piece: Piece) -> None:
+def test_unpack_header_of_partial_rows_raises(piece: Piece) -> None:
     with pytest.raises(ValueError, match="malformed piece"):
         read(pack_header(WIRES[1], [piece]), WIRES[1])
 
 
-def test_the_most_elements_are_allowed() -> None:
+def test_unpack_header_at_element_limit_succeeds() -> None:
     assert read(pack_header(WIRES[0], PIECES), most=18)
     with pytest.raises(ValueError, match="18 elements; allowed are 17"):
         read(pack_header(WIRES[0], PIECES), most=17)
 
 
 @pytest.mark.parametrize("other", [Sketch(bits=4), Sketch(bits=3, split="count"), LowRank(bits=3)])
-def test_a_head_is_of_one_codec_with_all_its_settings(other: Any) -> None:
+def test_unpack_header_of_other_codec_raises(other: Any) -> None:
     with pytest.raises(ValueError, match="other settings"):
         read(pack_header(other, [Piece(12)]))

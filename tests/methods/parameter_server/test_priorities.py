@@ -1,4 +1,4 @@
-"""Classes of buckets by thresholds of urgency."""
+"""Traffic classes of buckets by thresholds of urgency."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def falling(levels: list[float]) -> list[float]:
 
 
 @given(st.integers(1, 60), st.lists(LEVELS, max_size=3).map(falling))
-def test_classes_are_those_that_the_model_of_orders_has(layers: int, levels: list[float]) -> None:
+def test_priority_classes_equal_plan_model(layers: int, levels: list[float]) -> None:
     classes = priority_classes(each_its_own(layers), levels)
     assert list(classes) == classes_by_urgency(layers, levels)
 
 
-def test_a_level_that_is_met_exactly_is_not_exceeded() -> None:
+def test_priority_classes_at_threshold_are_not_urgent() -> None:
     assert urgency_level(7, 10) == 0.3
     assert priority_classes(each_its_own(10), [0.3])[6] == 1
     assert priority_classes(each_its_own(10), [0.3])[5] == 0
 
 
-def test_urgency_is_by_layer_whatever_buckets_there_are() -> None:
+def test_priority_classes_depend_on_layers() -> None:
     """Section III-C: 1 - l/L for layer l of L. A bucket is needed when its first layer is."""
     buckets = [
         ["conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"],
@@ -61,7 +61,7 @@ def test_urgency_is_by_layer_whatever_buckets_there_are() -> None:
     assert priority_classes(places, [0.3]) == (0, 0, 0, 1, 1)
 
 
-def test_classes_change_with_the_thresholds() -> None:
+def test_set_thresholds_changes_classes() -> None:
     priorities = BucketPriorities(Serving(thresholds=(0.5,)))
     priorities.set_buckets((False,) * 4, each_its_own(4))
     assert priorities.classes == (0, 1, 1, 1)
@@ -73,7 +73,7 @@ def test_classes_change_with_the_thresholds() -> None:
 
 
 @pytest.mark.parametrize("levels", [[0.2, 0.5], [0.5, 0.5], [1.1], [-0.1], [math.nan]])
-def test_thresholds_that_do_not_fall_from_1_to_0_are_refused(levels: list[float]) -> None:
+def test_set_thresholds_with_invalid_levels_raises(levels: list[float]) -> None:
     count = len(levels)
     start = (0.5, 0.2)[:count]
     priorities = BucketPriorities(Serving(thresholds=start))

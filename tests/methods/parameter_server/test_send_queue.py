@@ -1,4 +1,4 @@
-"""What goes next, in each order, whatever has room and whatever is complete when."""
+"""`SendQueue`: which message is sent next, in each order."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Play:
 
 @orders
 @given(seed=SEEDS)
-def test_nothing_is_lost_or_doubled_and_each_goes_in_its_turn(order: Order, seed: int) -> None:
+def test_queue_sends_each_message_once_in_order(order: Order, seed: int) -> None:
     play = Play(order, random.Random(seed))
     for _ in range(60):
         what = play.chance.randrange(4)
@@ -112,7 +112,7 @@ def test_nothing_is_lost_or_doubled_and_each_goes_in_its_turn(order: Order, seed
 
 @orders
 @given(seed=SEEDS)
-def test_a_flush_leaves_nothing_that_might_go(order: Order, seed: int) -> None:
+def test_flush_sends_everything_that_fits(order: Order, seed: int) -> None:
     play = Play(order, random.Random(seed))
     for _ in range(30):
         play.add()
@@ -130,7 +130,7 @@ def test_a_flush_leaves_nothing_that_might_go(order: Order, seed: int) -> None:
         assert full or not first.complete
 
 
-def test_forward_sends_nothing_before_its_turn() -> None:
+def test_flush_in_forward_order_blocks_behind_incomplete() -> None:
     play = Play(Order.FORWARD, random.Random(0))
     flow = Flow(0, 0)
     for number, complete in enumerate([True, False, True]):
@@ -144,7 +144,7 @@ def test_forward_sends_nothing_before_its_turn() -> None:
     assert [i.number for i in play.sent] == [0, 1, 2]
 
 
-def test_a_flow_without_room_holds_up_no_other() -> None:
+def test_flush_with_full_flow_sends_other_flows() -> None:
     play = Play(Order.READY, random.Random(0))
     play.window[Flow(0, 0)] = 0
     for number, peer in enumerate([0, 1]):

@@ -1,4 +1,4 @@
-"""What a server does with what no worker should send, and with workers that are gone."""
+"""`Server`: invalid requests, lost workers and timeouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.mail import Clock
-from helpers.server_simulation import Box, Letter, Office
+from helpers.server_simulation import FakeMailbox, FakeNetwork, SentMessage
 from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD, Aggregator
 from wingbeat.methods.parameter_server.protocol import MAX_REASON, Kind, pack_route
@@ -26,9 +26,9 @@ class Rig:
     """One server and the mailboxes of three workers."""
 
     service: Server
-    box: Box
-    workers: list[Box]
-    office: Office
+    box: FakeMailbox
+    workers: list[FakeMailbox]
+    network: FakeNetwork
     clock: Clock
 
     def send(self, rank: int, kind: int, ids: tuple[int, ...], **more: object) -> None:
@@ -42,33 +42,33 @@ class Rig:
         """Until everything has come to where it goes."""
         for _ in range(rounds):
             for _ in range(5):
-                self.office.move()
+                self.network.move()
             self.service.run_once(self.box.poll(keep=True))
 
-    def heard(self, rank: int) -> list[Letter]:
-        return [letter for letter in self.came(rank) if letter.kind != Kind.PING]
+    def received(self, rank: int) -> list[SentMessage]:
+        return [message for message in self.all_received(rank) if message.kind != Kind.PING]
 
-    def came(self, rank: int) -> list[Letter]:
+    def all_received(self, rank: int) -> list[SentMessage]:
         return list(iter(self.workers[rank].poll, None))
 
     def reasons(self) -> list[list[str]]:
-        found = [self.heard(rank) for rank in range(3)]
+        found = [self.received(rank) for rank in range(3)]
         return [
-            [bytes(each.payload).decode() for each in letters if each.kind == Kind.FAILED]
-            for letters in found
+            [bytes(each.payload).decode() for each in messages if each.kind == Kind.FAILED]
+            for messages in found
         ]
 
 
 def rig(order: Order = Order.READY, most: int = 1 << 20) -> Rig:
-    office, clock = Office(random.Random(0), 3), Clock()
-    workers = [office.box(rank) for rank in range(3)]
-    box = office.box(SERVER)
+    network, clock = FakeNetwork(random.Random(0), 3), Clock()
+    workers = [network.box(rank) for rank in range(3)]
+    box = network.box(SERVER)
     service = Server(box, 3, Aggregator(3, most), order=order, timeout=5.0, clock=clock)  # type: ignore[arg-type]
-    return Rig(service, box, workers, office, clock)
+    return Rig(service, box, workers, network, clock)
 
 
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PUSH_PULL])
-def test_a_sum_comes_in_the_class_that_was_asked_for_last(kind: Kind) -> None:
+def test_sum_is_sent_in_class_of_last_request(kind: Kind) -> None:
     made = rig()
     for rank in range(3):
         made.send(rank, kind, (0, 0, 0, pack_route(rank % 2, 4)), payload=ONES, dtype="float32")
@@ -77,10 +77,10 @@ def test_a_sum_comes_in_the_class_that_was_asked_for_last(kind: Kind) -> None:
         for rank in range(3):  # thresholds have changed since
             made.send(rank, Kind.PULL, (0, 0, 0, pack_route(1 - rank % 2, 4)))
     made.run()
-    letters = [made.heard(rank) for rank in range(3)]
+    messages = [made.received(rank) for rank in range(3)]
     asked = [0, 1, 0] if kind is Kind.PUSH_PULL else [1, 0, 1]
-    assert [[each.urgency for each in own] for own in letters] == [[each] for each in asked]
-    assert all(bytes(own[0].payload) == (3 * ONES).tobytes() for own in letters)
+    assert [[each.urgency for each in own] for own in messages] == [[each] for each in asked]
+    assert all(bytes(own[0].payload) == (3 * ONES).tobytes() for own in messages)
 
 
 def assert_all_are_told(made: Rig, text: str) -> None:
@@ -115,7 +115,7 @@ def assert_all_are_told(made: Rig, text: str) -> None:
         (Kind.PUSH_PULL, (9, 2**32 - 1, 7, 0), {"payload": b"abcd", "dtype": "float32"}, "round 7"),
     ],
 )  # fmt: skip
-def test_what_no_worker_may_send_ends_the_sums_and_all_are_told_why(
+def test_invalid_request_fails_all_workers_with_reason(
     kind: int, ids: tuple[int, ...], fields: dict[str, object], text: str
 ) -> None:
     made = rig()
@@ -126,7 +126,7 @@ def test_what_no_worker_may_send_ends_the_sums_and_all_are_told_why(
 @pytest.mark.parametrize("twice", [(Kind.PULL, Kind.PULL), (Kind.PUSH_PULL, Kind.PULL)])
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize("order", Order)
-def test_a_sum_is_sent_to_each_worker_once(
+def test_second_request_for_a_sum_fails(
     twice: tuple[Kind, Kind], complete: bool, order: Order
 ) -> None:
     made = rig(order)
@@ -140,13 +140,13 @@ def test_a_sum_is_sent_to_each_worker_once(
             for rank in {0, 1, 2} - ({1} if kind is Kind.PUSH_PULL else set()):
                 made.push(rank, kind=Kind.PUSH)
             made.run(50)
-    sums = [each for each in made.heard(1) if each.kind == Kind.SUM]
+    sums = [each for each in made.received(1) if each.kind == Kind.SUM]
     assert len(sums) == complete
     # What is said is in the mail of the two others alone: rank 1's was just taken.
     assert ["rank 1 requested slice 0 of round 0 twice"] in made.reasons()
 
 
-def test_pulls_without_end_are_refused() -> None:
+def test_too_many_pending_pulls_fail() -> None:
     made = rig(most=20 * SLICE_OVERHEAD)
     for number in range(30):
         made.send(1, Kind.PULL, (0, number, 0, 0))
@@ -154,19 +154,19 @@ def test_pulls_without_end_are_refused() -> None:
     assert sum(map(len, made.service._pulls.values())) == 20
 
 
-def test_sums_that_have_been_sent_are_not_counted_as_waited_for() -> None:
+def test_sent_sums_do_not_count_as_pending() -> None:
     made = rig(most=4 * SLICE_OVERHEAD)
     for turn in range(20):
         for rank in range(3):
             made.push(rank, turn=turn)
         made.run(40)
         for rank in range(3):
-            (answer,) = made.heard(rank)
+            (answer,) = made.received(rank)
             assert np.frombuffer(answer.payload, "f4").tolist() == [6.0] * 4
 
 
 @pytest.mark.parametrize("order", Order)
-def test_workers_may_mix_pushes_and_pulls(order: Order) -> None:
+def test_mixed_push_and_pull_sends_each_sum_once(order: Order) -> None:
     """Whoever pushes last: each has its sum once."""
     for last in range(3):
         made = rig(order)
@@ -177,10 +177,10 @@ def test_workers_may_mix_pushes_and_pulls(order: Order) -> None:
             made.run(20)
         made.run()
         for rank in range(3):
-            assert [each.kind for each in made.heard(rank)] == [Kind.SUM]
+            assert [each.kind for each in made.received(rank)] == [Kind.SUM]
 
 
-def test_a_worker_that_lives_and_never_pushes_is_named_after_ten_timeouts() -> None:
+def test_live_worker_without_push_fails_after_ten_timeouts() -> None:
     """It may evaluate, or save."""
     made = rig()
     made.push(1)
@@ -192,12 +192,12 @@ def test_a_worker_that_lives_and_never_pushes_is_named_after_ten_timeouts() -> N
     assert_all_are_told(made, "no gradients from rank 0, 2 for slice 0 within 50 s")
 
 
-def test_workers_are_probed_over_the_cards_that_gradients_come_by_while_one_is_missed() -> None:
+def test_incomplete_sum_pings_workers_over_used_links() -> None:
     made = rig()
     made.box.interfaces = lambda peer: (0, 1, 2)  # type: ignore[method-assign]
 
     def probed() -> list[list[int]]:
-        found = [made.came(rank) for rank in range(3)]
+        found = [made.all_received(rank) for rank in range(3)]
         return [sorted(m.interface for m in each if m.kind == Kind.PING) for each in found]
 
     for number, link in enumerate((0, 2)):
@@ -218,20 +218,22 @@ def test_workers_are_probed_over_the_cards_that_gradients_come_by_while_one_is_m
     assert made.reasons() == [[], [], []]
 
 
-def test_nobody_is_probed_while_no_sum_waits() -> None:
+def test_complete_sums_send_no_pings() -> None:
     made = rig()
     for rank in range(3):
         made.push(rank)
     made.run()
     for made.clock.now in (1.0, 2.0, 4.0):
         made.run(20)
-    assert [letter.kind for rank in range(3) for letter in made.came(rank)] == 3 * [Kind.SUM]
+    assert [message.kind for rank in range(3) for message in made.all_received(rank)] == 3 * [
+        Kind.SUM
+    ]
 
 
-def test_a_worker_that_is_ahead_may_push_what_its_window_holds_and_no_more() -> None:
+def test_early_gradients_occupy_window_until_added() -> None:
     """With one that is slow a server would else have to keep all gradients of all others."""
     made = rig()
-    made.office.window = 5 * 66
+    made.network.window = 5 * 66
     room = [made.workers[rank].room(SERVER, urgency=0) for rank in range(3)]
     for number in range(4):
         made.push(2, number)
@@ -254,7 +256,7 @@ def test_a_worker_that_is_ahead_may_push_what_its_window_holds_and_no_more() -> 
 
 
 @pytest.mark.parametrize("kind", [Kind.PULL, Kind.PUSH])
-def test_after_a_failure_nothing_holds_a_window(kind: Kind) -> None:
+def test_messages_after_failure_free_their_window(kind: Kind) -> None:
     made = rig()
     room = made.workers[2].room(SERVER, urgency=0)
     made.service._fail("over")
@@ -267,7 +269,7 @@ def test_after_a_failure_nothing_holds_a_window(kind: Kind) -> None:
     assert made.workers[2].room(SERVER, urgency=0) == room
 
 
-def test_a_pull_holds_no_window() -> None:
+def test_pull_frees_its_window() -> None:
     made = rig()
     room = made.workers[2].room(SERVER, urgency=0)
     made.send(2, Kind.PULL, (0, 0, 0, 0))
@@ -275,7 +277,7 @@ def test_a_pull_holds_no_window() -> None:
     assert made.workers[2].room(SERVER, urgency=0) == room
 
 
-def test_who_is_ahead_with_another_slice_is_not_named_as_late() -> None:
+def test_timeout_does_not_name_worker_ahead_with_other_slice() -> None:
     made = rig()
     made.push(1, 0)
     made.push(2, 1)
@@ -284,7 +286,7 @@ def test_who_is_ahead_with_another_slice_is_not_named_as_late() -> None:
     assert_all_are_told(made, "no gradients from rank 0 for slice")
 
 
-def test_whoever_lacks_is_named_though_all_of_them_are_ahead() -> None:
+def test_timeout_names_late_worker_if_all_wait_for_each_other() -> None:
     """They have pushed in different orders: it is better to name them than nobody."""
     made = rig()
     made.push(0, 0)
@@ -295,18 +297,18 @@ def test_whoever_lacks_is_named_though_all_of_them_are_ahead() -> None:
     assert_all_are_told(made, "no gradients from rank 1 for slice 0")
 
 
-def test_workers_are_told_that_the_one_that_started_it_is_gone() -> None:
+def test_run_after_parent_exit_fails_all_workers() -> None:
     made = rig()
     made.box.next = lambda seconds, keep: made.box.poll(keep=keep)  # type: ignore[attr-defined]
     there = iter([True, True, False, False])
     made.service.run(lambda: next(there))
     for _ in range(100):
-        made.office.move()
+        made.network.move()
     assert made.reasons() == 3 * [["the worker that started this server has ended"]]
     assert made.box.closed
 
 
-def test_a_worker_that_has_left_is_named_if_a_sum_waits_for_it() -> None:
+def test_left_worker_with_incomplete_sum_fails() -> None:
     made = rig()
     made.push(0)
     made.workers[2].close()
@@ -316,7 +318,7 @@ def test_a_worker_that_has_left_is_named_if_a_sum_waits_for_it() -> None:
     assert [lines for lines in made.reasons() if lines] == 2 * [["rank 2 has ended"]]
 
 
-def test_a_worker_that_is_lost_is_named_if_a_sum_waits_for_it() -> None:
+def test_lost_worker_with_incomplete_sum_fails() -> None:
     made = rig()
     made.push(0)
     made.run(20)
@@ -326,7 +328,7 @@ def test_a_worker_that_is_lost_is_named_if_a_sum_waits_for_it() -> None:
     assert made.reasons()[0] == ["rank 1 gave no sign for 5 s"]
 
 
-def test_a_worker_without_connections_for_a_second_is_named_if_a_sum_waits_for_it() -> None:
+def test_unconnected_worker_with_incomplete_sum_fails_after_a_second() -> None:
     """A process that is killed says nothing; silence would take most of the timeout to tell."""
     made = rig()
     made.box.cut[1] = UNCONNECTED_S
@@ -342,7 +344,7 @@ def test_a_worker_without_connections_for_a_second_is_named_if_a_sum_waits_for_i
     assert told[0] == told[2] == ["rank 1 has ended unexpectedly: its connections are closed"]
 
 
-def test_a_worker_without_connections_that_no_sum_waits_for_is_not_missed() -> None:
+def test_unconnected_worker_without_incomplete_sum_is_ignored() -> None:
     made = rig()
     made.box.cut[1] = 9.0
     made.clock.now = 1.0
@@ -350,7 +352,7 @@ def test_a_worker_without_connections_that_no_sum_waits_for_is_not_missed() -> N
     assert made.reasons() == [[], [], []]
 
 
-def test_what_a_worker_pushed_before_it_left_counts() -> None:
+def test_gradients_of_worker_that_left_are_added() -> None:
     """Its last gradients may still wait to be taken when it is known to have left."""
     made = rig()
     for number in range(60):
@@ -358,20 +360,20 @@ def test_what_a_worker_pushed_before_it_left_counts() -> None:
             made.push(rank, number)
     made.workers[2].close()
     for _ in range(3000):
-        made.office.move()
+        made.network.move()
     assert 2 in made.box.left
     for _ in range(20):
         made.clock.now += 1.0
         made.service.run_once(made.box.poll(keep=True))
     made.run(500)
-    assert [each.kind for each in made.heard(0)] == 60 * [Kind.SUM]
+    assert [each.kind for each in made.received(0)] == 60 * [Kind.SUM]
 
 
-def test_a_worker_that_leaves_as_its_sum_is_sent_disturbs_no_other() -> None:
+def test_worker_leaving_during_reply_does_not_affect_others() -> None:
     made = rig()
     post = made.box.post
 
-    def leave_first(peer: int, *args: object, **kwargs: object) -> Letter:
+    def leave_first(peer: int, *args: object, **kwargs: object) -> SentMessage:
         if peer == 2 and 2 not in made.box.gone:
             made.box.gone.add(2)
             raise PeerError("rank 2 has left, so this process cannot post to it")
@@ -381,19 +383,19 @@ def test_a_worker_that_leaves_as_its_sum_is_sent_disturbs_no_other() -> None:
     for rank in range(3):
         made.push(rank)
     made.run()
-    assert [[each.kind for each in made.heard(rank)] for rank in range(2)] == 2 * [[Kind.SUM]]
+    assert [[each.kind for each in made.received(rank)] for rank in range(2)] == 2 * [[Kind.SUM]]
 
 
-def test_a_long_reason_is_cut() -> None:
+def test_long_reason_is_truncated() -> None:
     made = rig()
     made.service._fail("é" * MAX_REASON)
     made.run(20)
-    (letter,) = made.heard(0)
-    assert len(letter.payload) <= MAX_REASON
+    (message,) = made.received(0)
+    assert len(message.payload) <= MAX_REASON
 
 
 @pytest.mark.parametrize(("order", "expected"), [(Order.READY, [1, 0]), (Order.FORWARD, [0, 1])])
-def test_forward_holds_back_what_was_asked_for_later(order: Order, expected: list[int]) -> None:
+def test_forward_order_delays_later_requests(order: Order, expected: list[int]) -> None:
     made = rig(order)
     for number in range(2):
         made.send(1, Kind.PULL, (0, number, 0, 0))
@@ -402,4 +404,4 @@ def test_forward_holds_back_what_was_asked_for_later(order: Order, expected: lis
         for rank in range(3):
             made.push(rank, number, kind=Kind.PUSH)
         made.run(50)
-    assert [letter.ids[1] for letter in made.heard(1)] == expected
+    assert [message.ids[1] for message in made.received(1)] == expected

@@ -1,4 +1,4 @@
-"""A worker's side: whatever a server says, each request ends, and errors name who and why."""
+"""`Client`: each request ends whatever a server sends, and errors name the process and reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from helpers.mail import Clock
-from helpers.server_simulation import LARGEST, LEAST, Box, Letter, Office
+from helpers.server_simulation import LARGEST, MIN_WINDOW, FakeMailbox, FakeNetwork, SentMessage
 from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.aggregator import Aggregator
 from wingbeat.methods.parameter_server.client import Client, Request, Transfer
@@ -34,9 +34,9 @@ class Rig:
     """One worker and the mailboxes of two servers, 1 and 2."""
 
     client: Client
-    box: Box
-    servers: list[Box]
-    office: Office
+    box: FakeMailbox
+    servers: list[FakeMailbox]
+    network: FakeNetwork
     clock: Clock
     memory: np.ndarray  # type: ignore[type-arg]
     ended: list[str]
@@ -67,34 +67,34 @@ class Rig:
 
     def run(self) -> None:
         for _ in range(60):
-            self.office.move()
+            self.network.move()
             self.client.run_once(self.box.poll())
 
     def following(self) -> None:
         """Have what the thread itself does find the network."""
 
         def following(_seconds: float) -> object:
-            self.office.move()
+            self.network.move()
             return self.box.poll()
 
         self.box.next = following  # type: ignore[attr-defined]
 
 
 def rig(timeout: float = 5.0) -> Rig:
-    office, clock = Office(random.Random(0), 1), Clock()
+    network, clock = FakeNetwork(random.Random(0), 1), Clock()
     ended: list[str] = []
     told: list[str] = []
     news: list[str] = []
-    box, *servers = (office.box(number) for number in range(3))
+    box, *servers = (network.box(number) for number in range(3))
     client = Client(
         box, [1, 2], me="rank 0", name="server {}".format, timeout=timeout, clock=clock,
         check_servers=lambda: ended[0] if ended else None, publish_failure=told.append,
         poll_failure=lambda: news[0] if news else None,
     )  # type: ignore[arg-type]  # fmt: skip
-    return Rig(client, box, servers, office, clock, np.arange(4, dtype="f4"), ended, told, news)
+    return Rig(client, box, servers, network, clock, np.arange(4, dtype="f4"), ended, told, news)
 
 
-def test_a_request_is_done_when_all_sums_are_there() -> None:
+def test_request_is_done_once_all_sums_arrive() -> None:
     made = rig()
     request = made.start()
     calls: list[Request] = []
@@ -112,7 +112,7 @@ def test_a_request_is_done_when_all_sums_are_there() -> None:
     assert calls == [request, request]
 
 
-def test_what_is_stored_is_done_when_all_has_arrived() -> None:
+def test_push_is_done_once_delivered() -> None:
     made = rig()
     request = made.start(Kind.PUSH)
     made.client.run_once(None)
@@ -122,7 +122,7 @@ def test_what_is_stored_is_done_when_all_has_arrived() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.PUSH_PULL, Kind.PUSH, Kind.PULL])
-def test_a_request_for_nothing_is_done_at_once(kind: Kind) -> None:
+def test_empty_request_is_done_at_once(kind: Kind) -> None:
     made = rig()
     request = made.start(kind, count=0)
     made.client.run_once(None)
@@ -143,9 +143,7 @@ def test_a_request_for_nothing_is_done_at_once(kind: Kind) -> None:
         ({"number": 0, "kind": Kind.FAILED, "payload": b"a\nb\x1b\xff"}, "server 1: a?b?"),
     ],
 )
-def test_what_is_no_sum_is_refused_in_a_line_and_not_written(
-    answer: dict[str, object], text: str
-) -> None:
+def test_malformed_reply_raises_and_writes_nothing(answer: dict[str, object], text: str) -> None:
     made = rig()
     made.start()
     made.run()
@@ -170,7 +168,7 @@ def broken() -> None:
     ],
     ids=["malformed", "not to be used"],
 )
-def test_a_request_ends_also_if_its_last_sum_is_what_fails(
+def test_request_fails_if_last_reply_fails(
     payload: bytes, finish: Callable[[], None], text: str
 ) -> None:
     made = rig()
@@ -184,7 +182,7 @@ def test_a_request_ends_also_if_its_last_sum_is_what_fails(
         request.wait()
 
 
-def test_requests_end_also_if_nobody_can_be_told_why() -> None:
+def test_request_fails_if_reason_cannot_be_published() -> None:
     made = rig()
     request = made.start()
 
@@ -201,7 +199,7 @@ def test_requests_end_also_if_nobody_can_be_told_why() -> None:
     assert made.box.closed
 
 
-def test_a_sum_that_comes_twice_is_refused() -> None:
+def test_repeated_sum_raises() -> None:
     made = rig()
     made.start()
     made.run()
@@ -211,7 +209,7 @@ def test_a_sum_that_comes_twice_is_refused() -> None:
         made.run()
 
 
-def test_whoever_does_not_answer_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_server_is_named(caplog: pytest.LogCaptureFixture) -> None:
     made = rig()
     made.start()
     made.run()
@@ -226,7 +224,7 @@ def test_whoever_does_not_answer_is_named(caplog: pytest.LogCaptureFixture) -> N
         made.run()
 
 
-def test_nobody_is_late_for_whom_nothing_waits() -> None:
+def test_idle_client_does_not_time_out() -> None:
     made = rig()
     made.clock.now = 100.0
     made.box.gone.add(1)
@@ -238,7 +236,7 @@ def test_nobody_is_late_for_whom_nothing_waits() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_process_that_was_started_here_and_has_ended_is_said(waits: bool) -> None:
+def test_ended_server_process_raises(waits: bool) -> None:
     made = rig()
     if waits:
         made.start()
@@ -248,7 +246,7 @@ def test_a_process_that_was_started_here_and_has_ended_is_said(waits: bool) -> N
         made.run()
 
 
-def test_a_server_without_connections_for_a_second_is_named() -> None:
+def test_unconnected_server_raises_after_a_second() -> None:
     made = rig()
     made.start()
     made.box.cut[1] = UNCONNECTED_S
@@ -262,7 +260,7 @@ def test_a_server_without_connections_for_a_second_is_named() -> None:
     assert str(caught.value) == named
 
 
-def test_what_another_worker_tells_is_said_once_it_is_quiet() -> None:
+def test_published_failure_raises_after_silence() -> None:
     """A server that is gone can tell nobody; who has started it can."""
     made = rig()
     made.news.append("server 2 (started by rank 1) has ended by signal 9")
@@ -279,7 +277,7 @@ def test_what_another_worker_tells_is_said_once_it_is_quiet() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.PUSH_PULL, Kind.PULL])
-def test_a_card_over_which_nothing_comes_is_probed_by_who_waits(kind: Kind) -> None:
+def test_silence_pings_servers_over_awaited_links(kind: Kind) -> None:
     """What was pushed has arrived: without that nothing of this worker would be missed there."""
     made = rig()
     made.box.interfaces = lambda peer: (0, 1, 2)  # type: ignore[method-assign]
@@ -309,14 +307,14 @@ def test_a_card_over_which_nothing_comes_is_probed_by_who_waits(kind: Kind) -> N
     made.run()  # which is nothing
 
 
-def test_nobody_is_probed_for_whom_nothing_waits() -> None:
+def test_idle_client_sends_no_pings() -> None:
     made = rig()
     made.clock.now = 4.0
     made.run()
     assert [server.poll() for server in made.servers] == [None, None]
 
 
-def test_a_worker_that_an_exception_ended_is_named_before_what_was_noticed() -> None:
+def test_attributed_failure_precedes_noticed_error() -> None:
     made = rig()
     made.client._attribute_failure = lambda: "rank 2 failed with ValueError: boom"
     made.client._fail(PeerError("rank 0: server 1: rank 2 has ended"))
@@ -325,35 +323,35 @@ def test_a_worker_that_an_exception_ended_is_named_before_what_was_noticed() -> 
     assert str(made.client._failure()) == f"rank 0: {said}"
 
 
-def test_others_are_told_why_it_has_failed_without_its_own_name_before() -> None:
+def test_published_failure_omits_own_rank() -> None:
     made = rig()
     made.client._fail(PeerError("rank 0: server 1 has ended by signal 9"))
     assert made.told == ["server 1 has ended by signal 9"]
     assert made.client.failed
 
 
-def test_the_last_words_of_a_server_count_more_than_that_it_has_left() -> None:
+def test_failed_message_takes_precedence_over_left_server() -> None:
     made = rig()
     made.start()
     made.run()
     for _ in range(2):
         made.answer(0, kind=Kind.FAILED, payload=b"rank 1 has ended")
     for _ in range(100):
-        made.office.move()
+        made.network.move()
     made.box.gone.add(1)
     made.clock.now = 0.3
     with pytest.raises(PeerError, match="server 1: rank 1 has ended"):
         made.client.run_once(None)
 
 
-def test_sums_that_came_before_a_server_left_are_taken() -> None:
+def test_sums_received_before_server_left_are_written() -> None:
     made = rig()
     request = made.start()
     made.run()
     made.answer(0)
     made.answer(1)
     for _ in range(100):
-        made.office.move()
+        made.network.move()
     made.box.gone.update((1, 2))
     made.clock.now = 0.3
     made.client.run_once(None)
@@ -361,7 +359,7 @@ def test_sums_that_came_before_a_server_left_are_taken() -> None:
     request.wait()
 
 
-def test_all_that_is_under_way_fails_when_it_is_closed() -> None:
+def test_close_fails_pending_requests() -> None:
     made = rig()
     requests = [made.start(), made.start(Kind.PUSH, turn=1)]
     made.run()
@@ -382,7 +380,7 @@ def mailboxes(network: Network, workers: int, servers: int) -> list[Mailbox]:
     size = workers + servers
     sessions = {number: 100 + number for number in range(size)}
     carriers = [network.carrier(number) for number in range(size)]
-    limits, made = Limits(message=LARGEST, window=4 * LEAST, silence=30.0), []
+    limits, made = Limits(message=LARGEST, window=4 * MIN_WINDOW, silence=30.0), []
     for number, carrier in enumerate(carriers):
         endpoint = Endpoint(Membership(number, sessions[number], sessions), limits)
         for peer in sessions:
@@ -395,7 +393,7 @@ def mailboxes(network: Network, workers: int, servers: int) -> list[Mailbox]:
 
 
 @pytest.mark.parametrize("order", Order)
-def test_threads_on_a_network_with_faults_have_all_sums(order: Order) -> None:
+def test_clients_and_servers_with_network_faults_complete(order: Order) -> None:
     workers, slices, rounds = 3, 6, 5
     faults = Faults(repeat=0.1, delay=0.002, reorder=True)
     boxes = mailboxes(Network(faults, seed=7), workers, 2)
@@ -450,7 +448,7 @@ def test_threads_on_a_network_with_faults_have_all_sums(order: Order) -> None:
     assert not errors
 
 
-def test_servers_are_placed_on_hosts_in_turn_and_there_on_ranks_in_turn() -> None:
+def test_place_servers_is_round_robin_over_hosts_and_ranks() -> None:
     assert place_servers(["a", "a", "b", "b"], 0) == (0, 2)
     assert place_servers(["a", "a", "b", "b"], 6) == (0, 2, 1, 3, 0, 2)
     assert place_servers(["a", "b", "a"], 3) == (0, 1, 2)
@@ -459,7 +457,7 @@ def test_servers_are_placed_on_hosts_in_turn_and_there_on_ranks_in_turn() -> Non
         place_servers(["a", None], 0)
 
 
-def test_nothing_is_waited_for_once_a_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watched_store_raises_once_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wingbeat.methods.parameter_server.launch._POLL_S", 0.01)
     told: list[str] = []
 
@@ -480,7 +478,7 @@ def test_nothing_is_waited_for_once_a_server_has_ended(monkeypatch: pytest.Monke
     assert store.get("a", 0.0) == board.get("a", 0.0) == "b"
 
 
-def test_time_counts_from_when_a_sum_is_asked_for() -> None:
+def test_timeout_starts_with_request() -> None:
     made = rig()
     made.clock.now = 100.0
     made.start()
@@ -489,7 +487,7 @@ def test_time_counts_from_when_a_sum_is_asked_for() -> None:
     made.run()
 
 
-def test_it_leaves_when_what_was_pushed_is_posted_and_not_before() -> None:
+def test_close_finishes_after_pushes_are_posted() -> None:
     made = rig()
     made.start()
     made.client._closing = True
@@ -509,7 +507,7 @@ def _ask_for_state(made: Rig) -> Request:
     return made.client.submit(Kind.STATE, "", parts, "state")
 
 
-def test_state_that_comes_in_pieces() -> None:
+def test_state_in_fragments_is_reassembled() -> None:
     made = rig()
     request = _ask_for_state(made)
     made.run()
@@ -541,7 +539,7 @@ def test_state_that_comes_in_pieces() -> None:
     ],
     ids=["no words", "more of nothing", "a sum", "another server"],
 )
-def test_what_is_no_state_is_an_error(answer: dict[str, object], text: str) -> None:
+def test_malformed_state_raises(answer: dict[str, object], text: str) -> None:
     made = rig()
     request = _ask_for_state(made)
     made.run()
@@ -552,14 +550,14 @@ def test_what_is_no_state_is_an_error(answer: dict[str, object], text: str) -> N
 
 
 @pytest.mark.parametrize("kind", [Kind.FETCH, Kind.EXPECT])
-def test_parameters_that_are_asked_for_or_expected(kind: Kind) -> None:
+def test_fetch_and_expect_receive_parameters(kind: Kind) -> None:
     made = rig()
     request = made.start(kind)
     made.run()
     asked = [server.poll() for server in made.servers]
-    assert [bool(letter) for letter in asked] == [kind is Kind.FETCH] * 2
+    assert [bool(message) for message in asked] == [kind is Kind.FETCH] * 2
     with pytest.raises(PeerError, match="unexpected message"):
-        made.client._handle(_letter(Kind.SUM))
+        made.client._handle(_message(Kind.SUM))
     for number in range(2):
         made.answer(number, kind=Kind.PARAMETERS)
     made.run()
@@ -567,5 +565,5 @@ def test_parameters_that_are_asked_for_or_expected(kind: Kind) -> None:
     assert made.memory.tolist() == [9.0] * 4
 
 
-def _letter(kind: Kind) -> Any:
-    return Letter(1, kind, memoryview(b""), (0, 0, 0, 0), "float32", 0)
+def _message(kind: Kind) -> Any:
+    return SentMessage(1, kind, memoryview(b""), (0, 0, 0, 0), "float32", 0)

@@ -60,7 +60,7 @@ def step_on(model: Any, optimizer: Any, given: list[torch.Tensor | None]) -> Non
 @pytest.mark.parametrize("pull", ["ready", "start"])
 @pytest.mark.parametrize("back", ["wire", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_a_cast_is_rounded_where_it_travels_and_summed_in_float32(dtype, back, pull) -> None:
+def test_cast_rounds_in_transit_and_sums_in_float32(dtype, back, pull) -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world, "bf16", dtype, back=back, pull=pull)
         step_on(model, optimizer, pulls(0, world.rank, dtype))
@@ -94,7 +94,7 @@ def test_a_cast_is_rounded_where_it_travels_and_summed_in_float32(dtype, back, p
         (Sketch(bits=4, auto_disable=False), "wire", 0.125, 0.125),
     ],
 )
-def test_bytes_both_ways(wire, back, up, down) -> None:
+def test_compression_reduces_bytes_in_both_directions(wire, back, up, down) -> None:
     shape = (1000, 300)
 
     def body(world: Any) -> Any:
@@ -129,7 +129,7 @@ def test_bytes_both_ways(wire, back, up, down) -> None:
 
 
 @pytest.mark.parametrize(("wire", "back"), [("bf16", "dense"), (SKETCH, "dense"), (SKETCH, "wire")])
-def test_slices_that_are_not_cut_have_room_for_float32(wire: Any, back: str) -> None:
+def test_uncut_slices_fit_float32_sums(wire: Any, back: str) -> None:
     """What comes back, or is left, may take twice the bytes of the gradients."""
 
     def body(world: Any) -> Any:
@@ -159,7 +159,7 @@ def kept(optimizer: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("pull", ["ready", "start"])
 @pytest.mark.parametrize("wire", [SKETCH, LOW], ids=repr)
-def test_from_the_same_state_on_come_the_same_bits(wire: Any, pull: str) -> None:
+def test_training_from_saved_state_gives_same_bits(wire: Any, pull: str) -> None:
     """So all that matters is in it, and none of it at a server that goes on."""
 
     def body(world: Any) -> Any:
@@ -181,7 +181,7 @@ def test_from_the_same_state_on_come_the_same_bits(wire: Any, pull: str) -> None
         assert_same(second, first)
 
 
-def test_at_rest_the_servers_keep_nothing_and_each_worker_some() -> None:
+def test_save_moves_all_residuals_to_workers() -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world, SKETCH, slice=500)
         for step in range(2):
@@ -205,7 +205,7 @@ def test_at_rest_the_servers_keep_nothing_and_each_worker_some() -> None:
     assert any(not all(each.values()) for each in gained), "and for no others"
 
 
-def test_servers_that_keep_nothing_are_not_asked() -> None:
+def test_save_with_dense_sums_sends_no_requests() -> None:
     def body(world: Any) -> Any:
         found = []
         for wire, back in ((SKETCH, "dense"), (Half(), "wire"), (SKETCH, "wire")):
@@ -238,7 +238,7 @@ _PROGRAMS = st.lists(
     st.sampled_from(["ready", "start"]),
     st.sampled_from(["worker", "server"]),
 )
-def test_what_was_applied_and_all_residuals_are_the_sum_of_all_gradients(
+def test_applied_updates_and_residuals_equal_all_gradients(
     program: Program, wire: Any, pull: str, update: str
 ) -> None:
     """Over new buckets, with the codec off at times, and on another number of workers."""
@@ -345,7 +345,7 @@ def _trained(
         ("bf16", "wire"),
     ],
 )
-def test_the_digits_are_learned_as_without_a_codec(wire: Any, back: str) -> None:
+def test_digits_accuracy_with_codec_equals_without(wire: Any, back: str) -> None:
     results = on(SIZE, lambda world: _trained(world, wire, back))
     for _, other in results[1:]:
         assert_same(other, results[0][1])
@@ -353,7 +353,7 @@ def test_the_digits_are_learned_as_without_a_codec(wire: Any, back: str) -> None
     assert results[0][0] > _dense() - 0.02
 
 
-def test_the_digits_are_learned_where_servers_update_by_sketches() -> None:
+def test_digits_accuracy_with_server_updates_and_sketch() -> None:
     wire = Sketch(bits=4, auto_disable=False)
     right = on(SIZE, lambda world: _trained(world, wire, "wire", "server"))[0][0]
     assert right > _dense() - 0.02

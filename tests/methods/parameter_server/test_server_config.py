@@ -1,4 +1,4 @@
-"""What a server is told, and what may be under way to it."""
+"""`ServerConfig` and the limits of the message layer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ CONFIG = ServerConfig(
 )  # fmt: skip
 
 
-def test_it_comes_through_as_text() -> None:
+def test_config_round_trips_through_json() -> None:
     assert ServerConfig.from_json(CONFIG.to_json()) == CONFIG
 
 
 @pytest.mark.parametrize("links", [1, 2, 4])
 @pytest.mark.parametrize("classes", [1, 2, 3, 4])
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 16, 64, 500])
-def test_all_flows_to_a_server_hold_the_stated_window(
-    workers: int, classes: int, links: int
-) -> None:
+def test_limits_of_all_flows_respect_window(workers: int, classes: int, links: int) -> None:
     limits = limits_of(workers, classes, 10.0, links)
     least, flows = 2 * (limits.message + LARGEST), workers * classes * links
     assert limits.silence == 8.0 < SOONER * 10.0, "a dead card is named, and not who it leads to"
@@ -35,7 +33,7 @@ def test_all_flows_to_a_server_hold_the_stated_window(
     assert flows * limits.window <= max(WINDOW, flows * least)
 
 
-def test_a_server_and_its_workers_allow_the_same() -> None:
+def test_limits_of_server_and_workers_are_equal() -> None:
     two = dataclasses.replace(CONFIG, interfaces=("eth0", "eth1"))
     assert two.limits == limits_of(2, 2, 5.0, 2)
     assert two.limits.window == CONFIG.limits.window // 2
@@ -44,7 +42,7 @@ def test_a_server_and_its_workers_allow_the_same() -> None:
 
 
 @pytest.mark.parametrize("strangers", [{}, {"key": 2, "protocol": 1}])
-def test_strangers_that_were_refused_are_counted_in_a_line(
+def test_refused_senders_are_logged_in_one_line(
     strangers: dict[str, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Box:

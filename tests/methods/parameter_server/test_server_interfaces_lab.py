@@ -103,7 +103,7 @@ def check(lines: list[str]) -> None:
 
 
 @pytest.mark.lab
-def test_both_cards_carry_their_part_and_weights_stay_those_of_ddp() -> None:
+def test_two_interfaces_share_traffic_and_weights_equal_ddp() -> None:
     for lines in run("60").values():
         check(lines)
 
@@ -111,7 +111,7 @@ def test_both_cards_carry_their_part_and_weights_stay_those_of_ddp() -> None:
 @pytest.mark.slow
 @pytest.mark.lab
 @pytest.mark.parametrize(("victim", "late"), [("1", "0"), ("0", "0.35")])
-def test_a_card_that_dies_is_named_on_all_workers(victim: str, late: str) -> None:
+def test_failed_interface_is_named_on_all_workers(victim: str, late: str) -> None:
     """Also where the other has nothing to say for a while, by who has sent all it has to send."""
     found = run("25", victim, late)
     assert sorted(found) == [0, 1], found

@@ -1,4 +1,4 @@
-"""A worker's servers end with whoever uses them, however that ends."""
+"""`ServerGroup`: servers end with the model or the worker that uses them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trained(world: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("pull", ["ready", "start"])
-def test_what_served_a_model_that_is_forgotten_ends(pull: str) -> None:
+def test_garbage_collected_model_ends_servers(pull: str) -> None:
     """As when a function that trains returns: nobody calls release, and the world goes on."""
     together = threading.Barrier(2)
 
@@ -64,7 +64,7 @@ def test_what_served_a_model_that_is_forgotten_ends(pull: str) -> None:
     on(2, body)
 
 
-def test_no_server_is_started_for_an_optimizer_that_servers_cannot_have(
+def test_unsupported_optimizer_starts_no_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[object] = []
@@ -82,7 +82,7 @@ def test_no_server_is_started_for_an_optimizer_that_servers_cannot_have(
     assert not started
 
 
-def test_more_slices_than_a_server_has_room_for_are_refused_before_any_is_pushed() -> None:
+def test_too_many_slices_raise_before_push() -> None:
     def body(world: Any, numel: int, slice_: int) -> str:
         model = nn.Linear(numel, 1, bias=False)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,7 +96,7 @@ def test_more_slices_than_a_server_has_room_for_are_refused_before_any_is_pushed
         assert "\n" not in text
 
 
-def test_servers_that_were_started_are_killed_if_another_cannot_be(
+def test_failed_start_kills_started_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[InThread] = []

@@ -1,4 +1,4 @@
-"""Processes of servers: started, watched, ended, and none left behind."""
+"""Server processes: start, supervision and exit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def met(store: Switchboard) -> list[Mailbox]:
         return list(threads.map(one, range(2)))
 
 
-def test_a_server_ends_when_all_workers_have_left(started: Callable[..., InProcess]) -> None:
+def test_server_exits_once_all_workers_leave(started: Callable[..., InProcess]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     assert server.ended() is None
@@ -65,7 +65,7 @@ def test_a_server_ends_when_all_workers_have_left(started: Callable[..., InProce
     assert not server._helper.is_alive()
 
 
-def test_a_server_that_is_killed_is_said_to_be(started: Callable[..., InProcess]) -> None:
+def test_killed_server_is_reported(started: Callable[..., InProcess]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     os.kill(server._process.pid, signal.SIGKILL)
@@ -76,7 +76,7 @@ def test_a_server_that_is_killed_is_said_to_be(started: Callable[..., InProcess]
         box.abandon()
 
 
-def test_a_server_that_dies_at_the_start_says_why_in_a_line(
+def test_failed_startup_is_reported_in_one_line(
     started: Callable[..., InProcess], capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = started(Switchboard(), interfaces=("nosuch0",))
@@ -88,7 +88,7 @@ def test_a_server_that_dies_at_the_start_says_why_in_a_line(
     assert "\n" not in told
 
 
-def test_an_interrupt_is_for_the_workers(started: Callable[..., InProcess]) -> None:
+def test_server_ignores_sigint(started: Callable[..., InProcess]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     os.kill(server._process.pid, signal.SIGINT)
@@ -98,7 +98,7 @@ def test_an_interrupt_is_for_the_workers(started: Callable[..., InProcess]) -> N
     assert str(server.ended()).endswith("exit status 0")
 
 
-def test_a_server_that_gets_sigterm_serves_until_its_workers_have_left(
+def test_server_after_sigterm_serves_until_workers_leave(
     started: Callable[..., InProcess],
 ) -> None:
     """Schedulers send it to all processes of a job, and workers then save what servers hold."""
@@ -115,7 +115,7 @@ def test_a_server_that_gets_sigterm_serves_until_its_workers_have_left(
     assert str(server.ended()).endswith("exit status 0")
 
 
-def test_a_server_whose_workers_do_not_leave_ends_a_timeout_after_sigterm_and_says_so(
+def test_server_after_sigterm_exits_after_timeout(
     started: Callable[..., InProcess], capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = started(Switchboard(), timeout=2.0)
@@ -132,7 +132,7 @@ def test_a_server_whose_workers_do_not_leave_ends_a_timeout_after_sigterm_and_sa
         box.abandon()
 
 
-def test_a_server_that_is_not_answered_ends(
+def test_server_without_store_exits(
     started: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Switchboard()
@@ -157,7 +157,7 @@ time.sleep(600)
 """
 
 
-def test_a_server_does_not_outlive_the_one_that_started_it() -> None:
+def test_server_exits_with_its_parent() -> None:
     """Though nobody else comes, for whom it waits much longer."""
     config = dataclasses.replace(CONFIG, timeout=600.0).to_json()
     parent = subprocess.Popen(
@@ -171,14 +171,14 @@ def test_a_server_does_not_outlive_the_one_that_started_it() -> None:
     until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_server_in_a_thread_says_why_it_has_ended() -> None:
+def test_thread_server_reports_why_it_ended() -> None:
     server = InThread(dataclasses.replace(CONFIG, interfaces=("nosuch0",)), Switchboard())
     until(lambda: server.ended() is not None)
     assert str(server.ended()).startswith("server 0 (started by rank 1) has ended: ")
     server.close(20.0)
 
 
-def test_a_server_in_a_thread_ends_when_told() -> None:
+def test_thread_server_ends_on_kill() -> None:
     store = Switchboard()
     server = InThread(CONFIG, store)
     boxes = met(store)

@@ -1,4 +1,4 @@
-"""Numbers in split_document."""
+"""Integers in messages, and the server's configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wingbeat.wires import Coded, Half, LowRank, Sketch
 
 
 @given(st.integers(0, 15), st.integers(0, 2**40), st.integers(0, MAX_LINKS - 1))
-def test_a_wish_is_one_number_of_32_bits(urgency: int, position: int, link: int) -> None:
+def test_pack_route_fits_32_bits(urgency: int, position: int, link: int) -> None:
     route = pack_route(urgency, position, link)
     assert 0 <= route < 2**32
     assert urgency_of(route) == urgency
@@ -38,9 +38,7 @@ def test_a_wish_is_one_number_of_32_bits(urgency: int, position: int, link: int)
     [((0, 1), [0, 1]), ((0,), [0, 0]), ((1,), [1, 1]), ((2, 0, 1), [2, 0])],
     ids=str,
 )
-def test_a_link_is_an_interface_that_reaches_the_peer(
-    reach: tuple[int, ...], found: list[int]
-) -> None:
+def test_interface_of_link_reaches_peer(reach: tuple[int, ...], found: list[int]) -> None:
     assert [interface_of(reach, link) for link in range(2)] == found
 
 
@@ -50,7 +48,7 @@ CONFIG = ServerConfig(
 )  # fmt: skip
 
 
-def test_what_a_server_is_told_comes_back_from_text() -> None:
+def test_config_round_trips_through_json() -> None:
     found = ServerConfig.from_json(CONFIG.to_json())
     assert found == CONFIG
     assert hash(found) == hash(CONFIG), "lists have become tuples again"
@@ -59,7 +57,7 @@ def test_what_a_server_is_told_comes_back_from_text() -> None:
 
 
 @pytest.mark.parametrize("wire", [Sketch(bits=3, level="ends"), LowRank(rank=7), Half()], ids=repr)
-def test_a_codec_comes_back_from_text(wire: Coded) -> None:
+def test_config_with_codec_round_trips_through_json(wire: Coded) -> None:
     config = dataclasses.replace(CONFIG, wire=wire, dense=True)
     assert ServerConfig.from_json(config.to_json()) == config
     sums = config.make_aggregator()
@@ -68,7 +66,7 @@ def test_a_codec_comes_back_from_text(wire: Coded) -> None:
     assert sums._dense
 
 
-def test_a_server_without_a_codec_loads_no_torch() -> None:
+def test_server_without_codec_loads_no_torch() -> None:
     code = (
         "import sys; from wingbeat.methods.parameter_server.server import ServerConfig; "
         f"ServerConfig.from_json({CONFIG.to_json()!r}).make_aggregator(); "
@@ -82,5 +80,5 @@ def test_a_server_without_a_codec_loads_no_torch() -> None:
     [(0, "rank 0"), (3, "rank 3"), (4, "server 0 (started by rank 0)"),
      (5, "server 1 (started by rank 2)")],
 )  # fmt: skip
-def test_a_process_is_named_with_its_role(number: int, name: str) -> None:
+def test_name_includes_role(number: int, name: str) -> None:
     assert CONFIG.name(number) == name

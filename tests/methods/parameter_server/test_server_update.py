@@ -39,16 +39,14 @@ MAKES: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_every_optimizer_does_there_what_it_does_here(make: Make) -> None:
+def test_server_update_equals_worker_update_for_every_optimizer(make: Make) -> None:
     compare(2, make, plain)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("pull", ["ready", "start"])
 @pytest.mark.parametrize("mb", [TINY_MB, 25.0])
-def test_the_weights_and_the_state_are_those_of_workers_that_update(
-    size: int, pull: str, mb: float
-) -> None:
+def test_server_update_gives_same_weights_and_state(size: int, pull: str, mb: float) -> None:
     compare(size, adamw, plain, pull=pull, mb=mb)
 
 
@@ -62,11 +60,11 @@ def test_the_weights_and_the_state_are_those_of_workers_that_update(
     ],
     ids=["vanilla", "tictac", "p3", "sliced"],
 )
-def test_whoever_sends_what_first(options: Any) -> None:
+def test_server_update_in_any_order_of_messages(options: Any) -> None:
     compare(2, adamw, plain, **options)
 
 
-def test_unused_parameters_are_left_alone_until_somebody_uses_them() -> None:
+def test_unused_parameters_stay_unchanged() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         for step in range(8):
             # Nobody, then the last rank alone, then nobody, then everyone.
@@ -76,7 +74,7 @@ def test_unused_parameters_are_left_alone_until_somebody_uses_them() -> None:
     compare(3, adamw, body)
 
 
-def test_gradients_zeroed_rather_than_removed_count() -> None:
+def test_zeroed_gradients_count_as_used() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         for step in range(5):
             model.use_spare = step == 1
@@ -87,7 +85,7 @@ def test_gradients_zeroed_rather_than_removed_count() -> None:
     compare(3, adamw, body)
 
 
-def test_gradients_added_up_without_and_with_an_exchange() -> None:
+def test_accumulated_gradients_are_applied() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         for step in range(5):
             optimizer.zero_grad()
@@ -101,7 +99,7 @@ def test_gradients_added_up_without_and_with_an_exchange() -> None:
     compare(3, adamw, body)
 
 
-def test_dropped_gradients_and_steps_without_any() -> None:
+def test_dropped_gradients_and_empty_steps() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         for step in range(6):
             optimizer.zero_grad()
@@ -118,7 +116,7 @@ def test_dropped_gradients_and_steps_without_any() -> None:
 
 
 @pytest.mark.parametrize("pull", ["ready", "start"])
-def test_gradients_made_by_hand(pull: str) -> None:
+def test_gradients_set_by_user_are_applied(pull: str) -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         train(model, optimizer, range(2))
         for step in range(2):
@@ -132,7 +130,7 @@ def test_gradients_made_by_hand(pull: str) -> None:
     compare(3, adamw, body, pull=pull)
 
 
-def test_changed_gradients_are_what_servers_use() -> None:
+def test_modified_gradients_replace_sums() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         for step in range(6):
             optimizer.zero_grad()
@@ -152,7 +150,7 @@ def test_changed_gradients_are_what_servers_use() -> None:
     compare(3, adamw, body)
 
 
-def test_gradients_given_to_another_parameter() -> None:
+def test_gradients_assigned_to_other_parameter() -> None:
     """Each is still in the place of the one that it was made for, when all are put in theirs."""
 
     def body(model: Any, optimizer: Any, rank: int) -> None:
@@ -168,7 +166,7 @@ def test_gradients_given_to_another_parameter() -> None:
 
 
 @pytest.mark.parametrize("reader", [0, 1, 2])
-def test_gradients_read_on_one_rank_are_whole(reader: int) -> None:
+def test_gradients_read_on_one_rank_are_complete(reader: int) -> None:
     """Others clip, step, add to them or drop them meanwhile."""
 
     def body(model: Any, optimizer: Any, rank: int) -> None:
@@ -188,7 +186,7 @@ def test_gradients_read_on_one_rank_are_whole(reader: int) -> None:
     compare(3, adamw, body)
 
 
-def test_a_gradient_that_is_kept_stays_what_it_is() -> None:
+def test_kept_gradient_stays_unchanged() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(2))
@@ -208,7 +206,7 @@ def test_a_gradient_that_is_kept_stays_what_it_is() -> None:
 # -- parameters ------------------------------------------------------------------------------
 
 
-def test_parameters_that_are_not_laid_out_in_order() -> None:
+def test_non_contiguous_parameters() -> None:
     def turned(params: Any) -> torch.optim.Optimizer:
         params = list(params)
         for param in params:
@@ -221,7 +219,7 @@ def test_parameters_that_are_not_laid_out_in_order() -> None:
 
 
 @pytest.mark.parametrize("when", ["after the step", "before the backward", "before the step"])
-def test_values_changed_or_moved_by_hand(when: str) -> None:
+def test_parameters_changed_by_user_are_sent(when: str) -> None:
     def change(model: Any, step: int) -> None:
         for number, param in enumerate(model.parameters()):
             if step % 2:
@@ -244,7 +242,7 @@ def test_values_changed_or_moved_by_hand(when: str) -> None:
     compare(3, adamw, body)
 
 
-def test_a_sign_of_zero_is_a_change_too() -> None:
+def test_negative_zero_counts_as_change() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world, lambda params: torch.optim.SGD(params, lr=0.1))
         train(model, optimizer, range(3))
@@ -262,7 +260,7 @@ def test_a_sign_of_zero_is_a_change_too() -> None:
     on(2, body)
 
 
-def test_parameters_are_sent_only_where_they_were_changed() -> None:
+def test_only_changed_slices_are_sent() -> None:
     def body(world: Any) -> tuple[int, int]:
         model, optimizer = distributed(world)
         train(model, optimizer, range(3))
@@ -282,7 +280,7 @@ def test_parameters_are_sent_only_where_they_were_changed() -> None:
     assert sum(both for _, both in results) == 1
 
 
-def test_a_state_dict_of_the_model_loaded_in_between() -> None:
+def test_model_state_dict_loaded_during_training() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         train(model, optimizer, range(2))
         kept = copy.deepcopy(model.state_dict())
@@ -310,7 +308,7 @@ def test_parameters_of_two_dtypes(dtype: torch.dtype) -> None:
     assert_same(on(2, lambda world: halves(world, "server")), want)
 
 
-def test_another_optimizer_has_some_parameters() -> None:
+def test_second_optimizer_for_other_parameters() -> None:
     """In the same buckets: its gradients stay where they are, also if it steps last."""
 
     def body(world: Any, update: str, first: bool) -> Any:
@@ -337,7 +335,7 @@ def test_another_optimizer_has_some_parameters() -> None:
 # -- settings --------------------------------------------------------------------------------
 
 
-def test_schedulers_and_groups() -> None:
+def test_schedulers_and_param_groups() -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         params = list(params)
         groups = [
@@ -359,7 +357,7 @@ def test_schedulers_and_groups() -> None:
     compare(3, make, body)
 
 
-def test_a_setting_that_differs_between_ranks_is_told() -> None:
+def test_different_settings_between_ranks_raise() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(2))
@@ -370,7 +368,7 @@ def test_a_setting_that_differs_between_ranks_is_told() -> None:
     on(2, body)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_settings_are_accepted() -> None:
     import numpy as np
 
     def body(model: Any, optimizer: Any, rank: int) -> None:
@@ -397,7 +395,7 @@ def _scaler_loop(model: Any, optimizer: Any, rank: int, clip: bool) -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_skips_the_same_steps_everywhere(fused: bool, clip: bool) -> None:
+def test_grad_scaler_skips_same_steps_on_all_ranks(fused: bool, clip: bool) -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=0.02, fused=fused)
 

@@ -50,7 +50,7 @@ def looked_at(model: Any, optimizer: Any, rank: int) -> None:
     [(steps, "ready", adamw), (looked_at, "start", momentum())],
     ids=["steps", "looked_at"],
 )
-def test_weights_state_and_residuals_are_those_of_workers_that_update(
+def test_compressed_server_update_equals_worker_update(
     body: Any, pull: str, make: Make, wire: Any
 ) -> None:
     """To the bit: the same is pushed and summed, and workers alone keep what gradients lack."""
@@ -58,7 +58,7 @@ def test_weights_state_and_residuals_are_those_of_workers_that_update(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_parameters_of_another_dtype_than_the_sums(dtype: torch.dtype) -> None:
+def test_parameters_of_other_dtype_than_sums(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     first = nn.Linear(9, 5).to(dtype)  # threads share torch's random numbers
 
@@ -78,7 +78,7 @@ def test_parameters_of_another_dtype_than_the_sums(dtype: torch.dtype) -> None:
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_small_updates_are_not_lost_to_the_rounding_of_gradients() -> None:
+def test_small_updates_survive_gradient_rounding() -> None:
     """Parameters keep their own dtype at servers and on their way back."""
 
     def body(world: Any) -> Any:
@@ -98,7 +98,7 @@ def test_small_updates_are_not_lost_to_the_rounding_of_gradients() -> None:
 
 
 @pytest.mark.parametrize("back", ["wire", "dense"])
-def test_gradients_go_small_and_parameters_come_whole(back: str) -> None:
+def test_gradients_are_compressed_and_parameters_are_not(back: str) -> None:
     """``back`` is of sums, and none comes back."""
 
     def body(world: Any) -> tuple[float, bool]:

@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_done_is_refused_before_a_server_starts(make: Make, words: str) -> None:
+def test_unsupported_optimizer_raises_before_server_starts(make: Make, words: str) -> None:
     def body(world: Any) -> None:
         model = net()
         optimizer = make(model.parameters())
@@ -101,7 +101,7 @@ def test_what_cannot_be_done_is_refused_before_a_server_starts(make: Make, words
     on(2, body)
 
 
-def test_optimizers_that_differ_between_ranks() -> None:
+def test_different_optimizers_between_ranks_raise() -> None:
     def body(world: Any) -> None:
         model = net()
         params = list(model.parameters())
@@ -113,7 +113,7 @@ def test_optimizers_that_differ_between_ranks() -> None:
     on(2, body)
 
 
-def test_ranks_that_do_different_things_are_told_so() -> None:
+def test_different_calls_between_ranks_raise() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(2))
@@ -125,7 +125,7 @@ def test_ranks_that_do_different_things_are_told_so() -> None:
     on(2, body)
 
 
-def test_a_step_uses_the_gradients_up() -> None:
+def test_accumulation_after_step_raises() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(2))
@@ -155,7 +155,7 @@ class Breaking(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_fails_on_a_server_is_told_to_all() -> None:
+def test_server_failure_raises_on_all_ranks() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world, lambda params: Breaking(params, lr=0.1))
         train(model, optimizer, range(2))

@@ -29,7 +29,7 @@ from wingbeat.errors import UsageError
 from wingbeat.updates.shards import DividedState
 
 
-def test_one_rank_alone_may_save() -> None:
+def test_save_on_one_rank_succeeds() -> None:
     def body(world: Any, update: str) -> Any:
         model, optimizer = distributed(world, update=update)
         train(model, optimizer, range(3))
@@ -42,7 +42,7 @@ def test_one_rank_alone_may_save() -> None:
 
 
 @pytest.mark.parametrize("into", ["server", "worker"])
-def test_a_run_that_goes_on_from_a_file_has_the_same_bits(into: str) -> None:
+def test_resumed_run_gives_same_bits(into: str) -> None:
     def first(world: Any) -> Any:
         model, optimizer = distributed(world)
         train(model, optimizer, range(3))
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_from_a_file_has_the_same_bits(into: str) -> None:
             assert_same(result, tuple(want))
 
 
-def test_state_that_is_loaded_under_other_dtypes_and_by_parts() -> None:
+def test_state_loads_with_other_dtypes_and_in_parts() -> None:
     """Parts of a run with a divided optimizer, too."""
 
     def divided_run(world: Any) -> Any:
@@ -97,7 +97,7 @@ def test_state_that_is_loaded_under_other_dtypes_and_by_parts() -> None:
     assert_same(on(3, body)[0], results[0][1]["state"])
 
 
-def test_a_copy_of_the_optimizer_has_the_whole_state() -> None:
+def test_optimizer_copy_has_complete_state() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)
         assert not optimizer.state
@@ -116,7 +116,7 @@ def test_a_copy_of_the_optimizer_has_the_whole_state() -> None:
     on(3, body)
 
 
-def test_release_gives_the_whole_state_back() -> None:
+def test_release_restores_complete_state() -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world)
         train(model, optimizer, range(3))
@@ -133,7 +133,7 @@ def test_release_gives_the_whole_state_back() -> None:
     assert_same(results[0], results[1])
 
 
-def test_shutdown_leaves_parameters_current() -> None:
+def test_shutdown_keeps_current_parameters() -> None:
     def body(world: Any, update: str) -> Any:
         model, optimizer = distributed(world, update=update)
         raw = list(torch.nn.Module.parameters(model))
@@ -148,7 +148,7 @@ def test_shutdown_leaves_parameters_current() -> None:
         assert_same([torch.Tensor.detach(p) for p in raw], want)
 
 
-def test_workers_that_run_out_of_batches() -> None:
+def test_uneven_batches_are_supported() -> None:
     def body(world: Any, update: str) -> Any:
         model, optimizer = distributed(world, sgd, update=update)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)

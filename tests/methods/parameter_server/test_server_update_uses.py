@@ -219,12 +219,12 @@ def compare(make: Make, body: Body, kind: Callable[[], Any] = Odd) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_what_a_script_may_do(body: Body) -> None:
+def test_training_script_uses(body: Body) -> None:
     compare(adam, body)
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_optimizers_that_treat_each_element_alone(make: Make) -> None:
+def test_elementwise_optimizers_are_accepted(make: Make) -> None:
     compare(make, plain)
 
 

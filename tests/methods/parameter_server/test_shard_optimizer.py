@@ -1,4 +1,4 @@
-"""An optimizer on slices, against the same optimizer on whole parameters."""
+"""`ShardOptimizer`: an optimizer on slices, compared with the same on whole parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def numbers(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_slices_become_what_whole_parameters_become(make: Any, dtype: str) -> None:
+def test_step_on_slices_equals_step_on_whole_parameters(make: Any, dtype: str) -> None:
     kind = getattr(torch, dtype)
     values = numbers(0, kind)
     params = [torch.nn.Parameter(p.clone()) for p in values.split(SIZES)]
@@ -91,7 +91,7 @@ def test_slices_become_what_whole_parameters_become(make: Any, dtype: str) -> No
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_what_is_exported_and_held_again_goes_on_alike(make: Any) -> None:
+def test_exported_state_loads_and_continues(make: Any) -> None:
     values = numbers(0)
     optimizer = make([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
     server = optimizer_of(optimizer)
@@ -118,7 +118,7 @@ def test_what_is_exported_and_held_again_goes_on_alike(make: Any) -> None:
     ]
 
 
-def test_other_values_keep_the_state_and_leave_old_memory_alone() -> None:
+def test_set_values_keeps_state_and_old_memory() -> None:
     values = numbers(0)
     optimizer = MAKES["momentum"]([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
     server = optimizer_of(optimizer)
@@ -138,7 +138,7 @@ def test_other_values_keep_the_state_and_leave_old_memory_alone() -> None:
         server.set_values(held, bytearray(8))
 
 
-def test_memory_is_counted_and_given_back() -> None:
+def test_nbytes_counts_state_and_drop_frees_it() -> None:
     values = numbers(0)
     optimizer = MAKES["adam"]([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)])
     server = optimizer_of(optimizer)
@@ -170,7 +170,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changed", WRONG, ids=str)
-def test_malformed_parameters_are_refused(changed: dict[str, Any]) -> None:
+def test_load_of_malformed_parameters_raises(changed: dict[str, Any]) -> None:
     optimizer = MAKES["sgd"]([torch.nn.Parameter(torch.zeros(64))])
     words = {"dtype": "float32", "numel": 64, "pieces": [[0, 0, 0, 64]], "state": [None]}
     server = optimizer_of(optimizer)
@@ -180,7 +180,7 @@ def test_malformed_parameters_are_refused(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("groups", [7, [7], [{"lr": {"spam": 1}}]])
-def test_malformed_settings_are_refused(groups: Any) -> None:
+def test_set_options_of_malformed_settings_raises(groups: Any) -> None:
     server = optimizer_of(MAKES["sgd"]([torch.nn.Parameter(torch.zeros(4))]))
     with pytest.raises(RequestError, match="malformed settings"):
         server.set_options(groups, {})
@@ -197,7 +197,7 @@ class Assigning(torch.optim.SGD):
                     param.data = param.data - group["lr"] * param.grad
 
 
-def test_memory_that_an_optimizer_exchanges() -> None:
+def test_step_that_replaces_tensors_updates_slice() -> None:
     values = numbers(0)
     optimizer = Assigning([torch.nn.Parameter(p.clone()) for p in values.split(SIZES)], lr=0.5)
     server = optimizer_of(optimizer)
@@ -208,7 +208,7 @@ def test_memory_that_an_optimizer_exchanges() -> None:
     assert all(p.param.data_ptr() == held.values[p.offset :].data_ptr() for p in held.pieces)
 
 
-def test_a_group_that_nobody_has_told_of_is_an_error_of_one_line() -> None:
+def test_step_without_group_settings_raises() -> None:
     server = optimizer_of(MAKES["sgd"]([torch.nn.Parameter(torch.zeros(64))]))
     words = {"dtype": "float32", "numel": 64, "pieces": [[0, 3, 0, 64]], "state": [None]}
     held = server.load(words, bytes_of(numbers(0)))

@@ -1,4 +1,4 @@
-"""What a server that updates does with what it is told, and with what it should not be told."""
+"""`ShardUpdates`: valid and invalid requests to a server with an optimizer."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def values(reply: ParameterReply) -> float:
     return float(reply.params.result[0])
 
 
-def test_each_slice_is_updated_as_soon_as_its_sum_is_complete_and_all_have_told() -> None:
+def test_slice_is_updated_once_sum_is_complete_and_step_requested() -> None:
     rig = Rig(3).begin()
     rig.sum(1)
     rig.step(0)
@@ -151,7 +151,7 @@ def test_each_slice_is_updated_as_soon_as_its_sum_is_complete_and_all_have_told(
     assert rig.optimizer.log.count(("step", [0, 1])) == 3
 
 
-def test_what_forward_needs_first_is_updated_first_and_goes_in_its_class() -> None:
+def test_updates_follow_forward_order_and_route() -> None:
     rig = Rig(3).begin()
     for number, (urgency, position) in enumerate([(1, 2), (0, 0), (1, 1)]):
         rig.updates.set_route((1, number), pack_route(urgency, position))
@@ -166,7 +166,7 @@ def test_what_forward_needs_first_is_updated_first_and_goes_in_its_class() -> No
     ]
 
 
-def test_parameters_that_are_asked_for() -> None:
+def test_fetch_returns_current_or_next_parameters() -> None:
     rig = Rig(1).begin()
     assert rig.say(1, Kind.FETCH, round=1, route=5)[0].params is None
     rig.sum(0)
@@ -183,7 +183,7 @@ def test_parameters_that_are_asked_for() -> None:
         rig.say(0, Kind.FETCH, round=2)
 
 
-def test_final_gradients_take_the_place_of_sums_once() -> None:
+def test_sent_gradients_replace_sum_once() -> None:
     rig = Rig(2).begin()
     rig.sum(0)
     payload = bytes(np.full(2, 4.0, "f4"))
@@ -202,7 +202,7 @@ def test_final_gradients_take_the_place_of_sums_once() -> None:
         rig.say(1, Kind.GRADIENTS, b"abc", slice=0)
 
 
-def test_what_is_still_being_read_stays_as_it_is() -> None:
+def test_update_with_readers_copies_values() -> None:
     rig = Rig(1).begin()
     total = rig.sum(0)
     total.readers.append(lambda: False)
@@ -218,7 +218,7 @@ def test_what_is_still_being_read_stays_as_it_is() -> None:
     assert rig.optimizer.log.count("copy") == 1
 
 
-def test_nothing_is_copied_where_nobody_reads() -> None:
+def test_update_without_readers_copies_nothing() -> None:
     rig = Rig(1).begin()
     total = rig.sum(0)
     total.readers.append(lambda: True)
@@ -232,7 +232,7 @@ def test_nothing_is_copied_where_nobody_reads() -> None:
     assert "copy" not in rig.optimizer.log
 
 
-def test_whoever_is_early_waits_until_all_have_held_what_they_have() -> None:
+def test_requests_after_barrier_wait_for_all_workers() -> None:
     rig = Rig()
     rig.hold(0, 0)
     rig.say(0, Kind.BARRIER)
@@ -244,7 +244,7 @@ def test_whoever_is_early_waits_until_all_have_held_what_they_have() -> None:
     assert found[1].params is None
 
 
-def test_nobody_sees_state_that_only_some_have_loaded() -> None:
+def test_state_is_visible_after_all_workers_loaded() -> None:
     rig = Rig().begin()
     rig.hold(0, 0, 30.0)
     rig.say(0, Kind.BARRIER)
@@ -256,7 +256,7 @@ def test_nobody_sees_state_that_only_some_have_loaded() -> None:
     assert rig.say(1, Kind.STATE, slice=0)[0].state == ({"values": [30.0, 30.0]}, [])
 
 
-def test_values_alone_are_taken_at_once() -> None:
+def test_load_of_values_takes_effect_at_once() -> None:
     rig = Rig(1).begin()
     rig.sum(0)
     rig.hold(0, 0, 50.0, words={})
@@ -264,7 +264,7 @@ def test_values_alone_are_taken_at_once() -> None:
     assert [values(r) for r in rig.work()] == [49.0, 49.0]
 
 
-def test_an_older_plan_is_forgotten_when_all_have_the_new_one() -> None:
+def test_barrier_of_new_plan_drops_older_plan() -> None:
     rig = Rig().begin()
     assert rig.updates.nbytes == 2 * NBYTES
     rig.hold(0, 0, plan=2)
@@ -277,7 +277,7 @@ def test_an_older_plan_is_forgotten_when_all_have_the_new_one() -> None:
         rig.say(1, Kind.STATE, slice=1)
 
 
-def test_memory_is_limited() -> None:
+def test_load_and_update_over_limit_raise() -> None:
     rig = Rig(1, most=4 * SLICE_OVERHEAD).begin()
     rig.sum(0)
     rig.optimizer.remembers = 3 * SLICE_OVERHEAD
@@ -293,7 +293,7 @@ def test_memory_is_limited() -> None:
         rig.hold(0, 3)
 
 
-def test_what_waits_for_other_workers_is_limited_too() -> None:
+def test_queued_requests_over_limit_raise() -> None:
     rig = Rig(most=4 * SLICE_OVERHEAD)
     rig.say(0, Kind.BARRIER)
     for _ in range(2):
@@ -320,14 +320,14 @@ def test_what_waits_for_other_workers_is_limited_too() -> None:
     ],
     ids=["settings", "number", "plan", "round"],
 )
-def test_workers_that_tell_of_other_steps(words: Any, why: str) -> None:
+def test_different_steps_raise(words: Any, why: str) -> None:
     rig = Rig().begin()
     rig.step(0)
     with pytest.raises(RequestError, match=why):
         rig.step(1, **words)
 
 
-def test_a_worker_that_follows_has_no_settings_to_compare() -> None:
+def test_step_without_digest_is_not_compared() -> None:
     rig = Rig(1).begin()
     rig.sum(0)
     rig.step(0, digest="")
@@ -335,7 +335,7 @@ def test_a_worker_that_follows_has_no_settings_to_compare() -> None:
     assert len(rig.work()) == 2
 
 
-def test_steps_that_cannot_be_begun() -> None:
+def test_invalid_step_raises() -> None:
     rig = Rig().begin()
     rig.step(0)
     with pytest.raises(RequestError, match="rank 0 requested update 1"):
@@ -355,7 +355,7 @@ def test_steps_that_cannot_be_begun() -> None:
             Rig().begin().say(0, Kind.STEP, payload, round=1)
 
 
-def test_what_no_worker_should_send() -> None:
+def test_invalid_request_raises() -> None:
     rig = Rig().begin()
     with pytest.raises(RequestError, match="rank 1 sent a fragment without a document"):
         rig.say(1, Kind.CONTINUATION, b"abc")
@@ -367,7 +367,7 @@ def test_what_no_worker_should_send() -> None:
         rig.say(0, 77)
 
 
-def test_who_is_late_and_who_is_missed() -> None:
+def test_find_incomplete_and_is_waiting_for_name_late_worker() -> None:
     rig = Rig().begin()
     assert not rig.updates.is_waiting_for(1)
     rig.step(0)
@@ -385,7 +385,7 @@ def test_who_is_late_and_who_is_missed() -> None:
     assert rig.updates.is_waiting_for(0)
 
 
-def test_an_optimizer_that_cannot_be_made() -> None:
+def test_failed_optimizer_creation_raises() -> None:
     def fail() -> Any:
         raise ModuleNotFoundError("No module named 'mine'\nor so")
 
@@ -396,13 +396,13 @@ def test_an_optimizer_that_cannot_be_made() -> None:
         list(updates.handle(0, Kind.BARRIER, Ids(1, 0, 0, 0), b""))
 
 
-def test_a_step_of_no_slices_is_over_at_once() -> None:
+def test_step_without_slices_completes_at_once() -> None:
     rig = Rig(0).begin()
     rig.steps()
     rig.steps(2)
     assert not rig.updates.has_work
 
 
-def test_numbers_as_bits() -> None:
+def test_pack_numbers_round_trips() -> None:
     for numbers in (set(), {0}, {3, 64, 129}):
         assert unpack_numbers(pack_numbers(numbers)) == numbers

@@ -1,4 +1,4 @@
-"""What a worker asks of servers, when thresholds change and where classes go by kind of layer."""
+"""`RequestPlanner`: classes of requests, when thresholds change and by kind of layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def classes(made: RequestPlanner) -> list[int]:
     return [own.pop() for own in found]
 
 
-def test_a_round_that_was_pushed_may_be_pulled_in_another_class() -> None:
+def test_pull_after_threshold_change_uses_new_class() -> None:
     made = requests(thresholds=(0.5,))
     for bucket in range(4):
         made.begin(Operation.PUSH, bucket)
@@ -44,7 +44,7 @@ def test_a_round_that_was_pushed_may_be_pulled_in_another_class() -> None:
             assert was.slice == now.slice
 
 
-def test_thresholds_stay_when_buckets_are_made_anew() -> None:
+def test_set_buckets_keeps_thresholds() -> None:
     made = requests(thresholds=(0.5,))
     made.priorities.set_thresholds((0.1,))
     made.set_buckets(SIZES, FORWARD, (False,) * 4, PLACES, 100)
@@ -52,7 +52,7 @@ def test_thresholds_stay_when_buckets_are_made_anew() -> None:
 
 
 @pytest.mark.parametrize("levels", [(), (0.5, 0.2), (1.2,), (0.2, 0.5, 0.1)])
-def test_thresholds_of_another_number_or_none_are_refused(levels: tuple[float, ...]) -> None:
+def test_set_thresholds_of_wrong_count_raises(levels: tuple[float, ...]) -> None:
     made = requests(thresholds=(0.5,))
     with pytest.raises(UsageError, match="thresholds="):
         made.priorities.set_thresholds(levels)
@@ -60,7 +60,7 @@ def test_thresholds_of_another_number_or_none_are_refused(levels: tuple[float, .
     assert classes(made) == [1, 1, 1, 0]
 
 
-def test_coarse_has_fully_connected_buckets_in_the_second_class_wherever_they_are() -> None:
+def test_coarse_classes_put_fully_connected_buckets_last() -> None:
     made = requests((True, False, True, False), thresholds=(), coarse=True)
     assert classes(made) == [1, 0, 1, 0]
     with pytest.raises(UsageError, match="by kind of layer"):
@@ -70,7 +70,7 @@ def test_coarse_has_fully_connected_buckets_in_the_second_class_wherever_they_ar
 
 
 @pytest.mark.parametrize("coarse", [False, True])
-def test_gradients_are_pushed_in_those_classes_too_or_all_in_the_last(coarse: bool) -> None:
+def test_push_class_is_own_or_last(coarse: bool) -> None:
     options = {"thresholds": () if coarse else (0.5,), "coarse": coarse}
     kinds = (True, True, True, False)
     both = requests(kinds, **options)

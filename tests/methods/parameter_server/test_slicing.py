@@ -1,4 +1,4 @@
-"""Which part goes where: nothing twice, nothing missing, evenly; and the paper's counts."""
+"""Partitioning of buckets: each element once, evenly; and the paper's counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_once(sizes: list[int], slices: tuple[Slice, ...]) -> None:
 
 
 @given(SIZES, st.integers(1, 9), THRESHOLDS, st.integers(1, 5000))
-def test_every_element_is_in_one_slice_and_none_is_too_large(
+def test_partition_buckets_covers_each_element_once(
     sizes: list[int], servers: int, threshold: int | None, smallest: int
 ) -> None:
     slices = partition_buckets(sizes, servers, threshold, smallest)
@@ -38,7 +38,7 @@ def test_every_element_is_in_one_slice_and_none_is_too_large(
 
 
 @given(SIZES, st.integers(1, 9), THRESHOLDS, st.integers(1, 5000))
-def test_shards_are_even_no_smaller_than_told_and_cut_no_more_than_needed(
+def test_partition_buckets_makes_even_shards_of_minimum_size(
     sizes: list[int], servers: int, threshold: int | None, smallest: int
 ) -> None:
     slices = partition_buckets(sizes, servers, threshold, smallest)
@@ -60,7 +60,7 @@ def test_shards_are_even_no_smaller_than_told_and_cut_no_more_than_needed(
 
 
 @given(SIZES, st.integers(1, 9), st.integers(1, 5000))
-def test_servers_have_much_the_same_to_do(sizes: list[int], servers: int, smallest: int) -> None:
+def test_partition_buckets_balances_servers(sizes: list[int], servers: int, smallest: int) -> None:
     load = [0] * servers
     for each in partition_buckets(sizes, servers, None, smallest):
         load[each.server] += len(each)
@@ -68,15 +68,13 @@ def test_servers_have_much_the_same_to_do(sizes: list[int], servers: int, smalle
     assert max(load) - min(load) <= 2 * smallest + len(sizes)
 
 
-def test_small_buckets_go_to_who_has_least() -> None:
+def test_partition_buckets_places_small_buckets_on_least_loaded_server() -> None:
     slices = partition_buckets([100, 10, 20, 5], 3, None, smallest=100)
     assert [each.server for each in slices] == [0, 1, 2, 1]
 
 
 @given(SIZES, st.integers(1, 9), st.integers(100_000, 10**7))
-def test_whole_buckets_are_on_one_server_each_in_turn(
-    sizes: list[int], servers: int, limit: int
-) -> None:
+def test_place_buckets_is_round_robin(sizes: list[int], servers: int, limit: int) -> None:
     slices = place_buckets(sizes, servers, limit)
     assert_once(sizes, slices)
     assert all(each.server == each.bucket % servers for each in slices)
@@ -89,7 +87,7 @@ WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4).map(
 
 
 @given(SIZES, st.integers(1, 9), THRESHOLDS, st.integers(1, 5000), WEIGHTS)
-def test_every_element_goes_by_one_link(
+def test_partition_buckets_assigns_one_link_per_element(
     sizes: list[int],
     servers: int,
     threshold: int | None,
@@ -119,7 +117,7 @@ def test_every_element_goes_by_one_link(
 
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (0.1, 0.9), (0.2, 0.5, 0.3)])
 @pytest.mark.parametrize("whole", [False, True])
-def test_links_carry_in_proportion_to_their_speed(whole: bool, weights: tuple[float, ...]) -> None:
+def test_links_are_loaded_in_proportion_to_weights(whole: bool, weights: tuple[float, ...]) -> None:
     sizes = [each.numel for layer in load_profile("resnet50").layers for each in layer.parameters]
     slices = place_buckets(sizes, 4, K * K, weights) if whole else partition_buckets(
         sizes, 4, K * K, weights=weights
@@ -133,7 +131,7 @@ def test_links_carry_in_proportion_to_their_speed(whole: bool, weights: tuple[fl
         assert parts == pytest.approx(weights, abs=0.03 if whole else 0.005)
 
 
-def test_a_small_shard_goes_by_the_link_that_is_done_first() -> None:
+def test_small_shard_uses_least_loaded_link() -> None:
     slices = partition_buckets([100] * 6, 1, None, 100, (0.75, 0.25))
     assert [each.link for each in slices] == [0, 0, 0, 1, 0, 0]
     slices = partition_buckets([1000, 100, 100, 100], 1, None, 500, (0.5, 0.5))
@@ -155,7 +153,7 @@ K = 1024
         (4096, 4, [668, 1204, 2292]),
     ],
 )
-def test_vgg19_has_so_many_slices_on_eight_servers(
+def test_partition_buckets_of_vgg19_matches_paper_counts(
     smallest: int, unit: int, counts: list[int]
 ) -> None:
     """Section V-D counts them at 1024K, 512K and 256K: only elements come anywhere near."""

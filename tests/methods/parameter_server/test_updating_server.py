@@ -1,4 +1,4 @@
-"""A server that updates, among workers that fail, are late or say what they should not."""
+"""`Server` with an optimizer: failures, timeouts and invalid requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.mail import Clock
-from helpers.server_simulation import LARGEST, Letter, Office
+from helpers.server_simulation import LARGEST, FakeNetwork, SentMessage
 from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from wingbeat.methods.parameter_server.aggregator import Aggregator
 from wingbeat.methods.parameter_server.protocol import (
@@ -38,9 +38,9 @@ class Rig:
     def __init__(
         self, order: Order = Order.READY, numel: int = 4, slices: int = 1, **changed: Any
     ) -> None:
-        self.office, self.clock = Office(random.Random(0), 2), Clock()
-        self.workers = [self.office.box(rank) for rank in range(2)]
-        self.box = self.office.box(SERVER)
+        self.network, self.clock = FakeNetwork(random.Random(0), 2), Clock()
+        self.workers = [self.network.box(rank) for rank in range(2)]
+        self.box = self.network.box(SERVER)
         self.numel, self.slices = numel, slices
         aggregator = Aggregator(2, 1 << 20)
         updates = ShardUpdates(
@@ -79,13 +79,13 @@ class Rig:
     def run(self) -> None:
         for _ in range(300):
             for _ in range(5):
-                self.office.move()
+                self.network.move()
             self.service.run_once(self.box.poll(keep=True))
 
-    def heard(self, rank: int) -> list[Letter]:
+    def received(self, rank: int) -> list[SentMessage]:
         out = []
-        while (letter := self.workers[rank].poll()) is not None:
-            out.append(letter)
+        while (message := self.workers[rank].poll()) is not None:
+            out.append(message)
         return out
 
     def counting(self) -> int:
@@ -93,11 +93,11 @@ class Rig:
         return sum(sum(worker._used.values()) for worker in self.workers)
 
     def reasons(self) -> list[str]:
-        found = [letter for rank in (0, 1) for letter in self.heard(rank)]
+        found = [message for rank in (0, 1) for message in self.received(rank)]
         return [bytes(each.payload).decode() for each in found if each.kind == Kind.FAILED]
 
 
-def test_parameters_go_to_all_in_the_class_of_the_last_push() -> None:
+def test_parameters_are_sent_in_class_of_last_push() -> None:
     rig = Rig()
     rig.hold()
     rig.run()
@@ -106,16 +106,16 @@ def test_parameters_go_to_all_in_the_class_of_the_last_push() -> None:
     rig.step(1)
     rig.run()
     for rank in (0, 1):
-        [letter] = rig.heard(rank)
-        assert (letter.kind, letter.dtype, letter.urgency) == (Kind.PARAMETERS, "float32", 1)
-        assert tuple(letter.ids) == (1, 0, 1, pack_route(1, 3))
+        [message] = rig.received(rank)
+        assert (message.kind, message.dtype, message.urgency) == (Kind.PARAMETERS, "float32", 1)
+        assert tuple(message.ids) == (1, 0, 1, pack_route(1, 3))
         torch.testing.assert_close(
-            torch.frombuffer(bytearray(letter.payload), dtype=torch.float32),
+            torch.frombuffer(bytearray(message.payload), dtype=torch.float32),
             torch.full((4,), 0.8),
         )
 
 
-def test_what_is_asked_for_in_turn_waits_in_its_turn() -> None:
+def test_fetch_in_forward_order_reserves_its_place() -> None:
     rig = Rig(Order.FORWARD)
     rig.hold()
     rig.push()
@@ -126,54 +126,54 @@ def test_what_is_asked_for_in_turn_waits_in_its_turn() -> None:
     rig.step(0)
     rig.step(1)
     rig.run()
-    assert [letter.kind for letter in rig.heard(0)] == [Kind.PARAMETERS]
-    assert [letter.kind for letter in rig.heard(1)] == [Kind.PARAMETERS]
+    assert [message.kind for message in rig.received(0)] == [Kind.PARAMETERS]
+    assert [message.kind for message in rig.received(1)] == [Kind.PARAMETERS]
 
 
-def test_state_comes_in_messages_of_the_size_that_is_allowed() -> None:
+def test_state_is_split_into_messages() -> None:
     rig = Rig(numel=100)
     rig.hold()
     rig.push()
     rig.step(0)
     rig.step(1)
     rig.run()
-    rig.heard(1)
+    rig.received(1)
     rig.box.largest = 150
     rig.send(1, Kind.STATE, ids=(1, 0, 1, 0))
     rig.run()
-    first, *more = rig.heard(1)
+    first, *more = rig.received(1)
     assert first.kind == Kind.STATE
-    assert [letter.kind for letter in more] == [Kind.CONTINUATION] * 3
+    assert [message.kind for message in more] == [Kind.CONTINUATION] * 3
     document = Document(first.payload, 1 << 20)
-    for letter in more:
+    for message in more:
         assert not document.complete
-        document.append(letter.payload)
+        document.append(message.payload)
     assert document.complete
     assert document.fields["state"] == [{"momentum_buffer": {"each": "float32"}}]
     assert np.frombuffer(document.data, "f4").tolist() == [2.0] * 100
 
 
-def test_a_server_that_only_sums_takes_none_of_it() -> None:
+def test_update_request_without_optimizer_fails() -> None:
     for kind in sorted(UPDATE_KINDS):
-        office, clock = Office(random.Random(0), 1), Clock()
-        worker, box = office.box(0), office.box(1)
+        network, clock = FakeNetwork(random.Random(0), 1), Clock()
+        worker, box = network.box(0), network.box(1)
         service = Server(box, 1, Aggregator(1, 1 << 20), clock=clock)  # type: ignore[arg-type]
         worker.post(1, kind, b"", ids=(0, 0, 0, 0))
         for _ in range(60):
-            office.move()
+            network.move()
             service.run_once(box.poll(keep=True))
         assert f"a message of kind {int(kind)}" in bytes(worker.poll().payload).decode()
 
 
 @pytest.mark.parametrize("kind", [Kind.SUM, Kind.PARAMETERS, Kind.EXPECT, 99])
-def test_other_kinds_are_refused(kind: int) -> None:
+def test_other_kinds_fail(kind: int) -> None:
     rig = Rig()
     rig.send(1, kind)
     rig.run()
     assert rig.reasons() == [f"rank 1 sent a message of kind {int(kind)}"] * 2
 
 
-def test_an_optimizer_that_fails_is_told_to_all_once() -> None:
+def test_optimizer_failure_is_sent_to_all_once() -> None:
     rig = Rig()
     rig.hold()
     rig.push()
@@ -189,7 +189,7 @@ def test_an_optimizer_that_fails_is_told_to_all_once() -> None:
     assert rig.reasons() == []
 
 
-def test_an_optimizer_that_cannot_be_imported_is_told_to_all() -> None:
+def test_optimizer_import_error_is_sent_to_all() -> None:
     rig = Rig(module="wingbeat.nowhere")
     rig.hold()
     rig.run()
@@ -197,7 +197,7 @@ def test_an_optimizer_that_cannot_be_imported_is_told_to_all() -> None:
     assert [text[: len(why)] for text in rig.reasons()] == [why] * 2
 
 
-def test_a_worker_that_does_not_tell_of_a_step() -> None:
+def test_missing_step_request_times_out() -> None:
     rig = Rig()
     rig.hold()
     rig.step(0, turn=NO_ROUND)
@@ -210,7 +210,7 @@ def test_a_worker_that_does_not_tell_of_a_step() -> None:
     assert rig.reasons() == ["no step from rank 1 within 5 s"] * 2
 
 
-def test_a_worker_that_loads_nothing() -> None:
+def test_missing_barrier_times_out() -> None:
     rig = Rig()
     rig.hold()
     rig.run()
@@ -222,7 +222,7 @@ def test_a_worker_that_loads_nothing() -> None:
     assert rig.reasons() == ["no optimizer state from rank 1 within 5 s"] * 2
 
 
-def test_a_worker_that_is_gone_is_missed_only_where_somebody_waits() -> None:
+def test_lost_worker_fails_only_with_pending_step() -> None:
     rig = Rig()
     rig.hold()
     rig.push()
@@ -238,7 +238,7 @@ def test_a_worker_that_is_gone_is_missed_only_where_somebody_waits() -> None:
     assert rig.reasons() == ["rank 1 has ended"]
 
 
-def test_a_server_that_has_something_to_do_does_not_wait_for_messages() -> None:
+def test_server_with_work_does_not_block() -> None:
     rig = Rig(slices=5)
     rig.hold()
     rig.push()
@@ -249,7 +249,7 @@ def test_a_server_that_has_something_to_do_does_not_wait_for_messages() -> None:
     def take(seconds: float, *, keep: bool) -> Any:
         waits.append((rig.service.has_work, seconds))
         for _ in range(5):
-            rig.office.move()
+            rig.network.move()
         return rig.box.poll(keep=keep)
 
     rig.box.next = take  # type: ignore[attr-defined]
@@ -257,11 +257,11 @@ def test_a_server_that_has_something_to_do_does_not_wait_for_messages() -> None:
     assert {seconds for busy, seconds in waits if busy} == {0.0}
     assert all(seconds > 0 for busy, seconds in waits if not busy)
     rig.run()
-    made = [letter.ids[1] for letter in rig.heard(0) if letter.kind == Kind.PARAMETERS]
+    made = [message.ids[1] for message in rig.received(0) if message.kind == Kind.PARAMETERS]
     assert made == [0, 1, 2, 3, 4]
 
 
-def test_every_message_counts_no_more_when_it_was_taken() -> None:
+def test_handled_messages_free_their_window() -> None:
     rig = Rig()
     rig.hold()
     rig.push()
@@ -292,7 +292,7 @@ def test_every_message_counts_no_more_when_it_was_taken() -> None:
         (Kind.CONTINUATION, 0, "rank 1 sent a fragment without a document"),
     ],
 )
-def test_what_is_refused_counts_no_more_either(kind: Kind, route: int, why: str) -> None:
+def test_refused_messages_free_their_window(kind: Kind, route: int, why: str) -> None:
     rig = Rig()
     rig.send(1, kind, np.ones(4, "f4"), (1, 0, 3, route), "float32")
     rig.run()
@@ -300,7 +300,7 @@ def test_what_is_refused_counts_no_more_either(kind: Kind, route: int, why: str)
     assert rig.counting() == 0
 
 
-def test_only_a_server_that_updates_loads_torch() -> None:
+def test_server_process_without_optimizer_loads_no_torch() -> None:
     """It takes a second and a hundred megabytes."""
     main = "wingbeat.methods.parameter_server.__main__"
     code = f"import sys, {main}; sys.exit('torch' in sys.modules)"

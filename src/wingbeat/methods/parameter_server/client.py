@@ -358,7 +358,8 @@ class Client:
         reply = _REPLY_TO.get(request.kind)
         for transfer in request.transfers:
             if reply is not None:
-                self._awaited[(reply, *transfer.ids[:3])] = request, transfer
+                key = (reply, *transfer.ids[:3])
+                self._awaited[key] = request, transfer
             if request.kind is Kind.EXPECT:
                 continue
             nbytes = LARGEST if empty else LARGEST + transfer.nbytes
