@@ -16,8 +16,8 @@ from wingbeat.methods.parameter_server.slicing import (
     priority_classes,
     urgency_level,
 )
-from wingbeat.plans.order import classes_by_urgency
 from wingbeat.types import Serving
+from wingbeat_lab.pull_order import classes_by_urgency
 
 LEVELS = st.builds(lambda n, d: min(n, d) / d, st.integers(0, 60), st.integers(1, 60)) | st.floats(
     0, 1

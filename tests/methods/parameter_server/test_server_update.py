@@ -195,7 +195,7 @@ def test_kept_gradient_stays_unchanged() -> None:
         bits = model.head.weight.grad.clone()
         kept = model.head.weight.grad
         optimizer.step()
-        model.flush()
+        model.synchronize()
         assert torch.equal(kept, bits)
         train(model, optimizer, range(3, 5))
         assert torch.equal(kept, bits)
@@ -324,7 +324,7 @@ def test_second_optimizer_for_other_parameters() -> None:
             backward(model, world.rank, step)
             for each in (second, optimizer) if first else (optimizer, second):
                 each.step()
-                model.flush()
+                model.synchronize()
         return weights(model), state_of(optimizer)
 
     for first in (True, False):

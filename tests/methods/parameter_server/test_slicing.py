@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.methods.parameter_server.slicing import Slice, partition_buckets, place_buckets
-from wingbeat.paced.profile import load_profile
+from wingbeat_lab.paced.profile import load_profile
 
 SIZES = st.lists(st.integers(0, 3000) | st.integers(0, 10**7), max_size=12)
 THRESHOLDS = st.none() | st.integers(20_000, 10**7)
