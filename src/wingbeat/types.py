@@ -271,7 +271,7 @@ class Serving:
         tuning: how thresholds are tuned, which start at ``thresholds``; None where they are not.
         pushes: whether gradients are pushed in the classes in which their sums come back, and not
             all in the last.
-        order: in which order a sender sends, of `wingbeat.servers.outbox.Order`.
+        order: in which order a sender sends, see `methods.parameter_server.send_queue.Order`.
         shuffled: whether sums are pulled in a random order.
         encrypted: whether messages are.
         dense: whether sums come back in float32, or float64, where gradients travel as another

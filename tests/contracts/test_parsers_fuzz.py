@@ -25,19 +25,28 @@ from hypothesis import strategies as st
 
 from helpers import mutants
 from helpers.reports import job, report
+from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from helpers.thresholds import play
-from helpers.updating import DESCRIPTION, SETTINGS
 from wingbeat.control import planner
 from wingbeat.costs.curve import Line
 from wingbeat.costs.fit import Fit
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import copied
-from wingbeat.exchanges.forms import copy_sum
 from wingbeat.exchanges.options import Form
 from wingbeat.groups import protocol as groups_protocol
 from wingbeat.groups import returns
 from wingbeat.groups.board import Board
 from wingbeat.integrations import residuals
+from wingbeat.methods.parameter_server.exchange import copy_sum
+from wingbeat.methods.parameter_server.protocol import (
+    Document,
+    Piece,
+    RequestError,
+    pack_header,
+    unpack_header,
+    unpack_numbers,
+)
+from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport
@@ -53,12 +62,6 @@ from wingbeat.plans.sample import Sample
 from wingbeat.plans.thresholds import saved as thresholds_saved
 from wingbeat.probe import saved as probe_saved
 from wingbeat.probe.model import LinkFit, Probe
-from wingbeat.servers import head
-from wingbeat.servers.applying import Applier
-from wingbeat.servers.documents import Document
-from wingbeat.servers.notes import numbers_in
-from wingbeat.servers.sums import Refused
-from wingbeat.servers.values import decode, encode
 from wingbeat.stale import audit, letters, messages
 from wingbeat.stale.roll import Entry
 from wingbeat.stale.view import View
@@ -69,6 +72,7 @@ from wingbeat.transport.interfaces import Host, Interface, choose
 from wingbeat.transport.messages import header
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.services import pipes
+from wingbeat.updates.json_values import decode, encode
 from wingbeat.wires import Half, LowRank, Sketch, codecs
 from wingbeat_lab.bench import contenders, protocol, slow
 from wingbeat_lab.bench import models as bench_models
@@ -271,11 +275,11 @@ def signs(text: str) -> None:
 
 
 def held(words: Any) -> object:
-    return Applier(DESCRIPTION).hold(words, bytearray(4 * 6 + 4 * 4))
+    return ShardOptimizer(DESCRIPTION).load(words, bytearray(4 * 6 + 4 * 4))
 
 
 def settled(words: Any) -> None:
-    Applier(DESCRIPTION).settle(words, {})
+    ShardOptimizer(DESCRIPTION).set_options(words, {})
 
 
 def joined(data: Any) -> object:
@@ -303,7 +307,7 @@ def watched(text: str) -> object:
     return watch.job(2.0, 0.0)
 
 
-Refusals = (Refused,)
+Refusals = (RequestError,)
 Usage = (UsageError,)
 
 TEXTS, VALUES_, RAW, ENV = mutants.texts, mutants.values, mutants.raw, mutants.environments
@@ -329,7 +333,7 @@ TARGETS = [
         ([{k: encode(v) for k, v in SETTINGS.items()}],),
         Refusals,
     ),
-    Target("places of ones", VALUES_, numbers_in, ("1f",), Refusals),
+    Target("places of ones", VALUES_, unpack_numbers, ("1f",), Refusals),
     Target(
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
@@ -474,8 +478,8 @@ TARGETS = [
         Target(
             f"encoded slices, {wire}",
             RAW,
-            lambda b, w=wire: head.unpack(memoryview(b), w, 1000),
-            (head.pack(wire, [head.Piece(12), head.Piece(6, 0, 0)]) + b"payload",),
+            lambda b, w=wire: unpack_header(memoryview(b), w, 1000),
+            (pack_header(wire, [Piece(12), Piece(6, 0, 0)]) + b"payload",),
             (ValueError,),
         )
         for wire in CODECS

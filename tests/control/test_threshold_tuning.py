@@ -16,7 +16,7 @@ from wingbeat import sync
 from wingbeat.control.decisions import Decisions
 from wingbeat.control.thresholds import _key_of
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges.servers import ServerExchange
+from wingbeat.methods.parameter_server.exchange import ServerExchange
 from wingbeat.plans.thresholds import saved
 from wingbeat.plans.thresholds.cuts import cuts_of
 from wingbeat.plans.thresholds.tuner import most_iterations
@@ -55,8 +55,7 @@ def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = 
         optimizer.zero_grad()
         backward(model, world.rank, len(used))
         optimizer.step()
-        table = own.runtime.exchange._requests.priorities.table
-        used.append(getattr(table, "thresholds", None))
+        used.append(own.runtime.exchange._planner.priorities.thresholds)
     model.synchronize()
     weights = [param.detach().clone() for param in model.parameters()]
     layers = len({name.rpartition(".")[0] for b in own.buckets for name in b.names})

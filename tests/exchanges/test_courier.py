@@ -11,7 +11,7 @@ import pytest
 
 from helpers.couriers import Numbers, in_threads, packed, summed, trained
 from helpers.mail import Clock
-from helpers.serving import Office
+from helpers.server_simulation import FakeNetwork
 from helpers.stale import gradient
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.courier import Courier
@@ -30,7 +30,7 @@ class Crew:
         self, seed: int, n: int, pace: Pace, iterations: int, window: int = 1 << 20
     ) -> None:
         self.chance = random.Random(seed)
-        self.office = Office(self.chance, 0, window=window)
+        self.office = FakeNetwork(self.chance, 0, window=window)
         self.n, self.pace, self.iterations = n, pace, iterations
         self.clock = Clock()
         self.boxes = [self.office.box(rank) for rank in range(n)]

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucketing import Bucketing
+from wingbeat.methods.parameter_server.slicing import layer_positions
 from wingbeat.observe.log import log
 from wingbeat.plans import planfile
 from wingbeat.plans.thresholds import saved
 from wingbeat.plans.thresholds.result import Result, nothing, written
 from wingbeat.plans.thresholds.tuner import ThresholdTuner
-from wingbeat.servers.tables import places_of
 from wingbeat.settings import is_number
 from wingbeat.types import Choices, Serving
 
@@ -106,7 +106,9 @@ class ThresholdTuning:
         if self._bucketing.learning or self._bucketing.stale:
             return
         world, buckets = self._collectives.world, self._bucketing.buckets
-        layers = places_of([bucket.names for bucket in buckets]).layers if len(buckets) > 1 else 1
+        layers = (
+            layer_positions([bucket.names for bucket in buckets]).layers if len(buckets) > 1 else 1
+        )
         if layers > 1:
             steps = self._tuning.steps
             self._tuner = ThresholdTuner(layers, self.thresholds, steps, world.rank, world.size)

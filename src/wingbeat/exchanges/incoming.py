@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wingbeat.exchanges.lanes.lanes import BEGIN
-from wingbeat.servers.documents import InParts
-from wingbeat.servers.sums import Refused
 from wingbeat.stale.letters import Malformed, epoch_of, letters_in, message_of
 from wingbeat.stale.messages import Message
+from wingbeat.transport.messages.reassembly import Reassembly
 
 
 class Incoming:
@@ -27,7 +26,7 @@ class Incoming:
         self._epoch = epoch
         self._early: list[tuple[Sequence[int], bytearray | None]] = []
         self._numbers: Sequence[int] = ()  # of a letter whose payload is still to come
-        self._payload: InParts | None = None
+        self._payload: Reassembly | None = None
 
     def take(self, kind: int, part: Any) -> Iterator[tuple[int, Message]]:
         """Yield the sender's life and what it says, for each message that is whole now.
@@ -43,15 +42,15 @@ class Incoming:
         if self._payload is None:
             for letter in letters_in(part, self._most):
                 if len(letter.payload) < letter.nbytes:
-                    self._numbers, self._payload = letter.numbers, InParts(letter.nbytes)
+                    self._numbers, self._payload = letter.numbers, Reassembly(letter.nbytes)
                 else:
                     # A copy: in a part numbers lie at any address, which kernels cannot read.
                     yield from self._read(letter.numbers, bytearray(letter.payload) or None)
             return
         payload = self._payload
         try:
-            payload.add(part)
-        except Refused as error:
+            payload.append(part)
+        except ValueError as error:
             raise Malformed(str(error)) from None
         if payload.complete:
             self._payload = None

@@ -15,8 +15,8 @@ from wingbeat.groups.member import Member
 from wingbeat.groups.rooms import Rooms
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.static import PHASES, group_of
+from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.schedules.events import Operation
-from wingbeat.servers.tables import Places
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.exchange import Collectives
@@ -199,7 +199,7 @@ class _Scene:
     def _exchange(
         self, rank: int, meeting: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
-        buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,), Places((1,), 1))
+        buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,), LayerPositions((1,), 1))
         place, size = members.index(rank), len(members)
         network = Among(self.network, meeting, members)
         collectives = Collectives(
