@@ -298,7 +298,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """How far workers may be apart (Canary, section 5.3); see `wingbeat.stale.pace.Pace`.
+    """How far workers may be apart (Canary, section 5.3); see `Pace`.
 
     Attributes:
         s: iterations that a worker may be behind the fastest; None for any number.

@@ -31,12 +31,15 @@ from wingbeat.control import planner
 from wingbeat.costs.curve import Line
 from wingbeat.costs.fit import Fit
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges import copied
-from wingbeat.exchanges.options import Form
+from wingbeat.exchanges import snapshot
 from wingbeat.groups import protocol as groups_protocol
 from wingbeat.groups import returns
 from wingbeat.groups.board import Board
 from wingbeat.integrations import residuals
+from wingbeat.methods.bounded_staleness import journal, messages
+from wingbeat.methods.bounded_staleness.membership import LogEntry
+from wingbeat.methods.bounded_staleness.replica import OptionsSchema
+from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.parameter_server.exchange import copy_sum
 from wingbeat.methods.parameter_server.protocol import (
     Document,
@@ -62,9 +65,6 @@ from wingbeat.plans.sample import Sample
 from wingbeat.plans.thresholds import saved as thresholds_saved
 from wingbeat.probe import saved as probe_saved
 from wingbeat.probe.model import LinkFit, Probe
-from wingbeat.stale import audit, letters, messages
-from wingbeat.stale.roll import Entry
-from wingbeat.stale.view import View
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers
@@ -184,16 +184,16 @@ HOST = Host("boot/1", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
 CARD = Card(HOST, ("10.0.0.1",), 7, "", (("tcp://10.0.0.1:99",),), 1 << 20, 1 << 20)
 VALUES = tuple(map(encode, (1, (0.9, [True, None]), torch.arange(6.0).reshape(2, 3), "name")))
 VIEW = View((0, 1, 2))
-LETTERS = tuple(
-    b"".join(letters.letter_of(message, 1))
+FRAMES = tuple(
+    b"".join(messages.encode_frame(message, 1))
     for message in (
-        messages.Here(3, -1, 2, False, 4, VIEW),
+        messages.Progress(3, -1, 2, False, 4, VIEW),
         messages.Piece(3, 1, 2, VIEW, b"payload"),
-        messages.Round(1, 2, 7, ((3, 2), (4, 0)), (-1, 3, 4), VIEW, b"sum"),
-        messages.Report(VIEW, -1, tuple(((-1, 4, 5),) * 2 for _ in range(3))),
+        messages.PieceSum(1, 2, 7, ((3, 2), (4, 0)), (-1, 3, 4), VIEW, b"sum"),
+        ViewProposal(VIEW, -1, tuple(((-1, 4, 5),) * 2 for _ in range(3))),
         messages.Welcome(2, (7, 8)),
-        messages.Pull(6, VIEW),
-        messages.Settled(9, VIEW),
+        messages.PullRequest(6, VIEW),
+        messages.Drained(9, VIEW),
     )
 )
 LAB_TOML = 'kind = "star"\nhosts = 4\nrate = "1gbit"\nprio = 2\n[override]\nh3 = "200mbit"\n'
@@ -205,9 +205,9 @@ STATS = LabStats(
 JOURNAL = "\n".join(
     json.dumps(line)
     for line in (
-        {"rank": 0, "life": 0, "workers": 2, "colayers": 1, "s": 2, "p": 1, "mode": "BSP"},
+        {"rank": 0, "incarnation": 0, "workers": 2, "colayers": 1, "s": 2, "p": 1, "mode": "BSP"},
         {"began": 0}, {"sent": [0, 0]}, {"dropped": [1, 0]}, {"pulled": 0},
-        {"round": 0, "entries": [[0, 0, [[0, 1]]]]}, {"settled": 1, "digest": "ab"},
+        {"round": 0, "entries": [[0, 0, [[0, 1]]]]}, {"drained": 1, "digest": "ab"},
     )
 ) + "\n"  # fmt: skip
 SPACE = {
@@ -234,7 +234,7 @@ def a_replica() -> bytes:
     for each in model:
         each.grad = torch.ones_like(each)
     optimizer.step()
-    return copied.written(model, model, optimizer, {"last": 1})
+    return snapshot.encode_snapshot(model, model, optimizer, {"last": 1})
 
 
 def some_thresholds() -> bytes:
@@ -254,9 +254,10 @@ def residual_file() -> bytes:
     return made.getvalue()
 
 
-def read_letters(data: bytes) -> None:
-    for letter in letters.letters_in(data, 1 << 16):
-        letters.message_of(letter.numbers, 3, 2, letter.payload if letter.nbytes else None)
+def read_frames(data: bytes) -> None:
+    for frame in messages.decode_frames(data, 1 << 16):
+        payload = frame.payload if frame.payload_nbytes else None
+        messages.decode_message(frame.numbers, 3, 2, payload)
 
 
 def read_told(data: bytes) -> object:
@@ -340,9 +341,13 @@ TARGETS = [
     Target("signs", TEXTS, signs, ("[1, false, 2, -1]", "7")),
     Target("returns", TEXTS, returns._parsed, ("[1, 2]",)),
     Target(
-        "roll", TEXTS, lambda t: Entry.of(t, 3), (Entry(1, VIEW).to_text(),), (letters.Malformed,)
+        "membership log",
+        TEXTS,
+        lambda t: LogEntry.from_json(t, 3),
+        (LogEntry(1, VIEW).to_json(),),
+        (messages.MalformedMessage,),
     ),
-    Target("letters", RAW, read_letters, LETTERS, (letters.Malformed,)),
+    Target("frames", RAW, read_frames, FRAMES, (messages.MalformedMessage,)),
     Target(
         "headers",
         RAW,
@@ -356,12 +361,16 @@ TARGETS = [
     Target(
         "options",
         RAW,
-        lambda b: Form(OPTIONS).read(b, "rank 1"),
+        lambda b: OptionsSchema(OPTIONS).parse(b, "rank 1"),
         (json.dumps(OPTIONS).encode(),),
         (PeerError,),
     ),
     Target(
-        "replicas", RAW, lambda b: copied.Copy(b, TENSORS, TENSORS), (a_replica(),), (PeerError,)
+        "replicas",
+        RAW,
+        lambda b: snapshot.Snapshot(b, TENSORS, TENSORS),
+        (a_replica(),),
+        (PeerError,),
     ),
     Target(
         "plan files",
@@ -473,7 +482,13 @@ TARGETS = [
         ('{"set": "a", "value": "b"}', '{"read": "a"}', '{"ready": true}'),
         (ValueError,),
     ),
-    Target("journals", TEXTS, lambda t: audit.read(t.splitlines(keepends=True)), (JOURNAL,), Usage),
+    Target(
+        "journals",
+        TEXTS,
+        lambda t: journal.read_journal(t.splitlines(keepends=True)),
+        (JOURNAL,),
+        Usage,
+    ),
     *(
         Target(
             f"encoded slices, {wire}",

@@ -15,9 +15,9 @@ import torch
 
 from wingbeat.codecs.feedback import check_tensors
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate
 from wingbeat.observe.log import log
 from wingbeat.sync.engine import Engine
-from wingbeat.updates.bounded import BoundedUpdate
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import SHARED, START, VELOCITY, OuterUpdate
 
