@@ -36,13 +36,13 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import copied
 from wingbeat.exchanges.forms import copy_sum
 from wingbeat.exchanges.options import Form
-from wingbeat.groups import protocol as groups_protocol
-from wingbeat.groups import returns
-from wingbeat.groups.board import Board
 from wingbeat.integrations import residuals
 from wingbeat.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
 from wingbeat.lab.spec import LabSpec
 from wingbeat.lab.units import parse_rate, parse_time
+from wingbeat.methods.model_averaging import messages as groups_protocol
+from wingbeat.methods.model_averaging import returns
+from wingbeat.methods.model_averaging.board import Board
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport

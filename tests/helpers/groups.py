@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from wingbeat.groups.generator import Generator, Run
-from wingbeat.groups.layout import Layout
-from wingbeat.groups.member import Member
-from wingbeat.groups.rules import Rules
+from wingbeat.methods.model_averaging.generator import Generator, Run
+from wingbeat.methods.model_averaging.layout import Layout
+from wingbeat.methods.model_averaging.member import Member
+from wingbeat.methods.model_averaging.rules import Rules
 
 
 @dataclass

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from wingbeat.errors import PeerError
-from wingbeat.pairs.protocol import Kind
-from wingbeat.pairs.worker import Adopt, Say, Worker
+from wingbeat.methods.model_averaging.pair_machine import Adopt, Say, Worker
+from wingbeat.methods.model_averaging.pair_messages import Kind
 
 
 @dataclass

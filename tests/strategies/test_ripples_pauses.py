@@ -21,7 +21,7 @@ PAUSE_S = 8.0
 
 SCRIPT = f"""if True:
     import functools, os, sys, time, torch, wingbeat
-    from wingbeat.exchanges import grouping
+    from wingbeat.methods.model_averaging import grouping
     from wingbeat.strategies import parse
     grouping.GeneratorConfig = functools.partial(grouping.GeneratorConfig, silence={SILENCE_S})
     torch.set_num_threads(1)

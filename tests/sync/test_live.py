@@ -16,9 +16,9 @@ from helpers.returning import again, dies
 from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.groups import config
-from wingbeat.groups.patience import Patience
 from wingbeat.integrations import checkpoint, residuals
+from wingbeat.methods.model_averaging import config
+from wingbeat.methods.model_averaging.patience import Patience
 from wingbeat.strategies import parse
 
 PATIENCE = 60.0

@@ -9,12 +9,12 @@ from functools import partial
 from random import Random
 
 from wingbeat.errors import UsageError
-from wingbeat.groups.generator import Generator, Run
-from wingbeat.groups.layout import Layout
-from wingbeat.groups.member import Member
-from wingbeat.groups.rooms import Rooms
-from wingbeat.groups.rules import Rules
-from wingbeat.groups.static import PHASES, group_of
+from wingbeat.methods.model_averaging.generator import Generator, Run
+from wingbeat.methods.model_averaging.layout import Layout
+from wingbeat.methods.model_averaging.member import Member
+from wingbeat.methods.model_averaging.rooms import Rooms
+from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.static import PHASES, group_of
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.tables import Places
 from wingbeat.simulator.agenda import Agenda

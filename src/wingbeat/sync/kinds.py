@@ -27,8 +27,8 @@ from wingbeat.gradients.views import (
     ShownGradients,
     Views,
 )
+from wingbeat.methods.model_averaging import build as model_averaging
 from wingbeat.schedules.events import Operation, Schedule
-from wingbeat.sync import averaged
 from wingbeat.sync.bundling import Bundling
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
@@ -85,7 +85,7 @@ def runtime_of(
     """
     averaging = choices.averaging
     if averaging is not None and training.collectives.world.size > 1:
-        return averaged.runtime_of(averaging, choices.wire, training, compression, buffers)
+        return model_averaging.runtime_of(averaging, choices.wire, training, compression, buffers)
     schedule = _schedule_of(choices, training.collectives.world.size)
     views = _views_of(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.

@@ -25,8 +25,8 @@ from helpers.training import (
 )
 from wingbeat import sync
 from wingbeat.errors import UsageError
-from wingbeat.groups import config
-from wingbeat.groups.patience import Patience
+from wingbeat.methods.model_averaging import config
+from wingbeat.methods.model_averaging.patience import Patience
 from wingbeat.strategies import parse
 
 PATIENCE = 60.0
