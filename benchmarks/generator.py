@@ -30,9 +30,8 @@ from common import refuse_unwritable, show, write
 from wingbeat.bench import machine
 from wingbeat.bench.printed import Printed
 from wingbeat.methods.model_averaging.generator import Generator, Run
-from wingbeat.methods.model_averaging.layout import Layout
 from wingbeat.methods.model_averaging.mixing import spectral_gap
-from wingbeat.methods.model_averaging.rules import ABLATION, Rules
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 
 PER_HOST = 4
 LEAST = 100_000

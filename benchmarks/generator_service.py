@@ -30,9 +30,9 @@ from common import refuse_unwritable, show, write
 
 from wingbeat.bench import machine
 from wingbeat.bench.printed import Printed
-from wingbeat.methods.model_averaging.config import GeneratorConfig
-from wingbeat.methods.model_averaging.messages import Kind, told_of
+from wingbeat.methods.model_averaging.generator import Kind, told_of
 from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
 from wingbeat.transport.services.launch import InProcess

@@ -30,9 +30,8 @@ from wingbeat.bench import machine
 from wingbeat.bench.printed import Printed
 from wingbeat.bench.simulated import GOODPUT
 from wingbeat.lab.units import parse_rate
-from wingbeat.methods.model_averaging.layout import Layout
 from wingbeat.methods.model_averaging.mixing import parts_of, spectral_gap
-from wingbeat.methods.model_averaging.rules import ABLATION, Rules
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 from wingbeat.simulator import Links, Model, TimedLayer, simulate, simulate_groups
 from wingbeat.types import TensorSpec
 

@@ -56,7 +56,7 @@ from wingbeat.bench.printed import Printed
 from wingbeat.bench.quantiles import Quantiles
 from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.pair_split import is_active
+from wingbeat.methods.model_averaging.pair_machine import is_active
 
 FIGURES = ("17", "19", "steps", "15", "16", "18", "20")
 SMART, PUBLISHED = "ripples:policy=smart", "ripples:policy=paper"

@@ -42,7 +42,7 @@ from wingbeat import lab, strategies
 from wingbeat.bench.printed import Printed
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.group_average import GRACE_S
-from wingbeat.methods.model_averaging.patience import FACTOR, LEAST_S
+from wingbeat.methods.model_averaging.service import FACTOR, LEAST_S
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 LOOKS_S = 1.0

@@ -39,7 +39,7 @@ from wingbeat.bench.printed import Printed
 from wingbeat.bench.quantiles import Quantiles
 from wingbeat.bench.steps import SharedSteps
 from wingbeat.errors import LabError, UsageError
-from wingbeat.methods.model_averaging.pair_split import is_active
+from wingbeat.methods.model_averaging.pair_machine import is_active
 
 POINTS = 0.5
 LAST = 10

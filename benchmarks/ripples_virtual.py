@@ -27,8 +27,7 @@ from wingbeat import simulator
 from wingbeat.bench.config import Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.rules import rules_of
+from wingbeat.methods.model_averaging.rules import Layout, rules_of
 from wingbeat.types import Choices
 
 FIGURES = ("17", "19", "steps")

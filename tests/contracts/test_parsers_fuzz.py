@@ -40,9 +40,9 @@ from wingbeat.integrations import residuals
 from wingbeat.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
 from wingbeat.lab.spec import LabSpec
 from wingbeat.lab.units import parse_rate, parse_time
-from wingbeat.methods.model_averaging import messages as groups_protocol
-from wingbeat.methods.model_averaging import returns
-from wingbeat.methods.model_averaging.board import Board
+from wingbeat.methods.model_averaging import generator as groups_protocol
+from wingbeat.methods.model_averaging import rendezvous as returns
+from wingbeat.methods.model_averaging.rendezvous import Board
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport

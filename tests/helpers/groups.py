@@ -6,10 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from wingbeat.methods.model_averaging.generator import Generator, Run
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.member import Member
-from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.generator import Generator, Member, Run
+from wingbeat.methods.model_averaging.rules import Layout, Rules
 
 
 @dataclass

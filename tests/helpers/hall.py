@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from wingbeat.methods.model_averaging.averages import GIVEN_UP, STATIC, Coming
 from wingbeat.methods.model_averaging.generator import Run
+from wingbeat.methods.model_averaging.static import GIVEN_UP, STATIC, Coming
 
 PATIENCE = 30.0
 

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.pair_machine import Adopt, Say, Worker
-from wingbeat.methods.model_averaging.pair_messages import Kind
+from wingbeat.methods.model_averaging.pair_machine import Adopt, Kind, Say, Worker
 
 
 @dataclass

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from wingbeat.methods.model_averaging.grouping import Grouping
+from wingbeat.methods.model_averaging.group_averager import Grouping
 from wingbeat.transport.register import Register
 from wingbeat.transport.world import World
 

@@ -8,9 +8,8 @@ import pytest
 
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.layout import Layout
 from wingbeat.methods.model_averaging.mixing import parts_of
-from wingbeat.methods.model_averaging.rules import ABLATION, Rules
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.hosts import Among, Hosts

@@ -19,7 +19,7 @@ import wingbeat
 from helpers.training import assert_same, batch, engine, net, sgd, train, weights
 from wingbeat import parts, sync
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.pair_split import is_active
+from wingbeat.methods.model_averaging.pair_machine import is_active
 from wingbeat.strategies import parse
 from wingbeat.transport import loopback
 

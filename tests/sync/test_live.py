@@ -17,8 +17,8 @@ from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.integrations import checkpoint, residuals
-from wingbeat.methods.model_averaging import config
-from wingbeat.methods.model_averaging.patience import Patience
+from wingbeat.methods.model_averaging import service
+from wingbeat.methods.model_averaging.service import Patience
 from wingbeat.strategies import parse
 
 PATIENCE = 60.0
@@ -216,7 +216,7 @@ def test_who_was_too_slow_shares_the_others_model_again(
         def overdue(self, worker: int, now: float) -> bool:
             return worker == 1 and asleep.is_set()
 
-    monkeypatch.setattr(config, "Patience", Hasty)
+    monkeypatch.setattr(service, "Patience", Hasty)
 
     def body(world: Any) -> tuple[int, dict[str, Any]]:
         model = net()

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.exchanges.attendance import Attendance
-from wingbeat.methods.model_averaging.board import Board
-from wingbeat.methods.model_averaging.returns import Returns
+from wingbeat.methods.model_averaging.rendezvous import Board, Returns
 from wingbeat.stale.roll import Entry, Roll
 from wingbeat.stale.view import whole, without
 from wingbeat.transport import torch_store

@@ -9,11 +9,9 @@ from functools import partial
 from random import Random
 
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.generator import Generator, Run
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.member import Member
-from wingbeat.methods.model_averaging.rooms import Rooms
-from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.generator import Generator, Member, Run
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.service import Rooms
 from wingbeat.methods.model_averaging.static import PHASES, group_of
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.tables import Places

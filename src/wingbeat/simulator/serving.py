@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wingbeat.methods.model_averaging.layout import Layout
+from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.schedules.events import Operation
 from wingbeat.servers import head
 from wingbeat.servers.outbox import Order

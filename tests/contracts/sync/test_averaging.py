@@ -25,8 +25,8 @@ from helpers.training import (
 )
 from wingbeat import sync
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging import config
-from wingbeat.methods.model_averaging.patience import Patience
+from wingbeat.methods.model_averaging import service
+from wingbeat.methods.model_averaging.service import Patience
 from wingbeat.strategies import parse
 
 PATIENCE = 60.0
@@ -45,7 +45,7 @@ AVERAGING = (
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have groups go on without a worker whose step takes some tenths of a second longer."""
-    monkeypatch.setattr(config, "Patience", lambda workers, first_s, factor, least_s: Patience(
+    monkeypatch.setattr(service, "Patience", lambda workers, first_s, factor, least_s: Patience(
         workers, 0.5, 2.0, 0.2
     ))  # fmt: skip
 

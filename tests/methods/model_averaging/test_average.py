@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from wingbeat.methods.model_averaging import group_average
-from wingbeat.methods.model_averaging.averages import GIVEN_UP, Coming
 from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_average import GroupAverage
-from wingbeat.methods.model_averaging.rooms import Rooms
+from wingbeat.methods.model_averaging.service import Rooms
+from wingbeat.methods.model_averaging.static import GIVEN_UP, Coming
 from wingbeat.transport import blame, loopback
 from wingbeat.transport.world import World
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from wingbeat.methods.model_averaging.connectivity import Connection
-from wingbeat.methods.model_averaging.crowd import Crowd
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.policies import Connection, Crowd
+from wingbeat.methods.model_averaging.rules import Layout, Rules
 
 
 def test_it_is_time_after_so_many_requests_without_a_connection() -> None:

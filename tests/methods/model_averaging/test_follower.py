@@ -11,12 +11,16 @@ import pytest
 
 from helpers.hall import PATIENCE, Hall, by
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.averages import GIVEN_UP, STATIC_MEETINGS, Coming
-from wingbeat.methods.model_averaging.board import Board, Sign
-from wingbeat.methods.model_averaging.follower import Follower
 from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.static import group_of
+from wingbeat.methods.model_averaging.rendezvous import Board, Sign
+from wingbeat.methods.model_averaging.rules import Layout
+from wingbeat.methods.model_averaging.static import (
+    GIVEN_UP,
+    STATIC_MEETINGS,
+    Coming,
+    Follower,
+    group_of,
+)
 from wingbeat.transport.loopback import Switchboard
 
 

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from helpers.groups import Game, in_one_order
 from wingbeat.methods.model_averaging import policies
-from wingbeat.methods.model_averaging.connectivity import Connection
-from wingbeat.methods.model_averaging.crowd import Crowd
 from wingbeat.methods.model_averaging.generator import Generator, Run, Unexpected
-from wingbeat.methods.model_averaging.layout import Layout
 from wingbeat.methods.model_averaging.mixing import parts_of
-from wingbeat.methods.model_averaging.rules import ABLATION, Rules
+from wingbeat.methods.model_averaging.policies import Connection, Crowd
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 
 ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.everyone()}
 

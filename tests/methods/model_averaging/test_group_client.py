@@ -16,15 +16,18 @@ import pytest
 
 from helpers.hall import PATIENCE, Hall, by
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.averages import GIVEN_UP, STATIC, STATIC_MEETINGS, Coming
-from wingbeat.methods.model_averaging.board import Board
 from wingbeat.methods.model_averaging.client import Client
-from wingbeat.methods.model_averaging.config import GeneratorConfig
-from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.messages import Kind, Why, ids_of, payload_of
-from wingbeat.methods.model_averaging.rules import Rules
-from wingbeat.methods.model_averaging.static import group_of
+from wingbeat.methods.model_averaging.generator import Kind, Run, Why, ids_of, payload_of
+from wingbeat.methods.model_averaging.rendezvous import Board
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.methods.model_averaging.static import (
+    GIVEN_UP,
+    STATIC,
+    STATIC_MEETINGS,
+    Coming,
+    group_of,
+)
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.services.launch import InProcess, InThread, Started
 
@@ -118,9 +121,7 @@ def test_signs_of_the_generator_prolong_a_wait(
     monkeypatch: pytest.MonkeyPatch, does: Callable[..., None]
 ) -> None:
     now = iter(range(1000))
-    monkeypatch.setattr(
-        "time.monotonic", lambda: float(next(now))
-    )
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
     signs = [Letter(Kind.ALIVE)] * 20
     one = client(Box(*signs, told(9, 0, (1,), 1)))
     does(one, by(lambda run, alive: None))
@@ -146,9 +147,7 @@ def test_worker_that_lives_and_does_not_come_is_logged_and_ends_a_wait_after_ten
     what: str,
 ) -> None:
     now = iter(range(1000))
-    monkeypatch.setattr(
-        "time.monotonic", lambda: float(next(now))
-    )
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
     one = client(Box(*[Letter(Kind.ALIVE, (1 + 2, 0, 0, 0))] * 60))
     with pytest.raises(PeerError, match=rf"rank 1: rank 2 lives, and {what} .* for 50 s \(10 "):
         does(one, by(lambda run, alive: None))
@@ -408,9 +407,7 @@ def test_a_group_that_does_not_come_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
     box.receive = nothing  # type: ignore[method-assign]
     now = iter(range(100))
-    monkeypatch.setattr(
-        "time.monotonic", lambda: float(next(now))
-    )
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
     with pytest.raises(PeerError, match="rank 1: no group came from the group generator within 5"):
         client(box).step(by(lambda run, alive: None))
     assert (Kind.ALIVE, 0, 0, 0) in box.posted

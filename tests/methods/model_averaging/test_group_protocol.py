@@ -6,8 +6,14 @@ import struct
 
 import pytest
 
-from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.messages import Malformed, Told, ids_of, payload_of, told_of
+from wingbeat.methods.model_averaging.generator import (
+    Malformed,
+    Run,
+    Told,
+    ids_of,
+    payload_of,
+    told_of,
+)
 
 
 def test_a_group_arrives_as_it_was_sent() -> None:

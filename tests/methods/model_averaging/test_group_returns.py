@@ -11,7 +11,7 @@ from helpers.returning import lines, made, start
 
 SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
-    from wingbeat.methods.model_averaging.grouping import Grouping
+    from wingbeat.methods.model_averaging.group_averager import Grouping
     from wingbeat.methods.model_averaging.rules import Rules
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)

@@ -9,13 +9,10 @@ import pytest
 
 from helpers.mail import Clock
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.generator import Generator, Run
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.messages import Kind, Why, told_of
-from wingbeat.methods.model_averaging.patience import Patience
-from wingbeat.methods.model_averaging.returns import Back
-from wingbeat.methods.model_averaging.rules import Rules
-from wingbeat.methods.model_averaging.service import GroupService
+from wingbeat.methods.model_averaging.generator import Generator, Kind, Run, Why, told_of
+from wingbeat.methods.model_averaging.rendezvous import Back
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.service import GroupService, Patience
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 

@@ -10,8 +10,8 @@ import torch
 
 from helpers.returning import again, dies
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.methods.model_averaging import grouping, state_transfer
-from wingbeat.methods.model_averaging.grouping import Grouping
+from wingbeat.methods.model_averaging import group_averager
+from wingbeat.methods.model_averaging.group_averager import Grouping
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -45,7 +45,7 @@ def test_a_generator_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPa
     def fails(*_: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(grouping, "InThread", fails)
+    monkeypatch.setattr(group_averager, "InThread", fails)
 
     def body(world: World) -> None:
         with pytest.raises(UsageError, match="rank 0: cannot start the group generator: no memory"):
@@ -186,7 +186,7 @@ def test_who_gives_its_state_and_is_lost_is_replaced_by_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost: list[int] = []
-    usual = state_transfer._give
+    usual = group_averager._give
 
     def breaks(inner: World, blob: bytes | None) -> None:
         if not lost:
@@ -197,7 +197,7 @@ def test_who_gives_its_state_and_is_lost_is_replaced_by_another(
         else:
             usual(inner, blob)
 
-    monkeypatch.setattr(state_transfer, "_give", breaks)
+    monkeypatch.setattr(group_averager, "_give", breaks)
 
     def body(world: World) -> int:
         groups = Grouping(world, torch.zeros(4), Rules())

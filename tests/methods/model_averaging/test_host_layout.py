@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.layout import Layout
+from wingbeat.methods.model_averaging.rules import Layout
 
 
 def test_even_hosts_are_filled_one_after_the_other() -> None:

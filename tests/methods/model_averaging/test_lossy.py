@@ -11,8 +11,7 @@ from wingbeat.codecs.coding import Region
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.collectives import Encoded
 from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.group_average import GroupAverage
-from wingbeat.methods.model_averaging.lossy import Lossy
+from wingbeat.methods.model_averaging.group_average import GroupAverage, Lossy
 from wingbeat.transport import blame, loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wingbeat.methods.model_averaging.generator import Run, Unexpected
-from wingbeat.methods.model_averaging.member import Member
+from wingbeat.methods.model_averaging.generator import Member, Run, Unexpected
 from wingbeat.methods.model_averaging.rules import ABLATION, Rules
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from helpers.groups import Game
-from wingbeat.methods.model_averaging.layout import Layout
 from wingbeat.methods.model_averaging.mixing import averaging_matrix, parts_of, spectral_gap
-from wingbeat.methods.model_averaging.rules import ABLATION
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout
 from wingbeat.methods.model_averaging.static import group_of, groups_in
 
 EIGHT = Layout.even(2, 4)

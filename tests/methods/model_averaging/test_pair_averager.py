@@ -14,7 +14,7 @@ import torch
 
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
-from wingbeat.methods.model_averaging.pair_messages import Kind
+from wingbeat.methods.model_averaging.pair_machine import Kind
 from wingbeat.transport import loopback
 from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.world import World

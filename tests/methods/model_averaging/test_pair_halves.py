@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.pair_halves import Halves
+from wingbeat.methods.model_averaging.pair_averager import Halves
 
 NUMEL = 1001
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -7,9 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.pairs import Game
-from wingbeat.methods.model_averaging.pair_machine import WINDOW, Adopt, Drop, Say, Worker
-from wingbeat.methods.model_averaging.pair_messages import Kind, Unexpected
-from wingbeat.methods.model_averaging.pair_split import is_active, partners
+from wingbeat.methods.model_averaging.pair_machine import (
+    WINDOW,
+    Adopt,
+    Drop,
+    Kind,
+    Say,
+    Unexpected,
+    Worker,
+    is_active,
+    partners,
+)
 
 
 def spread(game: Game) -> float:

@@ -10,10 +10,8 @@ import torch
 
 from helpers.pairs import Box, Office
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.pair_exchange import Pairing
-from wingbeat.methods.model_averaging.pair_halves import Halves
-from wingbeat.methods.model_averaging.pair_machine import WINDOW, Worker
-from wingbeat.methods.model_averaging.pair_messages import Kind
+from wingbeat.methods.model_averaging.pair_averager import Halves, Pairing
+from wingbeat.methods.model_averaging.pair_machine import WINDOW, Kind, Worker
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 NUMEL = 40 * WINDOW

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wingbeat.methods.model_averaging.patience import Patience
+from wingbeat.methods.model_averaging.service import Patience
 
 
 def steps(patience: Patience, worker: int, *seconds: float) -> float:

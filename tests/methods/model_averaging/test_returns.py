@@ -10,7 +10,7 @@ import time
 import pytest
 
 from wingbeat.errors import RendezvousError
-from wingbeat.methods.model_averaging.returns import Back, Returns, announce, life_of, say_over
+from wingbeat.methods.model_averaging.rendezvous import Back, Returns, announce, life_of, say_over
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages.card import Card
@@ -82,7 +82,7 @@ def test_worker_whose_card_a_slow_store_did_not_return_in_time_comes_back(
     store = Switchboard()
     returns = Returns(store, ROOM, 4)
     store.set(f"{ROOM}/back/0", "[1, 1]")
-    monkeypatch.setattr("wingbeat.methods.model_averaging.returns._READ_S", 0.0)
+    monkeypatch.setattr("wingbeat.methods.model_averaging.rendezvous._READ_S", 0.0)
     with pytest.raises(TimeoutError):
         returns.look()  # its card is not there yet
     assert returns.news() is None

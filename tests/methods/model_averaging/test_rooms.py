@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rooms import Rooms
+from wingbeat.methods.model_averaging.service import Rooms
 
 
 def test_a_meeting_keeps_its_number_until_it_is_closed() -> None:

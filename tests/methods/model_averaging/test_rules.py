@@ -8,9 +8,8 @@ import pytest
 
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging import policies
-from wingbeat.methods.model_averaging.crowd import Crowd, shuffle
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.rules import ABLATION, FORGET, Rules, rules_of
+from wingbeat.methods.model_averaging.policies import Crowd, shuffle
+from wingbeat.methods.model_averaging.rules import ABLATION, FORGET, Layout, Rules, rules_of
 
 
 def test_each_step_of_the_ablation_is_one_option_more() -> None:

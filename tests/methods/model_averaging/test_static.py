@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.model_averaging.layout import Layout
+from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.methods.model_averaging.static import PHASES, group_of, groups_in
 
 FOUR = Layout.even(hosts=4, workers=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from wingbeat.methods.model_averaging.config import GeneratorConfig
+from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.services.process import main
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,14 +20,13 @@ from wingbeat.errors import MismatchError, UsageError
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.views import ShownGradients
-from wingbeat.methods.model_averaging.group_averager import GroupAverager
-from wingbeat.methods.model_averaging.grouping import Grouping
-from wingbeat.methods.model_averaging.lossy import Lossy
-from wingbeat.methods.model_averaging.model_exchange import ModelExchange
+from wingbeat.methods.model_averaging.group_average import Lossy
+from wingbeat.methods.model_averaging.group_averager import GroupAverager, Grouping
 from wingbeat.methods.model_averaging.outer import OuterUpdate, copies_of
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.observe.log import log
+from wingbeat.schedules.events import Operation
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.live import LiveState
 from wingbeat.sync.runtime import Runtime
@@ -40,6 +39,41 @@ from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.per_element import ElementState
 from wingbeat.updates.update import Training
 from wingbeat.wires import Coded, TopK
+
+if TYPE_CHECKING:
+    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.observe.meter import Section
+
+
+class ModelExchange:
+    """Starts nothing on buckets: the update averages models by itself.
+
+    Args:
+        shown: returns what is to be seen of that in `wingbeat top`.
+    """
+
+    def __init__(self, shown: Callable[[], Sequence[Section]]) -> None:
+        self._shown = shown
+
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
+        """No gradient travels."""
+        raise NotImplementedError(f"{operation} of bucket {bucket.index}")
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
+        """There are no buckets."""
+        assert not [*buckets, *forward], "gradients stay where they are"
+
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """There are no classes."""
+        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
+
+    def owned(self, bucket: Bucket) -> Span:
+        """Nothing is left whole on one worker alone."""
+        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
+
+    def sections(self) -> Sequence[Section]:
+        """Return what is to be seen of averages."""
+        return self._shown()
 
 
 def runtime_of(

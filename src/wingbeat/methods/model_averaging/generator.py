@@ -20,15 +20,15 @@ It is told what workers say, and answers which groups run now. Decisions:
 
 from __future__ import annotations
 
+import enum
+import struct
 from collections import deque
+from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from wingbeat.methods.model_averaging.connectivity import Connection
-from wingbeat.methods.model_averaging.crowd import Crowd
-from wingbeat.methods.model_averaging.layout import Layout
-from wingbeat.methods.model_averaging.policies import of_rules
-from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.policies import Connection, Crowd, of_rules
+from wingbeat.methods.model_averaging.rules import Layout, Rules
 
 
 class Unexpected(Exception):
@@ -359,3 +359,173 @@ class Generator:
         if left:
             group.epoch += 1
             runs.append(Run(group.number, group.epoch, tuple(left), group.initiator))
+
+
+class Member:
+    """What a worker knows of its groups.
+
+    Args:
+        worker: its number.
+        rules: the generator's.
+
+    Attributes:
+        waiting: whether it has asked, and the group that answers it is not done.
+        running: the group that it takes part in now.
+        last: the number of the last group that it was through with; -1 before the first.
+    """
+
+    def __init__(self, worker: int, rules: Rules) -> None:
+        self._worker, self._buffer = worker, rules.buffer
+        self._levelling = False
+        self.waiting = False
+        self.running: Run | None = None
+        self.last = -1
+
+    def ask(self, level: bool = False) -> None:
+        """Note that it asks; with ``level`` for a group of all, before which it is in no other."""
+        assert not self.waiting, "a worker asks once a step"
+        self.waiting, self._levelling = True, level
+
+    def hear(self, run: Run) -> bool:
+        """Whether to run what the generator says, giving up what runs.
+
+        It is not if this worker is done with the group already: then others were not, when one of
+        them died, and they run it again among themselves.
+
+        Raises:
+            Unexpected: the generator does not say so to this worker now.
+        """
+        now = self.running
+        if self._worker not in run.members:
+            raise Unexpected(f"group {run.number} is without worker {self._worker}, who is told")
+        if run.number <= self.last:
+            return False
+        if now is not None and (run.number != now.number or run.epoch <= now.epoch):
+            raise Unexpected(f"group {run.number} is to run while group {now.number} does")
+        self.running = run
+        return True
+
+    def done(self) -> Run:
+        """Return what ran, to be acknowledged; `waiting` says whether the worker may go on."""
+        run = self.running
+        assert run is not None, "nothing runs"
+        self.running, self.last = None, run.number
+        # With a Group Buffer each request is answered by the worker's oldest group, otherwise by
+        # the one that was made for it. Who levels is in one group only.
+        if self._buffer or self._levelling or run.initiator == self._worker:
+            self.waiting = self._levelling = False
+        return run
+
+
+WRAPS = 1 << 32
+"""Numbers of messages are below this."""
+
+
+class Kind(enum.IntEnum):
+    """Kinds of messages: the first four and `FETCH` a worker's, `ALIVE` anybody's, the rest the
+    generator's.
+
+    ``ids`` of `RUN`, `DONE` and `LOST` begin with the group's number and epoch.
+    """
+
+    ASK = 1
+    """A step is over. Whoever was left out takes part again, unless the first number is 1: then it
+    is told that it is out, and takes somebody's state before."""
+    DONE = 2
+    """The group's average is this worker's parameters."""
+    LOST = 3
+    """The third number is a member that was lost while the group ran."""
+    LEVEL = 4
+    """An average over all that take part is waited for. It counts as asking."""
+    ALIVE = 5
+    """It has to arrive, so whoever is dead is found out. The generator's first number is 0, or 1
+    more than a worker that lives and that the receiver waits for."""
+    RUN = 6
+    """Average with the payload's workers; the third number is the initiator, the fourth the
+    meeting. What follows the workers are meetings to close before."""
+    OUT = 7
+    """The first number is a worker that takes no part any more; the second, how often it has asked.
+
+    So it knows whether it has asked again since, which lets it take part again. The third says why,
+    a `Why`. The fourth is 1 if others have made a mean of all without the receiver.
+    """
+    IN = 8
+    """The first number is a worker that takes part again."""
+    REFUSED = 9
+    """What was said was nonsense; the payload says why. Nothing else follows."""
+    FETCH = 10
+    """Somebody's state is wanted. The first number is 0, or 1 more than a worker that was lost; the
+    second is 1 if whoever wants it takes part from now on."""
+    STATE = 11
+    """The first number is a worker that gives its state to the second; the third is their meeting.
+
+    If both are the same there is nobody who could.
+    """
+
+
+class Why(enum.IntEnum):
+    """Why a worker takes no part."""
+
+    LATE = 0
+    """Its step, or an average with it, took too long. It lives: a mean over all waits for it."""
+    SILENT = 1
+    """Nothing came from it for long: its process was stopped, or the network was cut. Its model is
+    old, so it takes another's state before it is in a group again."""
+    ENDED = 2
+    """Its connections have ended without a word: its process has died."""
+    LEFT = 3
+    """It has left in an orderly way."""
+
+
+class Malformed(Exception):
+    """A message that nobody of this job has sent; says what is wrong with it."""
+
+
+def why_of(number: int) -> Why:
+    """Return the third number of a `Kind.OUT`; `Why.LATE` if it means nothing."""
+    return Why(number) if number in Why._value2member_map_ else Why.LATE
+
+
+class Told(NamedTuple):
+    """What a `Kind.RUN` says.
+
+    Attributes:
+        run: the group.
+        meeting: its number, see `wingbeat.methods.model_averaging.service`.
+        close: meetings whose connections are not kept any longer.
+    """
+
+    run: Run
+    meeting: int
+    close: tuple[int, ...] = ()
+
+
+def payload_of(members: Sequence[int], close: Sequence[int] = ()) -> bytes:
+    """Return a `Kind.RUN`'s payload: how many members, these, and the meetings to close."""
+    return struct.pack(f"<{1 + len(members) + len(close)}I", len(members), *members, *close)
+
+
+def ids_of(run: Run, meeting: int) -> tuple[int, int, int, int]:
+    """Return the numbers of a `Kind.RUN`."""
+    return run.number, run.epoch, run.initiator, meeting
+
+
+def told_of(ids: Sequence[int], payload: bytes | memoryview, workers: int) -> Told:
+    """Return what a `Kind.RUN` says.
+
+    Raises:
+        Malformed: it is none of so many workers.
+    """
+    if ids[2] >= workers:
+        raise Malformed(f"initiator {ids[2]} is none of {workers} workers")
+    if len(payload) % 4 or not 8 <= len(payload) <= _MOST:
+        raise Malformed(f"{len(payload)} bytes are no group")
+    size, *numbers = struct.unpack(f"<{len(payload) // 4}I", payload)
+    members = tuple(numbers[:size])
+    if not members or max(members) >= workers or len(set(members)) < size:
+        raise Malformed(f"{members[:8]} is no group of {workers} workers")
+    return Told(Run(ids[0], ids[1], members, ids[2]), ids[3], tuple(numbers[size:]))
+
+
+_MOST = 1 << 20
+"""Bytes of the largest payload."""

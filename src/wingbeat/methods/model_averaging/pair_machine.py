@@ -11,14 +11,59 @@ all could ask and serve, as in the algorithm (Fig. 3), workers could wait for ea
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from wingbeat.methods.model_averaging.pair_messages import WRAPS, Kind, Unexpected
-from wingbeat.methods.model_averaging.pair_split import is_active, partners
+WRAPS = 1 << 32
+"""Numbers in messages are below this."""
+
+
+class Kind(enum.IntEnum):
+    """Kinds of messages, and whose they are."""
+
+    ASK = 1
+    """Active: let us average, when it is my turn."""
+    GRANT = 2
+    """Passive: it is your turn; until you are done, it is nobody else's."""
+    PIECE = 3
+    """Active: a part of its model."""
+    MEAN = 4
+    """Passive: what becomes of that part."""
+    DONE = 5
+    """Active: all parts have come."""
+    LEVEL = 6
+    """Active: it asks no more until all workers have been averaged, for the ``number``-th time."""
+    ALIVE = 7
+    """Anybody: nothing. It has to arrive, so whoever is dead is found out."""
+    FAILED = 8
+    """Anybody: training has failed here."""
+
+
+class Unexpected(Exception):
+    """A message that the other worker does not send now; says what is wrong with it."""
+
+
+def is_active(rank: int) -> bool:
+    """Whether the worker asks others; if not, it is asked.
+
+    Of an odd number of workers the larger part is active, as each of their steps is averaged with
+    somebody's; a single worker finds nobody to ask.
+    """
+    return rank % 2 == 0
+
+
+def partners(rank: int, workers: int) -> tuple[int, ...]:
+    """Return those of the other set: whom an active worker may ask, or who may ask a passive one.
+
+    >>> partners(0, 5), partners(1, 5)
+    ((1, 3), (0, 2, 4))
+    """
+    return tuple(range(1 - rank % 2, workers, 2))
+
 
 WINDOW = 16
 """Parts of a model that are under way at a time, so that neither end has to wait to send one."""

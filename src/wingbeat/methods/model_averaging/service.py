@@ -3,25 +3,184 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
-from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.generator import Generator, Run, Unexpected
-from wingbeat.methods.model_averaging.messages import (
+from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.methods.model_averaging.client import Client
+from wingbeat.methods.model_averaging.generator import (
     WRAPS,
+    Generator,
     Kind,
     Malformed,
+    Run,
+    Unexpected,
     Why,
     ids_of,
     payload_of,
 )
-from wingbeat.methods.model_averaging.patience import Patience
-from wingbeat.methods.model_averaging.returns import Back, Returns
-from wingbeat.methods.model_averaging.rooms import Rooms
-from wingbeat.transport.messages.endpoint import Message
+from wingbeat.methods.model_averaging.rendezvous import Back, Board, Returns, announce, life_of
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.static import Follower
+from wingbeat.transport.messages.endpoint import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.store import Ledger, Store
+
+FACTOR = 8.0
+"""How many times its usual step a worker may take."""
+
+LEAST_S = 2.0
+"""Seconds that any step may take."""
+
+_KEPT = 0.9
+"""How much of its longest step counts one step later."""
+
+
+class Patience:
+    """Deadlines that follow the step times of each worker.
+
+    Args:
+        workers: how many there are.
+        first_s: seconds that a step may take until its worker's usual one is known: its first.
+        factor: how many times the usual one it may take later.
+        least_s: seconds that it may take in any case.
+
+    Attributes:
+        first_s: as above.
+    """
+
+    def __init__(
+        self, workers: int, first_s: float, factor: float = FACTOR, least_s: float = LEAST_S
+    ) -> None:
+        self.first_s, self._factor, self._least_s = first_s, factor, least_s
+        self._usual_s = [0.0] * workers
+        self._since: list[float | None] = [None] * workers
+        self._paused: set[int] = set()
+        self._steps = [0] * workers
+
+    def freed(self, worker: int, now: float) -> None:
+        """Note that ``worker`` goes on computing."""
+        self._since[worker] = now
+
+    def pauses(self, worker: int, now: float) -> None:
+        """Note that ``worker`` goes on after all were one: it may evaluate and save first.
+
+        Its next step may take as long as a first one, and says nothing of those that follow.
+        """
+        self._since[worker] = now
+        self._paused.add(worker)
+
+    def waits(self, worker: int) -> None:
+        """Note that ``worker`` waits for others."""
+        self._since[worker] = None
+
+    def owes(self, worker: int, now: float) -> None:
+        """Note that others of its group are done, and ``worker`` is about to be."""
+        if self._since[worker] is None:
+            self._since[worker] = now
+
+    def asked(self, worker: int, now: float) -> None:
+        """Note that ``worker`` has ended a step."""
+        since, self._since[worker] = self._since[worker], None
+        if worker in self._paused:
+            self._paused.discard(worker)
+        elif since is not None:
+            self._steps[worker] += 1
+            # The first step, which warms up, counts only until there is another.
+            kept = _KEPT if self._steps[worker] > 2 else 0.0
+            self._usual_s[worker] = max(now - since, kept * self._usual_s[worker])
+
+    def gone(self, worker: int) -> None:
+        """Forget its steps: those of its next life may differ."""
+        self._usual_s[worker], self._since[worker], self._steps[worker] = 0.0, None, 0
+        self._paused.discard(worker)
+
+    def deadline_s(self, worker: int) -> float:
+        """Return how many seconds its step may take."""
+        usual_s = 0.0 if worker in self._paused else self._usual_s[worker]
+        return max(self._least_s, self._factor * usual_s) if usual_s else self.first_s
+
+    def unusual(self, worker: int, now: float) -> bool:
+        """Whether its step takes twice as long as usual: time to see whether it lives."""
+        since = self._since[worker]
+        return since is not None and now - since > 2 * self._usual_s[worker]
+
+    def overdue(self, worker: int, now: float) -> bool:
+        """Whether its step takes longer than it may."""
+        since = self._since[worker]
+        return since is not None and now - since > self.deadline_s(worker)
+
+
+CAPACITY = 16
+"""Groups whose connections a worker keeps."""
+
+_Key = tuple[int, ...]
+
+
+class Rooms:
+    """Numbers the meetings of groups: members whose connections are kept have the same number.
+
+    Args:
+        workers: how many there are.
+        capacity: groups whose connections a worker keeps.
+
+    Raises:
+        UsageError: they could keep none.
+    """
+
+    def __init__(self, workers: int, capacity: int = CAPACITY) -> None:
+        if capacity < 1:
+            raise UsageError(f"Rooms(capacity={capacity}): allowed are 1 group a worker and more")
+        self._capacity = capacity
+        self._of: list[OrderedDict[_Key, None]] = [OrderedDict() for _ in range(workers)]
+        self._numbers: dict[_Key, int] = {}
+        self._closed: list[list[int]] = [[] for _ in range(workers)]
+        self._made = 0
+
+    def meeting(self, members: Sequence[int]) -> int:
+        """Return the number of the members' meeting, from 1 on; a new one if none is kept.
+
+        Then the one that was used longest ago is closed of each member that has too many.
+        """
+        key = tuple(sorted(members))
+        if key not in self._numbers:
+            for member in key:
+                if len(self._of[member]) >= self._capacity:
+                    self._close(next(iter(self._of[member])))
+            self._made += 1
+            self._numbers[key] = self._made
+        for member in key:
+            self._of[member][key] = None
+            self._of[member].move_to_end(key)
+        return self._numbers[key]
+
+    def once(self) -> int:
+        """Return the number of a meeting whose connections nobody keeps."""
+        self._made += 1
+        return self._made
+
+    def gone(self, worker: int) -> None:
+        """Close all meetings of a worker: connections to it may be broken."""
+        for key in list(self._of[worker]):
+            self._close(key)
+
+    def closed(self, worker: int) -> list[int]:
+        """Return the meetings that ``worker`` is to close before it opens another; once."""
+        numbers, self._closed[worker] = self._closed[worker], []
+        return numbers
+
+    def _close(self, key: _Key) -> None:
+        number = self._numbers.pop(key)
+        for member in key:
+            del self._of[member][key]
+            self._closed[member].append(number)
+
 
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, steps that are late."""
@@ -368,3 +527,178 @@ class GroupService:
             waits = worker in self._generator and self._generator.waits(worker)
             if waits and (missing := self._generator.missing(worker)):
                 self._post(worker, Kind.ALIVE, (missing[0] + 1, 0, 0, 0))
+
+
+SILENCE_S = 5.0
+"""Seconds without a sign after which a worker, or the generator, that is waited for is dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorConfig:
+    """The group generator's place in the job, and how it is to work.
+
+    Attributes:
+        room: of the mailboxes of the generator and the workers.
+        host_of: of each worker, its host.
+        host: the rank of the worker that starts it.
+        interfaces: names of the network interfaces to use.
+        encrypted: whether messages are.
+        timeout: seconds that meeting may take, a worker's first step, and a wait for a group.
+        rules: how groups are made.
+        seed: of random groups.
+        silence: seconds without a sign after which a peer that is waited for is dead.
+        factor: how many times its usual step a worker may take until others go on without it.
+        least: seconds that any step may take.
+        capacity: groups whose connections a worker keeps.
+    """
+
+    module: ClassVar[str] = "wingbeat.methods.model_averaging"
+    asks_later: ClassVar[bool] = True
+
+    room: str
+    host_of: tuple[int, ...]
+    host: int = 0
+    interfaces: tuple[str, ...]
+    encrypted: bool = True
+    timeout: float
+    rules: Rules
+    seed: int = 0
+    silence: float = SILENCE_S
+    factor: float = FACTOR
+    least: float = LEAST_S
+    capacity: int = CAPACITY
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            UsageError: groups that a worker would have to run while it computes.
+        """
+        if self.rules.notified:
+            raise UsageError(
+                "Rules(notified=True) is for simulations: workers hear of groups only when they "
+                "ask; leave it out"
+            )
+
+    @property
+    def workers(self) -> int:
+        """How many there are; their mailboxes are numbered by rank."""
+        return len(self.host_of)
+
+    @property
+    def number(self) -> int:
+        """The number of the generator's mailbox, behind the workers'."""
+        return self.workers
+
+    @property
+    def me(self) -> str:
+        """Say which service it is."""
+        return f"the group generator (started by rank {self.host})"
+
+    def name(self, number: int) -> str:
+        """Say who has the mailbox of that number."""
+        return self.me if number == self.number else f"rank {number}"
+
+    def to_json(self) -> str:
+        """Return all of it as text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> GeneratorConfig:
+        """Return what `to_json` has made."""
+        fields = json.loads(text)
+        for each in ("host_of", "interfaces"):
+            fields[each] = tuple(fields[each])
+        return GeneratorConfig(**fields | {"rules": Rules(**fields["rules"])})
+
+    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+        """Connect to all workers; return what serves them while its argument says to."""
+        mailbox = self._open(store, self.number, range(self.workers))
+        return functools.partial(self._serve, mailbox, Returns(store, self.room, self.workers))
+
+    def client(
+        self,
+        store: Store,
+        rank: int,
+        returned: bool = False,
+        lives: Callable[[int], bool] = lambda _: False,
+    ) -> tuple[Mailbox, Client]:
+        """Connect a worker to the generator; its mailbox is to be closed at the end.
+
+        Args:
+            store: where they meet.
+            rank: the worker's.
+            returned: whether it was started again while the others go on.
+            lives: whether the process of a worker runs, as far as is known.
+
+        Raises:
+            RendezvousError: the generator did not come, or is dead.
+        """
+        if not returned:
+            mailbox = self._open(store, rank, [self.number])
+        elif rank == self.host or not isinstance(store, Ledger):
+            raise RendezvousError(
+                f"rank {rank}: cannot come back: the group generator has ended with the process "
+                "before this one, which had started it; start all workers again from a checkpoint"
+            )
+        else:
+            mailbox = self._come_back(store, rank)
+        layout, board = Layout(self.host_of), self.board(store)
+        client = Client(mailbox, rank, self.number, layout, self.rules, self.timeout, board, lives)
+        return mailbox, client
+
+    def board(self, store: Store) -> Board:
+        """Return what workers tell each other without a generator."""
+        return Board(store, self.room, self.workers)
+
+    def follower(
+        self, store: Store, rank: int, lives: Callable[[int], bool] = lambda _: False
+    ) -> Follower:
+        """Return a worker's groups of the static schedule: there is no generator."""
+        board = self.board(store)
+        return Follower(rank, Layout(self.host_of), self.timeout, board, lives=lives)
+
+    def _come_back(self, store: Ledger, rank: int) -> Mailbox:
+        life = life_of(store, self.room, rank)
+
+        def told(left: float) -> dict[int, int]:
+            announce(store, self.room, rank, life, left)
+            return {self.number: 0}
+
+        return self._open(store, rank, [self.number], life, told)
+
+    def _serve(self, mailbox: Mailbox, returns: Returns, parent: Callable[[], bool]) -> None:
+        generator = Generator(Layout(self.host_of), self.rules, self.seed)
+        rooms = Rooms(self.workers, self.capacity)
+        patience = Patience(self.workers, self.timeout, self.factor, self.least)
+        service = GroupService(
+            mailbox, generator, self.workers, patience, rooms, returns=returns
+        )  # fmt: skip
+        returns.start()
+        try:
+            service.run(parent, self.host)
+        finally:
+            returns.stop()
+
+    def _open(
+        self,
+        store: Store,
+        number: int,
+        peers: range | list[int],
+        life: int = 0,
+        told: Callable[[float], Mapping[int, int]] | None = None,
+    ) -> Mailbox:
+        return open_mailbox(
+            store,
+            number,
+            peers,
+            room=self.room,
+            interfaces=self.interfaces,
+            classes=1,
+            encrypted=self.encrypted,
+            limits=Limits(silence=self.silence),
+            seconds=self.timeout,
+            name=self.name,
+            life=life,
+            announce=told,
+        )
