@@ -145,7 +145,7 @@ def recorded(generator: Generator, workers: int, requests: int) -> tuple[list[Ca
             now = generator.request(worker)
         else:
             now = generator.acknowledge(worker, number)
-            if not generator.waits(worker):
+            if not generator.is_waiting(worker):
                 due.append((worker, -1))
         runs += now
         due += [(member, run.number) for run in now for member in run.members]

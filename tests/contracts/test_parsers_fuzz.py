@@ -40,9 +40,9 @@ from wingbeat.integrations import residuals
 from wingbeat.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
 from wingbeat.lab.spec import LabSpec
 from wingbeat.lab.units import parse_rate, parse_time
-from wingbeat.methods.model_averaging import generator as groups_protocol
-from wingbeat.methods.model_averaging import rendezvous as returns
-from wingbeat.methods.model_averaging.rendezvous import Board
+from wingbeat.methods.model_averaging import generator as group_generator
+from wingbeat.methods.model_averaging import rendezvous
+from wingbeat.methods.model_averaging.rendezvous import StatusTable
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport
@@ -255,19 +255,19 @@ def read_letters(data: bytes) -> None:
         letters.message_of(letter.numbers, 3, 2, letter.payload if letter.nbytes else None)
 
 
-def read_told(data: bytes) -> object:
+def read_run(data: bytes) -> object:
     ids = struct.unpack("<4I", data[:16].ljust(16, b"\0"))
-    return groups_protocol.told_of(ids, data[16:], 8)
+    return group_generator.decode_run(ids, data[16:], 8)
 
 
-def told(members: tuple[int, ...], close: tuple[int, ...]) -> bytes:
-    return struct.pack("<4I", 1, 2, members[0], 4) + groups_protocol.payload_of(members, close)
+def run_message(members: tuple[int, ...], close: tuple[int, ...]) -> bytes:
+    return struct.pack("<4I", 1, 2, members[0], 4) + group_generator.encode_members(members, close)
 
 
-def signs(text: str) -> None:
-    board = Board(Texts(text), "room", 2)
-    board.signs()
-    board.fallen(range(2))
+def statuses(text: str) -> None:
+    table = StatusTable(Texts(text), "room", 2)
+    table.statuses()
+    table.fallbacks(range(2))
 
 
 def held(words: Any) -> object:
@@ -333,8 +333,8 @@ TARGETS = [
     Target(
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
-    Target("signs", TEXTS, signs, ("[1, false, 2, -1]", "7")),
-    Target("returns", TEXTS, returns._parsed, ("[1, 2]",)),
+    Target("statuses", TEXTS, statuses, ("[1, false, 2, -1]", "7")),
+    Target("rejoins", TEXTS, rendezvous._parse_entry, ("[1, 2]",)),
     Target(
         "roll", TEXTS, lambda t: Entry.of(t, 3), (Entry(1, VIEW).to_text(),), (letters.Malformed,)
     ),
@@ -347,7 +347,11 @@ TARGETS = [
         (header.Malformed,),
     ),
     Target(
-        "groups", RAW, read_told, (told((1, 2), (5,)), told((3,), ())), (groups_protocol.Malformed,)
+        "groups",
+        RAW,
+        read_run,
+        (run_message((1, 2), (5,)), run_message((3,), ())),
+        (group_generator.ProtocolError,),
     ),
     Target(
         "options",
@@ -512,7 +516,7 @@ ONCE: list[tuple[str, Any]] = [
     ("values", {"tensor": ["float32", [float("inf")], [1.0], False]}),
     ("parameters on a server", {**PIECES, "numel": float("inf")}),
     ("parameters on a server", {**PIECES, "pieces": [[0, 0, 0, float("inf")], [1, 1, 4, 2]]}),
-    ("signs", "[" * mutants.DEEP),
+    ("statuses", "[" * mutants.DEEP),
     ("requests of services", "[" * mutants.DEEP),
     ("metrics address", {"WINGBEAT_METRICS": "9" * 5000}),
     ("address of a job", "node7:" + "9" * 5000),

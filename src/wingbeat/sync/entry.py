@@ -16,7 +16,7 @@ from wingbeat.gradients.bucketing import ignored, spec_of
 from wingbeat.gradients.complexes import check_complex
 from wingbeat.gradients.compression import check_momentum
 from wingbeat.gradients.sparse import check_sparse, sparse_parameters
-from wingbeat.methods.model_averaging import build as model_averaging
+from wingbeat.methods.model_averaging.build import check_modules
 from wingbeat.sync import claims
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.deferring import DeferringOptimizer
@@ -84,7 +84,7 @@ def distribute(
     check_momentum(choices, optimizer)
     check_complex(model, choices, repr(strategy))
     check_sparse(model, choices, repr(strategy))
-    model_averaging.check(model, choices.averaging)
+    check_modules(model, choices.averaging)
     _check_returned(world, choices, strategy)
     if world.size > 1:
         if not world.returned:

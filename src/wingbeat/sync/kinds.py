@@ -27,7 +27,7 @@ from wingbeat.gradients.views import (
     ShownGradients,
     Views,
 )
-from wingbeat.methods.model_averaging import build as model_averaging
+from wingbeat.methods.model_averaging.build import build_runtime
 from wingbeat.schedules.events import Operation, Schedule
 from wingbeat.sync.bundling import Bundling
 from wingbeat.sync.hooks import WeakCall
@@ -85,7 +85,7 @@ def runtime_of(
     """
     averaging = choices.averaging
     if averaging is not None and training.collectives.world.size > 1:
-        return model_averaging.runtime_of(averaging, choices.wire, training, compression, buffers)
+        return build_runtime(averaging, choices.wire, training, compression, buffers)
     schedule = _schedule_of(choices, training.collectives.world.size)
     views = _views_of(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.

@@ -41,7 +41,7 @@ TRAIN = """if True:
 
 @pytest.mark.slow
 @pytest.mark.lab
-def test_both_cards_of_a_host_carry_averages() -> None:
+def test_averages_use_both_interfaces_of_a_host() -> None:
     lines: dict[int, list[str]] = {}
     result = lab.run(
         "star:2x2@500mbit",

@@ -1,4 +1,4 @@
-"""The group generator: the paper's examples, and thousands of histories with audits."""
+"""The group generator: the paper's examples, and thousands of random histories."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.groups import Game, in_one_order
+from helpers.group_simulation import Simulation, in_one_order
 from wingbeat.methods.model_averaging import policies
-from wingbeat.methods.model_averaging.generator import Generator, Run, Unexpected
-from wingbeat.methods.model_averaging.mixing import parts_of
-from wingbeat.methods.model_averaging.policies import Connection, Crowd
+from wingbeat.methods.model_averaging.generator import Generator, ProtocolError, Run
+from wingbeat.methods.model_averaging.mixing import count_components
+from wingbeat.methods.model_averaging.policies import Connectivity, WorkerPool
 from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 
 ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.everyone()}
@@ -35,11 +35,11 @@ class Scripted(Generator):
         super().__init__(layout, rules)
         script = iter(groups)
 
-        def policy(initiator: int, crowd: Crowd) -> list[list[int]]:
+        def policy(initiator: int, pool: WorkerPool) -> list[list[int]]:
             now = next(script)
             for group in now:
                 for member in group:
-                    crowd.busy(member)
+                    pool.mark_busy(member)
             return now
 
         self._policy = policy
@@ -48,25 +48,25 @@ class Scripted(Generator):
 # -- the paper's examples -----------------------------------------------------------------
 
 
-def test_figure_8_a_conflicting_group_is_pending_until_the_locks_are_released() -> None:
+def test_figure_8_conflicting_group_is_pending_until_the_locks_are_released() -> None:
     generator = Scripted(EIGHT, Rules.random(notified=True), [[[0, 4, 5]], [[4, 5, 7]]])
     assert generator.request(0) == [Run(0, 0, (0, 4, 5), 0)]
     assert generator.request(7) == []
     assert generator.acknowledge(4, 0) == []
     assert generator.acknowledge(0, 0) == []
     assert generator.acknowledge(5, 0) == [Run(1, 0, (4, 5, 7), 7)]
-    assert not generator.waits(0)
-    assert generator.waits(7)
+    assert not generator.is_waiting(0)
+    assert generator.is_waiting(7)
 
 
-def test_section_5_1_a_group_runs_when_all_members_have_asked() -> None:
+def test_section_5_1_group_runs_when_all_members_have_sent_requests() -> None:
     generator = Scripted(EIGHT, Rules(inter_intra=False), [[[0, 4, 5]]])
     assert generator.request(0) == []
     assert generator.request(5) == []
     assert generator.request(4) == [Run(0, 0, (0, 4, 5), 0)]
 
 
-def test_figure_11_without_division_groups_overlap_and_with_it_they_do_not() -> None:
+def test_figure_11_groups_overlap_without_division_and_do_not_with_it() -> None:
     four = Layout.even(1, 4)
     apart = Scripted(four, Rules.random(2), [[[0, 1]], [[3, 1]], [[1, 0]]])
     assert [apart.request(w) for w in (0, 3)] == [[], []]
@@ -77,18 +77,18 @@ def test_figure_11_without_division_groups_overlap_and_with_it_they_do_not() -> 
     assert divided.request(2) == [Run(0, 0, (0, 2), 0)]
 
 
-def test_without_a_buffer_a_worker_takes_part_in_older_groups_until_its_own_is_done() -> None:
+def test_request_without_a_buffer_runs_older_groups_first() -> None:
     generator = Scripted(EIGHT, Rules.random(), [[[0, 1]], [[1, 2]], [[2, 3]]])
     assert generator.request(0) == []
     assert generator.request(1) == [Run(0, 0, (0, 1), 0)]
     assert generator.acknowledge(1, 0) == []
-    assert generator.waits(1)
+    assert generator.is_waiting(1)
     assert generator.request(2) == [Run(1, 0, (1, 2), 1)]
     assert generator.acknowledge(1, 1) == []
-    assert not generator.waits(1)
+    assert not generator.is_waiting(1)
 
 
-def test_no_group_overtakes_an_older_one_of_a_member() -> None:
+def test_group_never_overtakes_an_older_one_of_a_member() -> None:
     groups = [[[0, 1]], [[1, 2]], [[2, 3]]]
     generator = Scripted(EIGHT, Rules.random(notified=True), groups)
     generator.request(0)
@@ -96,13 +96,13 @@ def test_no_group_overtakes_an_older_one_of_a_member() -> None:
     assert generator.request(2) == [], "2's lock is free, and it has an older group"
 
 
-def test_with_a_buffer_a_request_takes_the_oldest_group() -> None:
+def test_request_with_a_buffer_takes_the_oldest_group() -> None:
     generator = Scripted(EIGHT, ABLATION["+ buffer"], [[[0, 1]], [[2, 1]]])
     generator.request(0)
     generator.request(2)
     assert generator.request(1) == [Run(0, 0, (0, 1), 0)]
     generator.acknowledge(1, 0)
-    assert not generator.waits(1)
+    assert not generator.is_waiting(1)
     assert generator.request(1) == [Run(1, 0, (2, 1), 2)]
 
 
@@ -111,13 +111,13 @@ def test_with_a_buffer_a_request_takes_the_oldest_group() -> None:
 
 def made(generator: Generator, worker: int) -> list[tuple[int, ...]]:
     """Groups, in their order, that ``worker``'s request makes."""
-    before = generator._made
+    before = generator._next_number
     generator.request(worker)
-    groups = {g.number: tuple(g.members) for own in generator._of for g in own}
+    groups = {g.number: tuple(g.members) for own in generator._buffers for g in own}
     return [groups[number] for number in sorted(groups) if number >= before]
 
 
-def test_a_division_is_of_idle_workers_only_and_all_of_them() -> None:
+def test_division_takes_all_idle_workers_and_no_others() -> None:
     generator = Scripted(EIGHT, Rules(inter_intra=False), [[[0, 6, 7]]])
     generator.request(0)
     generator._policy = Generator(EIGHT, Rules(inter_intra=False))._policy
@@ -127,7 +127,7 @@ def test_a_division_is_of_idle_workers_only_and_all_of_them() -> None:
     assert made(generator, 5) == []
 
 
-def test_inter_and_intra_give_each_worker_two_groups_in_this_order() -> None:
+def test_inter_and_intra_makes_two_groups_per_worker_in_order() -> None:
     for seed in range(20):
         layout = Layout.even(4, 4)
         groups = made(Generator(layout, Rules(), seed), 5)
@@ -142,26 +142,26 @@ def test_inter_and_intra_give_each_worker_two_groups_in_this_order() -> None:
             assert sorted(intra) == list(layout.hosts[layout.host_of[w]])
 
 
-def test_who_is_far_behind_the_fastest_is_in_no_second_group_with_others() -> None:
-    def crowd(rules: Rules) -> Crowd:
-        made = Crowd(Layout.even(1, 3), rules, Random(0))
+def test_inter_and_intra_isolates_slow_workers_in_second_groups() -> None:
+    def pool_of(rules: Rules) -> WorkerPool:
+        made = WorkerPool(Layout.even(1, 3), rules, Random(0))
         for worker, requests in enumerate((9, 2, 8)):
-            made.busy(worker)
+            made.mark_busy(worker)
             for _ in range(requests):
-                made.count(worker)
+                made.count_request(worker)
             if worker != 1:
-                made.rest(worker)
+                made.mark_idle(worker)
         return made
 
-    assert crowd(Rules()).fastest == 0
-    *_, together, alone = policies.inter_and_intra(1, crowd(Rules()))
+    assert pool_of(Rules()).fastest == 0
+    *_, together, alone = policies.inter_and_intra(1, pool_of(Rules()))
     assert sorted(together) == [0, 2]
     assert alone == [1]
     for unfiltered in (Rules(threshold=None), Rules.paper()):
-        assert sorted(policies.inter_and_intra(1, crowd(unfiltered))[-1]) == [0, 1, 2]
+        assert sorted(policies.inter_and_intra(1, pool_of(unfiltered))[-1]) == [0, 1, 2]
 
 
-def test_heads_are_random_and_all_heads_meet() -> None:
+def test_heads_are_random_and_all_pairs_of_heads_meet() -> None:
     layout, heads, pairs = Layout.even(3, 2), set(), set()
     for seed in range(200):
         groups = made(Generator(layout, Rules(size=2), seed), 0)
@@ -173,7 +173,7 @@ def test_heads_are_random_and_all_heads_meet() -> None:
     assert len(pairs) == 3 * 2 * 2
 
 
-def test_who_has_no_partner_keeps_step_by_a_group_of_its_own() -> None:
+def test_worker_without_partners_gets_a_group_of_its_own() -> None:
     layout = Layout([0, 0, 1])
     groups = made(Generator(layout, Rules()), 0)
     assert all(sum(w in group for group in groups) == 2 for w in range(3))
@@ -186,10 +186,10 @@ def asked(counts: list[int], **rules: object) -> Generator:
     """A generator of idle workers of one host that have asked so often."""
     generator = Generator(Layout.even(1, len(counts)), Rules(inter_intra=False, **rules))
     for worker in range(len(counts)):
-        generator._crowd.busy(worker)
-    generator._crowd.asked = list(counts)
+        generator._pool.mark_busy(worker)
+    generator._pool.requests = list(counts)
     for worker in range(len(counts)):
-        generator._crowd.rest(worker)
+        generator._pool.mark_idle(worker)
     return generator
 
 
@@ -197,7 +197,7 @@ def members(groups: list[tuple[int, ...]]) -> list[int]:
     return sorted(w for group in groups for w in group)
 
 
-def test_the_filter_leaves_out_who_asked_c_thres_times_less() -> None:
+def test_filter_excludes_workers_c_thres_requests_behind() -> None:
     counts = [9, 7, 6, 10, 30]
     # The initiator's request counts: c_i = 10, and c_i - c_w < 4 for c_w of 7 and more.
     assert members(made(asked(counts, threshold=4, forget=None), 0)) == [0, 1, 3, 4]
@@ -205,156 +205,156 @@ def test_the_filter_leaves_out_who_asked_c_thres_times_less() -> None:
     assert members(made(asked(counts, threshold=None), 0)) == [0, 1, 2, 3, 4]
 
 
-def test_a_slow_initiator_takes_fast_workers() -> None:
+def test_slow_initiator_takes_fast_workers() -> None:
     assert members(made(asked([1, 9, 9], threshold=2, forget=None), 0)) == [0, 1, 2]
     assert members(made(asked([1, 9, 9], threshold=2, forget=None), 1)) == [1, 2]
 
 
-def test_the_filter_works_for_single_groups_too() -> None:
+def test_filter_applies_to_single_groups() -> None:
     rules = Rules(division=False, inter_intra=False, threshold=2, forget=None)
     generator = Generator(Layout.even(1, 6), rules)
-    generator._crowd.asked = [9, 9, 9, 1, 1, 1]
+    generator._pool.requests = [9, 9, 9, 1, 1, 1]
     assert members(made(generator, 0)) == [0, 1, 2]
 
 
-def test_counters_are_halved_so_that_who_was_slow_once_is_let_in_again() -> None:
+def test_halved_counters_readmit_a_worker_that_was_slow_once() -> None:
     generator = asked([15, 9, 2], threshold=4, forget=16)
     assert members(made(generator, 0)) == [0]
-    assert generator._crowd.asked == [8, 4, 1]
+    assert generator._pool.requests == [8, 4, 1]
     generator = asked([7, 5], threshold=4, forget=16)
     for _ in range(100):
         for worker in (0, 1):
             for run in generator.request(worker):
                 for member in run.members:
                     generator.acknowledge(member, run.number)
-    assert max(generator._crowd.asked) < 16
-    assert generator._crowd.asked[0] - generator._crowd.asked[1] <= 1
+    assert max(generator._pool.requests) < 16
+    assert generator._pool.requests[0] - generator._pool.requests[1] <= 1
 
 
-def test_section_5_3_as_published_a_worker_that_fell_behind_once_stays_out() -> None:
+def test_section_5_3_as_published_never_readmits_a_worker_that_was_slow_once() -> None:
     generators = [Generator(Layout.even(1, 3), rules) for rules in (Rules(), Rules.paper())]
     for generator in generators:
         for worker, count in enumerate((8, 8, 2)):
-            generator._crowd.busy(worker)
-            generator._crowd.asked[worker] = count
-            generator._crowd.rest(worker)
+            generator._pool.mark_busy(worker)
+            generator._pool.requests[worker] = count
+            generator._pool.mark_idle(worker)
         for _ in range(200):  # all are equally fast from now on
             for worker in range(3):
-                if not generator.waits(worker):
+                if not generator.is_waiting(worker):
                     ended(generator, generator.request(worker))
-    behind = [max(g._crowd.asked) - g._crowd.asked[2] for g in generators]
+    behind = [max(g._pool.requests) - g._pool.requests[2] for g in generators]
     assert behind[0] < 4, "ours has halved the difference away"
     assert behind[1] == 6
-    assert generators[1]._crowd.asked[0] > 200
+    assert generators[1]._pool.requests[0] > 200
     assert 2 not in members(made(generators[1], 0))
 
 
 # -- membership -------------------------------------------------------------------------------
 
 
-def test_a_group_that_waits_goes_on_without_a_dead_member() -> None:
+def test_waiting_group_runs_without_a_dead_member() -> None:
     generator = Scripted(EIGHT, Rules(), [[[0, 1, 2]]])
     generator.request(0)
     generator.request(1)
-    assert generator.gone(2) == [Run(0, 0, (0, 1), 0)]
+    assert generator.remove(2) == [Run(0, 0, (0, 1), 0)]
     assert 2 not in generator
-    assert generator.gone(2) == []
+    assert generator.remove(2) == []
 
 
-def test_a_dead_worker_that_had_asked_leaves_too() -> None:
+def test_dead_worker_with_a_request_leaves_its_group() -> None:
     generator = Scripted(EIGHT, Rules(), [[[0, 1, 2]]])
     generator.request(0)
-    assert generator.gone(0) == []
+    assert generator.remove(0) == []
     assert generator.request(1) == []
     assert generator.request(2) == [Run(0, 0, (1, 2), 0)]
 
 
-def test_a_running_group_begins_anew_with_those_who_are_not_done() -> None:
+def test_running_group_starts_a_new_epoch_with_unfinished_members() -> None:
     generator = Scripted(EIGHT, Rules(), [[[0, 1, 2, 3]]])
     for worker in range(4):
         generator.request(worker)
     assert generator.acknowledge(3, 0) == []
-    assert generator.gone(2) == [Run(0, 1, (0, 1), 0)]
+    assert generator.remove(2) == [Run(0, 1, (0, 1), 0)]
     # 0 was done before it heard of the new epoch, so 1 is left alone with it.
     assert generator.acknowledge(0, 0, 0) == [Run(0, 2, (1,), 0)]
     assert generator.acknowledge(1, 0, 1) == []
-    assert not generator.waits(1)
+    assert not generator.is_waiting(1)
 
 
-def test_all_groups_of_a_dead_worker_go_on_also_those_behind_others() -> None:
+def test_all_groups_of_a_dead_worker_run_without_it() -> None:
     generator = Scripted(EIGHT, Rules.random(), [[[0, 1]], [[1, 2, 3]], [[3]]])
     generator.request(0)
     generator.request(2)
-    assert generator.gone(1) == [Run(0, 0, (0,), 0)]
+    assert generator.remove(1) == [Run(0, 0, (0,), 0)]
     assert generator.request(3) == [Run(1, 0, (2, 3), 2)]
 
 
-def test_who_joins_is_idle_and_counts_as_fast() -> None:
+def test_added_worker_is_idle_and_counts_as_fast() -> None:
     generator = asked([5, 9, 9], threshold=4, forget=None)
-    generator.gone(0)
+    generator.remove(0)
     assert members(made(generator, 1)) == [1, 2]
-    generator.joined(0)
-    assert generator._crowd.asked[0] == 10
+    generator.add(0)
+    assert generator._pool.requests[0] == 10
     assert made(generator, 0) == [(0,)]
 
 
-def test_a_worker_that_is_gone_is_in_no_new_group() -> None:
+def test_removed_worker_is_in_no_new_group() -> None:
     for rules in ABLATION.values():
         generator = Generator(EIGHT, rules)
-        generator.gone(3)
+        generator.remove(3)
         for worker in (0, 7, 1):
             assert 3 not in members(made(generator, worker))
 
 
-def test_what_no_worker_says_is_unexpected() -> None:
+def test_disallowed_calls_raise_protocol_errors() -> None:
     generator = Scripted(EIGHT, Rules(), [[[0, 1]], [[2]]])
     generator.request(0)
-    with pytest.raises(Unexpected, match="worker 0 asks for a group and waits"):
+    with pytest.raises(ProtocolError, match="worker 0 requests a group, but already waits"):
         generator.request(0)
-    with pytest.raises(Unexpected, match="group 0, which does not run"):
+    with pytest.raises(ProtocolError, match="group 0, which does not run"):
         generator.acknowledge(0, 0)
     generator.request(1)
     for worker, number, epoch in ((0, 1, 0), (0, 0, 1), (2, 0, 0)):
-        with pytest.raises(Unexpected, match="does not run"):
+        with pytest.raises(ProtocolError, match="does not run"):
             generator.acknowledge(worker, number, epoch)
-    with pytest.raises(Unexpected, match="worker 5 joins"):
-        generator.joined(5)
-    generator.gone(5)
-    with pytest.raises(Unexpected, match="worker 5 asks for a group and takes no part"):
+    with pytest.raises(ProtocolError, match="worker 5 joins"):
+        generator.add(5)
+    generator.remove(5)
+    with pytest.raises(ProtocolError, match="worker 5 requests a group, but is not active"):
         generator.request(5)
     assert generator.acknowledge(5, 0) == [], "it may have said so before it heard that it is gone"
 
 
-def test_awaited_is_who_alone_holds_up_others() -> None:
+def test_is_awaited_is_true_for_members_that_others_wait_for() -> None:
     generator = Scripted(EIGHT, Rules(), [[[0, 1, 2]]])
     generator.request(0)
-    assert [w for w in range(8) if generator.awaited(w)] == [1, 2]
+    assert [w for w in range(8) if generator.is_awaited(w)] == [1, 2]
     generator.request(1)
     generator.request(2)
-    assert not any(generator.awaited(w) for w in range(8))
+    assert not any(generator.is_awaited(w) for w in range(8))
 
 
 # -- all of them ------------------------------------------------------------------------------
 
 
-def test_who_joins_at_once_is_in_the_group_of_all_that_others_wait_for() -> None:
+def test_worker_added_at_once_joins_the_waiting_group_of_all() -> None:
     generator = Generator(Layout.even(2, 2), Rules.everyone())
-    generator.gone(3)
+    generator.remove(3)
     assert [generator.request(w) for w in (0, 1)] == [[], []]
-    generator.joined(3, at_once=True)
+    generator.add(3, at_once=True)
     assert generator.request(2) == [], "it waits for the one that joins"
     (run,) = generator.request(3)
     assert sorted(run.members) == [0, 1, 2, 3]
     for worker in range(4):
         assert generator.acknowledge(worker, run.number) == []
-    assert not any(map(generator.waits, range(4)))
+    assert not any(map(generator.is_waiting, range(4)))
 
 
-def test_everyone_is_one_group_and_who_joins_is_in_the_next() -> None:
+def test_worker_added_later_is_in_the_next_group_of_all() -> None:
     generator = Generator(Layout.even(2, 2), Rules.everyone())
-    generator.gone(3)
+    generator.remove(3)
     assert [generator.request(w) for w in (0, 1)] == [[], []]
-    generator.joined(3)
+    generator.add(3)
     assert generator.request(3) == [], "it waits for the next one"
     (run,) = generator.request(2)
     assert sorted(run.members) == [0, 1, 2]
@@ -365,28 +365,28 @@ def test_everyone_is_one_group_and_who_joins_is_in_the_next() -> None:
     assert sorted(run.members) == [0, 1, 2, 3]
 
 
-def test_who_levels_is_not_waited_for_until_all_do() -> None:
+def test_synchronizing_worker_is_in_no_group_until_all_synchronize() -> None:
     generator = Scripted(EIGHT, Rules(), [[[0, 1, 2], [2, 3]], [[0, 1]]])
     for worker in (4, 5, 6, 7):
-        generator.gone(worker)
+        generator.remove(worker)
     assert generator.request(0) == []
     assert generator.request(1) == []
-    assert generator.level(2) == [Run(0, 0, (0, 1), 0)], "and group 1 has 3 only"
-    assert generator.waits(2)
+    assert generator.synchronize(2) == [Run(0, 0, (0, 1), 0)], "and group 1 has 3 only"
+    assert generator.is_waiting(2)
     for worker in (0, 1):
         generator.acknowledge(worker, 0)
-    assert generator.level(3) == []
-    assert generator.levelling == (2, 3)
+    assert generator.synchronize(3) == []
+    assert tuple(generator._synchronizing) == (2, 3)
     assert generator.request(0) == [], "for 1, in the next group"
     assert generator.request(1) == [Run(2, 0, (0, 1), 0)]
     for worker in (0, 1):
         generator.acknowledge(worker, 2)
-    assert generator.level(0) == []
-    assert generator.level(1) == [Run(3, 0, (2, 3, 0, 1), 2)]
+    assert generator.synchronize(0) == []
+    assert generator.synchronize(1) == [Run(3, 0, (2, 3, 0, 1), 2)]
     for worker in range(4):
-        assert generator.waits(worker)
+        assert generator.is_waiting(worker)
         generator.acknowledge(worker, 3)
-        assert not generator.waits(worker)
+        assert not generator.is_waiting(worker)
     assert made_by_all(generator) == [(0, 1, 2, 3)]
 
 
@@ -394,44 +394,44 @@ def made_by_all(generator: Generator) -> list[tuple[int, ...]]:
     """The group that a division makes: of all that are idle."""
     generator._policy = Generator(EIGHT, Rules(size=8, inter_intra=False))._policy
     generator.rules = Rules(size=8, inter_intra=False)
-    generator._crowd.rules = generator.rules
+    generator._pool.rules = generator.rules
     return [tuple(sorted(group)) for group in made(generator, 0)]
 
 
-def test_a_levelling_worker_that_dies_is_left_out() -> None:
+def test_synchronizing_worker_that_dies_is_left_out() -> None:
     generator = Generator(Layout.even(1, 3), Rules())
-    assert generator.level(0) == []
-    assert generator.level(1) == []
-    assert generator.gone(0) == []
+    assert generator.synchronize(0) == []
+    assert generator.synchronize(1) == []
+    assert generator.remove(0) == []
     assert 0 not in generator
-    assert generator.gone(2) == [Run(0, 0, (1,), 1)]
+    assert generator.remove(2) == [Run(0, 0, (1,), 1)]
 
 
-def test_who_dies_while_all_are_averaged_is_left_out_too() -> None:
+def test_member_that_dies_in_a_synchronization_is_left_out() -> None:
     generator = Generator(Layout.even(1, 3), Rules.random())
-    generator.level(0)
-    generator.level(1)
-    (run,) = generator.level(2)
-    assert generator.gone(1) == [Run(run.number, 1, (0, 2), 0)]
+    generator.synchronize(0)
+    generator.synchronize(1)
+    (run,) = generator.synchronize(2)
+    assert generator.remove(1) == [Run(run.number, 1, (0, 2), 0)]
     for worker in (0, 2):
         generator.acknowledge(worker, run.number, 1)
-        assert not generator.waits(worker)
+        assert not generator.is_waiting(worker)
 
 
-def test_who_levels_does_not_ask_and_who_asks_does_not_level() -> None:
+def test_request_and_synchronize_exclude_each_other() -> None:
     generator = Generator(Layout.even(1, 3), Rules())
-    generator.level(0)
+    generator.synchronize(0)
     generator.request(1)
-    for wrong in (lambda: generator.request(0), lambda: generator.level(0)):
-        with pytest.raises(Unexpected, match=r"worker 0 .* and waits for a group already"):
+    for wrong in (lambda: generator.request(0), lambda: generator.synchronize(0)):
+        with pytest.raises(ProtocolError, match=r"worker 0 .* but already waits for a group"):
             wrong()
-    with pytest.raises(Unexpected, match="worker 1 levels and waits"):
-        generator.level(1)
-    with pytest.raises(Unexpected, match="worker 0 joins"):
-        generator.joined(0)
+    with pytest.raises(ProtocolError, match="worker 1 synchronizes, but already waits"):
+        generator.synchronize(1)
+    with pytest.raises(ProtocolError, match="worker 0 joins"):
+        generator.add(0)
     notified = Generator(Layout.even(1, 3), Rules.random(notified=True))
-    with pytest.raises(Unexpected, match="worker 0 levels, though"):
-        notified.level(0)
+    with pytest.raises(ProtocolError, match="worker 0 synchronizes, but may"):
+        notified.synchronize(0)
 
 
 # -- histories ----------------------------------------------------------------------------------
@@ -442,50 +442,54 @@ layouts = st.lists(st.integers(0, 7), min_size=1, max_size=64).map(Layout.by_nam
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=25)
 @given(layouts, st.integers(0, 1 << 30), st.integers(2, 5), st.integers(0, 6), st.booleans())
-def test_no_overlap_one_order_no_deadlock(
+def test_random_histories_have_no_overlap_one_order_and_no_deadlock(
     name: str, layout: Layout, seed: int, size: int, kills: int, back: bool
 ) -> None:
     fields = {f: getattr(ALL[name], f) for f in Rules.__dataclass_fields__}
     rules = ALL[name] if ALL[name].whole else Rules(**fields | {"size": size})
-    game = Game(layout, rules, seed, steps=4, kills=kills, back=back, slow=seed % 3).play()
-    assert in_one_order([life.log for life in game.lives])
+    game = Simulation(layout, rules, seed, steps=4, kills=kills, back=back, slow=seed % 3).play()
+    assert in_one_order([worker.log for worker in game.workers])
 
 
 @pytest.mark.parametrize("name", ASKED)
 @settings(max_examples=40)
 @given(layouts, st.integers(0, 1 << 30), st.integers(0, 6), st.booleans(), st.integers(1, 5))
-def test_all_level_whatever_else_they_do_and_whoever_dies(
+def test_random_histories_with_deaths_synchronize_all_workers(
     name: str, layout: Layout, seed: int, kills: int, back: bool, level: int
 ) -> None:
-    game = Game(layout, ASKED[name], seed, 4, kills, back, slow=seed % 3, level=level).play()
-    assert in_one_order([life.log for life in game.lives])
+    game = Simulation(
+        layout, ASKED[name], seed, 4, kills, back, slow=seed % 3, synchronize_every=level
+    ).play()
+    assert in_one_order([worker.log for worker in game.workers])
     if not kills:
         times = -(-4 // level)
-        assert len(game.generator.levels) == times
-        assert [set(range(layout.workers))] * times == list(game.generator.levels.values())
-        assert len({life.value for life in game.lives}) == 1
+        assert len(game.generator.synchronized) == times
+        assert [set(range(layout.workers))] * times == list(game.generator.synchronized.values())
+        assert len({worker.value for worker in game.workers}) == 1
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_groups_of_a_while_connect_all(name: str) -> None:
+def test_groups_connect_all_workers(name: str) -> None:
     for seed, layout in enumerate((Layout.even(4, 4), Layout.even(16, 1), Layout([0] * 3 + [1]))):
-        game = Game(layout, ALL[name], seed, steps=30, slow=1).play()
-        assert parts_of([run.members for run in game.runs], layout.workers) == 1
+        game = Simulation(layout, ALL[name], seed, steps=30, slow=1).play()
+        assert count_components([run.members for run in game.runs], layout.workers) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ALL)
-def test_a_million_requests_and_deaths(name: str) -> None:
+def test_million_requests_with_deaths_have_one_order(name: str) -> None:
     chance, asked = Random(name), 0
     while asked < 1_000_000 // len(ALL):
         layout = Layout.by_name([chance.randrange(9) for _ in range(chance.randrange(1, 65))])
         kills, slow = chance.randrange(20), chance.randrange(4)
         level = chance.randrange(20) if name in ASKED else 0
         seed = chance.randrange(1 << 30)
-        game = Game(layout, ALL[name], seed, 50, kills, slow=slow, level=level).play()
-        asked += len(game.asked)
-        assert in_one_order([life.log for life in game.lives])
+        game = Simulation(
+            layout, ALL[name], seed, 50, kills, slow=slow, synchronize_every=level
+        ).play()
+        asked += len(game.requested)
+        assert in_one_order([worker.log for worker in game.workers])
 
 
 # -- connection -----------------------------------------------------------------------------------
@@ -508,14 +512,16 @@ def in_turns(rules: Rules, rounds: int) -> list[tuple[int, ...]]:
     runs: list[tuple[int, ...]] = []
 
     def ask(worker: int) -> None:
-        runs.extend(ended(generator, [] if generator.waits(worker) else generator.request(worker)))
+        runs.extend(
+            ended(generator, [] if generator.is_waiting(worker) else generator.request(worker))
+        )
 
     for worker in (2, 3):
-        generator.gone(worker)
+        generator.remove(worker)
     for worker in (0, 1, 0):
         ask(worker)  # At last 0 waits for 1, to average their host.
     for worker in (2, 3):
-        generator.joined(worker)
+        generator.add(worker)
     for worker in (2, 3, 2):
         ask(worker)
     for _ in range(rounds):
@@ -526,19 +532,25 @@ def in_turns(rules: Rules, rounds: int) -> list[tuple[int, ...]]:
     return runs
 
 
-def test_workers_that_are_never_idle_together_are_connected_all_the_same() -> None:
+def test_workers_never_idle_together_are_connected_by_the_bound() -> None:
     apart, joined = in_turns(Rules.paper(), 50), in_turns(Rules(), 50)
-    assert parts_of(apart[len(apart) // 4 :], 4) == 2, "the paper's rules keep the hosts apart"
+    assert count_components(apart[len(apart) // 4 :], 4) == 2, (
+        "the paper's rules keep the hosts apart"
+    )
     # Within 2 * 3 requests of each of 4 workers, of which each makes a group at most.
     most = 2 * 3 * 4 + 4
-    assert all(parts_of(joined[i : i + 2 * most], 4) == 1 for i in range(len(joined) - 2 * most))
+    assert all(
+        count_components(joined[i : i + 2 * most], 4) == 1 for i in range(len(joined) - 2 * most)
+    )
 
 
 @pytest.mark.parametrize("name", ["+ buffer", "+ division", "+ inter-intra", "+ filter"])
-def test_no_long_while_passes_without_a_connection(name: str) -> None:
+def test_groups_connect_all_workers_in_every_window(name: str) -> None:
     layout = Layout.even(4, 2)
-    game = Game(layout, ALL[name], seed=5, steps=120).play()
+    game = Simulation(layout, ALL[name], seed=5, steps=120).play()
     runs = [run.members for run in game.runs]
-    while_ = 2 * Connection(8, 2)._most
+    while_ = 2 * Connectivity(8, 2)._max_requests
     assert len(runs) > 2 * while_
-    assert all(parts_of(runs[i : i + while_], 8) == 1 for i in range(0, len(runs) - while_, 7))
+    assert all(
+        count_components(runs[i : i + while_], 8) == 1 for i in range(0, len(runs) - while_, 7)
+    )

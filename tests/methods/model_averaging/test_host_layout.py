@@ -8,13 +8,13 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import Layout
 
 
-def test_even_hosts_are_filled_one_after_the_other() -> None:
+def test_even_fills_hosts_one_after_the_other() -> None:
     assert Layout.even(2, 3).hosts == ((0, 1, 2), (3, 4, 5))
     assert Layout.even(2, 3).host_of == (0, 0, 0, 1, 1, 1)
     assert Layout.even(2, 3).workers == 6
 
 
-def test_hosts_by_name_are_numbered_as_they_come() -> None:
+def test_by_name_numbers_hosts_in_order_of_appearance() -> None:
     layout = Layout.by_name(["b", "a", "b", "c"])
     assert layout.hosts == ((0, 2), (1,), (3,))
     assert layout == Layout([0, 1, 0, 2])
@@ -30,6 +30,6 @@ def test_hosts_by_name_are_numbered_as_they_come() -> None:
         (lambda: Layout.even(4, 0), r"hosts=4, workers=0"),
     ],
 )
-def test_what_is_no_layout_is_refused(made, named: str) -> None:
+def test_invalid_layout_is_refused(made, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         made()

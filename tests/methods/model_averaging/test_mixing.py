@@ -8,15 +8,15 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from helpers.groups import Game
-from wingbeat.methods.model_averaging.mixing import averaging_matrix, parts_of, spectral_gap
+from helpers.group_simulation import Simulation, averaging_matrix, groups_in
+from wingbeat.methods.model_averaging.mixing import count_components, spectral_gap
 from wingbeat.methods.model_averaging.rules import ABLATION, Layout
-from wingbeat.methods.model_averaging.static import group_of, groups_in
+from wingbeat.methods.model_averaging.static import group_of
 
 EIGHT = Layout.even(2, 4)
 
 
-def test_the_matrix_of_figure_6() -> None:
+def test_averaging_matrix_is_that_of_figure_6() -> None:
     third = 1 / 3
     matrix = averaging_matrix([0, 3, 4], 6)
     assert matrix[0].tolist() == [third, 0, 0, third, third, 0] == matrix[3].tolist()
@@ -24,8 +24,8 @@ def test_the_matrix_of_figure_6() -> None:
 
 
 @pytest.mark.parametrize("name", ABLATION)
-def test_matrices_are_doubly_stochastic_and_one_averages_once_and_for_all(name: str) -> None:
-    for run in Game(EIGHT, ABLATION[name], seed=3, kills=5).play().runs:
+def test_averaging_matrices_are_doubly_stochastic_projections(name: str) -> None:
+    for run in Simulation(EIGHT, ABLATION[name], seed=3, kills=5).play().runs:
         matrix = averaging_matrix(run.members, 8)
         assert np.allclose(matrix.sum(0), 1)
         assert np.allclose(matrix.sum(1), 1)
@@ -33,7 +33,7 @@ def test_matrices_are_doubly_stochastic_and_one_averages_once_and_for_all(name: 
         assert np.allclose(matrix.T @ matrix, matrix)
 
 
-def test_spectral_gaps_that_are_known() -> None:
+def test_spectral_gap_has_known_values() -> None:
     assert spectral_gap([range(4)], 4) == pytest.approx(1)
     assert spectral_gap([(0, 1), (2, 3)], 4) == 0
     # One pair of two workers' three: eigenvalues of I - E[F] are 0 and 1/2, twice.
@@ -49,15 +49,15 @@ def test_spectral_gaps_that_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", ABLATION)
-def test_the_gap_is_above_0(name: str) -> None:
-    runs = Game(EIGHT, ABLATION[name], seed=5, steps=60).play().runs
+def test_spectral_gap_is_positive_for_connected_groups(name: str) -> None:
+    runs = Simulation(EIGHT, ABLATION[name], seed=5, steps=60).play().runs
     assert spectral_gap([run.members for run in runs], 8) > 1e-3
 
 
-def test_parts() -> None:
-    assert parts_of([], 3) == 3
-    assert parts_of([(0, 1), (2, 3), (1, 4)], 6) == 3
-    assert parts_of([(0, 1), (2, 3), (3, 0)], 4) == 1
+def test_count_components_counts_unconnected_sets() -> None:
+    assert count_components([], 3) == 3
+    assert count_components([(0, 1), (2, 3), (1, 4)], 6) == 3
+    assert count_components([(0, 1), (2, 3), (3, 0)], 4) == 1
 
 
 PERIODS = (2, 3, 4)
@@ -82,20 +82,20 @@ def depends(partners: Iterable[Iterable[int]], period: int) -> bool:
 
 
 def partners(name: str, worker: int) -> list[tuple[int, ...]]:
-    game = Game(EIGHT, ABLATION[name], seed=7, steps=600).play()
+    game = Simulation(EIGHT, ABLATION[name], seed=7, steps=600).play()
     members = {run.number: run.members for run in game.runs}
-    log = game.lives[worker].log
+    log = game.workers[worker].log
     return [tuple(w for w in members[number] if w != worker) for number in log]
 
 
 @pytest.mark.parametrize("name", ["random", "+ buffer", "+ division"])
-def test_the_third_condition_groups_do_not_depend_on_the_step(name: str) -> None:
+def test_third_condition_groups_do_not_depend_on_the_step(name: str) -> None:
     met = partners(name, 1)
     assert not any(depends(met, period) for period in PERIODS)
     assert len(set().union(*met)) == 7
 
 
-def test_inter_and_intra_take_turns_and_apart_from_that_depend_on_no_step() -> None:
+def test_inter_and_intra_groups_alternate_and_depend_on_no_step_otherwise() -> None:
     met = partners("+ inter-intra", 1)
     assert depends(met, 2)
     for phase in (0, 1):

@@ -123,7 +123,7 @@ class Plain:
         (2, sgd, {"fragments": 3, "delay": 1}),
     ],
 )
-def test_it_does_as_torchs_nesterov_on_the_mean_difference(
+def test_outer_step_equals_torch_nesterov_on_the_mean_difference(
     size: int, make: Any, options: dict[str, int]
 ) -> None:
     def body(world: Any) -> tuple[dict[str, Tensor], list[list[str]]]:
@@ -140,7 +140,7 @@ def test_it_does_as_torchs_nesterov_on_the_mean_difference(
         assert_same(mine, {n: p.detach() for n, p in plain.now(rank).items()}, tolerance=2e-5)
 
 
-def test_what_is_moved_while_an_average_is_made_is_kept_whoever_moves_it() -> None:
+def test_moves_during_an_average_are_kept() -> None:
     """Another optimizer, or the user, between the step that sends and the one that takes over."""
 
     def body(world: Any) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ def test_what_is_moved_while_an_average_is_made_is_kept_whoever_moves_it() -> No
         assert float(found["scale"]) == pytest.approx(first + 3 * 1.5)
 
 
-def test_meeting_in_between_leaves_the_outer_optimizer_its_gradient() -> None:
+def test_synchronization_leaves_the_outer_gradient_unchanged() -> None:
     """Gradients that do not depend on weights show it: the mean goes where it goes without."""
 
     def body(world: Any, often: bool) -> dict[str, Tensor]:
@@ -180,7 +180,7 @@ def test_meeting_in_between_leaves_the_outer_optimizer_its_gradient() -> None:
     assert_same(often[0], seldom[0], tolerance=1e-5)
 
 
-def test_after_uneven_batches_all_go_on_from_one_place() -> None:
+def test_uneven_batches_end_with_one_model() -> None:
     """Who ends early misses turns of the others'; later turns are of the same fragments."""
 
     def body(world: Any) -> list[Any]:
@@ -199,7 +199,7 @@ def test_after_uneven_batches_all_go_on_from_one_place() -> None:
         assert_same(other, first)
 
 
-def test_a_step_that_one_worker_skips_moves_its_turns_only() -> None:
+def test_skipped_step_of_one_worker_shifts_its_turns_only() -> None:
     """As a GradScaler has it, whose gradients were too large on one worker."""
 
     def body(world: Any) -> tuple[int, dict[str, Tensor]]:
@@ -219,7 +219,7 @@ def test_a_step_that_one_worker_skips_moves_its_turns_only() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_small_steps_of_bf16_models_add_up(delay: int) -> None:
+def test_small_outer_steps_of_bf16_models_add_up(delay: int) -> None:
     """The shared model has more bits: a step that is less than one of bf16's is not rounded off."""
 
     def body(world: Any) -> float:
@@ -241,7 +241,7 @@ def test_small_steps_of_bf16_models_add_up(delay: int) -> None:
         assert found == pytest.approx(1 - made_steps * 2**-10, abs=2**-10)
 
 
-def test_what_users_do_in_between_is_as_without() -> None:
+def test_user_actions_between_steps_have_the_same_effect_as_without_averages() -> None:
     """Averages of weights swapped in and out, copies, frozen parameters, a second optimizer."""
 
     def body(world: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -301,7 +301,7 @@ def half(make: Callable[[], Any]) -> Callable[[], Any]:
         ({}, half(net)),
     ],
 )
-def test_a_run_that_is_stopped_goes_on_to_the_bit(
+def test_resumed_run_continues_bit_for_bit(
     options: dict[str, Any], model: Callable[[], Any]
 ) -> None:
     def loop(pair: Any, rank: int, steps: range) -> None:
@@ -336,7 +336,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_bit(
     assert_same(on(2, second, timeout=60), on(2, whole, timeout=60))
 
 
-def test_a_run_of_other_workers_has_the_shared_model_and_its_momentum() -> None:
+def test_run_with_another_number_of_workers_keeps_shared_model_and_momentum() -> None:
     def first(world: Any) -> tuple[Any, Any]:
         model, optimizer = made(world, diloco())
         train(model, optimizer, range(6))
@@ -363,7 +363,7 @@ def test_a_run_of_other_workers_has_the_shared_model_and_its_momentum() -> None:
         assert_same(each[1], found[0][1])
 
 
-def test_a_state_without_averages_shares_the_model_that_is_loaded() -> None:
+def test_checkpoint_without_averages_shares_the_loaded_model() -> None:
     plain = net(3)
     state = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9).state_dict()
 
@@ -394,7 +394,7 @@ def test_a_state_without_averages_shares_the_model_that_is_loaded() -> None:
         (lambda kept: kept["velocity"].update(scale=3), "no tensor of floats"),
     ],
 )
-def test_a_state_that_is_damaged_is_refused_and_changes_nothing(
+def test_damaged_state_is_refused_and_changes_nothing(
     spoil: Callable[[Any], Any], said: str
 ) -> None:
     def body(world: Any) -> None:
@@ -410,7 +410,7 @@ def test_a_state_that_is_damaged_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("consensus", [False, True])
-def test_weights_that_only_some_have_changed_before_the_first_step_are_told(
+def test_weights_changed_on_some_workers_before_the_first_step_raise(
     consensus: bool,
 ) -> None:
     """Their shared models would differ for ever; after consensus they are one."""
@@ -423,7 +423,7 @@ def test_weights_that_only_some_have_changed_before_the_first_step_are_told(
             wingbeat.consensus(model)
             train(model, optimizer, range(5))
             return engine(model).runtime.update.tensors()["shared"]
-        said = rf"rank {world.rank} and rank {1 - world.rank} began with different weights"
+        said = rf"rank {world.rank} and rank {1 - world.rank} started with different weights"
         with pytest.raises(UsageError, match=said):
             train(model, optimizer, range(2))
         return None
@@ -433,7 +433,7 @@ def test_weights_that_only_some_have_changed_before_the_first_step_are_told(
         assert_same(first, second)
 
 
-def test_weights_that_all_have_loaded_before_the_first_step_are_shared() -> None:
+def test_weights_loaded_on_all_workers_before_the_first_step_are_shared() -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world, diloco(every=2), lambda p: torch.optim.SGD(p, lr=0.0))
         model.load_state_dict(net(7).state_dict())

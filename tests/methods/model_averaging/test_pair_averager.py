@@ -1,4 +1,4 @@
-"""AD-PSGD's averages with real messages: workers are threads, and speak over the loopback."""
+"""AD-PSGD's averages with real messages between threads over the loopback."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def eventually(what: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_models_come_together_and_their_sum_stays(workers: int, wire: torch.dtype | None) -> None:
+def test_models_converge_and_their_sum_is_unchanged(workers: int, wire: torch.dtype | None) -> None:
     steps = 12
 
     def body(world: World) -> tuple[torch.Tensor, torch.Tensor, dict]:
         buffer = filled(world)
-        averager: Averager = PairAverager(world, buffer, wire=wire, seed=2, silence=60.0)
+        averager: Averager = PairAverager(world, buffer, dtype=wire, seed=2, silence=60.0)
         chance = Random(world.rank)
         for _ in range(steps):
             averager.begin(ALL)
@@ -74,7 +74,7 @@ def test_models_come_together_and_their_sum_stays(workers: int, wire: torch.dtyp
         world.exchange("all have stepped", None)
         averager.end()
         averaged = buffer.clone()
-        averager.level()
+        averager.synchronize()
         cells = averager.sections()[0].cells
         averager.close()
         averager.close()
@@ -100,7 +100,7 @@ def test_models_come_together_and_their_sum_stays(workers: int, wire: torch.dtyp
     assert not threads()
 
 
-def test_two_workers_have_the_same_bits_when_an_average_ends() -> None:
+def test_average_gives_two_workers_equal_bits() -> None:
     def body(world: World) -> torch.Tensor:
         buffer = filled(world)
         with_others = PairAverager(world, buffer, silence=60.0)
@@ -116,7 +116,7 @@ def test_two_workers_have_the_same_bits_when_an_average_ends() -> None:
     assert torch.equal(one, other)
 
 
-def test_nothing_is_averaged_while_a_passive_worker_changes_its_model() -> None:
+def test_passive_worker_serves_nothing_while_its_model_changes() -> None:
     def body(world: World) -> None:
         buffer = filled(world)
         averager = PairAverager(world, buffer, silence=60.0)
@@ -135,7 +135,7 @@ def test_nothing_is_averaged_while_a_passive_worker_changes_its_model() -> None:
     play(2, body)
 
 
-def test_who_waits_for_one_that_leaves_asks_another() -> None:
+def test_active_worker_asks_another_when_its_partner_leaves() -> None:
     def body(world: World) -> object:
         averager = made(world, seed=5)
         if world.rank == 0:
@@ -159,13 +159,13 @@ def test_who_waits_for_one_that_leaves_asks_another() -> None:
     assert sorted(others, key=str) == [None, "left", "served"]
 
 
-def test_all_others_go_on_when_training_fails_on_one() -> None:
+def test_workers_continue_when_training_fails_on_one() -> None:
     def body(world: World) -> int:
         averager = made(world)
         for step in range(6):
             averager.begin(ALL)
             if world.rank == 1 and step == 3:
-                averager._pairing.close(quick=True)
+                averager._exchange.close(quick=True)
                 return 3
             averager.end()
         if world.rank == 3:
@@ -180,19 +180,19 @@ def test_all_others_go_on_when_training_fails_on_one() -> None:
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_worker_whose_process_dies_is_missed_when_its_connections_end(dead: int) -> None:
+def test_dead_worker_is_detected_when_its_connections_close(dead: int) -> None:
     """Long before its silence; and by who has connected as by who was connected to."""
 
     def body(world: World) -> object:
         averager = made(world)
         if world.rank == dead:
-            averager._pairing._mailbox.abandon()  # as the system closes what a process had
+            averager._exchange._mailbox.abandon()  # as the system closes what a process had
         elif dead:
             averager.begin(ALL)
-            with pytest.raises(PeerError, match=r"rank 0: nobody is left .*: rank 1 has ended wit"):
+            with pytest.raises(PeerError, match=r"rank 0: no worker is left .*: rank 1 has ended"):
                 averager.end()
         else:
-            eventually(lambda: averager._pairing.machine.lost == {0})
+            eventually(lambda: averager._exchange.machine.lost == {0})
         return None
 
     begun = time.monotonic()
@@ -201,18 +201,18 @@ def test_a_worker_whose_process_dies_is_missed_when_its_connections_end(dead: in
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_is_missed_by_its_silence() -> None:
+def test_stopped_worker_is_detected_by_its_silence() -> None:
     over = threading.Event()
 
     def body(world: World) -> object:
         averager = made(world, silence=5.0)
         if world.rank == 1:
             eventually(lambda: averager.sections()[0].cells["queue"] == 1)
-            with averager._pairing._mailbox._lock:  # connected, and nothing comes from it
+            with averager._exchange._mailbox._lock:  # connected, and nothing comes from it
                 assert over.wait(100)
             return None
         averager.begin(ALL)
-        with pytest.raises(PeerError, match=r"rank 0: nobody is left .*: rank 1 gave no sign"):
+        with pytest.raises(PeerError, match=r"rank 0: no worker is left .*: rank 1 gave no sign"):
             averager.end()
         over.set()
         return None
@@ -220,14 +220,14 @@ def test_a_worker_that_is_stopped_is_missed_by_its_silence() -> None:
     play(2, body)
 
 
-def test_a_worker_that_does_not_level_is_named() -> None:
+def test_worker_that_does_not_synchronize_is_named() -> None:
     def body(world: World) -> None:
         averager = made(world)
         if world.rank == 1:
-            averager._pairing._timeout = 0.02
+            averager._exchange._timeout = 0.02
             said = r"rank 1: rank 0 lives, and the call of wingbeat\.consensus\(\) .* for 0\.2 s"
             with pytest.raises(PeerError, match=said):
-                averager.level()
+                averager.synchronize()
             world.publish("said", True)
         else:
             world.read("said", 1)
@@ -235,27 +235,27 @@ def test_a_worker_that_does_not_level_is_named() -> None:
     play(2, body)
 
 
-def test_who_was_missed_at_a_level_is_named_again_and_can_still_come() -> None:
+def test_synchronize_can_be_repeated_after_a_timeout() -> None:
     """The passive worker serves meanwhile, and may also step on before it levels."""
 
     def body(world: World) -> torch.Tensor:
         buffer = filled(world)
         averager = PairAverager(world, buffer, silence=60.0)
         if world.rank == 1:
-            pairing = averager._pairing
-            pairing._timeout = 0.02
+            exchange = averager._exchange
+            exchange._timeout = 0.02
             for _ in range(2):
                 with pytest.raises(PeerError, match=r"rank 0 lives, .* for 0\.2 s"):
-                    averager.level()
+                    averager.synchronize()
             averager.end()  # of what was amid then
             averager.begin(ALL)  # a step in between
             averager.end()
-            pairing._timeout = 60.0
+            exchange._timeout = 60.0
             world.publish("said", True)
         else:
             world.read("said", 1)
         for _ in range(2):
-            averager.level()
+            averager.synchronize()
             buffer += world.rank
         return buffer
 
@@ -265,30 +265,32 @@ def test_who_was_missed_at_a_level_is_named_again_and_can_still_come() -> None:
     assert torch.allclose(other, mean + 1.5, atol=1e-5)
 
 
-def test_who_is_served_amid_a_level_that_ends_in_ctrl_c_is_waited_for() -> None:
+def test_average_interrupted_in_a_synchronization_is_completed() -> None:
     def body(world: World) -> torch.Tensor:
         buffer = filled(world)
         averager = PairAverager(world, buffer, silence=60.0)
         if world.rank == 1:
-            pairing, until = averager._pairing, averager._pairing._until
+            exchange, until = averager._exchange, averager._exchange._wait_until
 
             def cut(over: Callable[[], bool], what: str) -> None:
                 """Wait until the other one's model is in the midst of an average; then Ctrl-C."""
-                pairing._until = until
-                until(lambda: pairing.machine.served is not None or pairing.machine.averages, what)
+                exchange._wait_until = until
+                until(
+                    lambda: exchange.machine.served is not None or exchange.machine.averages, what
+                )
                 raise KeyboardInterrupt
 
-            pairing._until = cut
+            exchange._wait_until = cut
             with pytest.raises(KeyboardInterrupt):
-                averager.level()
+                averager.synchronize()
             averager.end()
-            assert not pairing.machine.pending
+            assert not exchange.machine.pending
             averager.begin(ALL)
             averager.end()
         else:
             averager.begin(ALL)
             averager.end()
-        averager.level()
+        averager.synchronize()
         return buffer
 
     one, other = play(2, body)
@@ -297,20 +299,20 @@ def test_who_is_served_amid_a_level_that_ends_in_ctrl_c_is_waited_for() -> None:
 
 @pytest.mark.parametrize("how", ["fails", "leaves"])
 @pytest.mark.parametrize("gone", [1, 2])
-def test_all_that_are_left_are_levelled(gone: int, how: str) -> None:
+def test_synchronize_covers_all_remaining_workers(gone: int, how: str) -> None:
     """Active and passive workers without one that has failed, or has ended early; twice."""
 
     def body(world: World) -> torch.Tensor | None:
         buffer = filled(world)
         averager = PairAverager(world, buffer, silence=60.0)
-        averager.level()
+        averager.synchronize()
         if world.rank == gone:
-            averager._pairing.close(quick=True) if how == "fails" else averager.close()
+            averager._exchange.close(quick=True) if how == "fails" else averager.close()
             return None
         buffer += world.rank
-        averager.level()
+        averager.synchronize()
         buffer += world.rank
-        averager.level()
+        averager.synchronize()
         return buffer
 
     found = [each for each in play(4, body) if each is not None]
@@ -321,32 +323,32 @@ def test_all_that_are_left_are_levelled(gone: int, how: str) -> None:
     torch.testing.assert_close(found[0], begun + 2 * sum(ranks) / 3, rtol=1e-5, atol=1e-5)
 
 
-def test_who_lives_and_does_not_level_is_named_and_is_told() -> None:
+def test_live_worker_that_does_not_synchronize_is_named_and_learns_it() -> None:
     def body(world: World) -> None:
         averager = made(world)
         if world.rank == 0:
-            averager._follower._timeout = 0.3
+            averager._client._timeout = 0.3
             said = r"rank 0: no other worker .*: rank 1 gave no sign for 0.3 s"
             with pytest.raises(PeerError, match=said):
-                averager.level()
+                averager.synchronize()
             world.publish("said", True)
         else:
             world.read("said", 0)
             with pytest.raises(
                 PeerError, match=r"rank 1: no other .*: the others have gone on without rank 1"
             ):
-                averager.level()
+                averager.synchronize()
 
     play(2, body)
 
 
-def test_wrong_bytes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_chunk_is_refused_with_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(world: World) -> None:
         if world.rank == 1:
             averager = made(world)
             averager.begin(ALL)
             world.publish("begun", True)
-            with pytest.raises(PeerError, match="rank 1: rank 0 sent what it never sends: 3 bytes"):
+            with pytest.raises(PeerError, match="rank 1: rank 0 violated the protocol: 3 bytes"):
                 eventually(lambda: averager.end() or averager.begin(ALL) or False)
             return
         world.exchange("pairs", [NUMEL, "torch.float32", "None"])
@@ -354,17 +356,17 @@ def test_wrong_bytes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
             world.store, 0, [1], room=f"pairs/{world.path}", interfaces=("lo",), classes=1
         )
         world.read("begun", 1)
-        box.post(1, Kind.ASK, ids=(1, 0, 0, 0))
+        box.post(1, Kind.REQUEST, ids=(1, 0, 0, 0))
         assert box.receive(100.0).kind == Kind.GRANT
-        box.post(1, Kind.PIECE, b"abc", ids=(1, 0, 0, 0))
+        box.post(1, Kind.CHUNK, b"abc", ids=(1, 0, 0, 0))
         while (kind := box.receive(100.0).kind) != Kind.FAILED:
-            assert kind == Kind.ALIVE, "it waits for this worker"
+            assert kind == Kind.KEEPALIVE, "it waits for this worker"
         box.abandon()
 
     play(2, body)
 
 
-def test_levels_follow_each_other_with_steps_in_between() -> None:
+def test_synchronizations_with_steps_in_between_give_the_mean() -> None:
     def body(world: World) -> list[float]:
         buffer = torch.zeros(NUMEL)
         averager, found = PairAverager(world, buffer, silence=60.0), []
@@ -374,7 +376,7 @@ def test_levels_follow_each_other_with_steps_in_between() -> None:
                 averager.end()
                 buffer += world.rank
             averager.begin(ALL)  # the next one ends it
-            averager.level()
+            averager.synchronize()
             found.append(float(buffer[level]))
         return found
 
@@ -390,12 +392,12 @@ def test_levels_follow_each_other_with_steps_in_between() -> None:
         (torch.zeros(3, device="meta"), "on meta"),
     ],
 )
-def test_buffers_that_cannot_be_averaged_are_refused(buffer: torch.Tensor, said: str) -> None:
+def test_invalid_buffer_is_refused(buffer: torch.Tensor, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         PairAverager(loopback.worlds(1)[0], buffer)
 
 
-def test_workers_with_different_models_are_told_before_they_meet() -> None:
+def test_different_models_are_refused_before_connection_setup() -> None:
     def body(world: World) -> None:
         with pytest.raises(MismatchError, match=r"give all workers the same model and wire"):
             PairAverager(world, torch.zeros(3 + world.rank))
@@ -403,7 +405,7 @@ def test_workers_with_different_models_are_told_before_they_meet() -> None:
     play(2, body)
 
 
-def test_calls_that_make_no_sense_are_refused() -> None:
+def test_calls_in_the_wrong_order_are_refused() -> None:
     world = loopback.worlds(1)[0]
     averager = PairAverager(world, torch.zeros(NUMEL))
     averager.end()  # nothing was begun
@@ -422,10 +424,10 @@ def test_calls_that_make_no_sense_are_refused() -> None:
     play(2, body)
 
 
-def test_a_step_after_a_failure_says_again_what_has_failed() -> None:
+def test_error_of_the_thread_is_raised_by_each_later_step() -> None:
     def body(world: World) -> None:
         averager = made(world)
-        averager._pairing._fail(PeerError("rank 7 sent what it never sends"))
+        averager._exchange._fail(PeerError("rank 7 sent what it never sends"))
         for _ in range(2):
             with pytest.raises(PeerError, match="rank 7 sent"):
                 averager.begin(ALL)
@@ -433,17 +435,17 @@ def test_a_step_after_a_failure_says_again_what_has_failed() -> None:
     play(2, body)
 
 
-def test_an_error_of_the_thread_is_one_line() -> None:
+def test_error_of_the_thread_has_one_line() -> None:
     def body(world: World) -> None:
         averager = made(world)
         if world.rank == 0:
-            pairing = averager._pairing
+            exchange = averager._exchange
 
             def fails(_: object) -> None:
                 raise RuntimeError("sizes differ\nException raised from here")
 
-            pairing.step = fails
-            eventually(lambda: pairing._error is not None)
+            exchange.step = fails
+            eventually(lambda: exchange._error is not None)
             with pytest.raises(PeerError, match=r"^rank 0: RuntimeError: sizes differ$"):
                 averager.begin(ALL)
             world.publish("said", True)
@@ -453,7 +455,7 @@ def test_an_error_of_the_thread_is_one_line() -> None:
     play(2, body)
 
 
-def test_an_averager_that_is_forgotten_takes_its_thread_along() -> None:
+def test_garbage_collected_averager_ends_its_thread() -> None:
     def body(world: World) -> None:
         PairAverager(world, torch.zeros(8))
 

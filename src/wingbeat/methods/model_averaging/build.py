@@ -1,4 +1,4 @@
-"""The parts of strategies that average models (Ripples, AD-PSGD, local SGD, DiLoCo)."""
+"""Builds the runtime of strategies that average models (Ripples, AD-PSGD, LocalSGD, DiLoCo)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from wingbeat.errors import MismatchError, UsageError
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.views import ShownGradients
-from wingbeat.methods.model_averaging.group_average import Lossy
-from wingbeat.methods.model_averaging.group_averager import GroupAverager, Grouping
-from wingbeat.methods.model_averaging.outer import OuterUpdate, copies_of
+from wingbeat.methods.model_averaging.group_all_reduce import ModelCompression
+from wingbeat.methods.model_averaging.group_averager import GroupAverager, GroupSession
+from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.observe.log import log
@@ -46,70 +46,62 @@ if TYPE_CHECKING:
 
 
 class ModelExchange:
-    """Starts nothing on buckets: the update averages models by itself.
+    """The exchange of a runtime without gradient exchange: the update averages models."""
 
-    Args:
-        shown: returns what is to be seen of that in `wingbeat top`.
-    """
-
-    def __init__(self, shown: Callable[[], Sequence[Section]]) -> None:
-        self._shown = shown
+    def __init__(self, sections: Callable[[], Sequence[Section]]) -> None:
+        self.sections = sections
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
-        """No gradient travels."""
+        """Not supported."""
         raise NotImplementedError(f"{operation} of bucket {bucket.index}")
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
-        """There are no buckets."""
-        assert not [*buckets, *forward], "gradients stay where they are"
+        """Do nothing: there are no buckets."""
+        assert not [*buckets, *forward], "model averaging has no buckets"
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
-        """There are no classes."""
-        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
+        """Not supported."""
+        raise NotImplementedError(f"model averaging has no classes for thresholds {thresholds}")
 
     def owned(self, bucket: Bucket) -> Span:
-        """Nothing is left whole on one worker alone."""
+        """Not supported."""
         raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
-    def sections(self) -> Sequence[Section]:
-        """Return what is to be seen of averages."""
-        return self._shown()
 
-
-def runtime_of(
+def build_runtime(
     averaging: Averaging,
     wire: str | Coded,
     training: Training,
     compression: Compression,
     buffers: Callable[[], list[torch.Tensor]],
 ) -> Runtime:
-    """Make them.
+    """Return the runtime of a model that is averaged.
 
     Args:
         averaging: how models are averaged.
-        wire: name of the dtype that they travel in, empty for float32 (or float64); or the codec
-            through which differences do.
-        training: what the parts work on.
-        compression: keeps what the codec loses.
-        buffers: returns the model's, as they are today.
+        wire: the name of the dtype in which models are sent, empty for float32 (or float64); or
+            the codec of their differences.
+        training: the model and its optimizer.
+        compression: keeps the residuals of codecs.
+        buffers: returns the model's current buffers.
 
     Raises:
-        UsageError: a model, or an optimizer's state, that cannot be averaged so, or the generator
-            cannot be started.
-        MismatchError: workers' optimizers remember other things, where that is averaged.
-        RendezvousError: a worker did not come.
+        UsageError: the model, or the optimizer's state, cannot be averaged, or the generator cannot
+            be started.
+        MismatchError: the workers' optimizers have different state, and it is averaged.
+        RendezvousError: a worker did not connect.
     """
     bucketing, world = training.bucketing, training.collectives.world
     _check(training, world, averaging)
     fragments = _fragments(training, bucketing.fusion)
     slots = [slot for part in fragments for slot in part]
-    state = _state_of(training, slots) if averaging.state else None
+    state = _averaged_state(training, slots) if averaging.state else None
     frozen = _floating([param for _, param in bucketing.frozen])
-    model = _flat(fragments, averaging, lambda: _floating(buffers()), state, frozen)
-    wires = _lossy(wire, slots, compression, averaging, len(model.trained))
-    averager = _averager_of(averaging, wires, world, model)
+    model = _flat_model(fragments, averaging, lambda: _floating(buffers()), state, frozen)
+    compressed = _model_compression(wire, slots, compression, averaging, len(model.trained))
+    averager = _averager(averaging, compressed, world, model)
     schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
-    update = _update_of(averaging, training, model, averager, schedule, slots)
+    update = _update(averaging, training, model, averager, schedule, slots)
     if averaging.in_groups:
         _in_groups[world.parent or world] = weakref.ref(update)
     runtime = Runtime(
@@ -122,22 +114,23 @@ def runtime_of(
         training.steps,
     )
     update.waited = WeakCall(runtime.waited)
-    if isinstance(averager, GroupAverager):  # pairs leave by themselves
-        _leaves_with(update, averager, world)
-        lives = LiveState(training, update)
-        averager.grouping.offer = lives.written
-        # Who shares one model with all takes part from the moment that it has it.
-        alike = averaging.outer is not None and averaging.partners == "all"
-        if alike and isinstance(update, OuterUpdate):
-            averager.grouping.renew()
-        update.renew = functools.partial(_renew, averager.grouping, lives, join=alike)
+    if isinstance(averager, GroupAverager):  # a PairAverager closes itself
+        _close_with(update, averager, world)
+        state_of_worker = LiveState(training, update)
+        session = averager.session
+        session.snapshot = state_of_worker.written
+        # With one shared model, a worker is active from the moment that it has a peer's state.
+        shared = averaging.outer is not None and averaging.partners == "all"
+        if shared and isinstance(update, OuterUpdate):
+            session.copy_state_when_excluded()
+        update.renew = functools.partial(_copy_state, session, state_of_worker, join=shared)
         if world.returned:
-            lives.put(averager.grouping.fetch(join=alike))
+            state_of_worker.put(session.fetch_state(join=shared))
     return runtime
 
 
-def check(model: torch.nn.Module, averaging: Averaging | None) -> None:
-    """Raise a `UsageError` for a module that cannot be in a model that is averaged so."""
+def check_modules(model: torch.nn.Module, averaging: Averaging | None) -> None:
+    """Raise a `UsageError` for a module that does not support averages in groups or pairs."""
     if averaging is None or averaging.partners == "all":
         return
     for name, module in model.named_modules():
@@ -150,26 +143,28 @@ def check(model: torch.nn.Module, averaging: Averaging | None) -> None:
 
 
 _in_groups: Any = weakref.WeakKeyDictionary()
-"""By world of all workers: a reference to the update of the model averaged in groups of some."""
+"""By world of all workers: a weak reference to the update of the model that groups average."""
 
 
-def _renew(grouping: Grouping, lives: LiveState, *, join: bool) -> None:
-    """Take over another worker's state, if the others have gone on without this one."""
-    if grouping.left_out:
-        log.warning("others went on without this worker, which took too long: it takes their model")
-        lives.put(grouping.fetch(join=join))
+def _copy_state(session: GroupSession, state: LiveState, *, join: bool) -> None:
+    """Copy a peer's state if groups have gone on without this worker."""
+    if session.must_fetch:
+        log.warning(
+            "groups went on without this worker, which took too long: it copies a peer's model"
+        )
+        state.put(session.fetch_state(join=join))
 
 
-def _leaves_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:
-    """Have the averager closed with the world, or when the model is forgotten."""
+def _close_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:
+    """Close the averager with the world, or when the update is garbage collected."""
     world.on_close(averager.close)
-    # Where the garbage is collected nobody can wait for others.
-    ending = threading.Thread(target=averager.close, name="wingbeat-ending", daemon=True)
-    weakref.finalize(update, ending.start).atexit = False
+    # A garbage collector must not wait for other workers.
+    closing = threading.Thread(target=averager.close, name="wingbeat-ending", daemon=True)
+    weakref.finalize(update, closing.start).atexit = False
 
 
 def _check(training: Training, world: World, averaging: Averaging) -> None:
-    """Raise a `UsageError` for what cannot be averaged on this machine, or not now."""
+    """Raise a `UsageError` for a model that cannot be averaged on this device, or not now."""
     other = _in_groups.get(world.parent or world, lambda: None)()
     if averaging.in_groups and other is not None and not other.left:
         raise UsageError(
@@ -185,7 +180,7 @@ def _check(training: Training, world: World, averaging: Averaging) -> None:
         )
 
 
-def _update_of(
+def _update(
     averaging: Averaging,
     training: Training,
     model: FlatModel,
@@ -204,12 +199,12 @@ def _update_of(
         [slot.name for slot in slots],
         lr=lr,
         momentum=momentum,
-        alike=averaging.partners == "all",
+        shared=averaging.partners == "all",
     )
 
 
 def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
-    """Return which parameters are averaged at the same time; first those that forward reads."""
+    """Return the parameters of each fragment, in the order in which forward reads them."""
     bucketing = training.bucketing
     plan = plans.make(fusion, bucketing.specs, bucketing.ready_order)
     return [
@@ -218,32 +213,33 @@ def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
     ]
 
 
-def _state_of(training: Training, slots: Sequence[Slot]) -> ElementState:
-    """Return what of the optimizer's state is averaged: on all workers the same."""
+def _averaged_state(training: Training, slots: Sequence[Slot]) -> ElementState:
+    """Return the optimizer's state to average, after a check that all workers have the same."""
     state = ElementState(training.optimizer, {slot.param: slot.name for slot in slots})
-    world, mine = training.collectives.world, state.described()
+    world, own = training.collectives.world, state.described()
     if not world.returned:
-        world.publish("averaged state", mine)
+        world.publish("averaged state", own)
     for rank in range(world.size):
         theirs = world.read("averaged state", rank)
-        if theirs != mine:
+        if theirs != own:
             raise MismatchError(
-                f"rank {world.rank}'s optimizer remembers {_shown(mine, theirs)}, rank {rank}'s "
-                f"{_shown(theirs, mine)}: with average_state=True all ranks must build the same"
+                f"rank {world.rank}'s optimizer has the state {_difference(own, theirs)}, rank "
+                f"{rank}'s {_difference(theirs, own)}: with average_state=True all ranks must "
+                "build equal optimizers"
             )
     return state
 
 
-def _shown(mine: Any, theirs: Any) -> str:
-    """Say where the one is first another than the other, as `ElementState.described` has it."""
+def _difference(description: Any, other: Any) -> str:
+    """Return the first item of an `ElementState.described` that another one lacks."""
     try:
-        name, kept = next(each for each in mine if each not in theirs)
+        name, kept = next(each for each in description if each not in other)
         return f"{kept[:80] or 'nothing'} of {name!r:.80}"
     except (TypeError, ValueError, StopIteration):
-        return f"{mine!r:.80}"
+        return f"{description!r:.80}"
 
 
-def _flat(
+def _flat_model(
     fragments: Sequence[Sequence[Slot]],
     averaging: Averaging,
     buffers: Callable[[], list[torch.Tensor]],
@@ -255,55 +251,57 @@ def _flat(
     if averaging.outer is not None:
         each = [param for part in params for param in part]
         narrow = is_narrow(each, room_dtype([*each, *buffers(), *frozen]))
-        copies = copies_of(averaging.outer[1], narrow=narrow)
+        copies = num_copies(averaging.outer[1], narrow=narrow)
     return FlatModel(params, buffers, copies, state, frozen)
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those that have a mean; how many batches there were, say, has none."""
+    """Return the tensors that have a mean, unlike the number of batches, for example."""
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-def _lossy(
+def _model_compression(
     wire: str | Coded,
     slots: Sequence[Slot],
     compression: Compression,
     averaging: Averaging,
     trained: int,
-) -> Lossy:
-    """Return what parts of a flat model with the parameters of ``slots`` travel as.
+) -> ModelCompression:
+    """Return how a flat model with the parameters of ``slots`` is compressed.
 
-    Models that are rounded keep what that takes, as most steps are less than it; pairs and an outer
-    optimizer round differences.
+    Models that are rounded need error feedback, as most steps are smaller than the rounding error.
+    Pairs and outer optimizers round differences.
     """
     if isinstance(wire, str):
         dtype = wire_dtype(wire)
         if dtype is torch.bfloat16 and averaging.partners != "pairs" and averaging.outer is None:
             coding = Coding([Region(Span(0, trained), Bf16Codec())])
-            return Lossy(coding, torch.zeros(trained, device="cpu"), models=True)
-        return Lossy(dtype)
+            return ModelCompression(coding, torch.zeros(trained, device="cpu"), models=True)
+        return ModelCompression(dtype)
     coding = Coding(list(regions(wire, [(slot.name, slot.param.shape) for slot in slots])))
-    owed = None
+    residual = None
     if compression.residuals is not None:
         numels = [slot.param.numel() for slot in slots]
         names = [slot.name for slot in slots]
-        owed = compression.residuals.flat_for(names, numels, sum(numels), torch.device("cpu"))
-    return Lossy(coding, owed, gathers=isinstance(wire, TopK))
+        residual = compression.residuals.flat_for(names, numels, sum(numels), torch.device("cpu"))
+    return ModelCompression(coding, residual, gathers=isinstance(wire, TopK))
 
 
-def _averager_of(
-    averaging: Averaging, wire: Lossy, world: World, model: FlatModel
+def _averager(
+    averaging: Averaging, compression: ModelCompression, world: World, model: FlatModel
 ) -> GroupAverager | PairAverager:
     seed, encrypted = averaging.seed, averaging.encrypted
     if averaging.partners == "pairs":
         params = model.flat[: len(model.trained)]
         return PairAverager(
-            world, params, whole=model.flat, wire=wire.dtype, seed=seed, encrypted=encrypted
-        )
+            world, params, whole=model.flat, dtype=compression.dtype, seed=seed,
+            encrypted=encrypted,
+        )  # fmt: skip
     static = averaging.partners == "static"
     rules = None if static else rules_of(averaging.partners, averaging.size, averaging.threshold)
-    # Groups are opened in the world of all.
-    grouping = Grouping(
-        world.parent or world, model.flat, rules, wire=wire, seed=seed, encrypted=encrypted
-    )
-    return GroupAverager(grouping, model.flat, world)
+    # Groups are opened in the world of all workers.
+    session = GroupSession(
+        world.parent or world, model.flat, rules, compression=compression, seed=seed,
+        encrypted=encrypted,
+    )  # fmt: skip
+    return GroupAverager(session, model.flat, world)

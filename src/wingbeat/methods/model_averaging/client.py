@@ -1,4 +1,4 @@
-"""A worker's way to the group generator, and what it does when that is dead."""
+"""A worker's client of the group generator, which falls back to `StaticClient` without one."""
 
 from __future__ import annotations
 
@@ -12,179 +12,169 @@ from typing import TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.generator import (
-    WRAPS,
+    ID_LIMIT,
     Kind,
-    Malformed,
     Member,
+    ProtocolError,
+    Reason,
     Run,
-    Told,
-    Unexpected,
-    Why,
-    told_of,
-    why_of,
+    RunMessage,
+    decode_run,
 )
-from wingbeat.methods.model_averaging.rendezvous import Board
+from wingbeat.methods.model_averaging.rendezvous import StatusTable
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.static import (
-    CALL,
-    GIVEN_UP,
-    Averages,
-    Coming,
-    Follower,
-    alone_text,
+    ABANDONED,
+    SYNC_CALL,
+    Arrival,
+    Reducer,
+    StaticClient,
+    isolation_text,
 )
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
 
-_LOOK_S = 0.25
-"""Seconds between two looks at whether the generator lives, while a group is waited for."""
+_log = logging.getLogger(__name__)
 
-_PROBE_S = 1.0
-"""Seconds between two messages that are sent only to see whether they arrive."""
+_CHECK_S = 0.25
+"""Interval of checks of whether the generator lives, while a message of it is awaited."""
+
+_KEEPALIVE_S = 1.0
+"""Interval of messages that fail to arrive if the generator is dead."""
+
+State = TypeVar("State")
+
+_AWAITED = {False: "the end of its step", True: SYNC_CALL}
+"""What a worker waits for; by whether it synchronizes."""
+
+_REASONS = {
+    Reason.LATE: "took too long for a step, or for an average",
+    Reason.SILENT: "has given no sign for long",
+    Reason.LEFT: "has left",
+    Reason.DIED: "has ended",
+}
 
 
-class Dead(Exception):
-    """The generator is; says why."""
+class GeneratorLost(Exception):
+    """The generator has died, left or cannot be reached; the text says how."""
 
 
-class Line:
-    """Messages to and from the generator; for one thread.
-
-    Args:
-        mailbox: joins this worker to the generator.
-        worker: its rank.
-        generator: the number of the generator's mailbox.
-        timeout: seconds that a group may be waited for.
+class GeneratorConnection:
+    """Messages to and from the generator. For one thread.
 
     Attributes:
-        heard: what the generator has said that nobody has acted on, oldest first.
+        received: messages that were received and not handled, oldest first.
     """
 
     def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
         self._mailbox, self._worker, self._generator = mailbox, worker, generator
-        self._timeout, self._probed = timeout, 0.0
-        self._dead = False
-        self.heard: deque[Message] = deque()
+        self._timeout, self._sent_at = timeout, 0.0
+        self._lost = False
+        self.received: deque[Message] = deque()
 
     @property
-    def dead(self) -> bool:
-        """Whether the generator has left, is lost or has ended without a word: then for good."""
-        if not self._dead:
+    def lost(self) -> bool:
+        """Whether the generator has left, is silent or has closed its connections; for good."""
+        if not self._lost:
             mailbox, generator = self._mailbox, self._generator
-            self._dead = (
+            self._lost = (
                 generator in mailbox.left
                 or generator in mailbox.lost
                 or mailbox.unconnected().get(generator, 0.0) > UNCONNECTED_S
             )
-        return self._dead
+        return self._lost
 
-    def post(self, kind: Kind, *ids: int) -> None:
-        """Tell the generator.
+    def send(self, kind: Kind, *ids: int) -> None:
+        """Send a message.
 
         Raises:
-            Dead: it is gone.
+            GeneratorLost: the generator cannot be sent anything.
         """
         try:
             padded = (*ids, 0, 0, 0, 0)[:4]
             self._mailbox.post(self._generator, kind, ids=padded, urgency=0)
         except PeerError as error:
-            raise Dead(str(error)) from None
+            raise GeneratorLost(str(error)) from None
 
-    def next(self, deadline: float) -> Message:
-        """Wait for the generator's next message.
+    def receive(self, deadline: float) -> Message:
+        """Wait for the next message.
 
         Raises:
-            Dead: it is gone.
-            PeerError: none came in time.
+            GeneratorLost: the generator is lost.
+            PeerError: the deadline has passed.
         """
-        asked = time.monotonic()
+        sent_at = time.monotonic()
         while True:
-            if self.heard:
-                return self.heard.popleft()
+            if self.received:
+                return self.received.popleft()
             try:
-                return self._mailbox.receive(_LOOK_S, of=[self._generator])
+                return self._mailbox.receive(_CHECK_S, of=[self._generator])
             except PeerError as error:
-                if self.dead:
-                    raise Dead(self._why(error)) from None
+                if self.lost:
+                    raise GeneratorLost(self._how_lost(error)) from None
             now = time.monotonic()
             if now >= deadline:
                 raise PeerError(
                     f"rank {self._worker}: no group came from the group generator within "
                     f"{self._timeout:g} s; check that the others still train"
                 )
-            if now - asked >= _PROBE_S:
-                asked = now
-                self.post(Kind.ALIVE)  # which has to arrive
+            if now - sent_at >= _KEEPALIVE_S:
+                sent_at = now
+                self.send(Kind.KEEPALIVE)
 
-    def listen(self) -> None:
-        """Take in what the generator has said by now."""
+    def poll(self) -> None:
+        """Append all messages that have arrived to `received`."""
         while (message := self._mailbox.poll(of=[self._generator])) is not None:
-            self.heard.append(message)
+            self.received.append(message)
 
-    def probe(self) -> None:
-        """Ask for a sign of the generator, now and then: if it is dead, this does not arrive."""
+    def keep_alive(self) -> None:
+        """Send a keepalive message if the last one is old enough."""
         now = time.monotonic()
-        if now - self._probed >= _PROBE_S:
-            self._probed = now
-            with contextlib.suppress(Dead):
-                self.post(Kind.ALIVE)
+        if now - self._sent_at >= _KEEPALIVE_S:
+            self._sent_at = now
+            with contextlib.suppress(GeneratorLost):
+                self.send(Kind.KEEPALIVE)
 
-    def _why(self, error: PeerError) -> str:
-        """Return what to say of the generator, which is dead, after a wait that ended so."""
+    def _how_lost(self, error: PeerError) -> str:
         if self._generator in self._mailbox.left or self._generator in self._mailbox.lost:
             return str(error)
-        return "it has ended without a word"
-
-
-_log = logging.getLogger(__name__)
-
-Blob = TypeVar("Blob")
-
-_WHAT = {False: "the end of its step", True: CALL}
-"""What is waited for; by whether this worker levels."""
-
-_WHY = {
-    Why.LATE: "took too long for a step, or for an average",
-    Why.SILENT: "has given no sign for long",
-    Why.LEFT: "has left",
-    Why.ENDED: "has ended",
-}
+        return "its connections have closed without a goodbye"
 
 
 class Client:
-    """Finds with whom to average after each step; for one thread.
+    """Takes part in the groups that the generator makes. For one thread.
 
-    When the generator is dead, all workers go on by the static schedule, from its first step, or
-    with everyone if these are the rules: each as soon as it finds out. Whoever is then in a group
-    waits for those who have not found out yet.
+    When the generator is lost, all workers continue with the static schedule from its first step,
+    or with groups of all workers if these are the rules, each as soon as it finds out. Members of a
+    group wait for those that have not found out yet.
 
     Args:
-        mailbox: joins this worker to the generator.
-        worker: its rank.
+        mailbox: is connected to the generator.
+        worker: this worker's rank.
         generator: the number of the generator's mailbox.
         layout: which worker is on which host.
         rules: the generator's.
-        timeout: seconds without a sign of the generator after which a wait ends. It gives signs
-            while those live for whom this worker waits; then a wait ends after `LONGEST` times as
-            many.
-        board: what workers tell each other when the generator is dead.
-        lives: whether the process of a worker runs, as far as is known; asked without a generator.
+        timeout: seconds without a message of the generator after which a wait fails. The generator
+            sends messages while the awaited workers live; then a wait fails after `LONGEST` times
+            as many.
+        table: the status table, used when the generator is lost.
+        is_running: whether the process of a worker runs, as far as is known; used without a
+            generator.
 
     Attributes:
-        fallen: why groups come without the generator, None if they do not.
-        left_out: whether others have gone on without this worker since it met all of them, or
-            fetched the state of one.
-        stale: whether it was silent for so long that it has to fetch the state of another before
-            it is in a group again: a step ends without an average meanwhile.
-        renews: whether this worker, if others have gone on without it, takes the state of one
-            before it is in a group again: then a step ends without an average. Else it is in the
-            next.
-        lost: called with each worker that takes no part any more.
-        back: called with each that takes part again.
-        give: called with a worker that wants this one's state, and the number of their meeting,
-            while this worker waits for a group.
+        fallback: why groups are made without the generator; None if they are not.
+        excluded: whether groups have gone on without this worker since it last synchronized, or
+            copied a peer's state.
+        stale: whether it was silent for so long that it must copy a peer's state before it is in a
+            group again. Until then steps end without an average.
+        copies_state: whether an excluded worker always copies a peer's state before it is in a
+            group again. Until then steps end without an average.
+        on_lost: called with each worker that is lost.
+        on_back: called with each worker that is active again.
+        on_fetch: called with a worker that wants this one's state, and their connection id, while
+            this worker waits for a group.
     """
 
     def __init__(
@@ -195,131 +185,130 @@ class Client:
         layout: Layout,
         rules: Rules,
         timeout: float,
-        board: Board,
-        lives: Callable[[int], bool] = lambda _: False,
+        table: StatusTable,
+        is_running: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._line, self._worker = Line(mailbox, worker, generator, timeout), worker
+        self._connection = GeneratorConnection(mailbox, worker, generator, timeout)
+        self._worker = worker
         self._layout, self._rules, self._timeout = layout, rules, timeout
-        self._board, self._lives = board, lives
+        self._table, self._is_running = table, is_running
         self._member = Member(worker, rules)
-        self._levels = self._joins = False
-        self._asked = self._since = 0
-        self._absent: dict[int, Why] = {}
-        self._missed = False  # whether others have made a mean of all without this worker
-        self._met: tuple[int, ...] = ()
-        self._follower: Follower | None = None
-        self.fallen: str | None = None
-        self.left_out = self.stale = self.renews = False
-        self.lost: Callable[[int], None] = lambda _: None
-        self.back: Callable[[int], None] = lambda _: None
-        self.give: Callable[[int, int], None] | None = None
+        self._synchronizes = self._joins = False
+        self._requests = self._waiting_since = 0
+        self._inactive: dict[int, Reason] = {}
+        self._missed = False  # whether others have synchronized without this worker
+        self._members: tuple[int, ...] = ()  # of the last group
+        self._static: StaticClient | None = None
+        self.fallback: str | None = None
+        self.excluded = self.stale = self.copies_state = False
+        self.on_lost: Callable[[int], None] = lambda _: None
+        self.on_back: Callable[[int], None] = lambda _: None
+        self.on_fetch: Callable[[int, int], None] | None = None
 
     @property
-    def absent(self) -> set[int]:
-        """The workers that take no part, as far as this one has heard."""
-        return set(self._absent) if self._follower is None else self._follower.absent
+    def lost_peers(self) -> set[int]:
+        """The workers that are not active, as far as this worker knows."""
+        return set(self._inactive) if self._static is None else self._static.lost_peers
 
-    def step(self, averages: Averages) -> None:
-        """Take part in averages until the next step may begin.
-
-        Raises:
-            PeerError: no group came in time, or the generator has sent what it never sends.
-        """
-        if self._follower is None and self._asks(averages, level=False):
-            return
-        assert self._follower is not None
-        self._follower.step(averages)
-
-    def level(self, averages: Averages) -> None:
-        """Average with all that take part, when all of them have called this.
-
-        Others may have steps to make before; no group of theirs waits for this worker. Whoever is
-        gone is left out. Afterwards all have the same parameters.
+    def step(self, reducer: Reducer) -> None:
+        """Take part in groups until the next step may begin.
 
         Raises:
-            PeerError: the generator has given no sign in time, or sent what it never sends; a
-                worker lives and does not call this; or no other worker takes part, and one lives
-                or has called this without this worker.
+            PeerError: no group came in time, or the generator violates the protocol.
         """
-        if self._follower is None and self._asks(averages, level=True):
-            self._check_alone()
-            self.left_out = self.stale = self._missed = False
+        if self._static is None and self._use_generator(reducer, synchronize=False):
             return
-        assert self._follower is not None
-        self._follower.level(averages)
+        assert self._static is not None
+        self._static.step(reducer)
 
-    def fetch(
-        self, take: Callable[[int, int, Callable[[], bool]], Blob | None], *, join: bool = False
-    ) -> Blob:
-        """Return the state of somebody who takes part.
+    def synchronize(self, reducer: Reducer) -> None:
+        """Average with all active workers, once all of them have called this.
+
+        The others may make steps before; their groups do not wait for this worker. Lost workers are
+        left out. Afterwards all have the same parameters.
+
+        Raises:
+            PeerError: the generator is silent, or violates the protocol; a worker lives, and does
+                not call this; or no other worker is active, and one lives or has synchronized
+                without this worker.
+        """
+        if self._static is None and self._use_generator(reducer, synchronize=True):
+            self._check_isolation()
+            self.excluded = self.stale = self._missed = False
+            return
+        assert self._static is not None
+        self._static.synchronize(reducer)
+
+    def fetch_state(
+        self, receive: Callable[[int, int, Callable[[], bool]], State | None], *, join: bool = False
+    ) -> State:
+        """Return the state of an active peer.
 
         Args:
-            take: takes it from a worker, at a meeting of that number; its last argument says
-                whether that one lives, as far as is known. Returns None if it was lost.
-            join: whether this worker takes part from now on, and not only when it asks.
+            receive: receives it from a worker over the connection with an id. Its last argument
+                says whether the worker is still active. Returns None if it was lost.
+            join: whether this worker is active from now on, instead of from its next request.
 
         Raises:
-            PeerError: nobody takes part, or gave it in time, or the generator is dead.
+            PeerError: no peer is active, or has sent it in time, or the generator is lost.
         """
-        self._joins, self.left_out, self.stale, self._missed = join, False, False, False
+        self._joins, self.excluded, self.stale, self._missed = join, False, False, False
         lost, deadline = -1, time.monotonic() + self._timeout
         try:
             while True:
-                self._line.post(Kind.FETCH, lost + 1, int(join))
-                giver, meeting = self._told_giver(deadline)
-                blob = take(giver, meeting, lambda giver=giver: not self._heard_out(giver))  # type: ignore[misc]
-                if blob is not None:
-                    return blob
-                lost = giver
-        except Dead as error:
+                self._connection.send(Kind.FETCH_STATE, lost + 1, int(join))
+                sender, connection = self._await_sender(deadline)
+                state = receive(sender, connection, functools.partial(self._is_active, sender))
+                if state is not None:
+                    return state
+                lost = sender
+        except GeneratorLost as error:
             raise PeerError(
-                f"rank {self._worker}: nobody says who has the state of the others: {error}"
+                f"rank {self._worker}: cannot find a peer to copy training state from: the group "
+                f"generator is unreachable: {error}"
             ) from None
 
-    def _told_giver(self, deadline: float) -> tuple[int, int]:
+    def _await_sender(self, deadline: float) -> tuple[int, int]:
         while True:
-            message = self._line.next(deadline)
+            message = self._connection.receive(deadline)
             ids = message.ids
-            if message.kind != Kind.STATE or ids[0] == self._worker != ids[1]:
-                self._note(message)
+            if message.kind != Kind.SEND_STATE or ids[0] == self._worker != ids[1]:
+                self._handle_between_steps(message)
             elif ids[0] == ids[1]:
                 raise PeerError(
-                    f"rank {self._worker}: nobody takes part whose state could be taken: start "
-                    "from a checkpoint"
+                    f"rank {self._worker}: cannot find a peer to copy training state from: no "
+                    "other worker is active: start from a checkpoint"
                 )
             elif ids[1] == self._worker and ids[0] < self._layout.workers:
                 return ids[0], ids[2]
 
-    def _heard_out(self, worker: int) -> bool:
-        """Whether ``worker`` takes no part any more, as far as the generator has said."""
-        self._note_all()
-        return worker in self._absent or self._line.dead
+    def _is_active(self, worker: int) -> bool:
+        self._handle_received()
+        return worker not in self._inactive and not self._connection.lost
 
-    def _note_all(self) -> None:
-        """Hear all that the generator has said by now."""
-        self._line.listen()
-        while self._line.heard:
-            self._note(self._line.heard.popleft())
+    def _handle_received(self) -> None:
+        self._connection.poll()
+        while self._connection.received:
+            self._handle_between_steps(self._connection.received.popleft())
 
-    def _note(self, message: Message) -> None:
-        """Hear what the generator says between two steps."""
+    def _handle_between_steps(self, message: Message) -> None:
         match message.kind:
-            case Kind.OUT if message.ids[0] == self._worker:
-                self._note_own(message.ids[2])
-            case Kind.OUT | Kind.IN:
-                self._note_other(message.kind, message.ids)
-            case Kind.STATE if message.ids[0] == self._worker and self.give is not None:
-                self.give(message.ids[1], message.ids[2])
+            case Kind.REMOVED if message.ids[0] == self._worker:
+                self._note_exclusion(message.ids[2])
+            case Kind.REMOVED | Kind.ADDED:
+                self._note_peer(message.kind, message.ids)
+            case Kind.SEND_STATE if message.ids[0] == self._worker and self.on_fetch is not None:
+                self.on_fetch(message.ids[1], message.ids[2])
 
-    def _note_other(self, kind: int, ids: Sequence[int]) -> None:
-        """Note that another worker takes part no more, and why; or that it does again."""
-        worker, before = ids[0], self._absent.pop(ids[0], None)
-        if kind == Kind.OUT:
-            self._absent[worker] = why = why_of(ids[2])
+    def _note_peer(self, kind: int, ids: Sequence[int]) -> None:
+        """Note that another worker is not active any more, or is active again."""
+        worker, before = ids[0], self._inactive.pop(ids[0], None)
+        if kind == Kind.REMOVED:
+            self._inactive[worker] = reason = Reason.parse(ids[2])
             self._missed = bool(ids[3])
-            if why != Why.LATE and before in (None, Why.LATE):
-                self.lost(worker)
-            elif why == Why.LATE and before is None:
+            if reason != Reason.LATE and before in (None, Reason.LATE):
+                self.on_lost(worker)
+            elif reason == Reason.LATE and before is None:
                 _log.info(
                     "rank %d: rank %d took too long for a step, or for an average: groups go on "
                     "without it until its next step; wingbeat.consensus() waits for it",
@@ -327,182 +316,177 @@ class Client:
                     worker,
                 )
         elif before is not None:
-            self.back(worker)
-        if (before is None) == (kind == Kind.OUT):
-            stream.happened("left" if kind == Kind.OUT else "joined", (worker,))
+            self.on_back(worker)
+        if (before is None) == (kind == Kind.REMOVED):
+            stream.happened("left" if kind == Kind.REMOVED else "joined", (worker,))
 
-    def _note_own(self, why: int) -> None:
-        """Note that others have gone on without this worker.
+    def _note_exclusion(self, reason: int) -> None:
+        """Note that groups have gone on without this worker.
 
         Raises:
-            PeerError: it copies their state.
+            PeerError: it copies a peer's state.
         """
-        self.left_out = True
-        self.stale |= why == Why.SILENT
+        self.excluded = True
+        self.stale |= reason == Reason.SILENT
         if self._joins:
             raise PeerError(
-                f"rank {self._worker}: the others went on without this worker before it had their "
+                f"rank {self._worker}: groups went on without this worker before it had a peer's "
                 "state; start it again, or give it more time: wingbeat.init(timeout=...)"
             )
 
-    def _check_alone(self) -> None:
-        """Raise a `PeerError` if a mean over all was of this worker alone, and is not everyone's.
+    def _check_isolation(self) -> None:
+        """Raise a `PeerError` if the mean was of this worker alone, and others have another model.
 
-        It is if all others have died, or have left in good order, and made no such mean without
-        this worker before.
+        They do not if all have died, or have left, and have not synchronized without this worker.
         """
-        over = {Why.ENDED, Why.LEFT}
-        if len(self._met) > 1 or not (self._missed or set(self._absent.values()) - over):
+        over = {Reason.DIED, Reason.LEFT}
+        if len(self._members) > 1 or not (self._missed or set(self._inactive.values()) - over):
             return
-        names = "; ".join(f"rank {w} {_WHY[why]}" for w, why in sorted(self._absent.items()))
+        names = "; ".join(f"rank {w} {_REASONS[why]}" for w, why in sorted(self._inactive.items()))
         missed = "; the others have made theirs without this rank" if self._missed else ""
-        raise PeerError(alone_text(self._worker, names + missed))
+        raise PeerError(isolation_text(self._worker, names + missed))
 
     def leave(self, *, failed: bool = False) -> None:
-        """Let nobody wait for this worker any more, if there is no generator who does.
+        """Publish that this worker takes part no more, if there is no generator to notice it."""
+        if self._static is not None:
+            self._static.leave(failed=failed)
 
-        Args:
-            failed: whether an exception ends this worker.
-        """
-        if self._follower is not None:
-            self._follower.leave(failed=failed)
-
-    def _asks(self, averages: Averages, *, level: bool) -> bool:
-        """Take part in what the generator says; False if it is dead and there was no average."""
-        self._levels = level
+    def _use_generator(self, reducer: Reducer, *, synchronize: bool) -> bool:
+        """Execute what the generator sends; return False if it is lost and there was no average."""
+        self._synchronizes = synchronize
         try:
-            self._ask(averages)
-        except Dead as error:
-            self._fall(str(error), averages)
+            self._request_and_run(reducer)
+        except GeneratorLost as error:
+            self._fall_back(str(error), reducer)
             return not self._member.waiting
         return True
 
-    def _fall(self, why: str, averages: Averages) -> None:
-        """Do without the generator from now on."""
-        self.fallen = why
-        averages.close()
+    def _fall_back(self, why: str, reducer: Reducer) -> None:
+        """Continue without the generator."""
+        self.fallback = why
+        reducer.close()
         everyone = self._rules.whole
-        self._note_all()
-        self._board.fall(self._worker, self._member.last)
-        for worker, reason in self._absent.items():
-            self._board.lose(worker, left=reason == Why.LEFT)  # Not all may have heard it.
-        self._follower = Follower(
-            self._worker, self._layout, self._timeout, self._board,
-            everyone=everyone, absent=self._absent, lives=self._lives,
+        self._handle_received()
+        self._table.mark_fallback(self._worker, self._member.last)
+        for worker, reason in self._inactive.items():
+            # The other workers may not know it.
+            self._table.mark_lost(worker, left=reason == Reason.LEFT)
+        self._static = StaticClient(
+            self._worker, self._layout, self._timeout, self._table,
+            everyone=everyone, lost=self._inactive, is_running=self._is_running,
         )  # fmt: skip
-        self._follower.lost = self.lost
+        self._static.on_lost = self.on_lost
         _log.warning(
             "rank %d: the group generator is gone (%s); groups %s from now on",
             self._worker,
             why,
-            "are of everyone" if everyone else "follow the static schedule",
+            "contain all workers" if everyone else "follow the static schedule",
         )
 
-    def _ask(self, averages: Averages) -> None:
+    def _request_and_run(self, reducer: Reducer) -> None:
         self._request()
-        wait = Wait(f"rank {self._worker}", _WHAT[self._levels], time.monotonic)
+        wait = Wait(f"rank {self._worker}", _AWAITED[self._synchronizes], time.monotonic)
         deadline = wait.begun + self._timeout
         while self._member.waiting:
-            message = self._line.next(deadline)
-            # Others may have many steps to make, or long ones: signs of the generator count.
+            message = self._connection.receive(deadline)
+            # The others may have long steps, so each message extends the deadline.
             deadline = time.monotonic() + self._timeout
-            if message.kind == Kind.ALIVE and message.ids[0]:
-                self._look(wait, f"rank {message.ids[0] - 1}")
+            if message.kind == Kind.KEEPALIVE and message.ids[0]:
+                self._check_wait(wait, f"rank {message.ids[0] - 1}")
             try:
-                self._hear(message, averages)
-            except (Malformed, Unexpected) as error:
+                self._handle(message, reducer)
+            except ProtocolError as error:
                 raise PeerError(
-                    f"rank {self._worker}: the group generator sent what it never sends: {error}"
+                    f"rank {self._worker}: the group generator violated the protocol: {error}"
                 ) from None
 
-    def _look(self, wait: Wait, peer: str) -> None:
-        """Log a long wait for a worker that lives.
+    def _check_wait(self, wait: Wait, peer: str) -> None:
+        """Log a long wait for a live worker.
 
         Raises:
-            PeerError: it lasts too long.
+            PeerError: it is too long.
         """
         wait.look(peer)
         if wait.seconds() > LONGEST * self._timeout:
             me = f"rank {self._worker}"
-            raise PeerError(stuck_text(me, peer, _WHAT[self._levels], self._timeout))
+            raise PeerError(stuck_text(me, peer, _AWAITED[self._synchronizes], self._timeout))
 
-    def _hear(self, message: Message, averages: Averages) -> None:
+    def _handle(self, message: Message, reducer: Reducer) -> None:
         ids = message.ids
         match message.kind:
             case Kind.RUN:
-                told = told_of(ids, message.payload, self._layout.workers)
-                averages.close(told.close)
-                if self._member.hear(told.run):
-                    self._run(told, averages)
-            case Kind.OUT if ids[0] == self._worker:
-                self._note_own(ids[2])
-                # Nobody waits for this worker any more, whatever it is in. It comes back when it
-                # asks; it may have done so since, which was not heard yet.
-                if ids[1] == self._asked:
+                decoded = decode_run(ids, message.payload, self._layout.workers)
+                reducer.close(decoded.close)
+                if self._member.start(decoded.run):
+                    self._run(decoded, reducer)
+            case Kind.REMOVED if ids[0] == self._worker:
+                self._note_exclusion(ids[2])
+                # All groups of this worker go on without it. A request makes it active again,
+                # unless the generator has sent this before it had received the last request.
+                if ids[1] == self._requests:
                     self._member = Member(self._worker, self._rules)
-                    if self._levels or not (self.renews or self.stale):
+                    if self._synchronizes or not (self.copies_state or self.stale):
                         self._request()
-            case Kind.OUT | Kind.IN:
-                self._note_other(message.kind, ids)
-            case Kind.STATE if ids[0] == self._worker and self.give is not None:
-                self.give(ids[1], ids[2])
+            case Kind.REMOVED | Kind.ADDED:
+                self._note_peer(message.kind, ids)
+            case Kind.SEND_STATE if ids[0] == self._worker and self.on_fetch is not None:
+                self.on_fetch(ids[1], ids[2])
             case Kind.REFUSED:
-                raise Unexpected(
+                raise ProtocolError(
                     f"a refusal: {bytes(message.payload[:200]).decode(errors='replace')}"
                 )
-            case Kind.ALIVE:
+            case Kind.KEEPALIVE:
                 pass
             case _:
-                raise Malformed(f"a message of kind {message.kind}")
+                raise ProtocolError(f"a message of kind {message.kind}")
 
     def _request(self) -> None:
-        self._member.ask(self._levels)
-        self._asked = (self._asked + 1) % WRAPS
-        self._since = time.monotonic_ns()
+        self._member.request(synchronize=self._synchronizes)
+        self._requests = (self._requests + 1) % ID_LIMIT
+        self._waiting_since = time.monotonic_ns()
         stream.happened("request")
-        if self._levels:
-            self._line.post(Kind.LEVEL)
+        if self._synchronizes:
+            self._connection.send(Kind.SYNCHRONIZE)
         else:
-            self._line.post(Kind.ASK, int(self.renews))
+            self._connection.send(Kind.REQUEST, int(self.copies_state))
 
-    def _run(self, told: Told, averages: Averages) -> None:
-        run, lost = told.run, None
-        self._met = run.members
+    def _run(self, message: RunMessage, reducer: Reducer) -> None:
+        run, lost = message.run, None
+        self._members = run.members
         stream.record(
-            "group_wait", self._since, time.monotonic_ns(), lane=AVERAGES, group=run.members
+            "group_wait", self._waiting_since, time.monotonic_ns(), lane=AVERAGES, group=run.members
         )
         if len(run.members) > 1:
-            lost = averages.average(run, told.meeting, functools.partial(self._coming, run))
-            self._since = time.monotonic_ns()
-        if lost == GIVEN_UP and self._line.dead:
-            raise Dead("it died before it had told all members of a group")
-        if lost == GIVEN_UP:
-            return  # It has said that the group runs again.
+            lost = reducer.average(run, message.connection, functools.partial(self._arrival, run))
+            self._waiting_since = time.monotonic_ns()
+        if lost == ABANDONED and self._connection.lost:
+            raise GeneratorLost("it died before it had told all members of a group")
+        if lost == ABANDONED:
+            return  # The generator has sent that the group runs again.
         if lost is not None:
-            # The group runs again without it, if others have not said so already.
-            self._line.post(Kind.LOST, run.number, run.epoch, lost)
+            # The group runs again without it.
+            self._connection.send(Kind.LOST, run.number, run.epoch, lost)
             return
         self._joins = False
-        if self.renews:  # else it was left out before, and would not be in a group
-            self.left_out = False
-        self._member.done()
-        self._line.post(Kind.DONE, run.number, run.epoch)
+        if self.copies_state:  # an excluded worker would not be in a group
+            self.excluded = False
+        self._member.finish()
+        self._connection.send(Kind.DONE, run.number, run.epoch)
 
-    def _coming(self, run: Run) -> Coming:
-        """Whether all members of a group that runs may still come, as far as is known."""
-        self._line.listen()
-        if any(self._is_later(run, message) for message in self._line.heard):
-            return Coming.NEVER
-        self._line.probe()
-        if not self._line.dead:
-            return Coming.MAYBE
-        # Who has found that out has closed what it was in.
-        lasts = self._board.fallen(set(run.members) - {self._worker}).values()
-        return Coming.NEVER if any(last < run.number for last in lasts) else Coming.PAST
+    def _arrival(self, run: Run) -> Arrival:
+        self._connection.poll()
+        if any(self._supersedes(message, run) for message in self._connection.received):
+            return Arrival.IMPOSSIBLE
+        self._connection.keep_alive()
+        if not self._connection.lost:
+            return Arrival.POSSIBLE
+        # A worker that falls back abandons the group it was in.
+        lasts = self._table.fallbacks(set(run.members) - {self._worker}).values()
+        return Arrival.IMPOSSIBLE if any(last < run.number for last in lasts) else Arrival.DEPARTED
 
-    def _is_later(self, run: Run, message: Message) -> bool:
-        """Whether the generator says that the group runs again, without a member; or this one."""
+    def _supersedes(self, message: Message, run: Run) -> bool:
+        """Whether a message starts a new epoch of ``run``, or removes this worker."""
         number, epoch = message.ids[:2]
-        if message.kind == Kind.OUT:
-            return number == self._worker and epoch == self._asked
+        if message.kind == Kind.REMOVED:
+            return number == self._worker and epoch == self._requests
         return message.kind == Kind.RUN and number == run.number and epoch > run.epoch

@@ -1,4 +1,4 @@
-"""Averages of parameters in groups of the moment, beside training (Ripples, section 3.2)."""
+"""Averages with groups beside training, and the transfer of state to restarted workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.model_averaging.client import Client
-from wingbeat.methods.model_averaging.group_average import GroupAverage
+from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.observe.meter import Section
@@ -28,188 +28,169 @@ from wingbeat.transport.text import first_line
 from wingbeat.types import SERIES, Group, Span
 
 if TYPE_CHECKING:
-    import torch
-
-    from wingbeat.methods.model_averaging.group_average import Lossy
-    from wingbeat.methods.model_averaging.static import Follower
+    from wingbeat.methods.model_averaging.static import StaticClient
     from wingbeat.transport.link import Link
     from wingbeat.transport.messages.mailbox import Mailbox
     from wingbeat.transport.world import World
 
+_log = logging.getLogger(__name__)
 
-_PART = 16 << 20
-"""Bytes that are sent at a time: each part has the whole timeout."""
+_CHUNK_BYTES = 16 << 20
+"""Bytes of a state that are sent at a time, each with the full timeout."""
 
 _TAG = 0
-_LOOK_S = 0.1
-_NOTHING = -1
-"""In place of a size: there is nothing to give."""
+_CHECK_S = 0.1
+
+_NO_STATE = -1
+"""Sent instead of a size if there is no state."""
+
+_STATE_FACTOR, _STATE_EXTRA = 8, 64 << 20
+"""Default limit of a state: a multiple of the parameters' bytes, plus some."""
 
 
-class Giving:
-    """States that this worker sends to others, each in a thread: training goes on.
-
-    Args:
-        world: all workers.
-    """
+class StateSender:
+    """Sends states to other workers, each in a thread, while training goes on."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._under_way: dict[threading.Thread, World] = {}
+        self._running: dict[threading.Thread, World] = {}
 
-    def give(self, taker: int, meeting: int, blob: bytes | bytearray | None) -> None:
-        """Begin to send ``blob`` to a worker that meets this one; None if there is nothing.
-
-        Args:
-            taker: its rank.
-            meeting: the number of their meeting.
-            blob: what it is to have.
-        """
-        self._under_way = {thread: w for thread, w in self._under_way.items() if thread.is_alive()}
-        inner = self._world.open_group(Group((self._world.rank, taker), epoch=meeting))
+    def send(self, receiver: int, connection: int, state: bytes | bytearray | None) -> None:
+        """Start to send a state to a worker; None if there is none."""
+        self._running = {thread: w for thread, w in self._running.items() if thread.is_alive()}
+        inner = self._world.open_group(Group((self._world.rank, receiver), epoch=connection))
         thread = threading.Thread(
-            target=_give, args=(inner, blob), name="wingbeat-give", daemon=True
+            target=_send_state, args=(inner, state), name="wingbeat-send-state", daemon=True
         )
-        self._under_way[thread] = inner
+        self._running[thread] = inner
         thread.start()
 
     def close(self) -> None:
-        """End what is under way; who takes it takes another's."""
-        for thread, inner in self._under_way.items():
+        """Cancel all transfers; receivers ask another worker."""
+        for thread, inner in self._running.items():
             for link in inner.links:
                 link.close()
             thread.join()
-        self._under_way.clear()
+        self._running.clear()
 
 
-def _give(inner: World, blob: bytes | bytearray | None) -> None:
-    with contextlib.suppress(RuntimeError, WingbeatError), inner:  # the taker says so
+def _send_state(inner: World, state: bytes | bytearray | None) -> None:
+    with contextlib.suppress(RuntimeError, WingbeatError), inner:  # the receiver reports errors
         link, peer = inner.links[0], 1 - inner.rank
-        _send(link, peer, torch.tensor([_NOTHING if blob is None else len(blob)]), inner.timeout)
-        # The memory of bytes is nobody's to write to, which torch would warn of.
-        for part in _parts(bytearray(blob or b"")):
-            _send(link, peer, part, inner.timeout)
+        _send(link, peer, torch.tensor([_NO_STATE if state is None else len(state)]), inner.timeout)
+        # torch warns of tensors that share the memory of immutable bytes.
+        for chunk in _chunks(bytearray(state or b"")):
+            _send(link, peer, chunk, inner.timeout)
         _receive(link, peer, torch.zeros(1, dtype=torch.int64), inner.timeout)
 
 
-def take(world: World, giver: int, meeting: int, most: int, lives: Callable[[], bool]) -> bytearray:
-    """Return the state that ``giver`` sends.
-
-    Args:
-        world: all workers.
-        giver: its rank.
-        meeting: the number of their meeting.
-        most: bytes that it may have.
-        lives: whether the giver does, as far as is known.
+def receive_state(
+    world: World, sender: int, connection: int, limit: int, is_active: Callable[[], bool]
+) -> bytearray:
+    """Receive the state that ``sender`` sends.
 
     Raises:
-        PeerError: it has nothing to give, or too much.
-        Lost: it was lost.
+        PeerError: the sender has no state, or the state is too large.
+        SenderLost: the sender was lost.
     """
-    inner = world.open_group(Group((world.rank, giver), epoch=meeting))
-    taking = _Taking(inner, most)
-    thread = threading.Thread(target=taking.run, name="wingbeat-take", daemon=True)
+    inner = world.open_group(Group((world.rank, sender), epoch=connection))
+    receiver = _Receiver(inner, limit)
+    thread = threading.Thread(target=receiver.run, name="wingbeat-receive-state", daemon=True)
     thread.start()
     begun = time.monotonic()
     while thread.is_alive():
-        thread.join(_LOOK_S)
-        if not lives():
+        thread.join(_CHECK_S)
+        if not is_active():
             for link in inner.links:
                 link.close()
             thread.join()
     inner.close()
-    name = f"rank {world.rank}: rank {giver}"
-    if taking.blob is None:
-        raise Lost(f"{name} was lost {time.monotonic() - begun:.1f} s after it was asked for its "
-                   f"state: {taking.why}")  # fmt: skip
-    if taking.size == _NOTHING:
+    name = f"rank {world.rank}: rank {sender}"
+    if receiver.state is None:
+        raise SenderLost(f"{name} was lost {time.monotonic() - begun:.1f} s after it was asked for "
+                         f"its state: {receiver.error}")  # fmt: skip
+    if receiver.size == _NO_STATE:
         raise PeerError(
-            f"{name} offers no state to a worker that has come back; start all workers again from "
+            f"{name} has no training state for a worker that rejoins; start all workers again from "
             "a checkpoint"
         )
-    if not 0 <= taking.size <= most:
+    if not 0 <= receiver.size <= limit:
         raise PeerError(
-            f"{name} sends a state of {taking.size} bytes: allowed are {most}; pass "
-            "fetch(most=...) a larger number if the state is so large"
+            f"{name} sends a state of {receiver.size} bytes: allowed are {limit}; pass "
+            "fetch_state(limit=...) a larger number if the state is so large"
         )
-    return taking.blob
+    return receiver.state
 
 
-class Lost(Exception):
-    """Who gave its state was lost; says how."""
+class SenderLost(Exception):
+    """The sender of a state was lost; the text says how."""
 
 
-class _Taking:
-    """Receives a state in a thread of its own.
+class _Receiver:
+    """Receives a state. `run` is a thread's target.
 
     Attributes:
-        size: what the giver has said.
-        blob: all of it; None if it was lost.
-        why: how.
+        size: the announced size.
+        state: all of it; None if the sender was lost.
+        error: how it was lost.
     """
 
-    def __init__(self, inner: World, most: int) -> None:
-        self._inner, self._most = inner, most
+    def __init__(self, inner: World, limit: int) -> None:
+        self._inner, self._limit = inner, limit
         self.size = 0
-        self.blob: bytearray | None = None
-        self.why = ""
+        self.state: bytearray | None = None
+        self.error = ""
 
     def run(self) -> None:
         inner = self._inner
-        link, peer, seconds = inner.links[0], 1 - inner.rank, inner.timeout
+        link, peer, timeout = inner.links[0], 1 - inner.rank, inner.timeout
         try:
             size = torch.zeros(1, dtype=torch.int64)
-            _receive(link, peer, size, seconds)
+            _receive(link, peer, size, timeout)
             self.size = int(size)
-            blob = bytearray(self.size if 0 < self.size <= self._most else 0)
-            for part in _parts(blob):
-                _receive(link, peer, part, seconds)
-            if len(blob) == max(0, self.size):
-                _send(link, peer, size, seconds)
-            self.blob = blob
+            state = bytearray(self.size if 0 < self.size <= self._limit else 0)
+            for chunk in _chunks(state):
+                _receive(link, peer, chunk, timeout)
+            if len(state) == max(0, self.size):
+                _send(link, peer, size, timeout)
+            self.state = state
         except (RuntimeError, MemoryError, WingbeatError) as error:
-            self.why = first_line(error)
+            self.error = first_line(error)
 
 
-def _parts(blob: bytearray) -> Iterator[torch.Tensor]:
-    if blob:
-        yield from torch.frombuffer(blob, dtype=torch.uint8).split(_PART)
+def _chunks(state: bytearray) -> Iterator[torch.Tensor]:
+    if state:
+        yield from torch.frombuffer(state, dtype=torch.uint8).split(_CHUNK_BYTES)
 
 
-def _send(link: Link, peer: int, tensor: torch.Tensor, seconds: float) -> None:
-    link.send(tensor, peer, _TAG).wait(seconds)
+def _send(link: Link, peer: int, tensor: torch.Tensor, timeout: float) -> None:
+    link.send(tensor, peer, _TAG).wait(timeout)
 
 
-def _receive(link: Link, peer: int, tensor: torch.Tensor, seconds: float) -> None:
-    link.recv(tensor, peer, _TAG).wait(seconds)
+def _receive(link: Link, peer: int, tensor: torch.Tensor, timeout: float) -> None:
+    link.recv(tensor, peer, _TAG).wait(timeout)
 
 
-_log = logging.getLogger(__name__)
-
-_STATES, _OTHER = 8, 64 << 20
-"""A state may have so many times the bytes of the parameters, and some more."""
-
-
-class Grouping:
-    """This worker's parameters, and its way to the groups that average them.
+class GroupSession:
+    """Connects a flat buffer to the groups that average it. Rank 0 starts the generator.
 
     Args:
-        world: all workers; each makes one at the same time, or comes back to the others with it.
+        world: all workers. Each makes a session at the same time, or when it was restarted.
         buffer: all parameters: flat, contiguous, on the CPU.
         rules: how groups are made, the same on all workers; None for the static schedule, which
             needs no generator.
-        wire: what parameters travel as; as they are if None.
+        compression: how parameters are compressed; None for not at all.
         seed: of random groups.
-        encrypted: whether messages to the generator are. Parameters never are.
+        encrypted: whether messages to the generator are encrypted. Parameters are not.
 
     Attributes:
-        offer: returns what a worker that comes back is to have, in a state between two steps;
-            None if nothing. See `fetch`.
+        snapshot: returns the state for a restarted worker, between two steps; None for no state.
+            See `fetch_state`.
 
     Raises:
-        UsageError: the generator cannot be started, or nobody can come back to it.
+        UsageError: the generator cannot be started, or no process can rejoin.
         PeerError: a worker sent a malformed identity of its host.
-        RendezvousError: a worker, or the generator, did not come.
+        RendezvousError: a worker, or the generator, did not connect.
     """
 
     def __init__(
@@ -218,7 +199,7 @@ class Grouping:
         buffer: torch.Tensor,
         rules: Rules | None,
         *,
-        wire: Lossy | torch.dtype | None = None,
+        compression: ModelCompression | torch.dtype | None = None,
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:
@@ -233,34 +214,36 @@ class Grouping:
             seed=seed,
         )
         self._world, self._timeout = world, world.timeout
-        self._most = _STATES * buffer.numel() * buffer.element_size() + _OTHER
-        self._giving = Giving(world)
-        self.offer: Callable[[], bytes | None] | None = None
+        self._limit = _STATE_FACTOR * buffer.numel() * buffer.element_size() + _STATE_EXTRA
+        self._sender = StateSender(world)
+        self.snapshot: Callable[[], bytes | None] | None = None
         store = world.store if world.group_store is None else world.group_store()
-        self._started: Started | None = None
+        self._service: Started | None = None
         self._mailbox: Mailbox | None = None
         self._first = (serial - 1) * SERIES
-        self.averages = GroupAverage(world, buffer, wire, first=self._first)
-        self.client: Client | Follower
+        self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
+        self.client: Client | StaticClient
         departures = departures_of(world)
-        lives = functools.partial(incarnation.lives, store)
+        is_running = functools.partial(incarnation.lives, store)
         if rules is None:
             if world.returned:
                 raise UsageError(
                     f"rank {world.rank} was started again while the others go on: the static "
-                    "schedule lets nobody come back; use Rules(), or start all workers again"
+                    "schedule has no rejoin; use Rules(), or start all workers again"
                 )
-            self.client = config.follower(store, world.rank, lives)
-            self.client.lost = departures.lost
+            self.client = config.static_client(store, world.rank, is_running)
+            self.client.on_lost = departures.lost
             return
         try:
             if world.rank == config.host and not world.returned:
-                self._started = (InThread if world.threads else InProcess)(config, store)
-            self._mailbox, self.client = config.client(store, world.rank, world.returned, lives)
-            self.client.give = self._give
-            self.client.lost, self.client.back = departures.lost, departures.back
+                self._service = (InThread if world.threads else InProcess)(config, store)
+            self._mailbox, self.client = config.client(
+                store, world.rank, world.returned, is_running
+            )
+            self.client.on_fetch = self._send_state
+            self.client.on_lost, self.client.on_back = departures.lost, departures.back
         except BaseException as error:
-            self._end(quick=True)
+            self._end_service(kill=True)
             if isinstance(error, OSError) and not isinstance(error, WingbeatError):
                 raise UsageError(
                     f"rank {world.rank}: cannot start the group generator: {error}"
@@ -268,108 +251,108 @@ class Grouping:
             raise
 
     def step(self) -> None:
-        """Average the buffer with groups', until the next step may begin.
+        """Average the buffer with groups, until the next step may begin.
 
         Raises:
             PeerError: no group came in time.
         """
-        self.client.step(self.averages)
+        self.client.step(self.reducer)
 
-    def level(self) -> None:
-        """Average the buffer with all that take part, when all of them have called this.
+    def synchronize(self) -> None:
+        """Average the buffer over all active workers, once all of them have called this.
 
-        Afterwards it is the same on all of them. Others may have steps to make before.
+        Afterwards it is the same on all of them. The others may make steps before.
 
         Raises:
-            PeerError: the generator has given no sign in time.
+            PeerError: the generator gave no sign in time.
         """
-        self.client.level(self.averages)
+        self.client.synchronize(self.reducer)
 
-    def renew(self) -> None:
-        """Have no group of this worker's from when others go on without it, until it does `fetch`.
+    def copy_state_when_excluded(self) -> None:
+        """Let an excluded worker be in no group until `fetch_state`.
 
-        A step ends without an average then, and `left_out` says so.
+        Until then steps end without an average, and `must_fetch` is true.
         """
         if isinstance(self.client, Client):
-            self.client.renews = True
+            self.client.copies_state = True
 
     @property
-    def left_out(self) -> bool:
-        """Whether this worker has to `fetch` before it is in a group again.
-
-        Others went on without it since it met all, or fetched a state, and it renews or was silent.
-        """
+    def must_fetch(self) -> bool:
+        """Whether this worker must call `fetch_state` before it is in a group again."""
         client = self.client
-        if not isinstance(client, Client) or client.fallen is not None:
+        if not isinstance(client, Client) or client.fallback is not None:
             return False
-        return client.stale or (client.renews and client.left_out)
+        return client.stale or (client.copies_state and client.excluded)
 
-    def fetch(self, most: int | None = None, *, join: bool = False) -> bytearray:
-        """Return what a worker that takes part offers: for one that has come back, before a step.
+    def fetch_state(self, limit: int | None = None, *, join: bool = False) -> bytearray:
+        """Return the state of an active peer, for a restarted or excluded worker before a step.
 
-        That one's `offer` is called while it waits for a group, and sends in a thread of its own.
-        If it is lost, another one is asked.
+        The peer calls its `snapshot` while it waits for a group, and sends the state in a thread.
+        If it is lost, another peer is asked.
 
         Args:
-            most: bytes that it may have; some times as many as the buffer if None.
-            join: whether this worker takes part from now on: the group that the other is in then
-                waits for it. Otherwise it does when it asks for a group.
+            limit: bytes that the state may have; by default a multiple of the buffer's.
+            join: whether this worker is active from now on, so that the peer's group waits for it,
+                instead of from its next request.
 
         Raises:
-            UsageError: groups follow the static schedule, which lets nobody come back.
-            PeerError: nobody takes part, offers anything or sends it in time; or it is too much.
+            UsageError: groups follow the static schedule, which has no rejoin.
+            PeerError: no peer is active, has a state or sends it in time; or it is too large.
         """
         if not isinstance(self.client, Client):
-            raise UsageError("fetch(): nobody comes back to the static schedule; use Rules()")
-        limit = self._most if most is None else most
+            raise UsageError("fetch_state(): the static schedule has no rejoin; use Rules()")
+        limit = self._limit if limit is None else limit
 
-        def taken(giver: int, meeting: int, lives: Callable[[], bool]) -> bytearray | None:
+        def receive(
+            sender: int, connection: int, is_active: Callable[[], bool]
+        ) -> bytearray | None:
             try:
-                return take(self._world, giver, self._first + meeting, limit, lives)
-            except Lost as error:
+                first = self._first
+                return receive_state(self._world, sender, first + connection, limit, is_active)
+            except SenderLost as error:
                 _log.warning("%s; another one is asked", error)
                 return None
 
-        return self.client.fetch(taken, join=join)
+        return self.client.fetch_state(receive, join=join)
 
-    def _give(self, taker: int, meeting: int) -> None:
-        blob = self.offer() if self.offer is not None else None
-        self._giving.give(taker, self._first + meeting, blob)
+    def _send_state(self, receiver: int, connection: int) -> None:
+        state = self.snapshot() if self.snapshot is not None else None
+        self._sender.send(receiver, self._first + connection, state)
 
     def close(self) -> None:
-        """Leave: nobody waits for this worker any more. The generator ends when all have left."""
-        self._giving.close()
+        """Leave. The generator ends when all workers have left."""
+        self._sender.close()
         self.client.leave(failed=leaving.failing())
-        self.averages.close()
-        quick = leaving.failing() or self.client.fallen is not None
+        self.reducer.close()
+        kill = leaving.failing() or self.client.fallback is not None
         if self._mailbox is None:
             return
-        if quick:
+        if kill:
             self._mailbox.abandon()
         else:
-            with contextlib.suppress(PeerError):  # it may have died just now
+            with contextlib.suppress(PeerError):  # the generator may have died just now
                 self._mailbox.close()
-        self._end(quick)
+        self._end_service(kill)
 
-    def _end(self, quick: bool) -> None:
-        started, self._started = self._started, None
-        if started is not None:
-            if quick:
-                started.kill()
+    def _end_service(self, kill: bool) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            if kill:
+                service.kill()
             else:
-                started.close(self._timeout)
+                service.close(self._timeout)
 
 
-_made: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
-"""How many of a world: whoever is started again makes them in the same order."""
+_serials: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 
 
 def next_serial(world: World) -> int:
-    """Return the number of what meets in groups of a world, the same on all workers; from 1 on.
+    """Return a number from 1 on for a user of a world's groups, the same on all workers.
 
-    Its epochs are those from ``(number - 1) * SERIES`` on.
+    Its epochs start at ``(number - 1) * SERIES``. A restarted process makes its users in the same
+    order.
     """
-    serial = _made[world] = _made.get(world, 0) + 1
+    serial = _serials[world] = _serials.get(world, 0) + 1
     return serial
 
 
@@ -380,11 +363,11 @@ def _interfaces(world: World) -> tuple[str, ...]:
 
 
 def _layout(world: World, serial: int) -> Layout:
-    """Return which worker is on which host; whoever comes back is where it was."""
-    what = f"group hosts {serial}"
+    """Exchange host identities; a restarted worker is on the host of its first process."""
+    key = f"group hosts {serial}"
     if not world.returned:
-        world.publish(what, json.dumps(interfaces.local().identity))
-    identities = [world.read(what, rank) for rank in range(world.size)]
+        world.publish(key, json.dumps(interfaces.local().identity))
+    identities = [world.read(key, rank) for rank in range(world.size)]
     for rank, identity in enumerate(identities):
         if not isinstance(identity, str):
             raise PeerError(f"rank {rank} sent a malformed identity of its host")
@@ -392,97 +375,90 @@ def _layout(world: World, serial: int) -> Layout:
 
 
 class GroupAverager:
-    """Has a thread meet the groups that this worker is in, while training goes on.
+    """Averages with groups in a thread, while training goes on. An `Averager`."""
 
-    Args:
-        grouping: this worker's way to groups; closed with it.
-        buffer: all parameters: flat, contiguous, of floating point, on the CPU.
-        world: of all workers.
-    """
-
-    def __init__(self, grouping: Grouping, buffer: torch.Tensor, world: World) -> None:
+    def __init__(self, session: GroupSession, buffer: torch.Tensor, world: World) -> None:
         self.buffer = buffer
-        self.grouping, self._threads, self._closed = grouping, world.threads, False
+        self.session, self._threads, self._closed = session, world.threads, False
         self._rank = world.rank
         self._whole = Span(0, buffer.numel())
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._over = threading.Event()
-        self._over.set()
-        self._failed: BaseException | None = None
-        self._averages = self._waits = self._before = 0
-        self._thread = threading.Thread(target=self._serve, name="wingbeat-averages", daemon=True)
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: BaseException | None = None
+        self._averages = self._waits = self._completed_before = 0
+        self._thread = threading.Thread(target=self._run, name="wingbeat-averages", daemon=True)
         self._thread.start()
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Of the last group that `begin` has led to; this worker, if it was left to itself."""
-        averages = self.grouping.averages
-        return averages.members if averages.made > self._before else (self._rank,)
+        """The last group since `begin`; this worker if there was none."""
+        reducer = self.session.reducer
+        if reducer.completed > self._completed_before:
+            return reducer.members
+        return (self._rank,)
 
     def begin(self, part: Span) -> None:
-        """Have the part averaged in the next groups; leave it alone until `end`.
+        """Start to average the part with the next groups. It must not be used until `end`.
 
         Raises:
-            UsageError: it was closed.
+            UsageError: the averager is closed.
         """
-        self._start(part, self.grouping.step)
+        self._start(part, self.session.step)
 
     def end(self) -> None:
         """Wait until this worker's groups are done.
 
         Raises:
-            PeerError: no group came in time, or the generator has sent what it never sends.
+            PeerError: no group came in time, or the generator violated the protocol.
         """
-        self._waits += not self._over.is_set()
-        self._over.wait()
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        self._waits += not self._idle.is_set()
+        self._idle.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
-    def taken(self) -> None:
-        """The average was taken over: what it lacks on account of a codec is sent the next time."""
-        self.grouping.averages.wire.taken()
+    def commit(self) -> None:
+        """Note that the average is applied: its compression error is sent with the next one."""
+        self.session.reducer.compression.commit()
 
-    def level(self, part: Span | None = None) -> None:
-        """Make the buffer the mean over all workers that take part, who all call this.
+    def synchronize(self, part: Span | None = None) -> None:
+        """Make the buffer the mean over all active workers, which all call this.
 
-        It travels as it is, whatever averages travel as; what these have rounded off it has back.
-
-        Args:
-            part: of it; all if None.
+        It is sent uncompressed, after compression errors of earlier averages are added to it.
 
         Raises:
-            PeerError: a worker did not; names it.
-            UsageError: it was closed.
+            PeerError: a worker did not call it.
+            UsageError: the averager is closed.
         """
-        self.grouping.averages.wire.settle(self.buffer)
-        self._start(part or self._whole, self.grouping.level)
+        self.session.reducer.compression.add_residual(self.buffer)
+        self._start(part or self._whole, self.session.synchronize)
         self.end()
 
     def sections(self) -> Sequence[Section]:
-        """Return how often it has averaged and waited, with whom last, and who takes no part."""
-        client = self.grouping.client
+        """Return counts, the last group and lost peers for `wingbeat top`."""
+        client = self.session.client
         return [
             Section(
                 "groups",
                 {
                     "averages": self._averages,
                     "waits": self._waits,
-                    "group": " ".join(map(str, sorted(self.grouping.averages.members))),
-                    "absent": " ".join(map(str, sorted(client.absent))),
-                    "generator": "gone" if client.fallen else "",
+                    "group": " ".join(map(str, sorted(self.session.reducer.members))),
+                    "absent": " ".join(map(str, sorted(client.lost_peers))),
+                    "generator": "gone" if client.fallback else "",
                 },
             )
         ]
 
     def close(self) -> None:
-        """Leave; nobody waits for this worker any more."""
+        """Leave. May be called again."""
         if self._closed:
             return
         self._closed = True
         self._jobs.put(None)
         if self._threads:
-            # Whoever closes worlds of one process closes one after the other.
+            # The worlds of one process are closed one after the other.
             threading.Thread(target=self._end, name="wingbeat-ending").start()
         else:
             self._end()
@@ -490,25 +466,25 @@ class GroupAverager:
     def _end(self) -> None:
         if not leaving.failing():
             self._thread.join()
-        self.grouping.close()
+        self.session.close()
 
-    def _start(self, part: Span, step: Callable[[], None]) -> None:
-        if self._closed:  # its thread would never answer
+    def _start(self, part: Span, job: Callable[[], None]) -> None:
+        if self._closed:
             raise UsageError(
-                f"rank {self._rank}: wingbeat was shut down, and models are averaged no more: call "
+                f"rank {self._rank}: wingbeat was shut down; models cannot be averaged: call "
                 "wingbeat.shutdown() after the last step and wingbeat.consensus()"
             )
-        averages = self.grouping.averages
-        averages.part, averages.plain = part, step == self.grouping.level
-        self._before = averages.made
-        self._over.clear()
-        self._jobs.put(step)
+        reducer = self.session.reducer
+        reducer.part, reducer.uncompressed = part, job == self.session.synchronize
+        self._completed_before = reducer.completed
+        self._idle.clear()
+        self._jobs.put(job)
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
                 self._averages += 1
-            except BaseException as error:  # for the thread that trains
-                self._failed = error
-            self._over.set()
+            except BaseException as error:  # raised in the training thread
+                self._error = error
+            self._idle.set()

@@ -1,4 +1,4 @@
-"""The outer optimizer: how far workers have come is averaged, and is its gradient (DiLoCo)."""
+"""The outer optimizer of DiLoCo: its gradient is the average of how far workers have moved."""
 
 from __future__ import annotations
 
@@ -15,26 +15,22 @@ from wingbeat.updates.flat import FlatModel
 from wingbeat.updates.local import LocalUpdate, Tensors
 from wingbeat.updates.update import Closure, Host, Training
 
+# Kinds of the outer optimizer's tensors.
 SHARED = "shared"
-"""Of the outer optimizer's tensors, the model that workers share."""
+"""The shared model."""
 
 VELOCITY = "velocity"
-"""The outer optimizer's momentum."""
+"""The momentum buffer."""
 
 START = "start"
-"""Where workers set out from the shared model, if parameters have fewer bits than that."""
+"""The model from which inner steps start, if parameters are narrower than the shared model."""
 
-_SHARED_FIRST = "first shared model"
-"""Under which name workers publish a digest of that."""
+_FIRST_SHARED = "first shared model"
+"""Key under which workers publish a checksum of their first shared model."""
 
 
-def copies_of(momentum: float, *, narrow: bool) -> int:
-    """Return how many tensors as long as the parameters an `OuterUpdate` has.
-
-    Args:
-        momentum: Nesterov's, 0 for none.
-        narrow: whether parameters have fewer bits than the flat model.
-    """
+def num_copies(momentum: float, *, narrow: bool) -> int:
+    """Return the number of copies of the parameters that an `OuterUpdate` needs."""
     return 1 + bool(momentum) + narrow
 
 
@@ -42,36 +38,35 @@ class OuterUpdate(LocalUpdate):
     """Runs local steps, and an outer step of SGD with Nesterov momentum on their average.
 
     DiLoCo (Douillard et al., 2023), Algorithm 1. With ``g`` the mean over workers of the shared
-    model less each one's own: ``m = momentum * m + g``, and the shared model becomes itself less
-    ``lr * (g + momentum * m)``, as ``torch.optim.SGD(nesterov=True)`` has it. All workers then
-    go on from there.
+    model minus each one's own: ``m = momentum * m + g``, and the shared model is decreased by
+    ``lr * (g + momentum * m)``, as in ``torch.optim.SGD(nesterov=True)``. All workers continue from
+    there.
 
-    Under a delay (Streaming DiLoCo, Douillard et al., 2025, section 2.2) a worker goes on from the
-    shared model plus all that it has moved since it sent, where the paper mixes: ``alpha`` of the
-    worker's own parameters, the rest of the shared model. So nothing of a step is lost, nothing
-    has to be tuned, and workers differ by the steps of the delay alone.
+    With a delay (Streaming DiLoCo, Douillard et al., 2025, section 2.2) a worker continues from the
+    shared model plus all its steps since it sent. The paper mixes ``alpha`` of the worker's own
+    parameters with the rest of the shared model. So no step is lost, no parameter needs tuning, and
+    workers differ by the steps of the delay only.
 
-    In groups of some, workers' shared models differ. There models are averaged, and ``g`` is a
-    worker's own shared model less that mean, which also draws shared models together; with one
+    In groups of some workers, shared models differ. Then models are averaged, and ``g`` is a
+    worker's own shared model minus that mean, which also makes shared models converge. With one
     group of all it is the same number.
 
-    Where parameters have fewer bits than the shared model (bf16), how far they have come is counted
-    from where they have set out, and not from what was rounded to that.
+    If parameters are narrower than the shared model (bf16), moves are counted from the model from
+    which the worker started, not from the rounded shared model.
 
-    Where all share one model, a worker that the others have not waited for has missed outer steps,
-    and may be at another fragment. In place of its next average it takes over the state of one of
-    them, as one that comes back does.
+    If all workers share one model, an excluded worker has missed outer steps, and may be at another
+    fragment. Instead of its next average it copies a peer's state, like a restarted worker.
 
     Args:
-        training: what it works on.
-        model: its parameters, with as many copies as `copies_of` says.
-        averager: with whom.
-        schedule: when.
-        names: the parameters', in the order of the flat model.
+        training: the model and its optimizer.
+        model: the parameters, with `num_copies` copies.
+        averager: averages the flat model.
+        schedule: when to average.
+        names: of the parameters, in the order of the flat model.
         lr: the outer learning rate.
         momentum: Nesterov's, 0 for none.
-        alike: whether all workers are in each group, and share one model: then differences travel.
-
+        shared: whether all workers are in each group, and share one model: then differences are
+            averaged.
     """
 
     def __init__(
@@ -84,21 +79,20 @@ class OuterUpdate(LocalUpdate):
         *,
         lr: float,
         momentum: float,
-        alike: bool = True,
+        shared: bool = True,
     ) -> None:
         super().__init__(training, model, averager, schedule)
         self._names = list(names)
-        self._lr, self._momentum, self._alike = lr, momentum, alike
+        self._lr, self._momentum, self._one_model = lr, momentum, shared
         copies = iter(model.copies)
         self._shared = next(copies)
         self._velocity = next(copies) if momentum else torch.zeros_like(self._shared)
-        # The same tensor unless it is different: most models have one dtype.
         self._start = next(copies) if model.narrow else self._shared
         self._known = self._given = False
-        self._begun_with: int | None = None  # a digest of the first shared model, until compared
+        self._first_checksum: int | None = None  # of the shared model, until compared
 
     def step(self, host: Host, closure: Closure) -> object:
-        """Run the optimizer's own step, and what the schedule adds."""
+        """Run the optimizer's own step, and the averages that are due."""
         self._check_kinds()
         self._catch_up()
         self._given = False
@@ -108,53 +102,53 @@ class OuterUpdate(LocalUpdate):
 
     @property
     def keeps(self) -> bool:
-        """Always: a shared model, and a velocity."""
+        """Always true: for a shared model, and a velocity."""
         return True
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of each parameter, by name."""
+        """Shapes of the parameters by name."""
         parts = self._model.split(self._shared)
         return {name: part.shape for name, part in zip(self._names, parts, strict=True)}
 
     def tensors(self) -> dict[str, Tensors]:
-        """Return copies of the outer optimizer's, by kind and parameter name."""
+        """Return copies of the outer optimizer's tensors by kind and parameter name."""
         self._catch_up()
         return {kind: self._named(flat.clone()) for kind, flat in self._kinds().items()}
 
     def resume(self, steps: int, tensors: Mapping[str, Tensors]) -> None:
-        """Go on as after so many steps, with what `tensors` has returned; without it if empty."""
+        """Continue after ``steps`` steps, with the result of `tensors`; without it if empty."""
         super().resume(steps, tensors)
         self._given = self._known = SHARED in tensors
         self._velocity.zero_()
         for kind, flat in self._kinds().items():
             parts = self._named(flat)
-            # Who was saved without has not rounded anything.
+            # A checkpoint without START has no rounding error.
             values = tensors.get(kind, tensors.get(SHARED, {}) if kind == START else {})
             for name, value in values.items():
                 parts[name].copy_(value)
 
     def handed(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Return the outer optimizer's tensors, and how far it is; see `LocalUpdate.handed`.
+        """Return the outer optimizer's tensors and its progress; see `LocalUpdate.handed`.
 
-        An outer step is made by all or by none who have the same shared model. So whoever takes
-        this over takes part in the average that is under way here.
+        Workers with the same shared model must make the same outer steps. So a worker that copies
+        this state takes part in the current average.
         """
         under_way, made = self._under_way, self._schedule.made
         turn = [] if under_way is None else [*under_way]
         return list(self._kinds().values()), [made if under_way is None else self._begun, *turn]
 
     def take_over(self, numbers: Sequence[int]) -> None:
-        """Go on as another worker, whose tensors these are; make the outer step that it makes.
+        """Continue from another worker's state, and make its current outer step.
 
         Raises:
-            ValueError: the numbers are none of this training.
+            ValueError: the numbers do not belong to this training.
             PeerError: the others went on without this worker.
         """
         steps, *turn = numbers
         super().take_over([steps])
         self._given = self._known = True
-        if turn and self._alike:
+        if turn and self._one_model:
             first, last = turn
             if not 0 <= first < last <= len(self._model.spans):
                 raise ValueError(f"fragments {first} to {last} of {len(self._model.spans)}")
@@ -171,10 +165,9 @@ class OuterUpdate(LocalUpdate):
     # -- averages -----------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Share the model as it is, unless it is known what is shared.
+        """Make the current model the shared one, unless the shared model is known.
 
-        After workers have met it is, as the mean over all of how far each has come stays what it
-        was. But whoever loads a model then shares that.
+        It is known after an average. A model that the user loads becomes the shared model.
         """
         if self._moved or self._given:
             return
@@ -182,15 +175,15 @@ class OuterUpdate(LocalUpdate):
         if self._known and self._model.holds(flat, 0, len(self._model.spans)):
             return
         self._model.read(0, len(self._model.spans))
-        for kept in {id(t): t for t in (self._shared, self._start)}.values():
-            kept.copy_(flat)
+        for copy in {id(t): t for t in (self._shared, self._start)}.values():
+            copy.copy_(flat)
         if (
             not self._known
-            and self._alike
-            and not self._world.said(_SHARED_FIRST, self._world.rank)
+            and self._one_model
+            and not self._world.said(_FIRST_SHARED, self._world.rank)
         ):
-            self._begun_with = zlib.crc32(self._shared.numpy().data)
-            self._world.publish(_SHARED_FIRST, self._begun_with)
+            self._first_checksum = zlib.crc32(self._shared.numpy().data)
+            self._world.publish(_FIRST_SHARED, self._first_checksum)
         self._known = True
 
     @property
@@ -198,23 +191,23 @@ class OuterUpdate(LocalUpdate):
         return self._training.collectives.world
 
     def _check_shared(self) -> None:
-        """Compare what was shared first with those of whom this worker has averaged with.
+        """Compare the first shared model with those of the group.
 
         Raises:
-            UsageError: one has shared another model, so that no two would ever be the same.
+            UsageError: one differs, so that models would never become equal.
         """
-        mine, self._begun_with = self._begun_with, None
+        mine, self._first_checksum = self._first_checksum, None
         if mine is None:
             return
         for rank in self._averager.members:
             world = self._world
-            if world.said(_SHARED_FIRST, rank) and world.read(_SHARED_FIRST, rank) != mine:
+            if world.said(_FIRST_SHARED, rank) and world.read(_FIRST_SHARED, rank) != mine:
                 raise UsageError(
-                    f"rank {world.rank} and rank {rank} began with different weights, from which "
-                    "an outer optimizer (DiLoCo) never comes to the same: what is loaded after "
-                    "distribute(), or changed by another optimizer before the first step, has to "
-                    "be the same on all ranks; call wingbeat.consensus(model) on all ranks after "
-                    "it, or load before distribute()"
+                    f"rank {world.rank} and rank {rank} started with different weights, with which "
+                    "an outer optimizer (DiLoCo) never converges to one model: weights loaded "
+                    "after distribute(), or changed by another optimizer before the first step, "
+                    "must be the same on all ranks; call wingbeat.consensus(model) on all ranks "
+                    "afterwards, or load before distribute()"
                 )
 
     @property
@@ -223,32 +216,31 @@ class OuterUpdate(LocalUpdate):
 
     def _level(self) -> None:
         self._catch_up()
-        # With the flat model goes what lies behind it: who has left early, or was left out, knows
-        # less than others.
+        # The copies are averaged too, as an excluded worker has missed outer steps.
         super()._level()
-        self._begun_with = None  # whatever it was, all share the mean now
+        self._first_checksum = None  # all share the mean now
         if self._model.narrow:
             mean = self._trained.clone()
             self._model.read(0, len(self._model.spans))
             self._start.add_(self._trained).sub_(mean)
 
     def _offer(self, first: int, last: int) -> None:
-        """Put into the flat model how far this worker has come, or its model."""
+        """Write this worker's move, or its model, to the flat model."""
         super()._offer(first, last)
-        if self._alike:
+        if self._one_model:
             inside = self._inside(first, last)
             flat = self._model.flat[inside]
             torch.sub(self._start[inside], flat, out=flat)
 
     def _take(self, first: int, last: int) -> None:
-        """Make the outer step, and go on from the shared model."""
+        """Make the outer step, and continue from the shared model."""
         self._check_shared()
         inside = self._inside(first, last)
         flat, shared = self._model.flat[inside], self._shared[inside]
         velocity = self._velocity[inside]
-        if not self._alike:
+        if not self._one_model:
             torch.sub(self._start[inside], flat, out=flat)
-        if self._momentum:  # 0 times what has diverged is no number
+        if self._momentum:  # 0 times infinity is not a number
             flat.add_(velocity.mul_(self._momentum).add_(flat), alpha=self._momentum)
         shared.sub_(flat, alpha=self._lr)
         moved = None

@@ -1,12 +1,15 @@
-"""One worker of AD-PSGD: whom it asks, whom it serves, and when it may go on. Pure.
+"""The protocol of AD-PSGD (Ripples, sections 2.3 and 2.4): one worker's state machine. No I/O.
 
-Models are averaged two at a time and one after the other. An active worker asks a passive one, at
-random, whenever it has made a step, and waits until the average is its model. A passive worker
-serves one at a time, in the order in which they have asked, and only between `Worker.begin` and
-`Worker.shut`: in between, its model changes. So whoever waits does so for a passive worker, and
-passive workers wait for nobody but the one they serve, who waits for nothing else: no deadlock. If
-all could ask and serve, as in the algorithm (Fig. 3), workers could wait for each other in a ring
-(Fig. 2a); ``restricted=False`` plays that.
+Workers are active or passive. An active worker requests an average from a random passive one
+whenever it has made a step, and waits until the average is its model. A passive worker serves one
+request at a time, in order of arrival, and only between `PairMachine.begin` and `PairMachine.end`;
+at other times its model changes. So active workers wait for passive ones, and passive ones only for
+the one they serve, which waits for nothing else: there is no deadlock. If all workers could request
+and serve, as in the algorithm (Fig. 3), they could wait for each other in a ring (Fig. 2a);
+``bipartite=False`` simulates that.
+
+A message is a kind, the number of the average and, for a chunk of a model, the number of the chunk.
+The chunk itself is the payload.
 """
 
 from __future__ import annotations
@@ -18,97 +21,73 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-WRAPS = 1 << 32
-"""Numbers in messages are below this."""
+from wingbeat.methods.model_averaging.generator import ID_LIMIT, ProtocolError
+
+WINDOW = 16
+"""Chunks of a model in flight at a time, so that no worker blocks when it sends one."""
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages, and whose they are."""
+    """Kinds of messages, and who sends them."""
 
-    ASK = 1
-    """Active: let us average, when it is my turn."""
+    REQUEST = 1
+    """Active: wants an average."""
     GRANT = 2
-    """Passive: it is your turn; until you are done, it is nobody else's."""
-    PIECE = 3
-    """Active: a part of its model."""
-    MEAN = 4
-    """Passive: what becomes of that part."""
+    """Passive: serves the receiver, and no other worker, until `DONE`."""
+    CHUNK = 3
+    """Active: a chunk of its model."""
+    AVERAGE = 4
+    """Passive: the average of that chunk."""
     DONE = 5
-    """Active: all parts have come."""
-    LEVEL = 6
-    """Active: it asks no more until all workers have been averaged, for the ``number``-th time."""
-    ALIVE = 7
-    """Anybody: nothing. It has to arrive, so whoever is dead is found out."""
+    """Active: has received all chunks."""
+    SYNCHRONIZE = 6
+    """Active: sends no request until all workers have synchronized for the ``number``-th time."""
+    KEEPALIVE = 7
+    """Any: fails to arrive if the receiver is dead."""
     FAILED = 8
-    """Anybody: training has failed here."""
+    """Any: training has failed at the sender."""
 
 
-class Unexpected(Exception):
-    """A message that the other worker does not send now; says what is wrong with it."""
-
-
-def is_active(rank: int) -> bool:
-    """Whether the worker asks others; if not, it is asked.
-
-    Of an odd number of workers the larger part is active, as each of their steps is averaged with
-    somebody's; a single worker finds nobody to ask.
-    """
-    return rank % 2 == 0
-
-
-def partners(rank: int, workers: int) -> tuple[int, ...]:
-    """Return those of the other set: whom an active worker may ask, or who may ask a passive one.
-
-    >>> partners(0, 5), partners(1, 5)
-    ((1, 3), (0, 2, 4))
-    """
-    return tuple(range(1 - rank % 2, workers, 2))
-
-
-WINDOW = 16
-"""Parts of a model that are under way at a time, so that neither end has to wait to send one."""
-
-
-class Say(NamedTuple):
-    """Send a message; a `Kind.PIECE` or `Kind.MEAN` with the part of that number."""
+class Send(NamedTuple):
+    """Command: send a message; a `Kind.CHUNK` or `Kind.AVERAGE` with the chunk of that number."""
 
     peer: int
     kind: Kind
     number: int
-    piece: int = 0
+    chunk: int = 0
 
 
-class Adopt(NamedTuple):
-    """The average is whole: make it this worker's model.
-
-    Attributes:
-        peer: with whom.
-        asked: whether this worker has asked the other, and not the other this one.
-    """
-
-    peer: int
-    asked: bool
-
-
-class Drop(NamedTuple):
-    """The other worker is gone: leave the model as it was, and what has come of the average."""
-
-    peer: int
-
-
-Order: TypeAlias = "Say | Adopt | Drop"
-
-
-@dataclass(slots=True)
-class Meeting:
-    """An average of this worker's model and another's.
+class Apply(NamedTuple):
+    """Command: the average is complete; make it this worker's model.
 
     Attributes:
         peer: the other worker.
-        number: the asking worker's number of it.
-        missing: numbers of the parts that have not come.
-        sent: how many parts have been sent, of the one who has asked.
-        granted: whether it is this worker's turn; True if this worker serves.
+        is_requester: whether this worker has requested the average.
+    """
+
+    peer: int
+    is_requester: bool
+
+
+class Discard(NamedTuple):
+    """Command: the peer is gone; discard the average, and keep the model."""
+
+    peer: int
+
+
+Command: TypeAlias = "Send | Apply | Discard"
+
+
+@dataclass(slots=True)
+class PairAverage:
+    """An average with one peer.
+
+    Attributes:
+        peer: the other worker.
+        number: of the average, counted by the requester.
+        missing: numbers of the chunks that have not arrived.
+        sent: of the requester, the number of chunks sent.
+        granted: whether the responder serves it now.
     """
 
     peer: int
@@ -118,257 +97,282 @@ class Meeting:
     granted: bool = False
 
 
-class Worker:
-    """What one worker knows of its averages.
+def is_active(rank: int) -> bool:
+    """Whether the worker requests averages; passive workers serve them.
+
+    Ranks alternate. torchrun numbers the workers of a host consecutively, so each host has both
+    kinds, its workers average among themselves too, and the traffic is spread over all hosts. With
+    an odd number of workers the larger set is active, because only active workers average in each
+    step.
+    """
+    return rank % 2 == 0
+
+
+def partners(rank: int, workers: int) -> tuple[int, ...]:
+    """Return the workers of the other set.
+
+    >>> partners(0, 5), partners(1, 5)
+    ((1, 3), (0, 2, 4))
+    """
+    return tuple(range(1 - rank % 2, workers, 2))
+
+
+class PairMachine:
+    """The state of one worker.
 
     Args:
-        rank: its number.
-        workers: how many there are.
-        pieces: in how many parts a model is sent; the same on all.
-        seed: of whom it asks.
-        restricted: whether workers are active or passive; if not, each asks and serves, which ends
-            in deadlocks.
-        choose: returns one of several workers; at random if None.
+        rank: of this worker.
+        workers: the number of workers.
+        chunks: the number of chunks of a model; the same on all workers.
+        seed: of the random choice of partners.
+        bipartite: whether workers are active or passive; if not, all request and serve, which
+            deadlocks.
+        choose: returns one of several workers; random if None.
 
     Attributes:
         rank: as given.
-        orders: what is to be done, oldest first; whoever drives the machine takes them out.
-        asked: the average that this worker has asked for.
-        served: the average that another has asked for, and whose turn it is.
-        averages: how many are complete.
-        alone: steps without an average, as nobody was left to ask.
-        lost: partners that were lost, and did not just leave.
+        requests: whether this worker requests averages.
+        serves: whether this worker serves requests.
+        partners: the workers that it may average with.
+        commands: for the driver to execute and remove, oldest first.
+        requested: the average that this worker has requested.
+        served: the average that this worker serves.
+        averages: the number of complete averages.
+        skipped: the number of steps without an average, as no partner was left.
+        lost: partners that were lost, and have not left.
     """
 
     def __init__(
         self,
         rank: int,
         workers: int,
-        pieces: int,
+        chunks: int,
         seed: int = 0,
         *,
-        restricted: bool = True,
+        bipartite: bool = True,
         choose: Callable[[Sequence[int]], int] | None = None,
     ) -> None:
         self.rank = rank
-        self.asks = is_active(rank) or not restricted
-        self.serves = not is_active(rank) or not restricted
+        self.requests = is_active(rank) or not bipartite
+        self.serves = not is_active(rank) or not bipartite
         others = tuple(other for other in range(workers) if other != rank)
-        self.partners = partners(rank, workers) if restricted else others
-        self._there = dict.fromkeys(self.partners)
-        self._pieces = pieces
+        self.partners = partners(rank, workers) if bipartite else others
+        self._live = dict.fromkeys(self.partners)
+        self._chunks = chunks
         self._choose = Random(f"pairs {seed} {rank}").choice if choose is None else choose
         self._open = self._leaving = False
         self._queue: deque[tuple[int, int]] = deque()
         self._number = 0
-        self._level = 0
-        self._levels = dict.fromkeys(self.partners, 0)
-        self.orders: deque[Order] = deque()
-        self.asked: Meeting | None = None
-        self.served: Meeting | None = None
-        self.averages = self.alone = 0
+        self._round = 0
+        self._rounds = dict.fromkeys(self.partners, 0)
+        self.commands: deque[Command] = deque()
+        self.requested: PairAverage | None = None
+        self.served: PairAverage | None = None
+        self.averages = self.skipped = 0
         self.lost: set[int] = set()
 
-    # -- what training does ---------------------------------------------------------------
+    # -- calls of the training thread -----------------------------------------------------
 
     @property
-    def there(self) -> tuple[int, ...]:
+    def live_partners(self) -> tuple[int, ...]:
         """The partners that are not gone."""
-        return tuple(self._there)
+        return tuple(self._live)
 
     @property
     def queue(self) -> tuple[int, ...]:
-        """Those that have asked and wait for their turn, the first one first."""
+        """The workers whose requests wait, in order."""
         return tuple(peer for peer, _ in self._queue)
 
     @property
     def pending(self) -> bool:
-        """Whether the model is in an average: training has to wait for it."""
-        return self.asked is not None or (self.served is not None and bool(self.served.missing))
+        """Whether the model is in an average, so that training must wait."""
+        return self.requested is not None or (self.served is not None and bool(self.served.missing))
 
     @property
-    def amid(self) -> bool:
-        """Whether parts of models are under way."""
-        return self.served is not None or (self.asked is not None and self.asked.granted)
+    def in_transfer(self) -> bool:
+        """Whether chunks of models are in flight."""
+        return self.served is not None or (self.requested is not None and self.requested.granted)
 
     @property
-    def levelled(self) -> bool:
-        """Whether nobody asks this worker for an average any more, before the next step."""
-        behind = self.serves and any(self._levels[peer] < self._level for peer in self._there)
-        return not (behind or self.pending)
+    def synchronized(self) -> bool:
+        """Whether no request will come before the next step."""
+        return not (self._not_synchronizing() or self.pending)
 
-    def behind(self) -> tuple[int, ...]:
-        """Return whom training waits for: in an average, or before all can be levelled."""
-        if self.asked is not None:
-            return (self.asked.peer,)
+    def waiting_for(self) -> tuple[int, ...]:
+        """Return the workers that training waits for: in an average, or in a synchronization."""
+        if self.requested is not None:
+            return (self.requested.peer,)
         if self.served is not None:
             return (self.served.peer,)
-        if self.serves:
-            return tuple(p for p in self._there if self._levels[p] < self._level)
-        return ()
+        return self._not_synchronizing()
 
     def begin(self) -> None:
-        """The model is complete, and does not change until `shut`: let it be averaged."""
+        """Allow averages. The model must not change until `end`."""
         assert not self._open, "a step ends before the next begins"
         self._open = True
-        if self.asks:
-            self._ask()
-        self._serve()
+        if self.requests:
+            self._request()
+        self._serve_next()
 
-    def shut(self) -> None:
-        """Begin no other average; once this worker is not `pending`, the model may change."""
+    def end(self) -> None:
+        """Start no other average. The model may change once this worker is not `pending`."""
         self._open = False
 
-    def level(self) -> None:
-        """Ask no more, and serve until nobody does; then `levelled`, and `shut` is to be called."""
-        assert not self._open, "a step ends before all are averaged"
-        assert self.asks != self.serves, "only active and passive workers can be levelled"
-        self._level += 1
-        if self.asks:
-            for peer in self._there:
-                self.orders.append(Say(peer, Kind.LEVEL, self._level))
+    def synchronize(self) -> None:
+        """Request no average, and serve until there are no requests: then `synchronized`.
+
+        The caller then calls `end`.
+        """
+        assert not self._open, "a step ends before a synchronization"
+        assert self.requests != self.serves, "only active and passive workers can synchronize"
+        self._round += 1
+        if self.requests:
+            for peer in self._live:
+                self.commands.append(Send(peer, Kind.SYNCHRONIZE, self._round))
         else:
             self._open = True
-            self._serve()
+            self._serve_next()
 
-    def unlevel(self) -> None:
-        """Go on without all levelled, of whom some have not come: the next `level` is this one."""
+    def cancel_synchronization(self) -> None:
+        """Abandon a synchronization that not all workers have reached; the next one repeats it."""
         self._open = False
-        if self.serves:  # who asks has told the others, and waits for nobody
-            self._level -= 1
+        if self.serves:  # an active worker has told the others, and waits for none
+            self._round -= 1
 
     def leave(self) -> None:
-        """Begin nothing more; what is under way goes on."""
+        """Start no other average. A granted one goes on."""
         self._open, self._leaving = False, True
-        if self.asked is not None and not self.asked.granted:
-            self.asked = None  # who has been asked sees that this worker leaves
+        if self.requested is not None and not self.requested.granted:
+            self.requested = None  # the responder sees that this worker leaves
 
-    def _ask(self) -> None:
-        if not self._there:
-            self.asked = None
-            self.alone += 1
+    def _not_synchronizing(self) -> tuple[int, ...]:
+        if not self.serves:
+            return ()
+        return tuple(peer for peer in self._live if self._rounds[peer] < self._round)
+
+    def _request(self) -> None:
+        if not self._live:
+            self.requested = None
+            self.skipped += 1
             return
-        peer = self._choose(self.there)
-        self._number = (self._number + 1) % WRAPS
-        self.asked = Meeting(peer, self._number, set(range(self._pieces)))
-        self.orders.append(Say(peer, Kind.ASK, self._number))
+        peer = self._choose(self.live_partners)
+        self._number = (self._number + 1) % ID_LIMIT
+        self.requested = PairAverage(peer, self._number, set(range(self._chunks)))
+        self.commands.append(Send(peer, Kind.REQUEST, self._number))
 
-    def _serve(self) -> None:
-        """Let the next one have its turn, if there is one and the model may be averaged."""
-        free = self.asked is None and self.served is None
+    def _serve_next(self) -> None:
+        free = self.requested is None and self.served is None
         if self._open and free and self._queue:
             peer, number = self._queue.popleft()
-            self.served = Meeting(peer, number, set(range(self._pieces)), granted=True)
-            self.orders.append(Say(peer, Kind.GRANT, number))
+            self.served = PairAverage(peer, number, set(range(self._chunks)), granted=True)
+            self.commands.append(Send(peer, Kind.GRANT, number))
 
-    # -- what others say ------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------
 
-    def heard(self, peer: int, kind: int, number: int, piece: int = 0) -> bool:
-        """Take in what another worker has said; its payload has been checked.
+    def receive(self, peer: int, kind: int, number: int, chunk: int = 0) -> bool:
+        """Handle a message whose payload is valid.
 
         Returns:
-            Whether it counts; False if the other is gone, or this worker leaves.
+            Whether the payload is needed; False if the peer is gone, or this worker leaves.
 
         Raises:
-            Unexpected: it does not say so now.
+            ProtocolError: the message is not allowed now.
         """
-        if peer not in self._levels:
-            raise Unexpected(f"a message of rank {peer}, which is no partner")
-        if peer not in self._there:
+        if peer not in self._rounds:
+            raise ProtocolError(f"a message of rank {peer}, which is no partner")
+        if peer not in self._live:
             return False
         match kind:
-            case Kind.ASK:
-                self._hear_ask(peer, number)
-            case Kind.GRANT | Kind.MEAN:
-                return self._hear_answer(peer, kind, number, piece)
-            case Kind.PIECE | Kind.DONE:
-                self._hear_asker(peer, kind, number, piece)
-            case Kind.LEVEL:
-                if not self.serves or number != self._levels[peer] + 1:
-                    raise Unexpected(f"level {number} after {self._levels[peer]}")
-                self._levels[peer] = number
-            case Kind.ALIVE:
+            case Kind.REQUEST:
+                self._handle_request(peer, number)
+            case Kind.GRANT | Kind.AVERAGE:
+                return self._handle_response(peer, kind, number, chunk)
+            case Kind.CHUNK | Kind.DONE:
+                self._handle_requester(peer, kind, number, chunk)
+            case Kind.SYNCHRONIZE:
+                if not self.serves or number != self._rounds[peer] + 1:
+                    raise ProtocolError(f"synchronization {number} after {self._rounds[peer]}")
+                self._rounds[peer] = number
+            case Kind.KEEPALIVE:
                 pass
             case Kind.FAILED:
-                self.gone(peer, lost=True)
+                self.remove(peer, lost=True)
             case _:
-                raise Unexpected(f"a message of kind {kind}")
+                raise ProtocolError(f"a message of kind {kind}")
         return True
 
-    def _hear_ask(self, peer: int, number: int) -> None:
+    def _handle_request(self, peer: int, number: int) -> None:
         waits = any(peer == other for other, _ in self._queue)
         if not self.serves or waits or (self.served is not None and self.served.peer == peer):
-            raise Unexpected(f"it asks for average {number}, and may not")
+            raise ProtocolError(f"request {number} is not allowed now")
         self._queue.append((peer, number))
-        self._serve()
+        self._serve_next()
 
-    def _hear_answer(self, peer: int, kind: int, number: int, piece: int) -> bool:
-        """Take in what a worker says that this one has asked."""
-        meeting = self.asked
-        if meeting is None and self._leaving:
+    def _handle_response(self, peer: int, kind: int, number: int, chunk: int) -> bool:
+        average = self.requested
+        if average is None and self._leaving:
             return False
-        if meeting is None or (meeting.peer, meeting.number) != (peer, number):
-            raise Unexpected(f"an answer to {number}, which was not asked")
+        if average is None or (average.peer, average.number) != (peer, number):
+            raise ProtocolError(f"a response to request {number}, which was not sent")
         if kind == Kind.GRANT:
-            if meeting.granted:
-                raise Unexpected(f"a second turn for average {number}")
-            meeting.granted = True
+            if average.granted:
+                raise ProtocolError(f"a second grant of average {number}")
+            average.granted = True
         else:
-            if piece not in meeting.missing or piece >= meeting.sent:
-                raise Unexpected(f"part {piece} of average {number}, which was not sent")
-            meeting.missing.remove(piece)
-        self._send(meeting)
+            if chunk not in average.missing or chunk >= average.sent:
+                raise ProtocolError(f"chunk {chunk} of average {number}, which was not sent")
+            average.missing.remove(chunk)
+        self._send_chunks(average)
         return True
 
-    def _send(self, meeting: Meeting) -> None:
-        """Send as many parts as may be under way; end the average with the last one."""
-        came = self._pieces - len(meeting.missing)
-        while meeting.sent < min(self._pieces, came + WINDOW):
-            self.orders.append(Say(meeting.peer, Kind.PIECE, meeting.number, meeting.sent))
-            meeting.sent += 1
-        if not meeting.missing:
-            self.orders.append(Adopt(meeting.peer, asked=True))
-            self.orders.append(Say(meeting.peer, Kind.DONE, meeting.number))
-            self.asked = None
+    def _send_chunks(self, average: PairAverage) -> None:
+        """Fill the window; complete the average after the last chunk."""
+        received = self._chunks - len(average.missing)
+        while average.sent < min(self._chunks, received + WINDOW):
+            self.commands.append(Send(average.peer, Kind.CHUNK, average.number, average.sent))
+            average.sent += 1
+        if not average.missing:
+            self.commands.append(Apply(average.peer, is_requester=True))
+            self.commands.append(Send(average.peer, Kind.DONE, average.number))
+            self.requested = None
             self.averages += 1
-            self._serve()
+            self._serve_next()
 
-    def _hear_asker(self, peer: int, kind: int, number: int, piece: int) -> None:
-        """Take in what a worker says whose turn it is."""
-        meeting = self.served
-        if meeting is None or (meeting.peer, meeting.number) != (peer, number):
-            raise Unexpected(f"it speaks of average {number}, and it is not its turn")
+    def _handle_requester(self, peer: int, kind: int, number: int, chunk: int) -> None:
+        average = self.served
+        if average is None or (average.peer, average.number) != (peer, number):
+            raise ProtocolError(f"a message of average {number}, which is not served now")
         if kind == Kind.DONE:
-            if meeting.missing:
-                raise Unexpected(f"average {number} ends without {len(meeting.missing)} parts")
+            if average.missing:
+                raise ProtocolError(f"average {number} ends without {len(average.missing)} chunks")
             self.served = None
             self.averages += 1
-            self._serve()
+            self._serve_next()
             return
-        if piece not in meeting.missing:
-            raise Unexpected(f"part {piece} of average {number}, which it has sent or has not")
-        meeting.missing.remove(piece)
-        self.orders.append(Say(peer, Kind.MEAN, number, piece))
-        if not meeting.missing:
-            self.orders.append(Adopt(peer, asked=False))
+        if chunk not in average.missing:
+            raise ProtocolError(f"chunk {chunk} of average {number} came twice, or does not exist")
+        average.missing.remove(chunk)
+        self.commands.append(Send(peer, Kind.AVERAGE, number, chunk))
+        if not average.missing:
+            self.commands.append(Apply(peer, is_requester=False))
 
-    def gone(self, peer: int, *, lost: bool) -> None:
-        """Have nothing more to do with a worker that has left, or was lost; ask another."""
-        if peer not in self._there:
+    def remove(self, peer: int, *, lost: bool) -> None:
+        """Remove a partner that has left, or was lost; request another average if needed."""
+        if peer not in self._live:
             return
-        del self._there[peer]
+        del self._live[peer]
         if lost:
             self.lost.add(peer)
         self._queue = deque(each for each in self._queue if each[0] != peer)
-        kept = [o for o in self.orders if not isinstance(o, Say) or o.peer != peer]
-        self.orders.clear()
-        self.orders.extend(kept)
+        kept = [c for c in self.commands if not isinstance(c, Send) or c.peer != peer]
+        self.commands.clear()
+        self.commands.extend(kept)
         if self.served is not None and self.served.peer == peer:
             self.served = None
-            self.orders.append(Drop(peer))
-        if self.asked is not None and self.asked.peer == peer:
-            self.asked = None
-            self.orders.append(Drop(peer))
+            self.commands.append(Discard(peer))
+        if self.requested is not None and self.requested.peer == peer:
+            self.requested = None
+            self.commands.append(Discard(peer))
             if not self._leaving:
-                self._ask()
-        self._serve()
+                self._request()
+        self._serve_next()

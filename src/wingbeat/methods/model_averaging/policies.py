@@ -1,160 +1,153 @@
-"""Which groups are made when a worker asks and is in none (Ripples, sections 4.1, 5.1 and 5.2)."""
+"""How the generator chooses groups: the worker pool, its connectivity, and the policies.
+
+A policy is a function from an initiator and the worker pool to groups, in the order in which they
+are to run (Ripples, sections 4.1, 5.1 and 5.2). The initiator is in at least one of them.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import Protocol
+from typing import TypeAlias
 
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 
+_BRIDGE_DRAWS = 16
+"""Draws of a worker of another component, before the search is left to the next request."""
 
-class Crowd:
-    """Workers as the generator knows them. Every call takes a time that does not grow with them.
+_MEMBER_DRAWS = 8
+"""Draws per member of a random group until one is fast enough and not in the group yet."""
 
-    `idle_for` apart, whose time grows with those it returns, and `fastest`; and once in
-    ``rules.forget`` requests of the fastest worker all counters are halved.
+
+class WorkerPool:
+    """The active workers, their request counters, and which of them are idle.
+
+    Calls take constant time, except `take_idle`, whose time grows with the workers it returns, and
+    `fastest`. Every ``rules.forget`` requests of the fastest worker all counters are halved.
 
     Attributes:
         layout: which worker is on which host.
         rules: the options.
-        chance: all choices are made by it.
-        here: the workers that take part, in no order.
-        asked: of each worker, how often it has asked; halved at times.
+        rng: the source of all random choices.
+        active: the workers that take part, in no order.
+        requests: of each worker, how many requests it has sent; halved at times.
     """
 
-    def __init__(self, layout: Layout, rules: Rules, chance: Random) -> None:
-        self.layout, self.rules, self.chance = layout, rules, chance
-        self.here = list(range(layout.workers))
-        self.asked = [0] * layout.workers
-        self._place = list(range(layout.workers))
-        # Idle workers by how often they have asked, so that a division need not look at those that
-        # the filter leaves out. Nobody asks for them without divisions.
-        self._kept = rules.division
+    def __init__(self, layout: Layout, rules: Rules, rng: Random) -> None:
+        self.layout, self.rules, self.rng = layout, rules, rng
+        self.active = list(range(layout.workers))
+        self.requests = [0] * layout.workers
+        self._position = list(range(layout.workers))
+        # Idle workers by number of requests, so that a division skips filtered workers without
+        # looking at them. Only divisions need them.
+        self._tracks_idle = rules.division
         self._idle: dict[int, dict[int, None]] = {}
         self._counts: list[int] = []
-        for worker in self.here:
-            self.rest(worker)
+        for worker in self.active:
+            self.mark_idle(worker)
 
     def __contains__(self, worker: int) -> bool:
-        return self._place[worker] >= 0
+        return self._position[worker] >= 0
 
-    def enter(self, worker: int) -> None:
-        """Let an idle worker take part, as one that is as fast as the fastest."""
-        self.asked[worker] = max((self.asked[other] for other in self.here), default=0)
-        self._place[worker] = len(self.here)
-        self.here.append(worker)
-        self.rest(worker)
+    def add(self, worker: int) -> None:
+        """Add an idle worker, with the counter of the fastest."""
+        self.requests[worker] = max((self.requests[other] for other in self.active), default=0)
+        self._position[worker] = len(self.active)
+        self.active.append(worker)
+        self.mark_idle(worker)
 
-    def leave(self, worker: int) -> None:
-        """Let a worker take part no more."""
-        last = self.here.pop()
+    def remove(self, worker: int) -> None:
+        """Remove an active worker."""
+        last = self.active.pop()
         if last != worker:
-            self.here[self._place[worker]] = last
-            self._place[last] = self._place[worker]
-        self._place[worker] = -1
-        self.busy(worker)
+            self.active[self._position[worker]] = last
+            self._position[last] = self._position[worker]
+        self._position[worker] = -1
+        self.mark_busy(worker)
 
-    def rest(self, worker: int) -> None:
-        """Have ``worker`` be idle: it is in no group."""
-        if self._kept:
-            count = self.asked[worker]
+    def mark_idle(self, worker: int) -> None:
+        """Mark a worker as in no group."""
+        if self._tracks_idle:
+            count = self.requests[worker]
             if count not in self._idle:
                 self._idle[count] = {}
                 insort(self._counts, count)
             self._idle[count][worker] = None
 
-    def busy(self, worker: int) -> None:
-        """Have ``worker`` not be idle, if it is."""
-        count = self.asked[worker]
-        alike = self._idle.get(count)
-        if alike is not None and worker in alike:
-            del alike[worker]
-            if not alike:
+    def mark_busy(self, worker: int) -> None:
+        """Mark a worker as in a group."""
+        count = self.requests[worker]
+        equals = self._idle.get(count)
+        if equals is not None and worker in equals:
+            del equals[worker]
+            if not equals:
                 del self._idle[count]
                 del self._counts[bisect_left(self._counts, count)]
 
-    def count(self, worker: int) -> None:
-        """Count a request of ``worker``, which is not idle."""
-        self.asked[worker] += 1
-        if self.asked[worker] == self.rules.forget:
+    def count_request(self, worker: int) -> None:
+        """Count a request of a worker that is not idle."""
+        self.requests[worker] += 1
+        if self.requests[worker] == self.rules.forget:
             self._halve()
 
     @property
     def fastest(self) -> int:
-        """The worker that has asked most often; takes a time that grows with the workers."""
-        return max(self.here, key=self.asked.__getitem__)
+        """The worker with most requests; takes linear time."""
+        return max(self.active, key=self.requests.__getitem__)
 
-    def floor(self, initiator: int) -> int:
-        """Return how often one must have asked to be fast enough for ``initiator``'s group."""
+    def min_requests(self, initiator: int) -> int:
+        """Return the requests that a worker needs to pass the slowdown filter of ``initiator``."""
         threshold = self.rules.threshold
-        return 0 if threshold is None else self.asked[initiator] - threshold + 1
+        return 0 if threshold is None else self.requests[initiator] - threshold + 1
 
-    def idle_for(self, initiator: int) -> list[int]:
-        """Return ``initiator`` and all that are idle and fast enough for it, in random order.
+    def take_idle(self, initiator: int) -> list[int]:
+        """Return ``initiator`` and all idle workers that pass its filter, shuffled; mark them busy.
 
-        They are not idle any more (section 5.1, and the filter of 5.3).
+        See section 5.1, and 5.3 for the filter.
         """
-        first = bisect_left(self._counts, self.floor(initiator))
+        first = bisect_left(self._counts, self.min_requests(initiator))
         taken = [initiator]
         for count in self._counts[first:]:
             taken += self._idle.pop(count)
         del self._counts[first:]
-        shuffle(taken, self.chance)
+        shuffle(taken, self.rng)
         return taken
 
     def _halve(self) -> None:
-        self.asked = [count // 2 for count in self.asked]
-        idle = [worker for alike in self._idle.values() for worker in alike]
+        self.requests = [count // 2 for count in self.requests]
+        idle = [worker for equals in self._idle.values() for worker in equals]
         self._idle, self._counts = {}, []
         for worker in idle:
-            self.rest(worker)
+            self.mark_idle(worker)
 
 
-def shuffle(items: list[int], chance: Random) -> None:
-    """Shuffle in place; a third of the time of ``Random.shuffle``."""
-    draw = chance.random
-    for i in range(len(items) - 1, 0, -1):
-        j = int(draw() * (i + 1))
-        items[i], items[j] = items[j], items[i]
+class Connectivity:
+    """Whether the groups made so far connect all active workers. A union-find structure.
 
-
-_BRIDGE_DRAWS = 16
-"""How many workers are looked at."""
-
-
-class Connection:
-    """Groups joined, since they last connected all that take part.
-
-    A division is of idle workers alone, and workers that ask at the same time are idle at the same
-    time: so parts of a cluster may go on without each other for ever.
-
-    Args:
-        workers: how many there are.
-        steps: requests of each worker, times the bits of their number, in which all are to be
-            connected; None if nobody cares.
+    A division takes idle workers only, and workers that send requests at the same time are idle at
+    the same time. So without a bound two sets of workers could exchange nothing forever.
     """
 
     def __init__(self, workers: int, steps: int | None) -> None:
         self._workers, self._steps = workers, steps
         self._parent: list[int] = []
-        self._parts, self._asked, self._most = 0, 0, 0
-        self.begin(workers)
+        self._components, self._requests, self._max_requests = 0, 0, 0
+        self.reset(workers)
 
-    def begin(self, here: int) -> None:
-        """Begin anew, with so many workers taking part."""
+    def reset(self, active: int) -> None:
+        """Start again, with ``active`` unconnected workers."""
         self._parent = list(range(self._workers))
-        self._parts, self._asked = here, 0
-        self._most = here * here.bit_length() * (self._steps or 0)
+        self._components, self._requests = active, 0
+        self._max_requests = active * active.bit_length() * (self._steps or 0)
 
-    def asked(self) -> bool:
-        """Count a request; whether the workers ought to be connected by now."""
-        self._asked += 1
-        return self._steps is not None and self._asked > self._most
+    def count_request(self) -> bool:
+        """Count a request; return whether all workers should be connected by now."""
+        self._requests += 1
+        return self._steps is not None and self._requests > self._max_requests
 
-    def join(self, members: Iterable[int], here: int) -> None:
-        """Take in a group, of ``here`` workers that take part; begin anew if that connects all."""
+    def add_group(self, members: Iterable[int], active: int) -> None:
+        """Connect members; reset if that connects all ``active`` workers."""
         if self._steps is None:
             return
         first = -1
@@ -164,21 +157,20 @@ class Connection:
                 first = root
             elif root != first:
                 self._parent[root] = first
-                self._parts -= 1
-        if self._parts <= 1:
-            self.begin(here)
+                self._components -= 1
+        if self._components <= 1:
+            self.reset(active)
 
-    def other(self, worker: int, crowd: Crowd) -> int | None:
-        """Return a random worker of another part than ``worker``'s, fast enough for it.
+    def find_unconnected(self, worker: int, pool: WorkerPool) -> int | None:
+        """Return a random worker of another component that passes the filter of ``worker``.
 
-        None if none was found: of many workers only some are looked at, as one that is too slow may
-        be apart for long. The next request looks at others.
+        None if a bounded number of draws finds none; the next request draws again.
         """
-        mine, floor = self._root(worker), crowd.floor(worker)
-        draw, here = crowd.chance.random, crowd.here
+        root, floor = self._root(worker), pool.min_requests(worker)
+        draw, active = pool.rng.random, pool.active
         for _ in range(_BRIDGE_DRAWS):
-            other = here[int(draw() * len(here))]
-            if crowd.asked[other] >= floor and self._root(other) != mine:
+            other = active[int(draw() * len(active))]
+            if pool.requests[other] >= floor and self._root(other) != root:
                 return other
         return None
 
@@ -190,106 +182,96 @@ class Connection:
         return worker
 
 
-class Policy(Protocol):
-    """Makes groups."""
-
-    def __call__(self, initiator: int, crowd: Crowd) -> list[list[int]]:
-        """Return the groups to run for a request, in the order in which they are to run.
-
-        Args:
-            initiator: the worker that has asked, who is in one of them at least.
-            crowd: whom they are chosen from; each group's members take part.
-        """
-        ...
+Policy: TypeAlias = Callable[[int, WorkerPool], list[list[int]]]
 
 
-def of_rules(rules: Rules) -> Policy:
-    """Return the policy that ``rules`` name."""
+def policy_of(rules: Rules) -> Policy:
+    """Return the policy that ``rules`` select."""
     if rules.whole:
         return everyone
     if rules.inter_intra:
         return inter_and_intra
-    return division if rules.division else one_at_random
+    return division if rules.division else random_group
 
 
-def everyone(initiator: int, crowd: Crowd) -> list[list[int]]:
-    """Make one group of all, whatever they are in."""
-    assert initiator in crowd, "who asks takes part"
-    return [list(crowd.here)]
+def everyone(initiator: int, pool: WorkerPool) -> list[list[int]]:
+    """Make one group of all active workers, even if they are in other groups."""
+    assert initiator in pool, "the initiator is active"
+    return [list(pool.active)]
 
 
-def one_at_random(initiator: int, crowd: Crowd) -> list[list[int]]:
-    """Make one group of the initiator and random others, whatever they are in (section 4.1)."""
-    here, draw = crowd.here, crowd.chance.random
-    group, floor = [initiator], crowd.floor(initiator)
-    size = min(crowd.rules.size, len(here))
-    if crowd.rules.threshold is None:
-        # One more than is needed, as the initiator may be among them.
-        drawn = crowd.chance.sample(here, size)
+def random_group(initiator: int, pool: WorkerPool) -> list[list[int]]:
+    """Make one group of the initiator and random workers, even if they are in other groups (4.1).
+
+    With a filter the group may be smaller, if too few fast workers are found.
+    """
+    active, draw = pool.active, pool.rng.random
+    group, floor = [initiator], pool.min_requests(initiator)
+    size = min(pool.rules.size, len(active))
+    if pool.rules.threshold is None:
+        # The sample has one worker more than needed, as it may contain the initiator.
+        drawn = pool.rng.sample(active, size)
         return [group + [worker for worker in drawn if worker != initiator][: size - 1]]
-    # So few may be fast enough that they are not found; then the group is smaller.
-    for _ in range(_DRAWS * size):
+    for _ in range(_MEMBER_DRAWS * size):
         if len(group) == size:
             break
-        worker = here[int(draw() * len(here))]
-        if worker not in group and crowd.asked[worker] >= floor:
+        worker = active[int(draw() * len(active))]
+        if worker not in group and pool.requests[worker] >= floor:
             group.append(worker)
     return [group]
 
 
-_DRAWS = 8
-"""How often a member is drawn until one is fast enough and not drawn yet."""
-
-
-def division(initiator: int, crowd: Crowd) -> list[list[int]]:
+def division(initiator: int, pool: WorkerPool) -> list[list[int]]:
     """Divide all idle workers into groups (section 5.1)."""
-    return parts(crowd.idle_for(initiator), crowd.rules.size)
+    return split_evenly(pool.take_idle(initiator), pool.rules.size)
 
 
-def inter_and_intra(initiator: int, crowd: Crowd) -> list[list[int]]:
+def inter_and_intra(initiator: int, pool: WorkerPool) -> list[list[int]]:
     """Give each idle worker two groups (section 5.2).
 
-    A random worker of each host, its head, is in a group of heads, and the others are in groups
-    within their host; then all of a host are in one. Only workers that are idle count in any of
-    this. Whoever has no partner gets a group of its own, so that it is as many steps away from the
-    second group as the others are. With ``rules.filter_intra``, who is too slow for the fastest
-    worker's groups is in no second group with others.
+    First a random idle worker of each host, its head, is in a group of heads, and the others are in
+    groups within their host. Then all idle workers of a host are in one group. A worker without
+    partners gets a group of its own, so that it needs as many steps to its second group as the
+    others. With ``rules.filter_intra`` a worker that fails the fastest worker's filter is alone in
+    its second group.
     """
-    host_of, size = crowd.layout.host_of, crowd.rules.size
+    host_of, size = pool.layout.host_of, pool.rules.size
     hosts: dict[int, list[int]] = {}
-    for worker in crowd.idle_for(initiator):
+    for worker in pool.take_idle(initiator):
         hosts.setdefault(host_of[worker], []).append(worker)
     heads = [local[0] for local in hosts.values()]
-    # A host with many workers is likely to come first.
-    shuffle(heads, crowd.chance)
-    groups = parts(heads, size)
+    # Hosts with many workers tend to come first.
+    shuffle(heads, pool.rng)
+    groups = split_evenly(heads, size)
     for local in hosts.values():
-        groups += parts(local[1:], size)
-    floor = crowd.floor(crowd.fastest) if crowd.rules.filter_intra else 0
+        groups += split_evenly(local[1:], size)
+    floor = pool.min_requests(pool.fastest) if pool.rules.filter_intra else 0
     for local in hosts.values():
-        groups += of_like_speed(local, crowd.asked, floor)
+        groups += isolate_slow(local, pool.requests, floor)
     return groups
 
 
-def of_like_speed(workers: Sequence[int], asked: Sequence[int], floor: int) -> list[list[int]]:
-    """Divide a host's workers into those that have asked so often, and each other one by itself.
+def isolate_slow(workers: Sequence[int], requests: Sequence[int], floor: int) -> list[list[int]]:
+    """Return one group of the workers with ``floor`` requests, and one group per slower worker.
 
-    A second group waits for its members' next steps: in one with a slow worker, the others would
-    make as few as it does, and then count as slow too. The paper filters first groups alone.
+    A second group waits for its members' next steps. With a slow member the others would become as
+    slow, and then fail the filter themselves. The paper filters first groups only.
 
-    >>> of_like_speed([0, 1, 2], asked=[9, 2, 8], floor=6)
+    >>> isolate_slow([0, 1, 2], requests=[9, 2, 8], floor=6)
     [[0, 2], [1]]
     """
-    fast = [worker for worker in workers if asked[worker] >= floor]
-    alone = [[worker] for worker in workers if asked[worker] < floor]
-    return [fast, *alone] if fast else alone
+    fast = [worker for worker in workers if requests[worker] >= floor]
+    slow = [[worker] for worker in workers if requests[worker] < floor]
+    return [fast, *slow] if fast else slow
 
 
-def parts(workers: Sequence[int], size: int) -> list[list[int]]:
-    """Cut into parts of about ``size``, as equal as can be; none has one worker if avoidable.
+def split_evenly(workers: Sequence[int], size: int) -> list[list[int]]:
+    """Split into parts of about ``size`` that differ by one at most; avoids parts of one worker.
 
-    >>> [len(part) for part in parts(range(8), 3)], [len(part) for part in parts(range(7), 3)]
-    ([3, 3, 2], [4, 3])
+    >>> [len(part) for part in split_evenly(range(8), 3)]
+    [3, 3, 2]
+    >>> [len(part) for part in split_evenly(range(7), 3)]
+    [4, 3]
     """
     n = len(workers)
     if not n:
@@ -302,3 +284,11 @@ def parts(workers: Sequence[int], size: int) -> list[list[int]]:
         out.append(list(workers[start:stop]))
         start = stop
     return out
+
+
+def shuffle(items: list[int], rng: Random) -> None:
+    """Shuffle in place, in a third of the time of ``Random.shuffle``."""
+    draw = rng.random
+    for i in range(len(items) - 1, 0, -1):
+        j = int(draw() * (i + 1))
+        items[i], items[j] = items[j], items[i]

@@ -1,4 +1,8 @@
-"""What workers and the group generator publish in the rendezvous store."""
+"""What workers and the group generator publish in the rendezvous store.
+
+`StatusTable` replaces the generator when it is lost, or for the static schedule. `RejoinLog` lets a
+restarted process return to the generator of a running job.
+"""
 
 from __future__ import annotations
 
@@ -19,270 +23,246 @@ from wingbeat.transport.store import Ledger, Store
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.25
-"""Seconds between two looks at who has come back."""
+_POLL_S = 0.25
+"""Interval in which the generator reads the rejoin log."""
 
 _READ_S = 5.0
-"""Seconds that the store may take for what is there."""
+"""Timeout of a read of an existing key."""
+
+_LEFT = "left"
 
 
-class Back(NamedTuple):
-    """A worker has come again.
+class Status(NamedTuple):
+    """The progress of a worker. It only grows.
+
+    Attributes:
+        rounds: the number of synchronizations that it has completed.
+        synchronizing: whether it waits for the next one, and makes no steps until then.
+        steps: the number of its steps without a generator. A synchronization sets it to the largest
+            of all workers.
+        failed: the number of the latest group that failed there, whose connections it has closed;
+            -1 for none.
+    """
+
+    rounds: int = 0
+    synchronizing: bool = False
+    steps: int = 0
+    failed: int = -1
+
+
+class StatusTable:
+    """The status of all workers, and who is lost or has left. Empty while the store is down."""
+
+    def __init__(self, store: Store, room: str, workers: int) -> None:
+        self._store, self._room, self._workers = store, room, workers
+
+    def publish(self, worker: int, status: Status) -> None:
+        """Set the status of ``worker``."""
+        self._set(f"status/{worker}", json.dumps(status))
+
+    def statuses(self) -> dict[int, Status]:
+        """Return the status of each worker that has published one."""
+        found = {}
+        for worker in range(self._workers):
+            status = _parse_status(self._get(f"status/{worker}"))
+            if status is not None:
+                found[worker] = status
+        return found
+
+    def mark_lost(self, worker: int, *, left: bool = False) -> None:
+        """Mark ``worker`` as inactive for good; ``left`` if it has shut down in good order."""
+        self._set(f"lost/{worker}", _LEFT if left else "1")
+
+    def mark_fallback(self, worker: int, last: int) -> None:
+        """Mark that ``worker`` continues without the generator. No process can rejoin afterwards.
+
+        ``last`` is the last group that it has completed; it joins no later one.
+        """
+        self._set(f"fallback/{worker}", str(last))
+        self._set(_GENERATOR_LOST, "1")
+
+    def fallbacks(self, workers: Iterable[int]) -> dict[int, int]:
+        """Return the last group of each of ``workers`` that continues without the generator."""
+        found = {}
+        for worker in workers:
+            with contextlib.suppress(ValueError):
+                found[worker] = int(self._get(f"fallback/{worker}"))
+        return found
+
+    def lost(self) -> set[int]:
+        """Return the workers that are inactive for good."""
+        return {w for w in range(self._workers) if self._store.has(f"{self._room}/lost/{w}")}
+
+    def has_left(self, worker: int) -> bool:
+        """Whether ``worker`` has shut down in good order."""
+        return self._get(f"lost/{worker}") == _LEFT
+
+    def _set(self, key: str, value: str) -> None:
+        # Groups with open connections do not need the store.
+        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
+            self._store.set(f"{self._room}/{key}", value)
+
+    def _get(self, key: str) -> str:
+        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
+            if self._store.has(f"{self._room}/{key}"):
+                return self._store.get(f"{self._room}/{key}", _READ_S)
+        return ""
+
+
+class Rejoin(NamedTuple):
+    """A restarted worker.
 
     Attributes:
         worker: its rank.
-        life: which of its lives this is; the first is 0.
-        card: how its mailbox is reached.
+        incarnation: the number of its restarts; 0 is the first process.
+        card: the address of its mailbox.
     """
 
     worker: int
-    life: int
+    incarnation: int
     card: Card
 
 
-def life_of(store: Store, room: str, worker: int) -> int:
-    """Return which life of ``worker`` begins now, if it has been there before.
+def next_incarnation(store: Store, room: str, worker: int) -> int:
+    """Return the incarnation of a restarted ``worker``.
 
     Raises:
         RendezvousError: the store does not answer.
     """
     try:
-        lives, line = 1, 0
-        while store.has(_line(room, line)):
-            back = _parsed(store.get(_line(room, line), _READ_S))
-            lives += back is not None and back[0] == worker
-            line += 1
+        incarnation, index = 1, 0
+        while store.has(_entry(room, index)):
+            entry = _parse_entry(store.get(_entry(room, index), _READ_S))
+            incarnation += entry is not None and entry[0] == worker
+            index += 1
     except TimeoutError as error:
-        raise RendezvousError(f"rank {worker}: cannot come back: {error}") from None
-    return lives
+        raise RendezvousError(f"rank {worker}: cannot rejoin: {error}") from None
+    return incarnation
 
 
-def announce(store: Ledger, room: str, worker: int, life: int, seconds: float) -> None:
-    """Say that ``worker`` is back, and wait until the generator knows.
+def announce_rejoin(
+    store: Ledger, room: str, worker: int, incarnation: int, timeout: float
+) -> None:
+    """Append ``worker`` to the rejoin log, and wait until the generator has connected to it.
 
     Raises:
-        RendezvousError: it is dead, or does not answer within ``seconds``.
+        RendezvousError: the generator is lost, or does not answer within ``timeout`` seconds.
     """
-    deadline = time.monotonic() + seconds
-    text, line = json.dumps([worker, life]), 0
+    deadline = time.monotonic() + timeout
+    text, index = json.dumps([worker, incarnation]), 0
     try:
-        while store.claim(_line(room, line), text) != text:
-            line += 1
-        while not store.has(_met(room, worker, life)):
-            if store.has(_over(room)):
+        while store.claim(_entry(room, index), text) != text:
+            index += 1
+        while not store.has(_confirmed(room, worker, incarnation)):
+            if store.has(f"{room}/{_GENERATOR_LOST}"):
                 raise RendezvousError(
-                    f"rank {worker}: cannot come back: the group generator has died, and the "
+                    f"rank {worker}: cannot rejoin: the group generator has died, and the "
                     "others go on without one; start all workers again from a checkpoint"
                 )
             if time.monotonic() >= deadline:
                 raise RendezvousError(
-                    f"rank {worker}: came back, and the group generator did not answer within "
-                    f"{seconds:g} s; check that rank 0 runs, which has started it"
+                    f"rank {worker}: rejoined, and the group generator did not answer within "
+                    f"{timeout:g} s; check that rank 0 runs, which has started it"
                 )
             time.sleep(0.05)
     except TimeoutError as error:
-        raise RendezvousError(f"rank {worker}: cannot come back: {error}") from None
+        raise RendezvousError(f"rank {worker}: cannot rejoin: {error}") from None
 
 
-def say_over(store: Store, room: str) -> None:
-    """Publish that there is no generator any more."""
-    store.set(_over(room), "1")
-
-
-class Returns:
-    """The generator's list of who has come back, read by a thread, as the store may hang.
-
-    Args:
-        store: keeps it; used by this thread alone.
-        room: keeps those of one job apart.
-        workers: how many there are.
+class RejoinLog:
+    """The generator's reader of the rejoin log. A thread reads it, as the store may block.
 
     Attributes:
-        over: whether a worker has published that it goes on without the generator.
+        generator_lost: whether a worker has published that it continues without the generator.
     """
 
     def __init__(self, store: Store, room: str, workers: int) -> None:
         self._store, self._room, self._workers = store, room, workers
-        self._lines = 0
-        self._news: deque[Back] = deque()
-        self._met: deque[tuple[int, int]] = deque()
-        self._ended = threading.Event()
-        self.over = False
-        self._thread = BackgroundThread(self._run, "wingbeat-returns")
+        self._read = 0
+        self._rejoined: deque[Rejoin] = deque()
+        self._to_confirm: deque[tuple[int, int]] = deque()
+        self._stopped = threading.Event()
+        self.generator_lost = False
+        self._thread = BackgroundThread(self._run, "wingbeat-rejoin-log")
 
     def start(self) -> None:
-        """Look again and again, in a thread."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, once the store has answered."""
-        self._ended.set()
+        """Stop the thread after its current call of the store."""
+        self._stopped.set()
 
-    def news(self) -> Back | None:
-        """Return who has come back, one at a time.
+    def next_rejoin(self) -> Rejoin | None:
+        """Return the next restarted worker, if any.
 
         Raises:
-            RendezvousError: the thread has failed; says how.
+            RendezvousError: the thread has failed.
         """
         if self._thread.failure:
             raise RendezvousError(f"group generator: {self._thread.failure}")
-        return self._news.popleft() if self._news else None
+        return self._rejoined.popleft() if self._rejoined else None
 
-    def met(self, back: Back) -> None:
-        """Let a worker that has come back know that it is connected."""
-        self._met.append(back[:2])
+    def confirm(self, rejoin: Rejoin) -> None:
+        """Tell a restarted worker that the generator has connected to it."""
+        self._to_confirm.append(rejoin[:2])
 
-    def look(self) -> None:
-        """Read what is new, and tell who is connected.
+    def poll(self) -> None:
+        """Read new entries, and write confirmations.
 
         Raises:
             TimeoutError: the store does not answer.
         """
-        while self._met:
-            self._store.set(_met(self._room, *self._met.popleft()), "1")
-        while self._store.has(line := _line(self._room, self._lines)):
-            back, card = _parsed(self._store.get(line, _READ_S)), None
-            if back is None:
-                _log.warning("%s in the store is malformed and does not count", line)
-            elif back[0] < self._workers:
+        while self._to_confirm:
+            self._store.set(_confirmed(self._room, *self._to_confirm.popleft()), "1")
+        while self._store.has(key := _entry(self._room, self._read)):
+            entry, card = _parse_entry(self._store.get(key, _READ_S)), None
+            if entry is None:
+                _log.warning("ignoring the malformed value of %s in the store", key)
+            elif entry[0] < self._workers:
                 try:
-                    card = card_of(self._store, self._room, *back, _READ_S)
+                    card = card_of(self._store, self._room, *entry, _READ_S)
                 except ValueError as error:
-                    _log.warning("rank %d comes back, and is refused: %s", back[0], error)
-            self._lines += 1  # not before: what a slow store did not answer is asked again
-            if back is not None and card is not None:
-                self._news.append(Back(*back, card))
-        self.over = self.over or self._store.has(_over(self._room))
+                    _log.warning("rank %d rejoins, and is refused: %s", entry[0], error)
+            self._read += 1  # after the reads: an entry whose read timed out is read again
+            if entry is not None and card is not None:
+                self._rejoined.append(Rejoin(*entry, card))
+        lost = f"{self._room}/{_GENERATOR_LOST}"
+        self.generator_lost = self.generator_lost or self._store.has(lost)
 
     def _run(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            try:
-                self.look()
-            except (TimeoutError, RuntimeError):
-                continue  # whoever comes back says that nobody answers
+        while not self._stopped.wait(_POLL_S):
+            # A worker that rejoins raises when its own wait times out.
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                self.poll()
 
 
-def _parsed(text: str) -> tuple[int, int] | None:
+_GENERATOR_LOST = "generator-lost"
+
+
+def _entry(room: str, index: int) -> str:
+    return f"{room}/rejoin/{index}"
+
+
+def _confirmed(room: str, worker: int, incarnation: int) -> str:
+    return f"{room}/confirmed/{worker}.{incarnation}"
+
+
+def _parse_entry(text: str) -> tuple[int, int] | None:
     try:
         match json.loads(text):
-            case [int(worker), int(life)] if worker >= 0 and life > 0:
-                return worker, life
+            case [int(worker), int(incarnation)] if worker >= 0 and incarnation > 0:
+                return worker, incarnation
     except (ValueError, RecursionError):
         pass
     return None
 
 
-def _line(room: str, number: int) -> str:
-    return f"{room}/back/{number}"
-
-
-def _met(room: str, worker: int, life: int) -> str:
-    return f"{room}/met/{worker}.{life}"
-
-
-def _over(room: str) -> str:
-    return f"{room}/over"
-
-
-_LEFT = "left"
-
-
-class Sign(NamedTuple):
-    """How far a worker is. What it has passed it never comes to again.
-
-    Attributes:
-        levels: how many groups of all it is through with.
-        levelling: whether it waits for the next one, and makes no steps until then.
-        steps: how many it has made without a generator. After a group of all, all go on from the
-            largest.
-        broken: the number of the latest group that failed there, whose connections it has closed;
-            -1 if none has.
-    """
-
-    levels: int = 0
-    levelling: bool = False
-    steps: int = 0
-    broken: int = -1
-
-
-class Board:
-    """The signs of all workers, and who is gone for good. Without the store nothing is known.
-
-    Args:
-        store: keeps it.
-        room: keeps those of one job apart.
-        workers: how many there are.
-    """
-
-    def __init__(self, store: Store, room: str, workers: int) -> None:
-        self._store, self._room, self._workers = store, room, workers
-
-    def say(self, worker: int, sign: Sign) -> None:
-        """Publish how far ``worker`` is."""
-        self._set(f"sign/{worker}", json.dumps(sign))
-
-    def signs(self) -> dict[int, Sign]:
-        """Return how far each worker is, of those that have said so."""
-        found = {}
-        for worker in range(self._workers):
-            sign = _sign_of(self._get(f"sign/{worker}"))
-            if sign is not None:
-                found[worker] = sign
-        return found
-
-    def lose(self, worker: int, *, left: bool = False) -> None:
-        """Publish that ``worker`` takes part no more; ``left`` if it has ended in good order."""
-        self._set(f"gone/{worker}", _LEFT if left else "1")
-
-    def fall(self, worker: int, last: int) -> None:
-        """Publish that ``worker`` goes on without the generator: nobody can come back.
-
-        Args:
-            worker: its rank.
-            last: the number of the last group that it was through with; it comes to none of later
-                numbers.
-        """
-        self._set(f"fallen/{worker}", str(last))
-        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
-            say_over(self._store, self._room)
-
-    def fallen(self, workers: Iterable[int]) -> dict[int, int]:
-        """Return the last group of each of ``workers`` that goes on without the generator."""
-        found = {}
-        for worker in workers:
-            with contextlib.suppress(ValueError):
-                found[worker] = int(self._get(f"fallen/{worker}"))
-        return found
-
-    def lost(self) -> set[int]:
-        """Return who takes part no more."""
-        return {w for w in range(self._workers) if self._store.has(self._key(f"gone/{w}"))}
-
-    def left(self, worker: int) -> bool:
-        """Whether ``worker`` takes part no more because it has ended in good order."""
-        return self._get(f"gone/{worker}") == _LEFT
-
-    def _key(self, what: str) -> str:
-        return f"{self._room}/{what}"
-
-    def _set(self, what: str, value: str) -> None:
-        # Groups whose connections stand do not need the store.
-        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
-            self._store.set(self._key(what), value)
-
-    def _get(self, what: str) -> str:
-        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
-            if self._store.has(self._key(what)):
-                return self._store.get(self._key(what), _READ_S)
-        return ""
-
-
-def _sign_of(text: str) -> Sign | None:
-    """Return what a worker has published; None if that is none."""
+def _parse_status(text: str) -> Status | None:
     try:
         match json.loads(text):
-            case [int(levels), bool(levelling), int(steps), int(broken)]:
-                return Sign(levels, levelling, steps, broken)
+            case [int(rounds), bool(synchronizing), int(steps), int(failed)]:
+                return Status(rounds, synchronizing, steps, failed)
     except (ValueError, RecursionError):
         pass
     return None

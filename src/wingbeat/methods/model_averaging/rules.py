@@ -1,4 +1,4 @@
-"""The group generator's options: each step of the paper's ablation is one."""
+"""Options of the group generator, and the placement of workers on hosts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from dataclasses import dataclass, field
 
 from wingbeat.errors import UsageError
 
+GROUP_SIZE = 3
+"""Size of random groups (Ripples, section 7.1.3)."""
+
+THRESHOLD = 4
+"""C_thres. The paper states no value; see "Groups of the moment" in ``docs/design.md``."""
+
+FORGET = 32
+"""Requests of the fastest worker after which all counters are halved."""
+
+CONNECT = 2
+"""Requests per worker, times the bits of their number, within which groups connect all workers."""
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class Layout:
-    """Workers, by host. Hosts may have different numbers of workers.
+    """Workers by host. Hosts may have different numbers of workers.
 
     Attributes:
-        hosts: the workers of each host, in ascending order: the k-th is the host's local worker k.
+        hosts: the workers of each host in ascending order: the k-th is the host's local worker k.
         host_of: the host of each worker.
 
     Raises:
@@ -41,7 +53,7 @@ class Layout:
 
     @classmethod
     def even(cls, hosts: int, workers: int) -> Layout:
-        """Return the layout of ``hosts`` hosts with ``workers`` workers each, as torchrun's is.
+        """Return the layout of ``hosts`` hosts with ``workers`` workers each, in torchrun's order.
 
         Raises:
             UsageError: there are no hosts, or no workers.
@@ -52,7 +64,7 @@ class Layout:
 
     @classmethod
     def by_name(cls, names: Iterable[object]) -> Layout:
-        """Return the layout of workers that each name their host, by any value.
+        """Return the layout of workers that each name their host, by any hashable value.
 
         >>> Layout.by_name(["a", "b", "a"]).hosts
         ((0, 2), (1,))
@@ -62,57 +74,43 @@ class Layout:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         return len(self.host_of)
-
-
-GROUP_SIZE = 3
-"""Of random groups (Ripples, section 7.1.3)."""
-
-THRESHOLD = 4
-"""C_thres; the paper names no value. See "Groups of the moment" in ``docs/design.md``."""
-
-FORGET = 32
-"""Requests of the fastest worker after which all counters are halved."""
-
-CONNECT = 2
-"""Requests of each worker, times the bits of their number, in which groups connect all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How groups are made (Ripples, sections 4.1 and 5). The defaults are wingbeat's smart groups.
+    """How the generator makes groups (Ripples, sections 4.1 and 5). The defaults are smart groups.
 
     They are the paper's smart GG with three additions: ``filter_intra``, ``forget`` and
-    ``connect``. `Rules.paper()` is the paper's, `Rules.random()` its random GG, and
-    `Rules.everyone()` one group of all.
+    ``connect``. `Rules.paper()` is the paper's smart GG, `Rules.random()` its random GG, and
+    `Rules.everyone()` makes one group of all workers.
 
     Attributes:
-        size: members of a random group; what remains of a division makes some larger by one or two.
-        buffer: whether a worker that is in a group already gets that one (Group Buffer).
-        division: whether all idle workers are divided into groups at a time (Global Division).
+        size: members of a random group. The remainder of a division makes some groups larger by
+            one or two.
+        buffer: whether a worker that is already in a group gets that group (Group Buffer).
+        division: whether all idle workers are divided into groups at once (Global Division).
             Needs ``buffer``.
-        inter_intra: whether a division gives each worker two groups: one across hosts for a worker
-            of each host and within the host for the others, and then the whole host. Needs
+        inter_intra: whether a division gives each worker two groups: first one across hosts for one
+            worker of each host and one within the host for the others, then the whole host. Needs
             ``division``.
-        threshold: C_thres: who has asked so many times less often than the initiator, or still
-            less, is not put in its group (slowdown filter); None for no filter.
-        filter_intra: whether the filter holds for second groups, too: a worker ``threshold``
-            requests behind the fastest of all is in no second group with others. False in the
-            paper, where a division is filtered once, by the initiator's counter. Without
-            ``threshold`` it has no effect.
-        forget: requests of the fastest worker after which all counters are halved; None for never,
-            as in the paper, where whoever was slow once stays out for ever.
-        connect: requests of each worker, times the bits of their number, in which groups connect
-            all workers; where they have not, a worker of another part is added, though it is not
-            idle. None for no such bound, as in the paper.
-        notified: whether a group runs as soon as its members are in no other (Fig. 8), and not only
-            when all of them have asked (section 5.1).
-        whole: whether each group is of all workers that take part. `Rules.everyone()` sets what
-            goes with it.
+        threshold: C_thres. A worker that is this many requests or more behind the initiator is
+            left out of its group (slowdown filter). None disables the filter.
+        filter_intra: whether the filter applies to second groups too: a worker ``threshold``
+            requests behind the fastest worker shares no second group. False in the paper, which
+            filters a division once, by the initiator's counter. No effect without ``threshold``.
+        forget: requests of the fastest worker after which all counters are halved. None disables
+            this, as in the paper, where a worker that was slow once stays filtered.
+        connect: requests per worker, times the bits of their number, within which groups connect
+            all workers. After that, the next group gets a worker of another component, even if it
+            is not idle. None disables the bound, as in the paper.
+        notified: whether a group runs as soon as its members are in no older group (Fig. 8),
+            instead of when all of them have sent a request (section 5.1).
+        whole: whether each group has all active workers. Use `Rules.everyone()`.
 
     Raises:
-        UsageError: a value is not allowed, or needs another.
+        UsageError: a value is not allowed, or needs another one.
     """
 
     size: int = GROUP_SIZE
@@ -130,14 +128,15 @@ class Rules:
         """Check the values.
 
         Raises:
-            UsageError: one is not allowed, or needs another; names it.
+            UsageError: a value is not allowed, or needs another one.
         """
         if self.size < 2:
             raise UsageError(f"Rules(size={self.size}): allowed are groups of 2 workers and more")
         if self.threshold is not None and self.threshold < 2:
             raise UsageError(
                 f"Rules(threshold={self.threshold}): allowed are 2 and more requests, since the "
-                "initiator has just asked once more than others as fast; or None for no filter"
+                "initiator's last request puts it 1 ahead of equally fast workers; or None for no "
+                "filter"
             )
         if self.forget is not None and self.forget < 2:
             raise UsageError(
@@ -149,13 +148,13 @@ class Rules:
             )
         if self.division and not self.buffer:
             raise UsageError(
-                "Rules(division=True, buffer=False): groups made in advance need a buffer; set "
+                "Rules(division=True, buffer=False): a division needs a Group Buffer; set "
                 "buffer=True or division=False"
             )
         if self.inter_intra and not self.division:
             raise UsageError(
-                "Rules(inter_intra=True, division=False): its two groups are made by a division; "
-                "set division=True or inter_intra=False"
+                "Rules(inter_intra=True, division=False): inter-intra groups are made by a "
+                "division; set division=True or inter_intra=False"
             )
         self._check_whole()
 
@@ -167,15 +166,16 @@ class Rules:
         for name, allowed in only.items():
             if getattr(self, name) != allowed:
                 raise UsageError(
-                    f"Rules(whole=True, {name}={getattr(self, name)}): a group of all leaves "
-                    "nothing to choose; use Rules.everyone()"
+                    f"Rules(whole=True, {name}={getattr(self, name)}): {name} has no effect on a "
+                    "group of all workers; use Rules.everyone()"
                 )
 
     @classmethod
     def everyone(cls) -> Rules:
-        """Return the rules by which each request is answered by one group of all that take part.
+        """Return the rules that answer each request with one group of all active workers.
 
-        It runs when all of them have asked. Who joins meanwhile is in the next one.
+        The group runs when all of them have sent a request. A worker that joins meanwhile is in the
+        next group.
         """
         return cls(
             division=False, inter_intra=False, threshold=None, forget=None, connect=None, whole=True
@@ -183,12 +183,12 @@ class Rules:
 
     @classmethod
     def paper(cls, size: int = GROUP_SIZE, threshold: int | None = THRESHOLD) -> Rules:
-        """Return the rules of the paper's smart GG, with nothing added (section 5).
+        """Return the rules of the paper's smart GG without additions (section 5).
 
         Group Buffer and Global Division (5.1), Inter-Intra (5.2) and the slowdown filter (5.3),
-        with counters that only grow. The paper states neither a size of groups in a division nor a
-        value of C_thres: they are arguments. These rules do not bound how long groups leave two
-        parts of the workers unconnected.
+        with counters that only grow. The paper states neither the group size of a division nor
+        C_thres, so both are arguments. These rules do not bound for how long two sets of workers
+        stay unconnected.
         """
         return cls(size=size, threshold=threshold, filter_intra=False, forget=None, connect=None)
 
@@ -214,23 +214,23 @@ ABLATION = {
     "+ inter-intra": Rules(threshold=None),
     "+ filter": Rules(),
 }
-"""Section 5, a step at a time."""
+"""The steps of section 5's ablation."""
 
 
 POLICIES = ("smart", "paper", "random", "buffered", "divided", "inter-intra", "static", "all")
-"""What users call the ways to make groups. Each step of the ablation has all before it."""
+"""Names of policies in strategies. Each step of the ablation includes those before it."""
 
 FILTERED = ("smart", "paper")
-"""Those with a slowdown filter."""
+"""Policies with a slowdown filter."""
 
 
 def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
     """Return the rules of a policy.
 
     Args:
-        policy: one of `POLICIES`, but ``"static"``, which needs no rules.
+        policy: one of `POLICIES`, except ``"static"``, which needs no rules.
         size: members of a random group.
-        threshold: of the filter.
+        threshold: of the slowdown filter.
 
     Raises:
         UsageError: a value is not allowed.

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.pair_machine import Adopt, Kind, Say, Worker
+from wingbeat.methods.model_averaging.pair_machine import Apply, Kind, PairMachine, Send
 
 
 @dataclass
-class Life:
+class SimulatedWorker:
     """One worker: its machine, its model, which is one exact number a part, and its averages.
 
     Attributes:
@@ -26,7 +26,7 @@ class Life:
         met: each average that it has adopted: with whom, and the model before and after.
     """
 
-    machine: Worker
+    machine: PairMachine
     model: list[Fraction]
     fresh: dict[int, Fraction] = field(default_factory=dict)
     steps: int = 0
@@ -35,15 +35,15 @@ class Life:
     met: list[tuple[int, list[Fraction], list[Fraction]]] = field(default_factory=list)
 
 
-class Game:
+class PairSimulation:
     """Plays machines in virtual time: steps and messages take any time, from a seed.
 
     Args:
         workers: how many.
         steps: of each, before all are levelled.
-        pieces: parts of a model.
+        chunks: parts of a model.
         kills: workers that die at some moment, and of whom the others hear later.
-        restricted: as for `Worker`.
+        bipartite: as for `PairMachine`.
         gradients: whether steps change models.
     """
 
@@ -53,32 +53,34 @@ class Game:
         seed: int,
         *,
         steps: int = 6,
-        pieces: int = 2,
+        chunks: int = 2,
         kills: int = 0,
-        restricted: bool = True,
+        bipartite: bool = True,
         gradients: bool = True,
     ) -> None:
-        self.chance = Random(f"pairs {seed}")
-        self.steps, self.pieces = steps, pieces
-        self.lives = [
-            Life(
-                Worker(rank, workers, pieces, seed, restricted=restricted),
-                [Fraction(rank * pieces + piece) for piece in range(pieces)],
+        self.rng = Random(f"pairs {seed}")
+        self.steps, self.chunks = steps, chunks
+        self.workers = [
+            SimulatedWorker(
+                PairMachine(rank, workers, chunks, seed, bipartite=bipartite),
+                [Fraction(rank * chunks + chunk) for chunk in range(chunks)],
             )
             for rank in range(workers)
         ]
-        self.total = [sum(life.model[piece] for life in self.lives) for piece in range(pieces)]
-        self.restricted, self.gradients = restricted, gradients
+        self.total = [
+            sum(worker.model[chunk] for worker in self.workers) for chunk in range(chunks)
+        ]
+        self.bipartite, self.gradients = bipartite, gradients
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._latest: dict[tuple[int, int], float] = {}
         for rank in range(workers):
-            self._after(self.chance.random(), self._step, rank)
-        for rank in self.chance.sample(range(workers), kills):
-            self._after(self.chance.random() * steps * 3, self._die, rank)
+            self._after(self.rng.random(), self._step, rank)
+        for rank in self.rng.sample(range(workers), kills):
+            self._after(self.rng.random() * steps * 3, self._die, rank)
 
-    def play(self) -> Game:
+    def play(self) -> PairSimulation:
         """Go on until nothing happens any more."""
         while self._events:
             self.now, _, what = heapq.heappop(self._events)
@@ -88,7 +90,11 @@ class Game:
     @property
     def stuck(self) -> list[int]:
         """The workers that live and wait for ever."""
-        return [rank for rank, life in enumerate(self.lives) if life.alive and life.state != "ends"]
+        return [
+            rank
+            for rank, worker in enumerate(self.workers)
+            if worker.alive and worker.state != "ends"
+        ]
 
     def _after(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
         event = (self.now + seconds, next(self._count), lambda: what(*args))
@@ -98,95 +104,100 @@ class Game:
 
     def _step(self, rank: int) -> None:
         """Begin: the gradients of the next step are computed while models are averaged."""
-        life = self.lives[rank]
-        if life.alive:
-            life.state = "computes"
-            life.machine.begin()
-            self._carry(rank)
-            self._after(self.chance.choice([0.0, 1.0, 3.0]) * self.chance.random(), self._end, rank)
+        worker = self.workers[rank]
+        if worker.alive:
+            worker.state = "computes"
+            worker.machine.begin()
+            self._execute(rank)
+            self._after(self.rng.choice([0.0, 1.0, 3.0]) * self.rng.random(), self._end, rank)
 
     def _end(self, rank: int) -> None:
-        life = self.lives[rank]
-        if life.alive:
-            life.state = "waits"
-            life.machine.shut()
+        worker = self.workers[rank]
+        if worker.alive:
+            worker.state = "waits"
+            worker.machine.end()
             self._go_on(rank)
 
     def _go_on(self, rank: int) -> None:
         """Go on if nothing has to be waited for any more."""
-        life = self.lives[rank]
-        machine = life.machine
-        if life.state == "waits" and not machine.pending:
-            life.steps += 1
-            for piece in range(self.pieces):  # a step that changes the model
-                by = Fraction(self.chance.randrange(-8, 9) * self.gradients)
-                life.model[piece] += by
-                self.total[piece] += by
-            if life.steps < self.steps:
-                life.state = "computes"
-                self._after(self.chance.random() / 10, self._step, rank)
-            elif self.restricted:
-                life.state = "levels"
-                machine.level()
-                self._carry(rank)
+        worker = self.workers[rank]
+        machine = worker.machine
+        if worker.state == "waits" and not machine.pending:
+            worker.steps += 1
+            for chunk in range(self.chunks):  # a step that changes the model
+                by = Fraction(self.rng.randrange(-8, 9) * self.gradients)
+                worker.model[chunk] += by
+                self.total[chunk] += by
+            if worker.steps < self.steps:
+                worker.state = "computes"
+                self._after(self.rng.random() / 10, self._step, rank)
+            elif self.bipartite:
+                worker.state = "levels"
+                machine.synchronize()
+                self._execute(rank)
             else:
-                life.state = "ends"
-        if life.state == "levels" and machine.levelled:
-            machine.shut()
-            life.state = "ends"
+                worker.state = "ends"
+        if worker.state == "levels" and machine.synchronized:
+            machine.end()
+            worker.state = "ends"
 
     def _die(self, rank: int) -> None:
-        self.lives[rank].alive = False
-        for other in range(len(self.lives)):
+        self.workers[rank].alive = False
+        for other in range(len(self.workers)):
             if other != rank:
-                self._after(5.0 * self.chance.random(), self._miss, other, rank)
+                self._after(5.0 * self.rng.random(), self._miss, other, rank)
 
     def _miss(self, rank: int, dead: int) -> None:
-        if self.lives[rank].alive:
-            self.lives[rank].machine.gone(dead, lost=True)
-            self._carry(rank)
+        if self.workers[rank].alive:
+            self.workers[rank].machine.remove(dead, lost=True)
+            self._execute(rank)
             self._go_on(rank)
 
     # -- what is sent ---------------------------------------------------------------------
 
-    def _carry(self, rank: int) -> None:
-        life = self.lives[rank]
-        while life.machine.orders:
-            order = life.machine.orders.popleft()
-            if isinstance(order, Say):
-                self._say(rank, order)
-            elif isinstance(order, Adopt):
-                before, life.model = life.model, [life.fresh[p] for p in range(self.pieces)]
-                life.met.append((order.peer, before, life.model[:]))
-                life.fresh = {}
+    def _execute(self, rank: int) -> None:
+        worker = self.workers[rank]
+        while worker.machine.commands:
+            command = worker.machine.commands.popleft()
+            if isinstance(command, Send):
+                self._send(rank, command)
+            elif isinstance(command, Apply):
+                before, worker.model = worker.model, [worker.fresh[p] for p in range(self.chunks)]
+                worker.met.append((command.peer, before, worker.model[:]))
+                worker.fresh = {}
             else:
-                life.fresh = {}
+                worker.fresh = {}
 
-    def _say(self, rank: int, order: Say) -> None:
-        life, value = self.lives[rank], None
-        if order.kind == Kind.PIECE:
-            value = life.model[order.piece]
-        elif order.kind == Kind.MEAN:
-            value = life.fresh[order.piece]
-        way = rank, order.peer
-        arrives = self.now + self.chance.choice([0.01, 1.0]) * self.chance.random()
+    def _send(self, rank: int, command: Send) -> None:
+        worker, value = self.workers[rank], None
+        if command.kind == Kind.CHUNK:
+            value = worker.model[command.chunk]
+        elif command.kind == Kind.AVERAGE:
+            value = worker.fresh[command.chunk]
+        way = rank, command.peer
+        arrives = self.now + self.rng.choice([0.01, 1.0]) * self.rng.random()
         at = max(arrives, self._latest.get(way, 0.0))
         self._latest[way] = at
-        self._after(at - self.now, self._hear, rank, order, value)
+        self._after(at - self.now, self._receive, rank, command, value)
 
-    def _hear(self, source: int, order: Say, value: Fraction | None) -> None:
-        rank = order.peer
-        life = self.lives[rank]
-        if not life.alive:
+    def _receive(self, source: int, command: Send, value: Fraction | None) -> None:
+        rank = command.peer
+        worker = self.workers[rank]
+        if not worker.alive:
             return
-        if life.machine.heard(source, order.kind, order.number, order.piece) and value is not None:
-            mean = order.kind == Kind.MEAN
-            life.fresh[order.piece] = value if mean else (life.model[order.piece] + value) / 2
-        self._carry(rank)
+        if (
+            worker.machine.receive(source, command.kind, command.number, command.chunk)
+            and value is not None
+        ):
+            mean = command.kind == Kind.AVERAGE
+            worker.fresh[command.chunk] = (
+                value if mean else (worker.model[command.chunk] + value) / 2
+            )
+        self._execute(rank)
         self._go_on(rank)
 
 
-class Office:
+class FakeNetwork:
     """Carries messages between pairings of one thread, when a test says so.
 
     Args:
@@ -195,7 +206,7 @@ class Office:
     """
 
     def __init__(self, workers: int, reach: int = 1) -> None:
-        self.boxes = [Box(self, rank, reach) for rank in range(workers)]
+        self.boxes = [FakeMailbox(self, rank, reach) for rank in range(workers)]
 
     def kill(self, rank: int) -> None:
         """Let all others find out that a worker is dead."""
@@ -204,11 +215,11 @@ class Office:
             box.mail = deque(each for each in box.mail if each.peer != rank)
 
 
-class Box:
+class FakeMailbox:
     """What a pairing uses of a mailbox."""
 
-    def __init__(self, office: Office, rank: int, reach: int) -> None:
-        self._office, self._rank, self._reach = office, rank, reach
+    def __init__(self, network: FakeNetwork, rank: int, reach: int) -> None:
+        self._office, self._rank, self._reach = network, rank, reach
         self.mail: deque[SimpleNamespace] = deque()
         self.lost: dict[int, str] = {}
         self.left: frozenset[int] = frozenset()

@@ -7,28 +7,28 @@ import time
 from collections.abc import Callable, Iterable
 
 from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.static import GIVEN_UP, STATIC, Coming
+from wingbeat.methods.model_averaging.static import ABANDONED, NO_INITIATOR, Arrival
 
-PATIENCE = 30.0
+TIMEOUT_S = 30.0
 
 
-class by:
+class FunctionReducer:
     """Averages by a function; keeps count of meetings."""
 
-    def __init__(self, function: Callable[[Run, Callable[[], Coming]], int | None]) -> None:
+    def __init__(self, function: Callable[[Run, Callable[[], Arrival]], int | None]) -> None:
         self._function = function
-        self.met: list[int] = []
+        self.connections: list[int] = []
         self.closed: list[list[int] | None] = []
 
-    def average(self, run: Run, meeting: int, alive: Callable[[], Coming]) -> int | None:
-        self.met.append(meeting)
+    def average(self, run: Run, connection: int, alive: Callable[[], Arrival]) -> int | None:
+        self.connections.append(connection)
         return self._function(run, alive)
 
-    def close(self, meetings: Iterable[int] | None = None) -> None:
-        self.closed.append(None if meetings is None else list(meetings))
+    def close(self, connections: Iterable[int] | None = None) -> None:
+        self.closed.append(None if connections is None else list(connections))
 
 
-class Hall:
+class SharedValues:
     """Where members of a group meet and average a number each."""
 
     def __init__(self, values: list[float]) -> None:
@@ -38,8 +38,8 @@ class Hall:
         self._done: set[tuple[int, ...]] = set()
         self._changed = threading.Condition()
 
-    def average(self, worker: int, run: Run, alive: Callable[[], Coming]) -> int | None:
-        key = (run.initiator == STATIC, run.number, run.epoch, *sorted(run.members))
+    def average(self, worker: int, run: Run, alive: Callable[[], Arrival]) -> int | None:
+        key = (run.initiator == NO_INITIATOR, run.number, run.epoch, *sorted(run.members))
         with self._changed:
             came = self._came.setdefault(key, set())
             came.add(worker)
@@ -49,14 +49,14 @@ class Hall:
                     self.values[member] = mean
                 self._done.add(key)
                 self._changed.notify_all()
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + TIMEOUT_S
             while key not in self._done:
                 if lost := self.dead & set(run.members):
                     return min(lost)
                 assert time.monotonic() < deadline, f"{run} does not meet: {came} did"
                 if not alive():
                     came.discard(worker)
-                    return GIVEN_UP
+                    return ABANDONED
                 self._changed.wait(0.05)
         return None
 

@@ -1,4 +1,4 @@
-"""P-Reduce over groups' links: means, kept connections, members that are lost or never come."""
+"""P-Reduce over groups' links: means, open connections, lost and missing members."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from random import Random
 import pytest
 import torch
 
-from wingbeat.methods.model_averaging import group_average
+from wingbeat.methods.model_averaging import group_all_reduce
 from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.group_average import GroupAverage
-from wingbeat.methods.model_averaging.service import Rooms
-from wingbeat.methods.model_averaging.static import GIVEN_UP, Coming
+from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
+from wingbeat.methods.model_averaging.service import ConnectionCache
+from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
 from wingbeat.transport import blame, loopback
 from wingbeat.transport.world import World
 
@@ -26,8 +26,8 @@ def _quick_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blame, "PATIENCE", 0.2)
 
 
-def alive() -> Coming:
-    return Coming.MAYBE
+def alive() -> Arrival:
+    return Arrival.POSSIBLE
 
 
 def filled(value: float) -> torch.Tensor:
@@ -38,13 +38,13 @@ def run(number: int, *members: int) -> Run:
     return Run(number, 0, members, members[0])
 
 
-def test_members_have_the_mean_and_nobody_else_has() -> None:
+def test_average_gives_members_the_mean_and_leaves_others_unchanged() -> None:
     def body(world: World) -> float:
         buffer = filled(float(world.rank))
-        averages = GroupAverage(world, buffer)
+        reducer = GroupAllReduce(world, buffer)
         if world.rank != 1:
-            assert averages.average(run(0, 3, 0, 2), 1, alive) is None
-        averages.close()
+            assert reducer.average(run(0, 3, 0, 2), 1, alive) is None
+        reducer.close()
         assert (buffer == buffer[0]).all()
         return float(buffer[0])
 
@@ -55,15 +55,15 @@ def test_members_have_the_mean_and_nobody_else_has() -> None:
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
-def test_members_have_the_same_bits_and_the_mean_stays(wire: torch.dtype | None) -> None:
+def test_average_gives_members_equal_bits_and_keeps_the_mean(wire: torch.dtype | None) -> None:
     def body(world: World) -> torch.Tensor:
         buffer = torch.randn(NUMEL, generator=torch.Generator().manual_seed(world.rank))
-        averages = GroupAverage(world, buffer, wire)
+        reducer = GroupAllReduce(world, buffer, wire)
         for number in range(3):
-            averages.average(run(number, 0, 1, 2), 1, alive)
-        assert averages.kept == 1
-        averages.close()
-        assert averages.kept == 0
+            reducer.average(run(number, 0, 1, 2), 1, alive)
+        assert len(reducer._open) == 1
+        reducer.close()
+        assert len(reducer._open) == 0
         return buffer
 
     first, *others = loopback.run(loopback.worlds(3), body)
@@ -73,79 +73,81 @@ def test_members_have_the_same_bits_and_the_mean_stays(wire: torch.dtype | None)
     assert torch.allclose(first, wanted / 3, atol=1e-5) == (wire is None), "bf16 rounds"
 
 
-def test_a_member_that_is_lost_is_named_and_the_buffer_is_as_it_was() -> None:
+def test_average_returns_the_lost_member_and_leaves_the_buffer_unchanged() -> None:
     board = loopback.Switchboard()
 
     def body(world: World) -> tuple[int | None, float, float] | None:
         buffer = filled(float(world.rank))
-        averages = GroupAverage(world, buffer)
-        averages.average(run(0, 0, 1, 2), 1, alive)
+        reducer = GroupAllReduce(world, buffer)
+        reducer.average(run(0, 0, 1, 2), 1, alive)
         buffer.fill_(float(world.rank))
         if world.rank == 2:
             board.fail(2)
             return None
-        lost = averages.average(run(1, 0, 1, 2), 1, alive)
+        lost = reducer.average(run(1, 0, 1, 2), 1, alive)
         before = float(buffer.sum())
-        assert averages.kept == 0
-        assert averages.average(run(1, 0, 1), 2, alive) is None
-        averages.close()
+        assert len(reducer._open) == 0
+        assert reducer.average(run(1, 0, 1), 2, alive) is None
+        reducer.close()
         return lost, before / NUMEL, float(buffer[0])
 
     found = loopback.run(loopback.worlds_on(board, 3), body)
     assert found == [(2, 0.0, 0.5), (2, 1.0, 0.5), None]
 
 
-@pytest.mark.parametrize("gone", [Coming.PAST, Coming.NEVER])
+@pytest.mark.parametrize("gone", [Arrival.DEPARTED, Arrival.IMPOSSIBLE])
 @pytest.mark.parametrize("kept", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_group_that_does_not_come_is_given_up_when_the_generator_is_dead(
-    monkeypatch: pytest.MonkeyPatch, kept: bool, gone: Coming
+def test_average_is_abandoned_when_members_will_not_arrive(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, gone: Arrival
 ) -> None:
-    monkeypatch.setattr(group_average, "GRACE_S", 0.1 if gone is Coming.PAST else 1000.0)
+    monkeypatch.setattr(group_all_reduce, "GRACE_S", 0.1 if gone is Arrival.DEPARTED else 1000.0)
 
     def body(world: World) -> float:
         buffer = filled(float(world.rank))
-        averages = GroupAverage(world, buffer)
+        reducer = GroupAllReduce(world, buffer)
         if kept:
-            averages.average(run(0, 0, 1), 1, alive)
+            reducer.average(run(0, 0, 1), 1, alive)
         if world.rank == 0:
             begun = time.monotonic()
-            answers = iter([Coming.MAYBE])
-            assert averages.average(run(1, 0, 1), 1, lambda: next(answers, gone)) == GIVEN_UP
+            answers = iter([Arrival.POSSIBLE])
+            assert reducer.average(run(1, 0, 1), 1, lambda: next(answers, gone)) == ABANDONED
             assert time.monotonic() < begun + 10
             assert (buffer == (0.5 if kept else 0.0)).all()
             assert next(answers, None) is None
-        averages.average(run(2, 1, 0), 2, alive)
-        averages.close()
+        reducer.average(run(2, 1, 0), 2, alive)
+        reducer.close()
         return float(buffer[0])
 
     assert loopback.run(loopback.worlds(2), body) == [0.5, 0.5]
 
 
-def meetings(workers: int, number: int, capacity: int) -> list[list[tuple[Run, int, list[int]]]]:
+def connections_of(
+    workers: int, number: int, capacity: int
+) -> list[list[tuple[Run, int, list[int]]]]:
     """Random groups, for each worker in their order: with their meetings and those to close."""
-    chance, rooms = Random(3), Rooms(workers, capacity)
+    chance, cache = Random(3), ConnectionCache(workers, capacity)
     out: list[list[tuple[Run, int, list[int]]]] = [[] for _ in range(workers)]
     for each in range(number):
         members = chance.sample(range(workers), chance.choice((2, 3)))
-        meeting = rooms.meeting(members)
+        connection = cache.id_of(members)
         for member in members:
-            out[member].append((run(each, *members), meeting, rooms.closed(member)))
+            out[member].append((run(each, *members), connection, cache.pop_closed(member)))
     return out
 
 
 def average_all(workers: int, number: int, capacity: int) -> None:
-    planned = meetings(workers, number, capacity)
+    planned = connections_of(workers, number, capacity)
     threads: list[int] = []
 
     def body(world: World) -> float:
         buffer = filled(float(world.rank))
-        averages = GroupAverage(world, buffer)
-        for each, meeting, close in planned[world.rank]:
-            averages.close(close)
-            assert averages.average(each, meeting, alive) is None
-            assert averages.kept <= capacity
+        reducer = GroupAllReduce(world, buffer)
+        for each, connection, close in planned[world.rank]:
+            reducer.close(close)
+            assert reducer.average(each, connection, alive) is None
+            assert len(reducer._open) <= capacity
             threads.append(threading.active_count())
-        averages.close()
+        reducer.close()
         return float(buffer[0])
 
     found = loopback.run(loopback.worlds(workers), body)
@@ -161,5 +163,5 @@ def test_random_groups_keep_few_connections_and_threads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_thousand_random_groups() -> None:
+def test_twenty_thousand_random_groups_keep_few_connections() -> None:
     average_all(8, 20_000, capacity=16)

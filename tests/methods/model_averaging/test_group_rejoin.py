@@ -1,4 +1,4 @@
-"""A process that is killed while it averages with groups, and started again alone."""
+"""A process that is killed while it averages with groups, and restarted alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from helpers.returning import lines, made, start
 
 SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
-    from wingbeat.methods.model_averaging.group_averager import Grouping
+    from wingbeat.methods.model_averaging.group_averager import GroupSession
     from wingbeat.methods.model_averaging.rules import Rules
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
     buffer = torch.full((1000,), float(world.rank))
     rules = Rules.everyone() if sys.argv[1] == "everyone" else Rules()
-    groups = Grouping(world, buffer, rules)
+    session = GroupSession(world, buffer, rules)
     made = 0
-    groups.offer = lambda: buffer.numpy().tobytes() + made.to_bytes(4, "little")
+    session.snapshot = lambda: buffer.numpy().tobytes() + made.to_bytes(4, "little")
     if world.returned:
-        state = groups.fetch()
+        state = session.fetch_state()
         buffer.copy_(torch.frombuffer(state[:4000], dtype=torch.float32))
         made = int.from_bytes(state[4000:], "little")
         assert (buffer == buffer[0]).all()
@@ -29,12 +29,13 @@ SCRIPT = """if True:
     while not os.path.exists(sys.argv[2]):
         buffer += 1
         made += 1
-        groups.step()
+        session.step()
         print("made", made, flush=True)
         time.sleep(0.002)
-    groups.level()
-    print("ended", float(buffer[0]), sorted(groups.client.absent), groups.client.fallen, flush=True)
-    groups.close()
+    session.synchronize()
+    client = session.client
+    print("ended", float(buffer[0]), sorted(client.lost_peers), client.fallback, flush=True)
+    session.close()
     wingbeat.shutdown()
 """
 
@@ -42,9 +43,7 @@ SCRIPT = """if True:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rules", ["smart", "everyone"])
-def test_a_worker_that_was_killed_comes_back_twice_and_all_end_equal(
-    rules: str, tmp_path: Path
-) -> None:
+def test_killed_worker_rejoins_twice_and_all_end_equal(rules: str, tmp_path: Path) -> None:
     port, stop = free_port(), tmp_path / "stop"
     workers = [start(SCRIPT, rank, port, rules, stop) for rank in range(3)]
     try:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.group_simulation import groups_in
 from wingbeat.methods.model_averaging.rules import Layout
-from wingbeat.methods.model_averaging.static import PHASES, group_of, groups_in
+from wingbeat.methods.model_averaging.static import PHASES, group_of
 
 FOUR = Layout.even(hosts=4, workers=4)
 
@@ -33,7 +34,7 @@ shapes = st.lists(st.integers(0, 8), min_size=1, max_size=40).map(Layout.by_name
 
 @pytest.mark.parametrize("cycle", [0, 1, 7])
 @pytest.mark.parametrize("phase", range(PHASES))
-def test_phases_of_figure_9(phase: int, cycle: int) -> None:
+def test_phases_are_those_of_figure_9(phase: int, cycle: int) -> None:
     row = FIG_9[phase]
     for worker, sign in enumerate(row):
         alike = tuple(w for w in range(16) if row[w] == sign) if sign != "." else (worker,)
@@ -41,13 +42,13 @@ def test_phases_of_figure_9(phase: int, cycle: int) -> None:
 
 
 @pytest.mark.parametrize("phase", FIG_10)
-def test_rules_of_figure_10(phase: int) -> None:
+def test_rules_are_those_of_figure_10(phase: int) -> None:
     for worker, group in FIG_10[phase].items():
         assert set(group_of(FOUR, worker, phase)) == group
 
 
 @given(shapes, st.integers(0, 200))
-def test_all_members_see_the_same_group_and_nobody_is_in_two(layout: Layout, step: int) -> None:
+def test_members_agree_and_groups_are_disjoint(layout: Layout, step: int) -> None:
     for worker in range(layout.workers):
         group = group_of(layout, worker, step)
         assert worker in group
@@ -56,7 +57,7 @@ def test_all_members_see_the_same_group_and_nobody_is_in_two(layout: Layout, ste
 
 
 @given(shapes)
-def test_a_cycle_connects_all(layout: Layout) -> None:
+def test_cycle_connects_all_workers(layout: Layout) -> None:
     parts = [{worker} for worker in range(layout.workers)]
     for step in range(PHASES):
         for group in groups_in(layout, step):
@@ -67,7 +68,7 @@ def test_a_cycle_connects_all(layout: Layout) -> None:
 
 @pytest.mark.parametrize("hosts", range(1, 12))
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
-def test_each_host_meets_another_and_takes_turns_to_stay_alone(hosts: int, workers: int) -> None:
+def test_each_host_meets_others_and_is_alone_in_turn(hosts: int, workers: int) -> None:
     layout = Layout.even(hosts, workers)
     out = min(1, workers - 1)
     alone = [0] * hosts
@@ -82,7 +83,7 @@ def test_each_host_meets_another_and_takes_turns_to_stay_alone(hosts: int, worke
     assert alone == [hosts % 2] * hosts
 
 
-def test_three_workers_of_a_host_and_eight() -> None:
+def test_hosts_of_three_and_eight_workers_follow_the_rules() -> None:
     three, eight = Layout.even(2, 3), Layout.even(2, 8)
     assert [group_of(three, w, 0) for w in range(3)] == [(0, 3), (1,), (2,)]
     assert [group_of(three, w, 2) for w in range(3)] == [(0, 2), (1, 4), (0, 2)]

@@ -1,4 +1,4 @@
-"""A job's group generator, from start to end, with workers that are threads."""
+"""The group generator of a job, from start to end, with workers that are threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from helpers.returning import again, dies
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.methods.model_averaging import group_averager
-from wingbeat.methods.model_averaging.group_averager import Grouping
+from wingbeat.methods.model_averaging.group_averager import GroupSession
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -25,11 +25,11 @@ def services() -> list[str]:
 def test_parameters_are_averaged_and_the_generator_ends_with_the_job(rules: Rules) -> None:
     def body(world: World) -> float:
         buffer = torch.full((100,), float(world.rank))
-        groups = Grouping(world, buffer, rules, seed=1)
+        session = GroupSession(world, buffer, rules, seed=1)
         for _ in range(20):
-            groups.step()
-        assert groups.client.fallen is None
-        groups.close()
+            session.step()
+        assert session.client.fallback is None
+        session.close()
         return float(buffer[0])
 
     found = loopback.run(loopback.worlds(3), body)
@@ -41,7 +41,7 @@ def test_parameters_are_averaged_and_the_generator_ends_with_the_job(rules: Rule
         time.sleep(0.01)
 
 
-def test_a_generator_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generator_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("no memory")
 
@@ -49,37 +49,37 @@ def test_a_generator_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPa
 
     def body(world: World) -> None:
         with pytest.raises(UsageError, match="rank 0: cannot start the group generator: no memory"):
-            Grouping(world, torch.zeros(4), Rules())
+            GroupSession(world, torch.zeros(4), Rules())
 
     loopback.run(loopback.worlds(1), body)
 
 
-def test_a_host_that_is_no_text_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_host_identity_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(world: World) -> None:
         monkeypatch.setattr(world, "read", lambda what, rank: 7)
         with pytest.raises(PeerError, match="rank 0 sent a malformed identity"):
-            Grouping(world, torch.zeros(4), Rules())
+            GroupSession(world, torch.zeros(4), Rules())
 
     loopback.run(loopback.worlds(1), body)
 
 
 @pytest.mark.parametrize("rules", [None, Rules(), Rules.everyone()], ids=str)
-def test_all_buffers_are_one_after_levelling(rules: Rules | None) -> None:
+def test_synchronize_makes_all_buffers_equal(rules: Rules | None) -> None:
     before = services()
 
     def body(world: World) -> tuple[float, bool]:
         buffer = torch.full((100,), float(world.rank))
-        groups = Grouping(world, buffer, rules, seed=1)
+        session = GroupSession(world, buffer, rules, seed=1)
         for _ in range(3 + 2 * world.rank if rules else 4):
-            groups.step()
-        groups.level()
+            session.step()
+        session.synchronize()
         found = float(buffer[0])
-        groups.step()
-        groups.level()
+        session.step()
+        session.synchronize()
         alike = bool((buffer == buffer[0]).all()) and float(buffer[0]) == found
         if rules is None:
             assert services() == before, "nobody is asked"
-        groups.close()
+        session.close()
         return found, alike
 
     found = loopback.run(loopback.worlds(3), body)
@@ -91,38 +91,38 @@ def test_all_buffers_are_one_after_levelling(rules: Rules | None) -> None:
 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.everyone()], ids=str)
-def test_a_worker_that_died_comes_back_with_the_state_of_another(rules: Rules) -> None:
+def test_restarted_worker_rejoins_with_the_state_of_a_peer(rules: Rules) -> None:
     back = threading.Event()
 
-    def train(groups: Grouping, buffer: torch.Tensor) -> None:
+    def train(session: GroupSession, buffer: torch.Tensor) -> None:
         left = 10
         while left:
             left -= back.is_set()
             buffer += 1.0
-            groups.step()
-        groups.level()
-        groups.close()
+            session.step()
+        session.synchronize()
+        session.close()
 
     def body(world: World) -> tuple[float, ...]:
         buffer = torch.full((100,), float(world.rank))
-        groups = Grouping(world, buffer, rules, seed=1)
-        groups.offer = lambda: buffer.numpy().tobytes() + bytes([world.rank])
+        session = GroupSession(world, buffer, rules, seed=1)
+        session.snapshot = lambda: buffer.numpy().tobytes() + bytes([world.rank])
         if world.rank != 2:
-            train(groups, buffer)
+            train(session, buffer)
             return (float(buffer[0]),)
         for _ in range(5):
-            groups.step()
-        dies(groups)
+            session.step()
+        dies(session)
         buffer = torch.zeros(100)
-        groups = Grouping(again(world), buffer, rules, seed=1)
-        state = groups.fetch()
+        session = GroupSession(again(world), buffer, rules, seed=1)
+        state = session.fetch_state()
         buffer.copy_(torch.frombuffer(state[:400], dtype=torch.float32))
         taken, giver = float(buffer[0]), state[400]
         # Each part of a sum of three was added in an order of its own.
         torch.testing.assert_close(buffer, torch.full((100,), taken))
         assert len(state) == 401
         back.set()
-        train(groups, buffer)
+        train(session, buffer)
         return float(buffer[0]), taken, giver
 
     one, other, (value, taken, giver) = loopback.run(loopback.worlds(3), body)
@@ -131,80 +131,80 @@ def test_a_worker_that_died_comes_back_with_the_state_of_another(rules: Rules) -
     assert 0 < taken <= value
 
 
-def test_what_cannot_be_fetched_is_said() -> None:
+def test_fetch_state_without_or_with_too_large_state_raises() -> None:
     def body(world: World) -> None:
-        groups = Grouping(world, torch.zeros(4), Rules())
+        session = GroupSession(world, torch.zeros(4), Rules())
         if world.rank == 0:
-            groups.offer = lambda: bytes(1000)
+            session.snapshot = lambda: bytes(1000)
             for _ in range(2):
-                groups.step()
-            groups.level()
-            groups.offer = None
-            groups.step()
-            groups.level()
+                session.step()
+            session.synchronize()
+            session.snapshot = None
+            session.step()
+            session.synchronize()
         else:
             with pytest.raises(PeerError, match="rank 1: rank 0 sends a state of 1000 bytes"):
-                groups.fetch(most=999)
-            assert groups.fetch(most=1000) == bytes(1000)
+                session.fetch_state(limit=999)
+            assert session.fetch_state(limit=1000) == bytes(1000)
             for _ in range(2):
-                groups.step()
-            groups.level()
-            with pytest.raises(PeerError, match="rank 1: rank 0 offers no state"):
-                groups.fetch()
-            groups.step()
-            groups.level()
-        groups.close()
+                session.step()
+            session.synchronize()
+            with pytest.raises(PeerError, match="rank 1: rank 0 has no training state"):
+                session.fetch_state()
+            session.step()
+            session.synchronize()
+        session.close()
 
     loopback.run(loopback.worlds(2), body)
 
 
-def test_nobody_is_left_to_take_a_state_from() -> None:
+def test_fetch_state_without_active_peer_raises() -> None:
     def body(world: World) -> None:
-        groups = Grouping(world, torch.zeros(4), Rules())
-        with pytest.raises(PeerError, match="rank 0: nobody takes part whose state"):
-            groups.fetch()
-        groups.close()
+        session = GroupSession(world, torch.zeros(4), Rules())
+        with pytest.raises(PeerError, match=r"rank 0: cannot find a peer .*: no other"):
+            session.fetch_state()
+        session.close()
 
     loopback.run(loopback.worlds(1), body)
 
 
-def test_nobody_comes_back_to_the_static_schedule_or_in_the_place_of_the_generators_host() -> None:
+def test_rejoin_to_the_static_schedule_or_as_generator_host_raises() -> None:
     def body(world: World) -> None:
-        groups = Grouping(world, torch.zeros(4), None)
-        with pytest.raises(UsageError, match=r"fetch\(\): nobody comes back to the static"):
-            groups.fetch()
+        session = GroupSession(world, torch.zeros(4), None)
+        with pytest.raises(UsageError, match=r"fetch_state\(\): the static schedule has no rejoin"):
+            session.fetch_state()
         with pytest.raises(UsageError, match=r"rank 0 was started again .* the static schedule"):
-            Grouping(again(world), torch.zeros(4), None)
-        Grouping(world, torch.zeros(4), Rules()).close()
-        with pytest.raises(RendezvousError, match="rank 0: cannot come back: the group generator"):
-            Grouping(again(world), torch.zeros(4), Rules())
+            GroupSession(again(world), torch.zeros(4), None)
+        GroupSession(world, torch.zeros(4), Rules()).close()
+        with pytest.raises(RendezvousError, match="rank 0: cannot rejoin: the group generator"):
+            GroupSession(again(world), torch.zeros(4), Rules())
 
     loopback.run(loopback.worlds(1), body)
 
 
-def test_who_gives_its_state_and_is_lost_is_replaced_by_another(
+def test_fetch_state_asks_another_peer_when_the_sender_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost: list[int] = []
-    usual = group_averager._give
+    usual = group_averager._send_state
 
-    def breaks(inner: World, blob: bytes | None) -> None:
+    def breaks(inner: World, state: bytes | None) -> None:
         if not lost:
             lost.append(inner.ranks[inner.rank])
             inner.links[0].send(torch.tensor([1]), 1 - inner.rank, 0).wait(10.0)
             for link in inner.links:
                 link.close()
         else:
-            usual(inner, blob)
+            usual(inner, state)
 
-    monkeypatch.setattr(group_averager, "_give", breaks)
+    monkeypatch.setattr(group_averager, "_send_state", breaks)
 
     def body(world: World) -> int:
-        groups = Grouping(world, torch.zeros(4), Rules())
-        groups.offer = lambda: bytes([world.rank])
-        giver = groups.fetch()[0] if world.rank == 2 else -1
-        groups.level()
-        groups.close()
+        session = GroupSession(world, torch.zeros(4), Rules())
+        session.snapshot = lambda: bytes([world.rank])
+        giver = session.fetch_state()[0] if world.rank == 2 else -1
+        session.synchronize()
+        session.close()
         return giver
 
     *_, giver = loopback.run(loopback.worlds(3), body)
