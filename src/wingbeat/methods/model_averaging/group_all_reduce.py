@@ -153,9 +153,9 @@ class GroupAllReduce:
         try:
             handle = self._start(collectives, total)
             if not self._wait(handle, arrival):
-                for link in inner.links:
-                    link.close()  # cancels the collective
+                collectives.abandon()
                 self.close([connection])
+                self._sum = torch.empty_like(self._sum)  # the collective may still write to it
                 return ABANDONED
             handle.wait()
         except PeerError:
