@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.methods.model_averaging import group_all_reduce
 from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
+from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.service import ConnectionCache
 from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
 from wingbeat.transport import blame, loopback
@@ -58,7 +58,7 @@ def test_average_gives_members_the_mean_and_leaves_others_unchanged() -> None:
 def test_average_gives_members_equal_bits_and_keeps_the_mean(wire: torch.dtype | None) -> None:
     def body(world: World) -> torch.Tensor:
         buffer = torch.randn(NUMEL, generator=torch.Generator().manual_seed(world.rank))
-        reducer = GroupAllReduce(world, buffer, wire)
+        reducer = GroupAllReduce(world, buffer, ModelCompression(wire))
         for number in range(3):
             reducer.average(run(number, 0, 1, 2), 1, alive)
         assert len(reducer._open) == 1

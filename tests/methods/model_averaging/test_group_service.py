@@ -383,10 +383,10 @@ def test_service_ends_when_all_have_left() -> None:
 
 def test_service_ends_with_the_worker_that_started_it() -> None:
     rig = Rig()
-    rig.service.run(lambda: False, 1)
+    rig.service.run(lambda: False)
     assert rig.box.closed
     said = [[message[1:3] for message in messages] for messages in rig.box.sent]
-    assert said == [[(Kind.REMOVED, (1, 0, 0, 0))], [], [(Kind.REMOVED, (1, 0, 0, 0))]]
+    assert said == [[], [(Kind.REMOVED, (0, 0, 0, 0))], [(Kind.REMOVED, (0, 0, 0, 0))]]
 
 
 # -- all of them -----------------------------------------------------------------------------

@@ -143,9 +143,11 @@ def test_fetch_state_without_or_with_too_large_state_raises() -> None:
             session.step()
             session.synchronize()
         else:
+            session._limit = 999
             with pytest.raises(PeerError, match="rank 1: rank 0 sends a state of 1000 bytes"):
-                session.fetch_state(limit=999)
-            assert session.fetch_state(limit=1000) == bytes(1000)
+                session.fetch_state()
+            session._limit = 1000
+            assert session.fetch_state() == bytes(1000)
             for _ in range(2):
                 session.step()
             session.synchronize()

@@ -41,7 +41,7 @@ class Play:
             machine = PairMachine(rank, workers, len(pair_buffer.spans), seed)
             self.exchanges.append(
                 PairExchange(
-                    machine, self.network.boxes[rank], pair_buffer, me=f"rank {rank}", timeout=5.0,
+                    machine, self.network.boxes[rank], pair_buffer, timeout=5.0,
                     clock=lambda: self.time,
                 )
             )  # fmt: skip

@@ -117,14 +117,12 @@ class GroupAllReduce:
         self,
         world: World,
         buffer: torch.Tensor,
-        compression: ModelCompression | torch.dtype | None = None,
+        compression: ModelCompression | None = None,
         *,
         first: int = 0,
     ) -> None:
         self._world, self._buffer = world, buffer
-        if not isinstance(compression, ModelCompression):
-            compression = ModelCompression(compression)
-        self.compression = compression
+        self.compression = compression or ModelCompression(None)
         self.uncompressed = False
         self._first = first
         self.part = Span(0, buffer.numel())

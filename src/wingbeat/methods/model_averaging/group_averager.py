@@ -45,7 +45,7 @@ _NO_STATE = -1
 """Sent instead of a size if there is no state."""
 
 _STATE_FACTOR, _STATE_EXTRA = 8, 64 << 20
-"""Default limit of a state: a multiple of the parameters' bytes, plus some."""
+"""Limit of a state: a multiple of the parameters' bytes, plus some."""
 
 
 class StateSender:
@@ -116,8 +116,8 @@ def receive_state(
         )
     if not 0 <= receiver.size <= limit:
         raise PeerError(
-            f"{name} sends a state of {receiver.size} bytes: allowed are {limit}; pass "
-            "fetch_state(limit=...) a larger number if the state is so large"
+            f"{name} sends a state of {receiver.size} bytes: allowed are {limit}; start all "
+            "workers again from a checkpoint"
         )
     return receiver.state
 
@@ -199,7 +199,7 @@ class GroupSession:
         buffer: torch.Tensor,
         rules: Rules | None,
         *,
-        compression: ModelCompression | torch.dtype | None = None,
+        compression: ModelCompression | None = None,
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:
@@ -235,7 +235,7 @@ class GroupSession:
             self.client.on_lost = departures.lost
             return
         try:
-            if world.rank == config.host and not world.returned:
+            if world.rank == 0 and not world.returned:
                 self._service = (InThread if world.threads else InProcess)(config, store)
             self._mailbox, self.client = config.client(
                 store, world.rank, world.returned, is_running
@@ -284,14 +284,13 @@ class GroupSession:
             return False
         return client.stale or (client.copies_state and client.excluded)
 
-    def fetch_state(self, limit: int | None = None, *, join: bool = False) -> bytearray:
+    def fetch_state(self, *, join: bool = False) -> bytearray:
         """Return the state of an active peer, for a restarted or excluded worker before a step.
 
         The peer calls its `snapshot` while it waits for a group, and sends the state in a thread.
         If it is lost, another peer is asked.
 
         Args:
-            limit: bytes that the state may have; by default a multiple of the buffer's.
             join: whether this worker is active from now on, so that the peer's group waits for it,
                 instead of from its next request.
 
@@ -301,14 +300,15 @@ class GroupSession:
         """
         if not isinstance(self.client, Client):
             raise UsageError("fetch_state(): the static schedule has no rejoin; use Rules()")
-        limit = self._limit if limit is None else limit
 
         def receive(
             sender: int, connection: int, is_active: Callable[[], bool]
         ) -> bytearray | None:
             try:
                 first = self._first
-                return receive_state(self._world, sender, first + connection, limit, is_active)
+                return receive_state(
+                    self._world, sender, first + connection, self._limit, is_active
+                )
             except SenderLost as error:
                 _log.warning("%s; another one is asked", error)
                 return None

@@ -173,11 +173,9 @@ class PairExchange:
         machine: this worker's.
         mailbox: is connected to its partners, numbered by rank; used by the thread only.
         buffer: the parameters.
-        me: this worker's name in messages.
         timeout: seconds; a live partner is awaited `LONGEST` times as long.
         on_lost: called with each worker that is lost, in the thread.
         departures: logs lost workers.
-        name: returns the name of a rank in messages.
         clock: returns seconds.
 
     Attributes:
@@ -192,17 +190,15 @@ class PairExchange:
         mailbox: Mailbox,
         buffer: PairBuffer,
         *,
-        me: str,
         timeout: float,
         on_lost: Callable[[int], None] = lambda _: None,
         departures: Departures | None = None,
-        name: Callable[[int], str] = "rank {}".format,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.machine, self._mailbox, self._buffer = machine, mailbox, buffer
-        self._me, self._name, self._timeout, self._clock = me, name, timeout, clock
+        self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
         self._on_lost, self._reported = on_lost, set[int]()
-        self._departures = departures or Departures(None, me, name=name)
+        self._departures = departures or Departures(None, self._me)
         self.waits = 0
         self.watches_all = False
         self.members: tuple[int, ...] = ()
@@ -285,7 +281,7 @@ class PairExchange:
             raise PeerError(str(self._error))
         lost = self.machine.lost
         if lost and not self.machine.live_partners:
-            how = ", ".join(f"{self._name(p)} {self._departures.how(p)}" for p in sorted(lost))
+            how = ", ".join(f"rank {p} {self._departures.how(p)}" for p in sorted(lost))
             raise PeerError(
                 f"{self._me}: no worker is left to average parameters with: {how}; "
                 "start all workers again"
@@ -298,7 +294,7 @@ class PairExchange:
             self._check()
             if done():
                 return
-            names = ", ".join(map(self._name, self.machine.waiting_for()))
+            names = ", ".join(f"rank {peer}" for peer in self.machine.waiting_for())
             if self._clock() - max(wait.begun, self._progress_at) > LONGEST * self._timeout:
                 raise PeerError(stuck_text(self._me, names, what, self._timeout))
             wait.look(names)
@@ -373,9 +369,7 @@ class PairExchange:
                 raise ProtocolError(f"{len(payload)} bytes in chunk {chunk}, of kind {kind}")
             accepted = self.machine.receive(peer, kind, number, chunk)
         except ProtocolError as error:
-            raise PeerError(
-                f"{self._me}: {self._name(peer)} violated the protocol: {error}"
-            ) from None
+            raise PeerError(f"{self._me}: rank {peer} violated the protocol: {error}") from None
         # A busy passive worker sends keepalives to the workers in its queue.
         if kind in _PROGRESS or (kind == Kind.KEEPALIVE and self.machine.requests):
             self._progress_at = self._clock()
@@ -548,8 +542,8 @@ class PairAverager:
                 seconds=world.timeout,
             )
             self._exchange = PairExchange(
-                self._machine, mailbox, pair_buffer, me=f"rank {world.rank}",
-                timeout=world.timeout, on_lost=table.mark_lost, departures=departures_of(world),
+                self._machine, mailbox, pair_buffer, timeout=world.timeout,
+                on_lost=table.mark_lost, departures=departures_of(world),
             )  # fmt: skip
             self._exchange.start()
             # An averager that is garbage collected without `close` ends its thread.

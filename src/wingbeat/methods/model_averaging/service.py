@@ -244,20 +244,18 @@ class GroupService:
         for worker in range(workers):
             timeouts.start_step(worker, self._checked_at)
 
-    def run(self, parent: Callable[[], bool] = lambda: True, host: int = 0) -> None:
-        """Serve until all workers have left, ``parent()`` is false, or a worker has fallen back.
+    def run(self, parent: Callable[[], bool] = lambda: True) -> None:
+        """Serve until all workers have left, or a worker has fallen back.
 
-        Args:
-            parent: whether the process of the worker that has started this one runs.
-            host: the rank of that worker.
+        Or until ``parent()`` is false: rank 0, which has started this process, is gone.
         """
         while len(self._gone | self._silent) < self._workers and parent():
             # After this process was stopped, workers may continue without it.
             if self._rejoins is not None and self._rejoins.generator_lost:
                 break
             self.step(self._mailbox.next(_CHECK_S))
-        if not parent() and host not in self._gone:
-            self._remove_for_good(host)  # otherwise each of the others would have to detect it
+        if not parent() and 0 not in self._gone:
+            self._remove_for_good(0)  # otherwise each of the others would have to detect it
         with contextlib.suppress(PeerError):  # dead workers do not confirm the shutdown
             self._mailbox.close(CLOSING if parent() else _QUICK_CLOSE_S)
 
@@ -535,7 +533,6 @@ class GeneratorConfig:
     Attributes:
         room: prefix of keys in the rendezvous store.
         host_of: the host of each worker.
-        host: the rank of the worker that starts the process.
         interfaces: names of the network interfaces to use.
         encrypted: whether messages are encrypted.
         timeout: seconds for connection setup, a worker's first step, and a wait for a group.
@@ -552,7 +549,6 @@ class GeneratorConfig:
 
     room: str
     host_of: tuple[int, ...]
-    host: int = 0
     interfaces: tuple[str, ...]
     encrypted: bool = True
     timeout: float
@@ -588,7 +584,7 @@ class GeneratorConfig:
     @property
     def me(self) -> str:
         """The name of the service in messages."""
-        return f"the group generator (started by rank {self.host})"
+        return "the group generator (started by rank 0)"
 
     def name(self, number: int) -> str:
         """Return the name of the mailbox with this number in messages."""
@@ -625,7 +621,7 @@ class GeneratorConfig:
         """
         if not returned:
             mailbox = self._open(store, rank, [self.number])
-        elif rank == self.host or not isinstance(store, Ledger):
+        elif rank == 0 or not isinstance(store, Ledger):
             raise RendezvousError(
                 f"rank {rank}: cannot rejoin: the group generator has ended with the process "
                 "before this one, which had started it; start all workers again from a checkpoint"
@@ -663,7 +659,7 @@ class GeneratorConfig:
         )
         rejoins.start()
         try:
-            service.run(parent, self.host)
+            service.run(parent)
         finally:
             rejoins.stop()
 
