@@ -149,7 +149,7 @@ def test_messages_of_the_generator_extend_a_wait(
     ("does", "what"),
     [
         (Client.step, "the end of its step"),
-        (Client.synchronize, r"the call of wingbeat\.consensus\(\)"),
+        (Client.synchronize, r"the call of wingbeat\.synchronize\(\)"),
     ],
 )
 def test_wait_for_a_live_worker_is_logged_and_fails_after_ten_timeouts(

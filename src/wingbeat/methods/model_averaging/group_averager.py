@@ -472,7 +472,7 @@ class GroupAverager:
         if self._closed:
             raise UsageError(
                 f"rank {self._rank}: wingbeat was shut down; models cannot be averaged: call "
-                "wingbeat.shutdown() after the last step and wingbeat.consensus()"
+                "wingbeat.shutdown() after the last step and wingbeat.synchronize()"
             )
         reducer = self.session.reducer
         reducer.part, reducer.uncompressed = part, job == self.session.synchronize

@@ -206,7 +206,7 @@ class OuterUpdate(LocalUpdate):
                     f"rank {world.rank} and rank {rank} started with different weights, with which "
                     "an outer optimizer (DiLoCo) never converges to one model: weights loaded "
                     "after distribute(), or changed by another optimizer before the first step, "
-                    "must be the same on all ranks; call wingbeat.consensus(model) on all ranks "
+                    "must be the same on all ranks; call wingbeat.synchronize(model) on all ranks "
                     "afterwards, or load before distribute()"
                 )
 

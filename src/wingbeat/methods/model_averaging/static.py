@@ -50,7 +50,7 @@ ABANDONED = -1
 STATIC_CONNECTIONS = 1 << 31
 """The first connection id of groups without a generator, which counts from 1."""
 
-SYNC_CALL = "the call of wingbeat.consensus()"
+SYNC_CALL = "the call of wingbeat.synchronize()"
 
 _CHECK_S = 0.5
 """Interval of checks of the status table while members are awaited."""
