@@ -338,7 +338,7 @@ class Averaging:
 
     Attributes:
         partners: with whom: ``"all"``; ``"pairs"``, a worker of the other half at a time; or how
-            groups are made, a name of `wingbeat.groups.rules.POLICIES`.
+            groups are made, a name of `wingbeat.methods.model_averaging.rules.POLICIES`.
         size: members of a random group.
         threshold: C_thres of the slowdown filter; None for no filter.
         every: steps from one average of a fragment to its next.

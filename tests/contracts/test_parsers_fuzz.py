@@ -32,14 +32,14 @@ from wingbeat.costs.curve import Line
 from wingbeat.costs.fit import Fit
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
-from wingbeat.groups import protocol as groups_protocol
-from wingbeat.groups import returns
-from wingbeat.groups.board import Board
 from wingbeat.integrations import residuals
 from wingbeat.methods.bounded_staleness import journal, messages
 from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
 from wingbeat.methods.bounded_staleness.view import View, ViewProposal
+from wingbeat.methods.model_averaging import generator as group_generator
+from wingbeat.methods.model_averaging import rendezvous
+from wingbeat.methods.model_averaging.rendezvous import StatusTable
 from wingbeat.methods.parameter_server.exchange import copy_sum
 from wingbeat.methods.parameter_server.protocol import (
     Document,
@@ -260,19 +260,19 @@ def read_frames(data: bytes) -> None:
         messages.decode_message(frame.numbers, 3, 2, payload)
 
 
-def read_told(data: bytes) -> object:
+def read_run(data: bytes) -> object:
     ids = struct.unpack("<4I", data[:16].ljust(16, b"\0"))
-    return groups_protocol.told_of(ids, data[16:], 8)
+    return group_generator.decode_run(ids, data[16:], 8)
 
 
-def told(members: tuple[int, ...], close: tuple[int, ...]) -> bytes:
-    return struct.pack("<4I", 1, 2, members[0], 4) + groups_protocol.payload_of(members, close)
+def run_message(members: tuple[int, ...], close: tuple[int, ...]) -> bytes:
+    return struct.pack("<4I", 1, 2, members[0], 4) + group_generator.encode_members(members, close)
 
 
-def signs(text: str) -> None:
-    board = Board(Texts(text), "room", 2)
-    board.signs()
-    board.fallen(range(2))
+def statuses(text: str) -> None:
+    table = StatusTable(Texts(text), "room", 2)
+    table.statuses()
+    table.fallbacks(range(2))
 
 
 def held(words: Any) -> object:
@@ -338,8 +338,8 @@ TARGETS = [
     Target(
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
-    Target("signs", TEXTS, signs, ("[1, false, 2, -1]", "7")),
-    Target("returns", TEXTS, returns._parsed, ("[1, 2]",)),
+    Target("statuses", TEXTS, statuses, ("[1, false, 2, -1]", "7")),
+    Target("rejoins", TEXTS, rendezvous._parse_entry, ("[1, 2]",)),
     Target(
         "membership log",
         TEXTS,
@@ -356,7 +356,11 @@ TARGETS = [
         (header.Malformed,),
     ),
     Target(
-        "groups", RAW, read_told, (told((1, 2), (5,)), told((3,), ())), (groups_protocol.Malformed,)
+        "groups",
+        RAW,
+        read_run,
+        (run_message((1, 2), (5,)), run_message((3,), ())),
+        (group_generator.ProtocolError,),
     ),
     Target(
         "options",
@@ -531,7 +535,7 @@ ONCE: list[tuple[str, Any]] = [
     ("values", {"tensor": ["float32", [float("inf")], [1.0], False]}),
     ("parameters on a server", {**PIECES, "numel": float("inf")}),
     ("parameters on a server", {**PIECES, "pieces": [[0, 0, 0, float("inf")], [1, 1, 4, 2]]}),
-    ("signs", "[" * mutants.DEEP),
+    ("statuses", "[" * mutants.DEEP),
     ("requests of services", "[" * mutants.DEEP),
     ("metrics address", {"WINGBEAT_METRICS": "9" * 5000}),
     ("address of a job", "node7:" + "9" * 5000),

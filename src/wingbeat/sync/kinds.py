@@ -27,11 +27,11 @@ from wingbeat.gradients.views import (
 from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.methods.bounded_staleness.update import BoundedUpdate, SynchronousUpdate
+from wingbeat.methods.model_averaging.build import build_runtime
 from wingbeat.methods.parameter_server.exchange import FLOAT32, ServerExchange
 from wingbeat.methods.parameter_server.gpu import GpuServerExchange
 from wingbeat.methods.parameter_server.server_update import OPTION, ServerUpdate, describe_optimizer
 from wingbeat.schedules.events import Operation, Schedule
-from wingbeat.sync import averaged
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
@@ -84,7 +84,7 @@ def runtime_of(
     """
     averaging = choices.averaging
     if averaging is not None and training.collectives.world.size > 1:
-        return averaged.runtime_of(averaging, choices.wire, training, compression, buffers)
+        return build_runtime(averaging, choices.wire, training, compression, buffers)
     schedule = _schedule_of(choices, training.collectives.world.size)
     views = _views_of(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
