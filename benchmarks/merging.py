@@ -41,12 +41,12 @@ from rich.progress import track
 
 from wingbeat.bench import machine
 from wingbeat.bench.printed import Printed
-from wingbeat.costs import Costs, Line, Pieces, Sorting, Workload
 from wingbeat.errors import UsageError, unknown
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
 from wingbeat.paced.profile import load_profile
-from wingbeat.plans import merge
+from wingbeat.planning.costs import Costs, Line, Pieces, Sorting, Workload
+from wingbeat.planning.plans import merge
 
 MOST, LARGE = 14, 500
 REPEATS = 5

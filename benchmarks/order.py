@@ -33,9 +33,9 @@ from common import show, write
 from wingbeat.bench import machine
 from wingbeat.bench.printed import Printed
 from wingbeat.cli.bench import check_writable
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat.paced.profile import FLOAT32_BYTES, load_profile
+from wingbeat.planning.costs import LayerCosts
 from wingbeat.plans import order
 from wingbeat.plans.order import Rates, at_start, when_ready
 

@@ -17,9 +17,9 @@ from wingbeat.bench.bound import (
     three_cases,
 )
 from wingbeat.bench.links import reduce_seconds_per_byte, scaled
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat.lab.spec import LabSpec
+from wingbeat.planning.costs import LayerCosts
 
 # Two layers: the first 1 s forward, 2 s backward, 10 bytes; the second 3 s, 4 s, 30 bytes.
 TWO = [LayerCosts(1.0, 2.0, 10.0), LayerCosts(3.0, 4.0, 30.0)]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.plans import saved
-from wingbeat.plans.result import Result, nothing
-from wingbeat.plans.sample import Sample
+from wingbeat.planning.plans import saved
+from wingbeat.planning.plans.result import Result, nothing
+from wingbeat.planning.plans.sample import Sample
 from wingbeat.types import Tuning
 
 MB = 2**20

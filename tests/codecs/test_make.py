@@ -13,7 +13,7 @@ from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.make import TRIED, all_of
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import warmed_up
-from wingbeat.control.trial import LAPS, MAX_BLOCKS, SETTLING, SETTLING_FIRST
+from wingbeat.planning.control.trial import LAPS, MAX_BLOCKS, SETTLING, SETTLING_FIRST
 from wingbeat.types import Span
 from wingbeat.wires import Half, LowRank, Sketch, TopK
 

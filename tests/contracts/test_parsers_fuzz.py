@@ -29,9 +29,6 @@ from helpers.thresholds import play
 from helpers.updating import DESCRIPTION, SETTINGS
 from wingbeat.bench import contenders, protocol, slow
 from wingbeat.bench import models as bench_models
-from wingbeat.control import planner
-from wingbeat.costs.curve import Line
-from wingbeat.costs.fit import Fit
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import copied
 from wingbeat.exchanges.forms import copy_sum
@@ -52,13 +49,16 @@ from wingbeat.monitor.watch import Watch
 from wingbeat.observe import trace
 from wingbeat.observe.events import Event
 from wingbeat.paced import profile
-from wingbeat.plans import planfile
-from wingbeat.plans import saved as plans_saved
-from wingbeat.plans.result import Result
-from wingbeat.plans.sample import Sample
-from wingbeat.plans.thresholds import saved as thresholds_saved
-from wingbeat.probe import saved as probe_saved
-from wingbeat.probe.model import LinkFit, Probe
+from wingbeat.planning.control import planner
+from wingbeat.planning.costs.curve import Line
+from wingbeat.planning.costs.fit import Fit
+from wingbeat.planning.plans import planfile
+from wingbeat.planning.plans import saved as plans_saved
+from wingbeat.planning.plans.result import Result
+from wingbeat.planning.plans.sample import Sample
+from wingbeat.planning.plans.thresholds import saved as thresholds_saved
+from wingbeat.planning.probe import saved as probe_saved
+from wingbeat.planning.probe.model import LinkFit, Probe
 from wingbeat.servers import head
 from wingbeat.servers.applying import Applier
 from wingbeat.servers.documents import Document

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from wingbeat import paced
-from wingbeat.plans.fixed import fixed
+from wingbeat.planning.plans.fixed import fixed
 from wingbeat.types import TensorSpec
 
 MB = 2**20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from wingbeat.costs import NOTHING, Costs, Curve, Line, Pieces, Sorting, Workload
 from wingbeat.paced.profile import load_profile
+from wingbeat.planning.costs import NOTHING, Costs, Curve, Line, Pieces, Sorting, Workload
 from wingbeat.types import Plan, PlannedBucket
 
 F32 = "float32 cpu"

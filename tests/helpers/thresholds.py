@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from wingbeat.plans.thresholds.cuts import Cuts, cuts_of
-from wingbeat.plans.thresholds.result import Result
-from wingbeat.plans.thresholds.tuner import ThresholdTuner
+from wingbeat.planning.plans.thresholds.cuts import Cuts, cuts_of
+from wingbeat.planning.plans.thresholds.result import Result
+from wingbeat.planning.plans.thresholds.tuner import ThresholdTuner
 
 Curve = Callable[[float], float]
 """Seconds of an iteration by the share of buckets on the urgent side."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from wingbeat.bench.bound import seconds_per_byte, simple
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat.paced import Parameter, load_profile, names, parse, table
 from wingbeat.paced.profile import decode, encode
+from wingbeat.planning.costs import LayerCosts
 
 # Millions of parameters as the papers and libraries print them.
 PUBLISHED = {

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.bench.bound import floor
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
+from wingbeat.planning.costs import LayerCosts
 from wingbeat.plans.order import (
     Rates,
     at_start,

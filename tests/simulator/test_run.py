@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from wingbeat import paced, strategies, topologies
 from wingbeat.bench import bound
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
+from wingbeat.planning.costs import LayerCosts
 from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
 from wingbeat.simulator.traffic import Traffic

@@ -8,7 +8,7 @@ import pytest
 
 from wingbeat import strategies
 from wingbeat.errors import UsageError
-from wingbeat.plans.thresholds.cuts import levels_of
+from wingbeat.planning.plans.thresholds.cuts import levels_of
 from wingbeat.simulator import Links, Model, Thresholds, TimedLayer, Work, simulate, thresholds
 from wingbeat.types import TensorSpec
 

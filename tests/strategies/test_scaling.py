@@ -8,8 +8,9 @@ import random
 import pytest
 
 import wingbeat
-from wingbeat import Strategy, plans, strategies
+from wingbeat import Strategy, strategies
 from wingbeat.parts.plan import BY_NAME
+from wingbeat.planning import plans
 from wingbeat.types import Plan, TensorSpec
 
 COMPOSED: dict[str, Strategy] = {

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from wingbeat.control.control import Control
-from wingbeat.control.decisions import Decisions
 from wingbeat.gradients.compression import Compression
+from wingbeat.planning.control.control import Control
+from wingbeat.planning.control.decisions import Decisions
 
 
 @dataclass

@@ -18,8 +18,8 @@ from wingbeat.bench.bound import floor
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
-from wingbeat.plans.thresholds.search import usual_trials
-from wingbeat.plans.thresholds.tuner import LAG, SETTLING
+from wingbeat.planning.plans.thresholds.search import usual_trials
+from wingbeat.planning.plans.thresholds.tuner import LAG, SETTLING
 from wingbeat.wires import TopK
 
 OF_LINE_RATE = 0.93

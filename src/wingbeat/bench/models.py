@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from wingbeat import paced
 from wingbeat.bench.contenders import Contender
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError, unknown
+from wingbeat.planning.costs import LayerCosts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

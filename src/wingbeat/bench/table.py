@@ -15,8 +15,8 @@ from wingbeat.bench.printed import Printed
 from wingbeat.bench.results import Report, Run
 from wingbeat.bench.speedup import Measured
 from wingbeat.lab.spec import LabSpec
-from wingbeat.plans.result import as_mb
-from wingbeat.plans.thresholds.result import written
+from wingbeat.planning.plans.result import as_mb
+from wingbeat.planning.plans.thresholds.result import written
 
 MISSING = "-"
 """Stands where there is no figure; the JSON says why."""

@@ -33,8 +33,8 @@ from wingbeat.bench.speedup import Timings
 from wingbeat.bench.steps import SharedSteps
 from wingbeat.bench.traffic import Sampler
 from wingbeat.bench.training import Training, training
-from wingbeat.control.decisions import Decisions
 from wingbeat.errors import WingbeatError
+from wingbeat.planning.control.decisions import Decisions
 from wingbeat.transport.world import World
 
 TRACED = 3

@@ -11,8 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from wingbeat.plans.result import Result
-    from wingbeat.plans.thresholds.result import Result as Thresholds
+    from wingbeat.planning.plans.result import Result
+    from wingbeat.planning.plans.thresholds.result import Result as Thresholds
 
 HELP = """Show what a run has found out before it chose its plan: what was tried or measured.
 
@@ -40,7 +40,7 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Draw what was found here.")] = None,
 ) -> None:
     """Show a plan file."""
-    from wingbeat.plans.planfile import MEASURED, THRESHOLDS, kind_of
+    from wingbeat.planning.plans.planfile import MEASURED, THRESHOLDS, kind_of
 
     kind = kind_of(file)
     if kind is MEASURED:
@@ -54,7 +54,7 @@ def plan(
 
 
 def _show_measured(file: Path, png: Path | None) -> None:
-    from wingbeat.probe import picture, saved
+    from wingbeat.planning.probe import picture, saved
 
     known = saved.load(file)
     for line in known.probe.explain():
@@ -66,7 +66,7 @@ def _show_measured(file: Path, png: Path | None) -> None:
 def _show_tuned(file: Path, png: Path | None) -> None:
     from rich.console import Console
 
-    from wingbeat.plans import picture, saved
+    from wingbeat.planning.plans import picture, saved
 
     known = saved.load(file)
     if known.result.samples:
@@ -82,7 +82,7 @@ def _show_tuned(file: Path, png: Path | None) -> None:
 def _show_thresholds(file: Path, png: Path | None) -> None:
     from rich.console import Console
 
-    from wingbeat.plans.thresholds import picture, saved
+    from wingbeat.planning.plans.thresholds import picture, saved
 
     known = saved.load(file)
     if known.result.samples:
@@ -99,8 +99,8 @@ def render_thresholds(result: Thresholds) -> Table:
     from rich import box
     from rich.table import Table
 
-    from wingbeat.plans.thresholds.cuts import divided, levels_of
-    from wingbeat.plans.thresholds.result import written
+    from wingbeat.planning.plans.thresholds.cuts import divided, levels_of
+    from wingbeat.planning.plans.thresholds.result import written
 
     table = Table(
         title=f"Thresholds: {len(result.samples)} divisions of {result.layers} layers",
@@ -131,7 +131,7 @@ def render(result: Result) -> Table:
     from rich import box
     from rich.table import Table
 
-    from wingbeat.plans.result import as_mb, counted
+    from wingbeat.planning.plans.result import as_mb, counted
 
     trials = counted(len(result.samples), "trial")
     table = Table(

@@ -6,10 +6,10 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 
-from wingbeat import plans
 from wingbeat.errors import PeerError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.layers import convolutional, fully_connected
+from wingbeat.planning import plans
 from wingbeat.transport.world import World
 from wingbeat.types import Fusion, Plan, TensorSpec
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wingbeat import plans
 from wingbeat.errors import UsageError
+from wingbeat.planning import plans
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wingbeat import plans
 from wingbeat.paced.profile import FLOAT32_BYTES, Profile
-from wingbeat.plans import Measured
+from wingbeat.planning import plans
+from wingbeat.planning.plans import Measured
 from wingbeat.servers.tables import Places
 from wingbeat.types import Fusion, TensorSpec
 

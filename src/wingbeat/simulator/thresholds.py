@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 from wingbeat.errors import UsageError
-from wingbeat.plans.thresholds.cuts import Cuts, cuts_of, levels_of
-from wingbeat.plans.thresholds.result import Result, nothing
-from wingbeat.plans.thresholds.tuner import ThresholdTuner
+from wingbeat.planning.plans.thresholds.cuts import Cuts, cuts_of, levels_of
+from wingbeat.planning.plans.thresholds.result import Result, nothing
+from wingbeat.planning.plans.thresholds.tuner import ThresholdTuner
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.model import Model, buckets_of
 from wingbeat.simulator.run import simulate

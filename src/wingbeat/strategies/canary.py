@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from wingbeat import parts
 from wingbeat.parts.exchange import AUTO, bundles_of, check_thresholds, colayers_of, count_of
-from wingbeat.plans.colayers import DEFAULT, LEAST
+from wingbeat.planning.plans.colayers import DEFAULT, LEAST
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wingbeat import plans, schedules
+from wingbeat import schedules
 from wingbeat.codecs import Coding
 from wingbeat.codecs.bf16 import Bf16Codec
 from wingbeat.codecs.coding import Region
@@ -27,6 +27,7 @@ from wingbeat.gradients.compression import Compression
 from wingbeat.gradients.views import ShownGradients
 from wingbeat.groups.rules import rules_of
 from wingbeat.observe.log import log
+from wingbeat.planning import plans
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.live import LiveState
 from wingbeat.sync.runtime import Runtime

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from wingbeat import plans
-from wingbeat.control.passes import Passes
 from wingbeat.errors import PeerError
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.bucketing import Bucketing
+from wingbeat.planning import plans
+from wingbeat.planning.control.passes import Passes
 from wingbeat.types import Plan, PlannedBucket
 
 SAMPLE = 4096

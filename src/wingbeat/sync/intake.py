@@ -20,15 +20,15 @@ from wingbeat.gradients.convert import check_kind
 from wingbeat.sync.attach import in_backward, on_backward_end
 
 if TYPE_CHECKING:
-    from wingbeat.control.control import Control
-    from wingbeat.control.merging import LayerMerging
-    from wingbeat.control.passes import Passes
     from wingbeat.gradients.bucketing import Bucketing
     from wingbeat.gradients.compression import Compression
     from wingbeat.gradients.sparse import SparseGradients
     from wingbeat.gradients.steps import Steps
     from wingbeat.gradients.views import Views
     from wingbeat.observe.meter import Meter
+    from wingbeat.planning.control.control import Control
+    from wingbeat.planning.control.merging import LayerMerging
+    from wingbeat.planning.control.passes import Passes
     from wingbeat.sync.buffers import BufferSync
     from wingbeat.sync.bundling import Bundling
 

@@ -1,0 +1,1 @@
+"""Plans, and what they cost: curves, probes, merge plans, tuning, drift."""

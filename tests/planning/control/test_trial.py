@@ -1,0 +1,81 @@
+"""Whether a codec is faster, decided in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wingbeat.errors import PeerError
+from wingbeat.planning.control import trial
+from wingbeat.planning.control.trial import Trial
+
+
+def decide(seconds: Callable[[int, bool], float], size: int = 2) -> tuple[list[Trial], int]:
+    """Run all workers' trials against a clock; return them and the iterations that it took."""
+    trials = [Trial(rank, size) for rank in range(size)]
+    for iteration in range(200):
+        rows = [t.report(seconds(rank, t.coded)) for rank, t in enumerate(trials)]
+        for t in trials:
+            t.take(rows)
+        assert len({(t.coded, t.block, t.done) for t in trials}) == 1
+        if trials[0].done:
+            return trials, iteration + 1
+    raise AssertionError("no decision")
+
+
+FEWEST = trial.SETTLING_FIRST + trial.SETTLING + 2 * trial.LAPS
+
+
+@pytest.mark.parametrize(
+    ("coded", "dense", "stays"), [(1.0, 2.0, True), (2.0, 1.0, False), (1.0, 1.0, False)]
+)
+def test_what_is_faster_stays(coded, dense, stays) -> None:
+    trials, iterations = decide(lambda _, on: coded if on else dense)
+    assert [t.coded for t in trials] == [stays, stays]
+    if coded != dense:
+        assert iterations == FEWEST
+
+
+def test_the_slowest_worker_counts() -> None:
+    trials, _ = decide(lambda rank, on: 5.0 if on and rank == 1 else 3.0)
+    assert not trials[0].coded
+
+
+@given(ratio=st.floats(0.2, 5.0), noise=st.floats(0.0, 0.01))
+def test_a_codec_stays_only_if_it_saves_three_in_a_hundred(ratio, noise) -> None:
+    trials, iterations = decide(lambda rank, on: (ratio if on else 1.0) + noise * rank)
+    measured = (ratio + noise) / (1.0 + noise)
+    assert trials[0].ratio == pytest.approx(measured)
+    assert trials[0].coded == (trials[0].ratio <= trial.WORTHWHILE)
+    assert iterations <= FEWEST + 4 * (trial.SETTLING + trial.LAPS)
+
+
+def test_one_slow_iteration_does_not_decide() -> None:
+    count = iter(range(1000))
+    trials, _ = decide(lambda _, on: 50.0 if next(count) == 8 else (0.9 if on else 1.0))
+    assert trials[0].coded
+
+
+def test_unknown_laps_and_laps_of_the_block_before_do_not_count() -> None:
+    one = Trial(0, 2)
+    for rows in ([[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]]):
+        assert not one.take(rows)
+    assert one.with_codec == []
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1.0, 0.0]],
+        [[1.0, 0.0], [1.0]],
+        [[1.0, 0.0], [float("nan"), 0.0]],
+        [[1.0, 0.0], [-1.0, 0.0]],
+        [[1.0, 0.0], [1.0, 7.0]],
+    ],
+)
+def test_malformed_rows_are_refused(rows) -> None:
+    with pytest.raises(PeerError, match="rank 0: "):
+        Trial(0, 2).take(rows)
