@@ -19,7 +19,7 @@ from wingbeat.bench.models import Built
 from wingbeat.bench.pace import Open, Pace
 from wingbeat.bench.training import Training
 from wingbeat.bench.worker import Worker
-from wingbeat.planning.control.decisions import Decisions
+from wingbeat.planning.control import Decisions
 from wingbeat.transport import loopback
 
 FOUND = Decisions(bucket_bytes=4096)

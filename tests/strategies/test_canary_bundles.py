@@ -129,7 +129,7 @@ def test_vgg19_in_four_is_the_papers_from_what_the_engine_measures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     virtual = Virtual()
-    monkeypatch.setattr("wingbeat.planning.probe.backward.time", virtual)
+    monkeypatch.setattr("wingbeat.planning.backward.time", virtual)
     monkeypatch.setattr(Clock, "spend", lambda clock, seconds: virtual.spend(clock, seconds))
     assert_the_papers(time_scale=1.0)
 

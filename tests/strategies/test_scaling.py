@@ -37,7 +37,7 @@ def plans_of(strategy: Strategy, scale: float) -> list[Plan]:
         ends = (choices.tuning.low_bytes, choices.tuning.high_bytes)
         fusions += [dataclasses.replace(choices.fusion, bucket_bytes=size) for size in ends]
     tensors = specs(scale)
-    return [plans.make(fusion, tensors, range(len(tensors))[::-1]) for fusion in fusions]
+    return [plans.make_plan(fusion, tensors, range(len(tensors))[::-1]) for fusion in fusions]
 
 
 @pytest.mark.parametrize("name", COMPOSED)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from wingbeat.gradients.compression import Compression
-from wingbeat.planning.control.control import Control
-from wingbeat.planning.control.decisions import Decisions
+from wingbeat.planning.control import Control, Decisions
 
 
 @dataclass

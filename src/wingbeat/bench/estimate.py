@@ -18,8 +18,7 @@ from wingbeat.bench.bound import floor
 from wingbeat.bench.config import BenchConfig, Checked
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.links import reduce_seconds_per_byte
-from wingbeat.planning.plans.thresholds.search import usual_trials
-from wingbeat.planning.plans.thresholds.tuner import LAG, SETTLING
+from wingbeat.planning.thresholds import LAG, WARMUP, typical_blocks
 from wingbeat.wires import TopK
 
 OF_LINE_RATE = 0.93
@@ -172,8 +171,8 @@ def _deciding(contender: Contender, nbytes: int) -> int:
         # A model that the smallest size holds has one plan only, which the first iteration shows.
         count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
     if choices.servers is not None and choices.servers.tuning is not None:
-        trial = SETTLING + choices.servers.tuning.steps + LAG
-        count += LAG + usual_trials(choices.servers.classes) * trial
+        trial = WARMUP + choices.servers.tuning.steps + LAG
+        count += LAG + typical_blocks(choices.servers.classes) * trial
     if choices.merging is not None:
         count += 2 * (choices.merging.steps + 2)
         if choices.merging.rule == "tried":

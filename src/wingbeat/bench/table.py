@@ -15,8 +15,8 @@ from wingbeat.bench.printed import Printed
 from wingbeat.bench.results import Report, Run
 from wingbeat.bench.speedup import Measured
 from wingbeat.lab.spec import LabSpec
-from wingbeat.planning.plans.result import as_mb
-from wingbeat.planning.plans.thresholds.result import written
+from wingbeat.planning.bucket_size import format_mb
+from wingbeat.planning.thresholds import format_thresholds
 
 MISSING = "-"
 """Stands where there is no figure; the JSON says why."""
@@ -149,12 +149,12 @@ def decided(decision: dict[str, Any]) -> str:
     if "codec" in decision:
         said.append(f"codec {decision['codec']}")
     if "bucket_bytes" in decision:
-        said.append(f"buckets of {as_mb(decision['bucket_bytes'])} MB")
+        said.append(f"buckets of {format_mb(decision['bucket_bytes'])} MB")
     if "buckets" in decision:
         of = f" ({' = '.join(decision['rules'])})" if decision.get("rules") else ""
         said.append(f"layers merged into {decision['buckets']} buckets{of}")
     if "thresholds" in decision:
-        said.append(f"thresholds {written(tuple(decision['thresholds']))}")
+        said.append(f"thresholds {format_thresholds(tuple(decision['thresholds']))}")
     return ", ".join(said)
 
 

@@ -13,7 +13,7 @@ from wingbeat.bench.attached import Attached
 from wingbeat.bench.config import Checked
 from wingbeat.bench.models import Built
 from wingbeat.bench.steps import SharedSteps
-from wingbeat.planning.control.decisions import Decisions
+from wingbeat.planning.control import Decisions
 
 _ROUNDING = 1e-6
 

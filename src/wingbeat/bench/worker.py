@@ -34,7 +34,7 @@ from wingbeat.bench.steps import SharedSteps
 from wingbeat.bench.traffic import Sampler
 from wingbeat.bench.training import Training, training
 from wingbeat.errors import WingbeatError
-from wingbeat.planning.control.decisions import Decisions
+from wingbeat.planning.control import Decisions
 from wingbeat.transport.world import World
 
 TRACED = 3

@@ -167,7 +167,7 @@ class Bucketing:
 
     def build(self) -> None:
         """Make the buckets of the rule and the orders in force."""
-        plan = self._plan or plans.make(self.fusion, self.specs, self._ready_order)
+        plan = self._plan or plans.make_plan(self.fusion, self.specs, self._ready_order)
         self.buckets = [
             Bucket(i, [self.slots[t] for t in bucket.tensors], self._world.size, self.strided)
             for i, bucket in enumerate(plan.buckets)

@@ -115,7 +115,7 @@ def bundled(model: Model, count: int, *, measured: bool = False) -> Bundled:
     Raises:
         UsageError: it has fewer layers with parameters.
     """
-    plan = plans.make(
+    plan = plans.make_plan(
         Fusion(kind="colayers", layers=count),
         model.tensors,
         model.ready_order,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wingbeat.paced.profile import FLOAT32_BYTES, Profile
 from wingbeat.planning import plans
-from wingbeat.planning.plans import Measured
+from wingbeat.planning.colayers import Measured
 from wingbeat.servers.tables import Places
 from wingbeat.types import Fusion, TensorSpec
 
@@ -112,7 +112,7 @@ def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
 def buckets_of(model: Model, fusion: Fusion) -> Buckets:
     """Return the buckets that training would make of the model by this rule."""
     order = model.ready_order
-    plan = plans.make(fusion, model.tensors, order)
+    plan = plans.make_plan(fusion, model.tensors, order)
     of = [0] * len(model.tensors)
     for number, bucket in enumerate(plan.buckets):
         for tensor in bucket.tensors:

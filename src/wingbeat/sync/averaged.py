@@ -178,7 +178,7 @@ def _update_of(
 def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
     """Return which parameters are averaged at the same time; first those that forward reads."""
     bucketing = training.bucketing
-    plan = plans.make(fusion, bucketing.specs, bucketing.ready_order)
+    plan = plans.make_plan(fusion, bucketing.specs, bucketing.ready_order)
     return [
         [bucketing.slots[index] for index in sorted(bucket.tensors)]
         for bucket in reversed(plan.buckets)

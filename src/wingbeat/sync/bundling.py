@@ -18,7 +18,8 @@ from wingbeat.errors import PeerError
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.planning import plans
-from wingbeat.planning.control.passes import Passes
+from wingbeat.planning.backward import BackwardProfiler
+from wingbeat.planning.colayers import Measured
 from wingbeat.types import Plan, PlannedBucket
 
 SAMPLE = 4096
@@ -48,20 +49,20 @@ class Bundling:
     def __init__(self, bucketing: Bucketing, rebucket: Callable[[], object]) -> None:
         self._bucketing, self._rebucket = bucketing, rebucket
         self.count = len(bucketing.slots)
-        self.passes = Passes(self.count, bucketing.device, goes_on=False)
+        self.passes = BackwardProfiler(self.count, bucketing.device, asynchronous=False)
         self._widths: list[list[float]] = [[] for _ in range(self.count)]
 
     @torch.no_grad()
     def look(self, bucket: Bucket) -> None:
         """See how wide the gradients of a bucket are distributed, which are complete."""
-        if self.passes.watching:
+        if self.passes.enabled:
             for slot in bucket.slots:
                 if slot.used and (width := width_of(slot.view)) is not None:
                     self._widths[slot.index].append(width)
 
     def own(self) -> Told:
         """Return what this worker has measured, medians over its iterations."""
-        times, order = self.passes.times, self._bucketing.ready_order
+        times, order = self.passes, self._bucketing.ready_order
         ready = dict(zip(order, times.medians(order), strict=True)) if times.totals() else None
         return (
             None if ready is None else [ready[slot.index] for slot in self._bucketing.slots],
@@ -85,17 +86,17 @@ class Bundling:
             [width for width in column if width is not None]
             for column in zip(*(widths for _, widths in rows), strict=True)
         ]
-        measured = plans.Measured(
+        measured = Measured(
             tuple(statistics.median(column) for column in zip(*ready, strict=True)),
             tuple(statistics.median(column) if column else None for column in widths),
         )
         b = self._bucketing
-        plan = plans.make(b.fusion, b.specs, b.ready_order, measured)
+        plan = plans.make_plan(b.fusion, b.specs, b.ready_order, measured)
         return tuple(bucket.tensors for bucket in plan.buckets)
 
     def follow(self, buckets: Sequence[Sequence[int]]) -> None:
         """Have these colayers from the next plan on, and measure no more."""
-        self.passes.watching = False
+        self.passes.enabled = False
         self._bucketing.follow(Plan(tuple(PlannedBucket(tuple(each)) for each in buckets)))
 
     def replan(self) -> None:
@@ -104,7 +105,7 @@ class Bundling:
 
     def stop(self) -> None:
         """Measure no more."""
-        self.passes.watching = False
+        self.passes.enabled = False
 
     def _checked(self, told: Any) -> Told:
         count = self.count

@@ -25,7 +25,7 @@ from wingbeat.gradients.convert import (
 from wingbeat.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.gradients.steps import Steps
 from wingbeat.observe.meter import Meter
-from wingbeat.planning.control.control import Control
+from wingbeat.planning.control import Control
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from wingbeat.gradients.steps import Steps
     from wingbeat.gradients.views import Views
     from wingbeat.observe.meter import Meter
-    from wingbeat.planning.control.control import Control
-    from wingbeat.planning.control.merging import LayerMerging
-    from wingbeat.planning.control.passes import Passes
+    from wingbeat.planning.backward import BackwardProfiler
+    from wingbeat.planning.control import Control
+    from wingbeat.planning.merging import LayerMerging
     from wingbeat.sync.buffers import BufferSync
     from wingbeat.sync.bundling import Bundling
 
@@ -94,7 +94,7 @@ class Intake:
         return None if self.control is None else self.control.merging
 
     @property
-    def passes(self) -> Passes | None:
+    def passes(self) -> BackwardProfiler | None:
         """What times backward, to plan by it; None where nothing is planned."""
         by = self.merging or self.bundling
         return None if by is None else by.passes
