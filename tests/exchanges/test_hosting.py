@@ -41,7 +41,7 @@ def trained(world: Any, **options: Any) -> Any:
     for _ in range(2):
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
-    sync.flush(model)
+    sync.synchronize(model)
     return model
 
 

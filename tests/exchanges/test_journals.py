@@ -71,7 +71,7 @@ def test_training_is_written_down_and_stands_the_audit(
         model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
         for step in range(5):
             train(model, optimizer, [step])
-        model.flush()
+        model.synchronize()
         sync.release(model, optimizer)
 
     on(2, body)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from helpers.training import TINY_MB, backward, engine, net, on, sgd, train
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
@@ -80,12 +81,12 @@ def test_what_buckets_carry_tells_one_step_more(steps: int, ahead: int | None) -
 
 SKIPPING: dict[str, Any] = {
     "allreduce": wingbeat.AllReduce(mb=TINY_MB),
-    "bf16": wingbeat.AllReduce(mb=TINY_MB, wire="bf16"),
-    "half": wingbeat.AllReduce(mb=TINY_MB, wire=Half()),
-    "sketch": wingbeat.AllReduce(mb=TINY_MB, wire=Sketch(auto_disable=False)),
+    "bf16": wingbeat.AllReduce(mb=TINY_MB, compression="bf16"),
+    "half": wingbeat.AllReduce(mb=TINY_MB, compression=Half()),
+    "sketch": wingbeat.AllReduce(mb=TINY_MB, compression=Sketch(auto_disable=False)),
     "dear": wingbeat.DeAR(plan="fixed", mb=TINY_MB),
-    "topk": wingbeat.DeAR(plan="fixed", mb=TINY_MB, wire=TopK(auto_disable=False)),
-    "ako": wingbeat.Ako(),
+    "topk": wingbeat.DeAR(plan="fixed", mb=TINY_MB, compression=TopK(auto_disable=False)),
+    "ako": wingbeat_lab.Ako(),
     "geryon": wingbeat.Geryon(mb=TINY_MB, servers=1, encrypted=False),
     "geryon-start": wingbeat.Geryon(mb=TINY_MB, servers=1, pull="start", encrypted=False),
 }

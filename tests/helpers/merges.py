@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from wingbeat.paced.profile import load_profile
 from wingbeat.planning.costs import (
     ZERO,
     CostModel,
@@ -15,6 +14,7 @@ from wingbeat.planning.costs import (
     Workload,
 )
 from wingbeat.types import Plan, PlannedBucket
+from wingbeat_lab.paced.profile import load_profile
 
 F32 = "float32 cpu"
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.paced.profile import load_profile
 from wingbeat.planning.colayers import (
     MIN_COUNT,
     NOISE,
@@ -20,8 +19,9 @@ from wingbeat.planning.colayers import (
     fewest_colayers,
 )
 from wingbeat.planning.plans import make_plan
-from wingbeat.simulator.model import of_profile
 from wingbeat.types import Fusion, TensorSpec
+from wingbeat_lab.paced import simulator_model
+from wingbeat_lab.paced.profile import load_profile
 
 
 def layers_of(*rows: tuple[str, int]) -> list[LayerProperties]:
@@ -162,7 +162,7 @@ def cost(layers: Sequence[LayerProperties], whole: int) -> float:
 @pytest.mark.parametrize("name", ["vgg19", "vgg19_k40", "vgg19_v100"])
 def test_colayers_vgg19_equals_paper_by_backward_times(name: str) -> None:
     """FC3 to FC1, CONV5-4 to CONV5-1, CONV4-4 to CONV4-1, CONV3-4 to CONV1-1 (section 4.3.2)."""
-    model = of_profile(load_profile(name))
+    model = simulator_model(load_profile(name))
     chosen = Fusion(kind="colayers", layers=10, measured=True, least=MIN_COUNT)
     for fusion in (Fusion(kind="colayers", layers=4), chosen):
         plan = make_plan(fusion, model.tensors, model.ready_order, model.measured)

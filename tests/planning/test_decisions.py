@@ -14,6 +14,7 @@ from wingbeat import sync
 from wingbeat.planning import measure as measuring
 from wingbeat.planning.control import Decisions
 from wingbeat.planning.measure import Samples
+from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 
 KB = 2.0**-10
@@ -81,10 +82,10 @@ def test_decisions_size_is_kept(size: int) -> None:
 @pytest.mark.parametrize("coded", [True, False])
 def test_decisions_compression_is_kept_and_size_is_tuned(coded: bool) -> None:
     known = [Decisions(coded=coded)] * 2
-    found = on(wingbeat.AllReduce(wire="sketch"), known)
+    found = on(wingbeat.AllReduce(compression="sketch"), known)
     assert [(deciding, own) for deciding, _, own in found] == [(0, known[0])] * 2
     assert known[0].to_json() == {"codec": "on" if coded else "off"}
-    tuned = on(wingbeat.DeAR(wire="sketch", **TUNED), known)
+    tuned = on(wingbeat.DeAR(compression="sketch", **TUNED), known)
     assert all(0 < deciding < MOST for deciding, *_ in tuned)
     assert all(own.coded is coded and own.bucket_bytes for *_, own in tuned)
 
@@ -99,7 +100,7 @@ def test_decisions_merge_plan_is_kept_without_measuring(monkeypatch: pytest.Monk
         return FREE
 
     monkeypatch.setattr(measuring, "measure_wire", measure)
-    strategy = wingbeat.MGWFBP(steps=1)
+    strategy = MGWFBP(steps=1)
     first = on(strategy)
     assert len(measured) == 2
     assert first[0][0] > 0

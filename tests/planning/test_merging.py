@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from helpers.merges import work
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
@@ -22,6 +23,7 @@ from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.measure import SECOND_PHASE, Samples, payload_bytes
 from wingbeat.planning.merge import selection
 from wingbeat.planning.merging import LayerMerging
+from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.types import Plan, PlannedBucket, Span
 from wingbeat.wires import Sketch, TopK
@@ -90,7 +92,7 @@ def _on(size: int, *args: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("rule", ["exact", "paper", "printed", "wfbp"])
 def test_merging_workers_plan_together_and_weights_match(rule: str, accumulate: int) -> None:
-    strategy = wingbeat.OMGS(wire="fp32", merge=rule, steps=STEPS)
+    strategy = wingbeat.OMGS(compression="fp32", merge=rule, steps=STEPS)
     iterations = PLANNED * accumulate + 2
     results = _on(3, strategy, iterations, accumulate)
     assert all(report["merge"] == rule for _, _, report in results)
@@ -109,7 +111,7 @@ def test_merging_workers_plan_together_and_weights_match(rule: str, accumulate: 
 @pytest.mark.parametrize("update", ["", "sharded"])
 def test_merging_dear_measures_reduce_scatters(wire: Any, update: str) -> None:
     strategy = wingbeat.Strategy(
-        plan=wingbeat.parts.Merged(steps=STEPS), schedule="dear", wire=wire, update=update
+        plan=wingbeat.parts.Merged(steps=STEPS), schedule="dear", compression=wire, update=update
     )
     results = _on(3, strategy)
     assert all(report["gather"] is not None for *_, report in results)
@@ -144,11 +146,11 @@ def test_merging_dear_prices_both_phases(
     [
         (wingbeat.DeAR(plan="merged", steps=STEPS), "reduce-scatter"),
         (
-            wingbeat.DeAR(plan="merged", steps=STEPS, wire=wingbeat.TopK(density=0.1)),
+            wingbeat.DeAR(plan="merged", steps=STEPS, compression=wingbeat.TopK(density=0.1)),
             "reduce-scatter",
         ),
         (wingbeat.OMGS(steps=STEPS), "payload all-gather"),
-        (wingbeat.MGWFBP(steps=STEPS), "all-reduce"),
+        (MGWFBP(steps=STEPS), "all-reduce"),
     ],
     ids=str,
 )
@@ -190,7 +192,7 @@ def test_merging_dear_exchange_ends_with_last_reduce_scatter() -> None:
         return first
 
     assert ends(wingbeat.DeAR(plan="merged", steps=STEPS)) == [0, 1]
-    assert ends(wingbeat.MGWFBP(steps=STEPS)) == [1, 1]
+    assert ends(MGWFBP(steps=STEPS)) == [1, 1]
 
 
 def test_merging_measures_dtype_of_most_elements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +212,7 @@ def test_merging_measures_dtype_of_most_elements(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(measure, "measure_wire", measured)
     monkeypatch.setitem(globals(), "net", mixed)
-    _on(2, wingbeat.OMGS(wire="fp32", steps=STEPS), FIRST)
+    _on(2, wingbeat.OMGS(compression="fp32", steps=STEPS), FIRST)
     assert asked == [torch.float32] * 2
 
 
@@ -230,11 +232,11 @@ def test_merging_plan_follows_cost_of_links(most: int) -> None:
     "strategy",
     [
         wingbeat.OMGS(density=1.0, steps=STEPS),
-        wingbeat.TopKSGD(density=1.0),
-        wingbeat.LAGS(density=1.0),
-        wingbeat.MGS(density=1.0, elements=50),
-        wingbeat.PSGD(),
-        wingbeat.MGWFBP(steps=STEPS),
+        wingbeat_lab.TopKSGD(density=1.0),
+        wingbeat_lab.LAGS(density=1.0),
+        wingbeat_lab.MGS(density=1.0, elements=50),
+        wingbeat_lab.PSGD(),
+        MGWFBP(steps=STEPS),
     ],
     ids=lambda strategy: type(strategy).__name__,
 )
@@ -249,10 +251,10 @@ def test_merging_table_one_has_expected_buckets() -> None:
     counts = {
         type(strategy).__name__: _on(2, strategy, 2)[0][1][-1]
         for strategy in (
-            wingbeat.TopKSGD(),
-            wingbeat.LAGS(),
-            wingbeat.MGS(elements=50),
-            wingbeat.PSGD(),
+            wingbeat_lab.TopKSGD(),
+            wingbeat_lab.LAGS(),
+            wingbeat_lab.MGS(elements=50),
+            wingbeat_lab.PSGD(),
         )
     }
     assert counts["TopKSGD"] == [tensors]
@@ -305,7 +307,7 @@ def _pulled(steps: int, size: int) -> dict[str, torch.Tensor]:
 
 
 def test_merging_any_codec_works() -> None:
-    strategy = wingbeat.OMGS(wire=Sketch(auto_disable=False), steps=STEPS)
+    strategy = wingbeat.OMGS(compression=Sketch(auto_disable=False), steps=STEPS)
     results = _on(2, strategy, PLANNED + 4)
     assert_same(results[0][0], results[1][0], tolerance=0.0)
     assert results[0][2] is not None
@@ -407,7 +409,7 @@ def test_checked_plans_valid_plans_are_returned() -> None:
 def test_merging_group_densities_travel_in_one_bucket() -> None:
     def kept(world: Any) -> dict[str, int]:
         groups = {"head.*": 1.0, "first.weight": 0.25}
-        strategy = wingbeat.TopKSGD(density=0.01, warmup=0, groups=groups)
+        strategy = wingbeat_lab.TopKSGD(density=0.01, warmup=0, groups=groups)
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
@@ -466,7 +468,9 @@ def test_merging_limited_search_logs_bound(
 def test_merging_compression_trial_decides_planned_wire(tmp_path: Path) -> None:
     """The trial comes first; the file is kept, and read, for what it has decided."""
     file = tmp_path / "merged.json"
-    strategy = wingbeat.OMGS(wire=TopK(density=0.1, warmup=0), steps=STEPS, plan_file=str(file))
+    strategy = wingbeat.OMGS(
+        compression=TopK(density=0.1, warmup=0), steps=STEPS, plan_file=str(file)
+    )
 
     def body(world: Any, coded: bool) -> dict[str, Any]:
         model = net()
@@ -492,7 +496,7 @@ def test_payload_bytes_equal_bytes_in_bucket(groups: dict[str, float]) -> None:
     wire = TopK(density=0.05, warmup=0, groups=groups, auto_disable=False)
 
     def body(world: Any) -> tuple[float, int]:
-        strategy = wingbeat.OMGS(wire=wire, merge="one")
+        strategy = wingbeat.OMGS(compression=wire, merge="one")
         layers = {"first": torch.nn.Linear(300, 200), "head": torch.nn.Linear(200, 300)}
         model = torch.nn.Sequential(OrderedDict(layers))
         sync.distribute(model, sgd(model.parameters()), strategy, world=world)

@@ -111,7 +111,7 @@ def test_gradients_and_updates_are_taken_one_at_a_time() -> None:
         )
         backward(model, world.rank, 0)
         optimizer.step()
-        model.flush()
+        model.synchronize()
         assert set(seen) == {("launch", True), ("update", True)}
 
     on(2, body)

@@ -68,7 +68,7 @@ def test_who_takes_over_a_state_makes_the_outer_step_that_is_under_way(
         train(model, optimizer, range(4, 5))
         found = [flat(model, "shared"), flat(model, "velocity")]
         steps = update.steps
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return (*found, steps, weights(model))
 
     (shared, velocity, steps, _), other = on(2, body, timeout=PATIENCE)
@@ -99,7 +99,7 @@ def test_who_takes_over_a_state_between_two_turns_shares_what_it_was_given() -> 
         both.wait(PATIENCE)
         train(model, optimizer, range(6, 9))
         found = [flat(model, "shared"), flat(model, "velocity")]
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return found
 
     (shared, velocity), other = on(2, body, timeout=PATIENCE)
@@ -147,7 +147,7 @@ def refuses_to_load(model: Any, optimizer: Any, states: Any, folder: Path) -> No
     [
         "ripples:encrypted=false",
         "diloco:every=3,encrypted=false",
-        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+        "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
 def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
@@ -162,7 +162,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
             left -= back.is_set()
             train(model, optimizer, range(1))
         assert not engine(model).copied, "it has made steps of its own"
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         model.load_state_dict(model.state_dict())  # with all the others
         optimizer.load_state_dict(optimizer.state_dict())
         residuals.load(optimizer, tmp_path)
@@ -203,7 +203,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
     [
         "diloco:every=2,encrypted=false",
         "diloco:every=4,fragments=2,delay=1,encrypted=false",
-        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+        "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
 def test_who_was_too_slow_shares_the_others_model_again(

@@ -133,7 +133,7 @@ def _made(kind: type[Any]) -> Any:
 def _trained(world: Any, name: str, model: Any, optimizer: Any) -> Any:
     sync.distribute(model, optimizer, STRATEGIES[name], world=world)
     train(model, optimizer, range(4))
-    sync.consensus(model)
+    sync.synchronize(model)
     return weights(model)
 
 

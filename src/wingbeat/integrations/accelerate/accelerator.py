@@ -14,7 +14,7 @@ from torch import nn
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
 from wingbeat.integrations.accelerate import names
-from wingbeat.sync import consensus, join, no_sync
+from wingbeat.sync import join, no_sync, synchronize
 from wingbeat.sync.upgrade import engine_of
 
 _PAIRS = "_wingbeat_pairs"
@@ -96,7 +96,7 @@ class DistributedAccelerator:
         """
         pairs = self._wingbeat_live()
         for model, _ in pairs:
-            consensus(model)
+            synchronize(model)
         folder = super().save_state(output_dir, *args, **kwargs)  # type: ignore[misc]
         for number, (_, optimizer) in enumerate(pairs):
             residuals.save(optimizer, folder, number)

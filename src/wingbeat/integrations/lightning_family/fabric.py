@@ -124,7 +124,7 @@ class FabricStrategy:
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state, the same on all workers, who all call this."""
         if engine_of(module) is not None:
-            sync.consensus(module)
+            sync.synchronize(module)
         state: dict[str, Any] = super().get_module_state_dict(module)  # type: ignore[misc]
         return state
 

@@ -201,7 +201,7 @@ class TrainerStrategy:
 
     def _level(self) -> None:
         if self._wingbeat_optimizer is not None and not self._wingbeat_failed:
-            sync.consensus(self.lightning_module)
+            sync.synchronize(self.lightning_module)
             self._wingbeat_moved = False
 
     # -- all workers at a time ------------------------------------------------------------

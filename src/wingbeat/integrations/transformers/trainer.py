@@ -14,7 +14,7 @@ from wingbeat.integrations import residuals
 from wingbeat.integrations.accelerate import prepare
 from wingbeat.integrations.transformers import names
 from wingbeat.strategies import DeAR
-from wingbeat.sync import consensus, release
+from wingbeat.sync import release, synchronize
 from wingbeat.sync.entry import HasChoices, unwrapped
 from wingbeat.sync.upgrade import engine_of
 
@@ -110,7 +110,7 @@ def _distributed(trainer: Any) -> nn.Module | None:
 def _agree(trainer: Any) -> None:
     model = _distributed(trainer)
     if model is not None:
-        consensus(model)
+        synchronize(model)
 
 
 def _release(trainer: Any) -> None:

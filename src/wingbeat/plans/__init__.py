@@ -1,1 +1,0 @@
-"""The order in which servers return parameters."""
