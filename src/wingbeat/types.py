@@ -187,15 +187,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
-    """Which tensors share a bucket: a rule that `wingbeat.plans.make` turns into a `Plan`.
+    """Which tensors share a bucket: a rule for `wingbeat.planning.plans.make_plan`.
 
     ``kind`` is ``"buffer"`` (nearby tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
     nearby layers), ``"elements"`` (nearby tensors until there are ``elements`` elements),
     ``"one"`` (all of them), ``"none"`` (every tensor alone) or ``"colayers"`` (``layers`` bundles
-    of nearby layers, see `wingbeat.plans.colayers`). Colayers that are ``measured`` are made anew
-    by what training has measured; with a ``least``, in so many to ``layers``. With ``"buffer"``,
-    ``first_bytes`` and ``last_bytes`` are the sizes of the buckets that are ready first and last;
-    towards the middle sizes double until ``bucket_bytes``. 0 means ``bucket_bytes``.
+    of nearby layers, see `wingbeat.planning.colayers`). Colayers that are ``measured`` are made
+    anew by what training has measured; with a ``least``, in so many to ``layers``. With
+    ``"buffer"``, ``first_bytes`` and ``last_bytes`` are the sizes of the buckets that are ready
+    first and last; towards the middle sizes double until ``bucket_bytes``. 0 means
+    ``bucket_bytes``.
     """
 
     kind: str = "buffer"

@@ -27,9 +27,6 @@ from helpers import mutants
 from helpers.reports import job, report
 from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from helpers.thresholds import play
-from wingbeat.control import planner
-from wingbeat.costs.curve import Line
-from wingbeat.costs.fit import Fit
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import residuals
@@ -58,13 +55,14 @@ from wingbeat.monitor.snapshot import Job
 from wingbeat.monitor.watch import Watch
 from wingbeat.observe import trace
 from wingbeat.observe.events import Event
-from wingbeat.plans import planfile
-from wingbeat.plans import saved as plans_saved
-from wingbeat.plans.result import Result
-from wingbeat.plans.sample import Sample
-from wingbeat.plans.thresholds import saved as thresholds_saved
-from wingbeat.probe import saved as probe_saved
-from wingbeat.probe.model import LinkFit, Probe
+from wingbeat.planning import files
+from wingbeat.planning.bucket_size import BucketSizeResult
+from wingbeat.planning.costs import Linear, Workload
+from wingbeat.planning.fits import Fit
+from wingbeat.planning.merging import checked_plans
+from wingbeat.planning.probe import Gradient, LinkFit, Probe
+from wingbeat.planning.search_space import Sample
+from wingbeat.planning.thresholds import ThresholdResult
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers
@@ -155,17 +153,19 @@ class Texts:
 # -- valid inputs ------------------------------------------------------------------------------
 
 PAGE = "star:4@1gbit"
-PLAN = Result(
+PLAN = BucketSizeResult(
     search="bo", low_bytes=1, high_bytes=100, steps=10,
     samples=(Sample(25, 10.0), Sample(6, 12.2)), expected=(10.0, 12.0), chosen_bytes=6,
-    costs_s=(0.0011, 0.0),
+    decision_s=(0.0011, 0.0),
 )  # fmt: skip
-LINE = Fit(Line(1e-4, 2e-9), 0.1, 0.2, {"alpha": (0.0, 1.0), "beta": (0.0, 1.0)}, ((1.0, 2.0),))
+INTERVALS = {"alpha": (0.0, 1.0), "beta": (0.0, None)}
+LINE = Fit(Linear(1e-4, 2e-9), 0.1, 0.2, INTERVALS, ((1.0, 2.0),))
 PROBE = Probe(
-    workers=4, links=("eth0",), wire="sketch", way="gather", tensors=(1, 0), names=("b", "a"),
-    ready_s=(0.0, 0.1), encode=LINE, exchange=LINE, interfaces=(LinkFit("eth0", LINE, LINE),),
-    rest_s=0.1,
+    workers=4, links=("eth0",), wire="sketch", collective="all-reduce",
+    gradients=(Gradient(1, "b", 0.0), Gradient(0, "a", 0.1)), encode=LINE, exchange=LINE,
+    interfaces=(LinkFit("eth0", LINE, LINE),), rest_s=0.1,
 )  # fmt: skip
+WORKLOAD = Workload((0, 1, 2), (0.0,) * 3, (1,) * 3, (4.0,) * 3, ("float32 cpu",) * 3)
 PROFILE = json.dumps(
     {
         "name": "x", "device": "d", "batch_size": 2, "samples_per_second": 1000.0, "source": "s",
@@ -240,7 +240,7 @@ def a_replica() -> bytes:
 def some_thresholds() -> bytes:
     curve = lambda cuts, _: [1.0 + 0.01 * len(cuts)]  # noqa: E731
     found = play(curve, 8, (0.5,))[0]
-    return written_by(lambda path: thresholds_saved.save(path, found, {"workers": 4}))
+    return written_by(lambda path: files.save(path, found, {"workers": 4}))
 
 
 def a_part() -> bytes:
@@ -379,25 +379,37 @@ TARGETS = [
     Target(
         "plan files",
         RAW,
-        loads(plans_saved.load),
-        (written_by(lambda p: plans_saved.save(p, PLAN, {"w": 4})),),
+        loads(lambda path: files.load(path, BucketSizeResult)),
+        (written_by(lambda p: files.save(p, PLAN, {"w": 4})),),
         Usage,
     ),
-    Target("thresholds files", RAW, loads(thresholds_saved.load), (some_thresholds(),), Usage),
+    Target(
+        "thresholds files",
+        RAW,
+        loads(lambda path: files.load(path, ThresholdResult)),
+        (some_thresholds(),),
+        Usage,
+    ),
     Target(
         "probe files",
         RAW,
-        loads(probe_saved.load),
-        (written_by(lambda p: probe_saved.save(p, PROBE, {"w": 4})),),
+        loads(lambda path: files.load(path, Probe)),
+        (written_by(lambda p: files.save(p, PROBE, {"w": 4})),),
         Usage,
     ),
-    Target("kinds of files", RAW, loads(planfile.kind_of), (some_thresholds(),)),
-    Target("probes", VALUES_, probe_saved.from_json, (probe_saved.to_json(PROBE),), Usage),
+    Target("kinds of files", RAW, loads(files.kind_of), (some_thresholds(),), Usage),
+    Target(
+        "probes",
+        VALUES_,
+        lambda v: files.from_json(Probe, v, "probe"),
+        (files.to_json(PROBE),),
+        Usage,
+    ),
     Target(
         "merged plans",
         VALUES_,
-        lambda v: planner.checked(v, [0, 1, 2], 1),
-        ([[["a"], [[0, 1], [2]]]],),
+        lambda v: checked_plans(v, WORKLOAD, 1),
+        ([[["a"], [2, 3]]],),
         (PeerError,),
     ),
     Target("traces", RAW, loads(trace.load), (a_part(),), Usage),
