@@ -1,4 +1,4 @@
-"""Writes docs/ddp-suite.md from the table."""
+"""Writes docs/developers/ddp-suite.md from the table."""
 
 from __future__ import annotations
 
@@ -77,4 +77,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    (Path(__file__).parents[2] / "docs" / "ddp-suite.md").write_text(text())
+    (Path(__file__).parents[2] / "docs" / "developers" / "ddp-suite.md").write_text(text())

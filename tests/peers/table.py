@@ -1,4 +1,4 @@
-"""What is expected of each of torch's tests of DDP: the one table, which docs/ddp-suite.md shows.
+"""What is expected of each of torch's tests of DDP: the one table, which docs/developers/ddp-suite.md shows.
 
 A test applies if DDP itself passes it on the CPU in this harness, and if it does not ask for what
 only DDP has inside.
