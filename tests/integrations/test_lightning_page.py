@@ -1,4 +1,4 @@
-"""``docs/integrations/lightning.md``: its programs run, started by Lightning, and its hook works."""
+"""``docs/integrations/lightning.md``: its programs and its communication hook run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/integrations/ray.md``: its functions, in Ray's own workers, train what Ray's DDP trains."""
+"""``docs/integrations/ray.md``: its functions train the same weights as Ray's DDP."""
 
 from __future__ import annotations
 

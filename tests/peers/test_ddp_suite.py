@@ -1,4 +1,4 @@
-"""PyTorch's own tests of DDP, with wingbeat in DDP's place; docs/developers/ddp-suite.md lists them."""
+"""PyTorch's own tests of DDP, run with wingbeat; docs/developers/ddp-suite.md lists them."""
 
 from __future__ import annotations
 

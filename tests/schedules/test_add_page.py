@@ -1,4 +1,4 @@
-"""``docs/developers/add-a-schedule.md``: what it adds trains, and stands the histories of the suite."""
+"""``docs/developers/add-a-schedule.md``: its schedule trains and passes the contract's histories."""
 
 from __future__ import annotations
 

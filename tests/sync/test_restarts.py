@@ -1,4 +1,4 @@
-"""``docs/how-to/checkpoint.md``: its script is killed amid training, and torchrun starts it again."""
+"""``docs/how-to/checkpoint.md``: torchrun restarts its script, which is killed during training."""
 
 from __future__ import annotations
 
