@@ -1,4 +1,4 @@
-"""``docs/developers/add-a-schedule.md``: its schedule trains and passes the contract's histories."""
+"""``docs/developers/add-a-schedule.md``: its schedule trains, and passes the contract."""
 
 from __future__ import annotations
 
