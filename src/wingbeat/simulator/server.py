@@ -96,7 +96,7 @@ class Server(Messenger[Answer]):
             for answer in answers:
                 answer.nbytes = back
                 if not self._forward or message.kind == Kind.PUSH_PULL:
-                    self._queue(answer)
+                    self._enqueue(answer)
 
     def _push(self, total: Total, worker: int, ids: Ids, nbytes: int) -> int:
         """Note what has come; return how many workers' gradients can be added now."""
@@ -120,9 +120,9 @@ class Server(Messenger[Answer]):
         else:
             total.answers.append(answer)
         if answer.nbytes is not None or self._forward:
-            self._queue(answer)
+            self._enqueue(answer)
 
-    def _queue(self, answer: Answer) -> None:
+    def _enqueue(self, answer: Answer) -> None:
         nbytes = LARGEST + (LIMITS.message if answer.nbytes is None else answer.nbytes)
         route = answer.ids.route
         flow = Flow(answer.worker, urgency_of(route), link_of(route))
