@@ -135,7 +135,7 @@ def test_measured_vgg19_colayers_equal_paper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     virtual = Virtual()
-    monkeypatch.setattr("wingbeat.probe.backward.time", virtual)
+    monkeypatch.setattr("wingbeat.planning.backward.time", virtual)
     monkeypatch.setattr(Clock, "spend", lambda clock, seconds: virtual.spend(clock, seconds))
     assert_the_papers(time_scale=1.0)
 

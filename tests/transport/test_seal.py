@@ -12,10 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.groups.board import Board
-from wingbeat.groups.returns import Returns
 from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient, MembershipLog
 from wingbeat.methods.bounded_staleness.view import initial_view, without_worker
+from wingbeat.methods.model_averaging.rendezvous import RejoinLog, StatusTable
 from wingbeat.transport import torch_store
 from wingbeat.transport.blame import Blame, has_finished, has_left, say_left
 from wingbeat.transport.job import enter
@@ -153,17 +152,17 @@ def test_a_forged_word_of_who_left_or_failed_is_not_believed() -> None:
     assert has_finished(store, 1)
 
 
-def test_a_forged_return_or_loss_does_not_reach_the_generator_or_the_board() -> None:
+def test_a_forged_rejoin_or_loss_does_not_reach_the_generator_or_the_status_table() -> None:
     raw = dist.HashStore()
     store = sealed(raw)
-    raw.set("room/back/0", json.dumps([1, 1]))
-    raw.set("room/gone/1", "1")
-    raw.set("room/fallen/1", "7")
-    raw.set("room/sign/1", "[1, true, 1, 1]")
-    returns, board = Returns(store, "room", 3), Board(store, "room", 3)
-    returns.look()
-    assert returns.news() is None
-    assert (board.lost(), board.fallen([1]), board.signs()) == (set(), {}, {})
+    raw.set("room/rejoin/0", json.dumps([1, 1]))
+    raw.set("room/lost/1", "1")
+    raw.set("room/fallback/1", "7")
+    raw.set("room/status/1", "[1, true, 1, 1]")
+    log, table = RejoinLog(store, "room", 3), StatusTable(store, "room", 3)
+    log.poll()
+    assert log.next_rejoin() is None
+    assert (table.lost(), table.fallbacks([1]), table.statuses()) == (set(), {}, {})
 
 
 def test_a_service_is_told_that_nothing_is_there() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wingbeat import plans
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.messages import (
     Message,
@@ -16,6 +15,7 @@ from wingbeat.methods.bounded_staleness.messages import (
     encode_frame,
 )
 from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.planning import plans
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model
@@ -120,7 +120,7 @@ def bundled(model: Model, count: int, *, measured: bool = False) -> Bundled:
     Raises:
         UsageError: it has fewer layers with parameters.
     """
-    plan = plans.make(
+    plan = plans.make_plan(
         Fusion(kind="colayers", layers=count),
         model.tensors,
         model.ready_order,

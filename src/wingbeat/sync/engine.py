@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.control.control import Control
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.bucketing import Bucketing, ignored, synchronised
@@ -26,6 +25,7 @@ from wingbeat.gradients.convert import (
 from wingbeat.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.gradients.steps import Steps
 from wingbeat.observe.meter import Meter
+from wingbeat.planning.control import Control
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,

@@ -16,7 +16,8 @@ from wingbeat.gradients.complexes import check_complex
 from wingbeat.gradients.compression import check_momentum
 from wingbeat.gradients.sparse import check_sparse, sparse_parameters
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
-from wingbeat.sync import averaged, claims
+from wingbeat.methods.model_averaging.build import check_modules
+from wingbeat.sync import claims
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.deferring import DeferringOptimizer
 from wingbeat.sync.engine import Engine
@@ -83,7 +84,7 @@ def distribute(
     check_momentum(choices, optimizer)
     check_complex(model, choices, repr(strategy))
     check_sparse(model, choices, repr(strategy))
-    averaged.check(model, choices.averaging)
+    check_modules(model, choices.averaging)
     _check_returned(world, choices, strategy)
     if world.size > 1:
         if not world.returned:

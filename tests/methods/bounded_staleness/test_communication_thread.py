@@ -11,7 +11,7 @@ import pytest
 
 from helpers.communication import NumericReplica, combine, in_threads, pack, train
 from helpers.mail import Clock
-from helpers.serving import Office
+from helpers.server_simulation import FakeNetwork
 from helpers.staleness_simulation import gradient
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.lanes.lanes import BEGIN, MORE
@@ -30,7 +30,7 @@ class Cluster:
         self, seed: int, n: int, bound: StalenessBound, iterations: int, window: int = 1 << 20
     ) -> None:
         self.chance = random.Random(seed)
-        self.office = Office(self.chance, 0, window=window)
+        self.office = FakeNetwork(self.chance, 0, window=window)
         self.n, self.bound, self.iterations = n, bound, iterations
         self.clock = Clock()
         self.boxes = [self.office.box(rank) for rank in range(n)]

@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 
-from wingbeat import plans
-from wingbeat.control.passes import Passes
 from wingbeat.errors import PeerError
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.methods.bounded_staleness.view import View, members
 from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.planning import plans
+from wingbeat.planning.backward import BackwardProfiler
+from wingbeat.planning.colayers import Measured
 from wingbeat.transport.store import Ledger
 from wingbeat.types import Plan, PlannedBucket
 
@@ -74,20 +75,20 @@ class LayerProfiler:
     def __init__(self, bucketing: Bucketing, rebucket: Callable[[], object]) -> None:
         self._bucketing, self.rebucket = bucketing, rebucket
         self.count = len(bucketing.slots)
-        self.passes = Passes(self.count, bucketing.device, goes_on=False)
+        self.passes = BackwardProfiler(self.count, bucketing.device, asynchronous=False)
         self._widths: list[list[float]] = [[] for _ in range(self.count)]
 
     @torch.no_grad()
     def measure_widths(self, bucket: Bucket) -> None:
         """Measure the widths of the gradients of a complete bucket."""
-        if self.passes.watching:
+        if self.passes.enabled:
             for slot in bucket.slots:
                 if slot.used and (width := gradient_width(slot.view)) is not None:
                     self._widths[slot.index].append(width)
 
     def measurements(self) -> Measurements:
         """Return the medians over this worker's iterations, which JSON can represent."""
-        times, order = self.passes.times, self._bucketing.ready_order
+        times, order = self.passes, self._bucketing.ready_order
         ready = dict(zip(order, times.medians(order), strict=True)) if times.totals() else None
         return (
             None if ready is None else [ready[slot.index] for slot in self._bucketing.slots],
@@ -104,12 +105,12 @@ class LayerProfiler:
             [width for width in column if width is not None]
             for column in zip(*(widths for _, widths in rows), strict=True)
         ]
-        medians = plans.Measured(
+        medians = Measured(
             tuple(statistics.median(column) for column in zip(*ready, strict=True)),
             tuple(statistics.median(column) if column else None for column in widths),
         )
         b = self._bucketing
-        plan = plans.make(b.fusion, b.specs, b.ready_order, medians)
+        plan = plans.make_plan(b.fusion, b.specs, b.ready_order, medians)
         return tuple(bucket.tensors for bucket in plan.buckets)
 
     def set_colayers(self, buckets: Sequence[Sequence[int]]) -> None:
@@ -119,7 +120,7 @@ class LayerProfiler:
 
     def stop(self) -> None:
         """Stop to measure."""
-        self.passes.watching = False
+        self.passes.enabled = False
 
     def _validated(self, measured: Any) -> Measurements:
         count = self.count
