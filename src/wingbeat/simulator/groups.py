@@ -13,8 +13,8 @@ from wingbeat.methods.model_averaging.generator import Generator, Member, Run
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.service import ConnectionCache
 from wingbeat.methods.model_averaging.static import PHASES, group_of
+from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.schedules.events import Operation
-from wingbeat.servers.tables import Places
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.exchange import Collectives
@@ -197,7 +197,7 @@ class _Scene:
     def _exchange(
         self, rank: int, meeting: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
-        buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,), Places((1,), 1))
+        buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,), LayerPositions((1,), 1))
         place, size = members.index(rank), len(members)
         network = Among(self.network, meeting, members)
         collectives = Collectives(

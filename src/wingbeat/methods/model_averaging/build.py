@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat import plans, schedules
+from wingbeat import schedules
 from wingbeat.codecs import Coding
 from wingbeat.codecs.bf16 import Bf16Codec
 from wingbeat.codecs.coding import Region
@@ -26,6 +26,7 @@ from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.observe.log import log
+from wingbeat.planning import plans
 from wingbeat.schedules.events import Operation
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.live import LiveState
@@ -206,7 +207,7 @@ def _update(
 def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
     """Return the parameters of each fragment, in the order in which forward reads them."""
     bucketing = training.bucketing
-    plan = plans.make(fusion, bucketing.specs, bucketing.ready_order)
+    plan = plans.make_plan(fusion, bucketing.specs, bucketing.ready_order)
     return [
         [bucketing.slots[index] for index in sorted(bucket.tensors)]
         for bucket in reversed(plan.buckets)
