@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wingbeat import plans
 from wingbeat.methods.parameter_server.slicing import LayerPositions
-from wingbeat.plans import Measured
+from wingbeat.planning import plans
+from wingbeat.planning.colayers import Measured
 from wingbeat.types import Fusion, TensorSpec
 
 ITEMSIZE = 4
@@ -89,7 +89,7 @@ class Buckets:
 def buckets_of(model: Model, fusion: Fusion) -> Buckets:
     """Return the buckets that training would make of the model by this rule."""
     order = model.ready_order
-    plan = plans.make(fusion, model.tensors, order)
+    plan = plans.make_plan(fusion, model.tensors, order)
     of = [0] * len(model.tensors)
     for number, bucket in enumerate(plan.buckets):
         for tensor in bucket.tensors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wingbeat.groups.layout import Layout
+from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.methods.parameter_server.protocol import MAX_HEADER_BYTES, Kind
 from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.slicing import KIND_OF, RequestPlanner, Slice

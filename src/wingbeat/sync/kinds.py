@@ -13,7 +13,6 @@ from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
 from wingbeat.exchanges.partial import PartialExchange
-from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.backlog import Backlog
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
@@ -25,18 +24,19 @@ from wingbeat.gradients.views import (
     ShownGradients,
     Views,
 )
+from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
+from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate, SynchronousUpdate
+from wingbeat.methods.model_averaging.build import build_runtime
 from wingbeat.methods.parameter_server.exchange import FLOAT32, ServerExchange
 from wingbeat.methods.parameter_server.gpu import GpuServerExchange
 from wingbeat.methods.parameter_server.server_update import OPTION, ServerUpdate, describe_optimizer
 from wingbeat.schedules.events import Operation, Schedule
-from wingbeat.sync import averaged
-from wingbeat.sync.bundling import Bundling
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.alone import AloneUpdate
-from wingbeat.updates.bounded import BoundedUpdate, MeetingUpdate
 from wingbeat.updates.deferred import DeferredUpdate
 from wingbeat.updates.divided import check_divisible
 from wingbeat.updates.owned import OwnedTensors
@@ -84,7 +84,7 @@ def runtime_of(
     """
     averaging = choices.averaging
     if averaging is not None and training.collectives.world.size > 1:
-        return averaged.runtime_of(averaging, choices.wire, training, compression, buffers)
+        return build_runtime(averaging, choices.wire, training, compression, buffers)
     schedule = _schedule_of(choices, training.collectives.world.size)
     views = _views_of(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
@@ -104,14 +104,14 @@ def runtime_of(
         Agreement(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
-    if isinstance(exchange, StaleExchange) and isinstance(views, SentGradients):
+    if isinstance(exchange, BoundedStalenessExchange) and isinstance(views, SentGradients):
         exchange.waited = WeakCall(runtime.waited)
     return runtime
 
 
 def bundling_of(
     choices: Choices, runtime: Runtime, rebucket: Callable[[], object]
-) -> Bundling | None:
+) -> LayerProfiler | None:
     """Make what measures layers for colayers; None where these are not made anew.
 
     Args:
@@ -119,10 +119,10 @@ def bundling_of(
         runtime: its parts.
         rebucket: has the engine change to the next plan.
     """
-    if not choices.fusion.measured or not isinstance(runtime.exchange, StaleExchange):
+    if not choices.fusion.measured or not isinstance(runtime.exchange, BoundedStalenessExchange):
         return None
-    bundling = Bundling(runtime.bucketing, rebucket)
-    runtime.exchange.measures(bundling)
+    bundling = LayerProfiler(runtime.bucketing, rebucket)
+    runtime.exchange.set_profiler(bundling)
     return bundling
 
 
@@ -150,7 +150,7 @@ def _bounded(
     assert choices.staleness is not None, "a strategy's parts have been checked"
     if isinstance(views, SentGradients):
         _check_owned(training)
-    exchange = StaleExchange(
+    exchange = BoundedStalenessExchange(
         training.collectives.world,
         choices.staleness,
         compression,
@@ -161,7 +161,7 @@ def _bounded(
     )
     if isinstance(views, SentGradients):
         return exchange, BoundedUpdate(training, views, exchange)
-    return exchange, MeetingUpdate(training, exchange)
+    return exchange, SynchronousUpdate(training, exchange)
 
 
 def _check_owned(training: Training) -> None:
