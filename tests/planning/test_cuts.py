@@ -7,13 +7,13 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat.methods.parameter_server.slicing import LayerPositions, priority_classes
 from wingbeat.planning.thresholds import (
     cuts_from_thresholds,
     format_division,
     thresholds_from_cuts,
     valid_cuts,
 )
-from wingbeat.servers.tables import Places, PriorityTable
 
 LEVELS = st.lists(st.floats(0, 1), max_size=3).map(lambda levels: sorted(set(levels))[::-1])
 
@@ -27,8 +27,7 @@ def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 def order(levels: list[float] | tuple[float, ...], layers: int) -> list[int]:
     """Who goes first: the classes without those that are empty."""
-    table = PriorityTable(Places(tuple(range(1, layers + 1)), layers), levels)
-    classes = [table[place] for place in range(layers)]
+    classes = priority_classes(LayerPositions(tuple(range(1, layers + 1)), layers), levels)
     return [sorted(set(classes)).index(each) for each in classes]
 
 
@@ -39,10 +38,10 @@ def test_thresholds_from_cuts_round_trip_is_equal(division) -> None:
     assert len(levels) == classes - 1
     assert all(a > b for a, b in itertools.pairwise((1.0, *levels, 0.0)))
     assert cuts_from_thresholds(levels, layers) == cuts
-    table = PriorityTable(Places(tuple(range(1, layers + 1)), layers), levels)
-    assert table[layers - 1] == classes - 1, "what is left over is not urgent"
+    classes_of = priority_classes(LayerPositions(tuple(range(1, layers + 1)), layers), levels)
+    assert classes_of[layers - 1] == classes - 1, "what is left over is not urgent"
     ends = (0, *cuts, layers)
-    assert [len(list(same)) for _, same in itertools.groupby(table[p] for p in range(layers))] == [
+    assert [len(list(same)) for _, same in itertools.groupby(classes_of)] == [
         stop - start for start, stop in itertools.pairwise(ends)
     ]
 

@@ -14,7 +14,7 @@ import wingbeat
 from helpers.training import TINY_MB, backward, engine, net, sgd
 from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges.servers import ServerExchange
+from wingbeat.methods.parameter_server.exchange import ServerExchange
 from wingbeat.planning import files
 from wingbeat.planning.control import Decisions
 from wingbeat.planning.controllers import threshold_key
@@ -54,8 +54,7 @@ def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = 
         optimizer.zero_grad()
         backward(model, world.rank, len(used))
         optimizer.step()
-        table = own.runtime.exchange._requests.priorities.table
-        used.append(getattr(table, "thresholds", None))
+        used.append(own.runtime.exchange._planner.priorities.thresholds)
     model.synchronize()
     weights = [param.detach().clone() for param in model.parameters()]
     layers = len({name.rpartition(".")[0] for b in own.buckets for name in b.names})

@@ -13,6 +13,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.gradients.compression import Compression
+from wingbeat.methods.parameter_server.slicing import layer_positions
 from wingbeat.observe.log import log
 from wingbeat.planning import bucket_size, files, thresholds
 from wingbeat.planning.bucket_size import (
@@ -31,7 +32,6 @@ from wingbeat.planning.thresholds import (
     thresholds_from_cuts,
 )
 from wingbeat.planning.trials import LedTrial, Rows, compression_trial
-from wingbeat.servers.tables import places_of
 from wingbeat.settings import is_number
 from wingbeat.transport.world import World
 from wingbeat.types import Choices, Serving, ThresholdTuning, Tuning
@@ -413,7 +413,9 @@ class ThresholdController:
         if self._bucketing.learning or self._bucketing.stale:
             return
         world, buckets = self._collectives.world, self._bucketing.buckets
-        layers = places_of([bucket.names for bucket in buckets]).layers if len(buckets) > 1 else 1
+        layers = (
+            layer_positions([bucket.names for bucket in buckets]).layers if len(buckets) > 1 else 1
+        )
         self._layers = layers
         if layers > 1:
             steps = self._tuning.steps

@@ -183,7 +183,7 @@ class Engine(Entrance):
     def launch(self, bucket: Bucket) -> None:
         """Send a bucket, whose gradients are complete, on its way."""
         if self.bundling is not None:
-            self.bundling.look(bucket)
+            self.bundling.measure_widths(bucket)
         bucket.wire = self.compression.launching(bucket)
         if bucket.wire is not None and self.update.shards is not None:  # encoded once, not gathered
             self.compression.add_own_residual(bucket, self.runtime.exchange.owned(bucket))

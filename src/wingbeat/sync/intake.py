@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from wingbeat.gradients.sparse import SparseGradients
     from wingbeat.gradients.steps import Steps
     from wingbeat.gradients.views import Views
+    from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
     from wingbeat.observe.meter import Meter
     from wingbeat.planning.backward import BackwardProfiler
     from wingbeat.planning.control import Control
     from wingbeat.planning.merging import LayerMerging
     from wingbeat.sync.buffers import BufferSync
-    from wingbeat.sync.bundling import Bundling
 
 
 class Intake:
@@ -44,7 +44,7 @@ class Intake:
     views: Views
     steps_made: Steps
     sparse: SparseGradients
-    bundling: Bundling | None
+    bundling: LayerProfiler | None
 
     def __init__(self, scale: float) -> None:
         self.sync = True
