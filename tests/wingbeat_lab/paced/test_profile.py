@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench.bound import seconds_per_byte, simple
+from wingbeat_lab.layer_costs import LayerCosts
 from wingbeat_lab.paced import Parameter, load_profile, names, parse, table
 from wingbeat_lab.paced.profile import decode, encode
 
