@@ -33,8 +33,8 @@ from wingbeat.groups.protocol import Kind, told_of
 from wingbeat.groups.rules import Rules
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
-from wingbeat.transport.services.launch import InProcess
-from wingbeat.transport.services.process import main as serve
+from wingbeat.transport.services import InProcess
+from wingbeat.transport.services import main as serve
 from wingbeat.transport.store import Store
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed

@@ -37,7 +37,7 @@ def attack(args: argparse.Namespace) -> None:
     """Send the hostile messages at an even rate; paths of the targets come in a file."""
     import zmq
 
-    from wingbeat.transport.messages.header import Header, Type
+    from wingbeat.transport.messages.frames import Header, Type
 
     target = json.loads(Path(args.target).read_text())
     chance = random.Random(args.seed)

@@ -35,7 +35,7 @@ from common import refuse_unwritable, show, write
 
 from wingbeat.servers.config import ServerConfig, limits_of
 from wingbeat.servers.protocol import Kind, wish_of
-from wingbeat.transport.services.pipes import PipeStore, answer
+from wingbeat.transport.services import PipeStore, answer
 from wingbeat.types import Serving
 from wingbeat_lab.bench.printed import Printed
 

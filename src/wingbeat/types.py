@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
-from wingbeat.wires import Coded
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from wingbeat import parts, strategies
+from wingbeat.compression import Wire
 from wingbeat.strategies import OMGS, ParameterServer, Preset, Strategy
-from wingbeat.wires import Wire
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from helpers import late
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
-from wingbeat.transport.blame import Blame
+from wingbeat.transport.failures import Blame
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
@@ -139,7 +139,7 @@ def test_a_malformed_chunk_names_who_sent_it(nonsense: int) -> None:
             return super().send(torch.full_like(tensor, 255), peer, tag)
 
     numel, other = 5003, 1 - nonsense
-    codec = make(wires.TopK(density=0.02))
+    codec = make(compression.TopK(density=0.02))
     encoded = Encoded(Coding([Region(Span(0, numel), codec)]))
 
     def body(world: World) -> str:

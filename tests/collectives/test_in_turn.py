@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.collectives.encoded import Gathered
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.in_turn import InTurn
-from wingbeat.collectives.threads import Threads
+from wingbeat.collectives.threads import InTurn, Threads
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -94,7 +93,9 @@ def test_whoever_waits_is_told_what_failed_beside(error: Exception) -> None:
 def test_the_sum_is_the_same_beside(momentum: float) -> None:
     """Many at once, each with its own buffer, waited for in another order than they were begun."""
     numel, count = 5000, 12
-    coding = Coding([Region(Span(0, numel), make(wires.TopK(density=0.02, momentum=momentum)))])
+    coding = Coding(
+        [Region(Span(0, numel), make(compression.TopK(density=0.02, momentum=momentum)))]
+    )
 
     def body(world: World, beside: bool) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(world.rank)
@@ -120,7 +121,7 @@ def test_the_sum_is_the_same_beside(momentum: float) -> None:
 
 def test_a_peer_that_fails_is_named_though_rows_are_added_beside() -> None:
     first, _ = loopback.worlds(2, timeout=0.1)
-    coding = Coding([Region(Span(0, 50), make(wires.Half()))])
+    coding = Coding([Region(Span(0, 50), make(compression.Half()))])
     handle = Collectives(first).all_gather_sum(torch.ones(50), wire=Encoded(coding), beside=True)
     for _ in range(2):
         with pytest.raises(PeerError, match="rank 1 failed during all-gather"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from wingbeat.collectives.latch import Latch
+from wingbeat.collectives.handle import Latch
 
 PATIENCE = 20.0
 

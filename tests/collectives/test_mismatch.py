@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.collectives.calls import Calls
+from wingbeat.collectives.waits import Calls
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from wingbeat.collectives import scratch
-from wingbeat.collectives.scratch import Scratch
+from wingbeat.collectives import packing
+from wingbeat.collectives.packing import Scratch
 
 
 def test_what_is_given_back_is_taken_again() -> None:
@@ -29,7 +29,7 @@ def test_dtypes_and_sizes_far_apart_do_not_mix() -> None:
 
 
 def test_no_more_is_kept_than_the_limit(monkeypatch) -> None:
-    monkeypatch.setattr(scratch, "MAX_FREE_BYTES", 3 * 4096)
+    monkeypatch.setattr(packing, "MAX_FREE_BYTES", 3 * 4096)
     pool = Scratch()
     taken = [pool.take(1024, torch.float32) for _ in range(5)]
     kept = {tensor.data_ptr() for tensor in taken[:3]}

@@ -13,7 +13,7 @@ from wingbeat.collectives import Collectives, tags
 from wingbeat.collectives.machine import DEPTH
 from wingbeat.collectives.tags import CHUNKS, LABELS, TURNS, group_tag
 from wingbeat.transport import loopback
-from wingbeat.transport.channel import BITS_BELOW, TAG_BITS
+from wingbeat.transport.link import BITS_BELOW, TAG_BITS
 from wingbeat.transport.world import World
 
 base_tag = functools.partial(tags.base_tag, dtype=torch.float32)

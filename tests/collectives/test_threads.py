@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.waiting import PATIENCE, until
-from wingbeat.collectives import Collectives, lanes
+from wingbeat.collectives import Collectives, executor
 from wingbeat.collectives.threads import Threads
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -70,7 +70,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         return buffer.tolist()
 
     assert loopback.run(loopback.worlds(2, timeout=PATIENCE), body) == [[2.0] * 2] * 2
-    until(lambda: lanes._threads._free > 0)
+    until(lambda: executor._threads._free > 0)
     child = os.fork()
     if child == 0:
         right = False

@@ -9,9 +9,8 @@ import pytest
 from helpers.mail import Clock
 from wingbeat.collectives import waits
 from wingbeat.collectives.waits import Waiting, Watch
-from wingbeat.transport import chain
-from wingbeat.transport.chain import awaited, say_waiting
-from wingbeat.transport.liveness import LONGEST, Wait
+from wingbeat.transport import failures
+from wingbeat.transport.failures import LONGEST, Wait, awaited, say_waiting
 from wingbeat.transport.loopback import Switchboard
 
 TIMEOUT = 40.0
@@ -26,7 +25,7 @@ class Rig:
         self.aborted: list[Waiting] = []
         monkeypatch.setattr("wingbeat.collectives.waits.time.monotonic", self.clock)
         monkeypatch.setattr(waits, "Wait", lambda me, what: Wait(me, what, self.clock))
-        monkeypatch.setattr(chain, "lives", lambda store, rank: rank in self.alive)
+        monkeypatch.setattr(failures, "lives", lambda store, rank: rank in self.alive)
         monkeypatch.setattr(waits, "abort", lambda link, end: self.aborted.append(self.waiting))
         self.waiting: Any = None
         self.watch = Watch(self.store, 0, TIMEOUT, self)

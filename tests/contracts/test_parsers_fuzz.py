@@ -27,6 +27,8 @@ from helpers import mutants
 from helpers.reports import job, report
 from helpers.thresholds import play
 from helpers.updating import DESCRIPTION, SETTINGS
+from wingbeat import compression
+from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.control import planner
 from wingbeat.costs.curve import Line
 from wingbeat.costs.fit import Fit
@@ -64,12 +66,10 @@ from wingbeat.stale.roll import Entry
 from wingbeat.stale.view import View
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
-from wingbeat.transport import launchers
+from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
-from wingbeat.transport.messages import header
-from wingbeat.transport.messages.card import Card
-from wingbeat.transport.services import pipes
-from wingbeat.wires import Half, LowRank, Sketch, codecs
+from wingbeat.transport.messages import frames
+from wingbeat.transport.messages.connect import Card
 from wingbeat_lab.bench import contenders, protocol, slow
 from wingbeat_lab.bench import models as bench_models
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
@@ -342,9 +342,9 @@ TARGETS = [
     Target(
         "headers",
         RAW,
-        header.unpack,
-        (bytes(header.Header(header.Type.HELLO, 1000, 0, 1, sequence=1).pack()),),
-        (header.Malformed,),
+        frames.unpack,
+        (bytes(frames.Header(frames.Type.HELLO, 1000, 0, 1, sequence=1).pack()),),
+        (frames.Malformed,),
     ),
     Target(
         "groups", RAW, read_told, (told((1, 2), (5,)), told((3,), ())), (groups_protocol.Malformed,)
@@ -453,11 +453,17 @@ TARGETS = [
     Target(
         "wires",
         TEXTS,
-        codecs.of,
+        compression.of,
         ("fp16", "sketch@4:groups=a.*@fp32+b@8", "lowrank@2:bits=8:split=count", "topk@0.01"),
         Usage,
     ),
-    Target("wires as JSON", VALUES_, codecs.from_json, tuple(map(codecs.to_json, CODECS)), Usage),
+    Target(
+        "wires as JSON",
+        VALUES_,
+        compression.from_json,
+        tuple(map(compression.to_json, CODECS)),
+        Usage,
+    ),
     Target("cube sizes", TEXTS, parse_size, ("3x2",), Usage),
     Target("launchers", ENV, launchers.from_environment, (SPACE, MPI, TORCHRUN), Usage),
     Target("first node", TEXTS, launchers.first_node, ("gpu[07-09,12],login1", "a,b")),
@@ -465,7 +471,7 @@ TARGETS = [
     Target(
         "requests of services",
         TEXTS,
-        lambda t: pipes.answer(t, Texts("x")),
+        lambda t: services.answer(t, Texts("x")),
         ('{"set": "a", "value": "b"}', '{"read": "a"}', '{"ready": true}'),
         (ValueError,),
     ),

@@ -16,6 +16,7 @@ import wingbeat
 import wingbeat_lab
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
+from wingbeat.compression import Sketch, TopK
 from wingbeat.control import control, drift, planner, rules
 from wingbeat.control.merging import LayerMerging
 from wingbeat.control.passes import Passes
@@ -25,7 +26,6 @@ from wingbeat.probe.model import payload_bytes
 from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.types import Plan, PlannedBucket, Span
-from wingbeat.wires import Sketch, TopK
 
 STEPS = 2
 FIRST = drift.SETTLING + STEPS + 1

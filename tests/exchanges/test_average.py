@@ -14,7 +14,7 @@ from wingbeat.exchanges.average import GroupAverage
 from wingbeat.groups.averages import GIVEN_UP, Coming
 from wingbeat.groups.generator import Run
 from wingbeat.groups.rooms import Rooms
-from wingbeat.transport import blame, loopback
+from wingbeat.transport import failures, loopback
 from wingbeat.transport.world import World
 
 NUMEL = 1001
@@ -23,7 +23,7 @@ NUMEL = 1001
 @pytest.fixture(autouse=True)
 def _quick_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here says later than at once that it was waiting, too."""
-    monkeypatch.setattr(blame, "PATIENCE", 0.2)
+    monkeypatch.setattr(failures, "PATIENCE", 0.2)
 
 
 def alive() -> Coming:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.coding import regions
 from wingbeat.collectives import Encoded
+from wingbeat.compression import Coded, Half, LowRank, Sketch
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.coded import CodedPieces
 from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.schedules.events import Operation
 from wingbeat.stale.messages import Round
 from wingbeat.stale.view import whole
-from wingbeat.wires import Coded, Half, LowRank, Sketch
 
 W = 3
 SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (7, 40)}

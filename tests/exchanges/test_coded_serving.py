@@ -13,8 +13,9 @@ import torch
 from helpers.mail import Clock, Play
 from helpers.serving import LARGEST, LEAST, Box, Drama, Job, Letter, Office, VirtualBox
 from wingbeat.codecs import Coding, make
+from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
+from wingbeat.compression import Sketch
 from wingbeat.exchanges import forms
 from wingbeat.exchanges.part import Part
 from wingbeat.exchanges.request import Request
@@ -26,7 +27,6 @@ from wingbeat.servers.sums import Sums
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
 from wingbeat.types import Span
-from wingbeat.wires import Sketch
 
 GAMES = 600
 """For each of four seeds."""

@@ -9,7 +9,7 @@ from wingbeat.errors import PeerError
 from wingbeat.exchanges import departures as module
 from wingbeat.exchanges.departures import Departures, departures_of
 from wingbeat.transport import loopback
-from wingbeat.transport.blame import say_failed, say_left
+from wingbeat.transport.failures import say_failed, say_left
 from wingbeat.transport.loopback import Switchboard
 
 

@@ -17,7 +17,7 @@ from wingbeat import transport
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.gpus import GpuServers
 from wingbeat.schedules.events import Operation
-from wingbeat.transport.native import NativeGroup, nccl_group
+from wingbeat.transport.nccl import NativeGroup, nccl_group
 from wingbeat.types import Serving
 
 

@@ -18,7 +18,7 @@ from wingbeat import sync
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.exchanges import hosting
 from wingbeat.servers.config import ServerConfig
-from wingbeat.transport.services.launch import InThread
+from wingbeat.transport.services import InThread
 from wingbeat.transport.store import Store
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.bf16 import Bf16Codec
+from wingbeat.codecs.codec import Bf16Codec
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.collectives import Encoded
 from wingbeat.exchanges.average import GroupAverage
 from wingbeat.exchanges.lossy import Lossy
 from wingbeat.groups.generator import Run
-from wingbeat.transport import blame, loopback
+from wingbeat.transport import failures, loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
@@ -22,7 +22,7 @@ NUMEL = 200
 
 @pytest.fixture(autouse=True)
 def _quick_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blame, "PATIENCE", 0.2)
+    monkeypatch.setattr(failures, "PATIENCE", 0.2)
 
 
 def topk(owed: torch.Tensor, density: float = 0.1, bits: int = 32) -> Lossy:

@@ -16,7 +16,7 @@ from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.exchanges.pairs import PairAverager
 from wingbeat.pairs.protocol import Kind
 from wingbeat.transport import loopback
-from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 from wingbeat.updates.averager import Averager

@@ -20,9 +20,9 @@ from wingbeat.stale.pace import Pace
 from wingbeat.stale.roll import Change, Entry, Roll
 from wingbeat.stale.view import View, whole
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.blame import say_failed
+from wingbeat.transport.failures import say_failed
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.card import Card
+from wingbeat.transport.messages.connect import Card
 
 
 class Store(Switchboard):

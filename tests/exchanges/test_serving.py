@@ -11,7 +11,7 @@ from helpers.mail import Clock, Play
 from helpers.serving import LARGEST, SLICE, TIGHT, Drama, Job, Office, VirtualBox
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.partition import partitioned
-from wingbeat.transport.messages import header
+from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
 
@@ -41,7 +41,7 @@ def test_whatever_the_order_all_workers_have_all_sums(block: int) -> None:
 
 def test_a_slow_rank_0_costs_a_server_no_more_than_the_windows() -> None:
     """However much the others have pushed; and all goes on when it comes."""
-    sizes, window = (400,) * 4, header.LARGEST + 1000
+    sizes, window = (400,) * 4, frames.LARGEST + 1000
     job = Job(3, 1, 1, sizes, 2, partitioned(sizes, 1, 100), Order.READY, ready=True)
     for seed in range(20):
         chance = random.Random(seed)

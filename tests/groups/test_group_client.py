@@ -26,7 +26,7 @@ from wingbeat.groups.protocol import Kind, Why, ids_of, payload_of
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.static import group_of
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.transport.services import InProcess, InThread, Started
 
 GENERATOR = 4
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
-from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import Type
+from wingbeat.transport.messages.frames import Posted, Type
 from wingbeat.transport.messages.loopback import Faults, LoopbackCarrier, Network
 
 

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from wingbeat.exchanges.grouping import Grouping
-from wingbeat.transport.register import Register
-from wingbeat.transport.world import World
+from wingbeat.transport.world import Register, World
 
 
 def start(script: str, rank: int, port: int, *args: object) -> subprocess.Popen[str]:

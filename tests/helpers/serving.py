@@ -18,9 +18,9 @@ from wingbeat.servers.partition import Slice, partitioned
 from wingbeat.servers.protocol import Ids, Kind, wish_of
 from wingbeat.servers.service import Service
 from wingbeat.servers.sums import Sums
-from wingbeat.transport.messages import header
-from wingbeat.transport.messages.compose import compose
+from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.endpoint import Route
+from wingbeat.transport.messages.frames import compose
 
 Act = Generator[Callable[[], bool], None, None]
 """What a worker does: it says after each thing when it can go on."""
@@ -28,13 +28,13 @@ Act = Generator[Callable[[], bool], None, None]
 LARGEST = 600
 """Bytes of the largest payload."""
 
-LEAST = header.LARGEST + LARGEST
+LEAST = frames.LARGEST + LARGEST
 """Bytes of the smallest window."""
 
 SLICE = 4 * 30
 """Bytes of the largest slice that `Job.drawn` makes."""
 
-TIGHT = header.LARGEST + SLICE
+TIGHT = frames.LARGEST + SLICE
 """Bytes of a window that holds one of them."""
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+from wingbeat.compression import TopK
 from wingbeat.probe.exchange import Samples
 from wingbeat.probe.links import LinkSamples
 from wingbeat.probe.model import Probe, fitted, fitted_links
 from wingbeat.types import TensorSpec
-from wingbeat.wires import TopK
 
 WIRE = TopK(density=0.001)
 SPECS = [

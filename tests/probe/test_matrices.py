@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from probe_made import SPECS, probe
 
 from wingbeat.collectives import Collectives
+from wingbeat.compression import LowRank, Sketch
 from wingbeat.costs import Line, Pieces
 from wingbeat.probe import matrices, saved
 from wingbeat.probe.matrices import Matrix, measure_matrices, payload_of, region_of, weight
 from wingbeat.probe.model import payload_bytes
 from wingbeat.transport import loopback
 from wingbeat.types import TensorSpec
-from wingbeat.wires import LowRank, Sketch
 
 WIRE = LowRank(rank=2, bits=8, auto_disable=False)
 LARGE, LARGER = (300, 260), (512, 300)

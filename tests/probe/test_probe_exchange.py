@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import late
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.collectives import Collectives, Handle
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.exchange import (
@@ -215,11 +215,11 @@ def test_amounts_grow_and_end_with_the_last(first) -> None:
         ("", "reduce", 4),
         ("bfloat16", "reduce", 2),
         ("", "scatter", 4),
-        (wires.TopK(density=0.01), "scatter", None),
-        (wires.TopK(density=0.01), "gather", None),
-        (wires.TopK(density=0.01, momentum=0.9, warmup=100), "gather", None),
-        (wires.Sketch(bits=8), "reduce", None),
-        (wires.Half(), "gather", None),
+        (compression.TopK(density=0.01), "scatter", None),
+        (compression.TopK(density=0.01), "gather", None),
+        (compression.TopK(density=0.01, momentum=0.9, warmup=100), "gather", None),
+        (compression.Sketch(bits=8), "reduce", None),
+        (compression.Half(), "gather", None),
     ],
     ids=str,
 )
@@ -241,14 +241,18 @@ def test_wires_are_measured_as_training_uses_them(wire, way, bytes_each) -> None
     sizes = [nbytes for nbytes, _ in found[0].exchange]
     if bytes_each is not None:
         assert sizes == [bytes_each * n for n in numels]
-    if isinstance(wire, wires.TopK):
+    if isinstance(wire, compression.TopK):
         # After the warm-up: one in a hundred, 6 bytes each, 4 for the one block of 65,536; aligned.
         assert sizes == [-(-(6 * round(n / 100) + 4) // 4) * 4 for n in numels]
 
 
 @pytest.mark.parametrize(
     ("wire", "way"),
-    [("", "reduce"), (wires.Sketch(bits=8), "reduce"), (wires.TopK(density=0.01), "gather")],
+    [
+        ("", "reduce"),
+        (compression.Sketch(bits=8), "reduce"),
+        (compression.TopK(density=0.01), "gather"),
+    ],
     ids=str,
 )
 def test_every_repetition_exchanges_the_same_gradients(wire, way, monkeypatch) -> None:
@@ -284,7 +288,7 @@ def test_with_gather_encoding_is_over_when_the_call_returns(monkeypatch) -> None
         found = loopback.run(
             members,
             lambda world: measure_wire(
-                Collectives(world), wires.TopK(density=0.01), "gather", 500, repeats=3
+                Collectives(world), compression.TopK(density=0.01), "gather", 500, repeats=3
             ),
         )
     [(_, encode_s)], [(_, exchange_s)] = found[0].encode, found[0].exchange

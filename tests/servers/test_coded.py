@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wingbeat.codecs import Coding, make
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.make import all_of
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import Region, all_of
+from wingbeat.compression import Half, LowRank, Sketch, own
 from wingbeat.servers import head
 from wingbeat.servers.coded import CODED, CodedSums
 from wingbeat.servers.dtypes import ITEMSIZE, narrowed, widened
 from wingbeat.servers.sums import EACH, Refused, Sum
 from wingbeat.types import Span
-from wingbeat.wires import Half, LowRank, Sketch, own
 
 GROUPED = Sketch(bits=3, groups={"a": LowRank(rank=1), "b": "fp32"})
 WIRES: list[Any] = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat.compression import Half, LowRank, Sketch, kinds
 from wingbeat.servers import head
 from wingbeat.servers.head import Piece
-from wingbeat.wires import Half, LowRank, Sketch, kinds
 
 WIRES: list[Any] = [
     Sketch(bits=3),

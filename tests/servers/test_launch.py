@@ -20,7 +20,7 @@ from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.protocol import Kind
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Mailbox, open_mailbox
-from wingbeat.transport.services.launch import InProcess, InThread
+from wingbeat.transport.services import InProcess, InThread
 
 CONFIG = ServerConfig(
     room="servers/", index=0, workers=2, hosts=(1,), interfaces=("lo",), classes=2,
@@ -149,7 +149,7 @@ def test_a_server_that_is_not_answered_ends(
 PARENT = """
 import sys, time
 from wingbeat.servers.config import ServerConfig
-from wingbeat.transport.services.launch import InProcess
+from wingbeat.transport.services import InProcess
 from wingbeat.transport.loopback import Switchboard
 server = InProcess(ServerConfig.from_json(sys.argv[1]), Switchboard())
 print(server._process.pid, flush=True)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat.compression import Coded, Half, LowRank, Sketch
 from wingbeat.servers.coded import CodedSums
 from wingbeat.servers.config import ServerConfig, name_of
 from wingbeat.servers.outbox import Order
@@ -21,7 +22,6 @@ from wingbeat.servers.protocol import (
     urgency_of,
     wish_of,
 )
-from wingbeat.wires import Coded, Half, LowRank, Sketch
 
 
 @given(st.integers(0, 15), st.integers(0, 2**40), st.integers(0, LINKS - 1))

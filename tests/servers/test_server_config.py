@@ -11,7 +11,7 @@ import pytest
 
 from wingbeat.servers.config import SOONER, WINDOW, ServerConfig, limits_of
 from wingbeat.servers.service import Service
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import LARGEST
 
 CONFIG = ServerConfig(
     room="servers/", index=1, workers=2, hosts=(0, 1), interfaces=("lo",), classes=2,

@@ -14,7 +14,7 @@ from wingbeat.stale.messages import Here, Message, Piece, Post, Round
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import whole
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.messages.header import FIXED
+from wingbeat.transport.messages.frames import FIXED
 
 WORKERS = 5
 MODEL = Bundled(0.0, (0.0, 0.0), 0.0, (12_345_678, 1001), (4, 2))

@@ -18,7 +18,7 @@ from wingbeat.schedules.events import (
 )
 from wingbeat.simulator import Coding, Links, Model, Run, Traffic, Work, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
-from wingbeat.transport.messages.header import FIXED
+from wingbeat.transport.messages.frames import FIXED
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines, paced
 

@@ -17,11 +17,11 @@ import zmq
 from helpers.ports import free_port
 from wingbeat.errors import UsageError
 from wingbeat.transport import descriptors
-from wingbeat.transport.listener import open_device
+from wingbeat.transport.gloo import open_device
 from wingbeat.transport.messages import zeromq
-from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.zeromq import Keys, ZeroMQCarrier, opens
-from wingbeat.transport.services.launch import InProcess
+from wingbeat.transport.services import InProcess
 from wingbeat.transport.torch_store import TorchStore
 
 
@@ -103,7 +103,7 @@ def test_mailbox_that_finds_no_descriptor_after_the_check_is_refused(
     def none_left(*_: object, **__: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 
-    monkeypatch.setattr("wingbeat.transport.messages.meeting.ZeroMQCarrier", none_left)
+    monkeypatch.setattr("wingbeat.transport.messages.connect.ZeroMQCarrier", none_left)
     with pytest.raises(UsageError, match=r"too few file descriptors: the limit is \d+ and more"):
         open_mailbox(TorchStore(dist.HashStore()), 0, [1], room="few", seconds=1.0)
 

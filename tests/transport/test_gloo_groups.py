@@ -18,11 +18,11 @@ import torch.distributed as dist
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
 from wingbeat.transport import gloo_groups
-from wingbeat.transport.blame import Blame, say_left
+from wingbeat.transport.failures import Blame, say_left
 from wingbeat.transport.gloo_groups import GlooGroups, _Board
+from wingbeat.transport.group_links import NotMet, room_of
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
-from wingbeat.transport.meeting import NotMet, room_of
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 from wingbeat.types import Group

@@ -24,11 +24,11 @@ from helpers.pool import Pool
 from helpers.ports import free_port
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport import launchers, loopback, rendezvous, speed
+from wingbeat.transport import launchers, loopback, rendezvous
 from wingbeat.transport import world as world_module
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
-from wingbeat.transport.speed import measure_speeds
+from wingbeat.transport.rendezvous import measure_speeds
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
@@ -219,7 +219,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, size: int, seconds: Seconds) -> list
     def exchange_seconds(world: World, link: Link, nbytes: int) -> float:
         return seconds(world.rank, link.name, nbytes)
 
-    monkeypatch.setattr(speed, "_exchange_seconds", exchange_seconds)
+    monkeypatch.setattr(rendezvous, "_exchange_seconds", exchange_seconds)
     found = loopback.run(loopback.worlds(size, interfaces=2), measure_speeds)
     assert all(each == found[0] for each in found)
     return list(found[0])

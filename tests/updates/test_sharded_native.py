@@ -12,7 +12,7 @@ import wingbeat
 from helpers.pool import Pool
 from helpers.training import assert_same, distributed, engine, state_of, train, weights
 from wingbeat.errors import UsageError
-from wingbeat.transport.native import NativeGroup
+from wingbeat.transport.nccl import NativeGroup
 from wingbeat.types import Fusion
 
 

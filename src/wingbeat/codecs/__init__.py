@@ -2,4 +2,4 @@
 
 from wingbeat.codecs.codec import Codec as Codec
 from wingbeat.codecs.coding import Coding as Coding
-from wingbeat.codecs.make import make as make
+from wingbeat.codecs.coding import make as make

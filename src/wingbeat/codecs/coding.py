@@ -1,20 +1,77 @@
-"""How one flat buffer travels: each region of it by a codec of its own."""
+"""How a flat buffer travels: which codec each region has, and its payload."""
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from wingbeat.codecs.codec import Codec
-from wingbeat.codecs.topk import TopKCodec
+from wingbeat import compression
+from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense
+from wingbeat.codecs.half import HalfCodec
+from wingbeat.codecs.lowrank import LowRankCodec
+from wingbeat.codecs.sketch import SketchCodec
+from wingbeat.codecs.topk import TopKCodec, warmed_up
+from wingbeat.compression import (
+    WHOLE_BITS,
+    Coded,
+    Half,
+    LowRank,
+    Sketch,
+    TopK,
+    kinds,
+    matrix_of,
+    own,
+)
 from wingbeat.observe import meter
 from wingbeat.types import Span
 
-ALIGNMENT = 4
-"""Bytes. Each region's payload begins at a multiple, so that it can be read as float32."""
+TRIED = 40
+"""Steps at the beginning in which a codec may be on trial: as long as a trial can take."""
+
+
+def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
+    """Return the codec of ``wire`` in step ``step``, counted from 0; equal settings, equal codec.
+
+    Only a warm-up makes it depend on the step, only groups on the parameter's ``name``. Where it
+    is tried first whether the codec is faster, the warm-up begins after that: a trial has to be of
+    what will travel later on, and half of its steps are exact anyway.
+    """
+    mine = own(wire, name)
+    if isinstance(mine, TopK):
+        density = mine.density
+        if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
+            density = warmed_up(density, mine.warmup, step)
+        return _topk(density, mine.momentum, mine.bits)
+    return _constant(mine)
+
+
+def all_of(wire: Coded) -> tuple[Codec, ...]:
+    """Return every codec that gradients may go through, in the order of `kinds`."""
+    return tuple(map(_constant, kinds(wire)))
+
+
+@functools.lru_cache(maxsize=64)
+def _topk(density: float, momentum: float, bits: int) -> Codec:
+    return TopKCodec(density, momentum, bits=bits)
+
+
+@functools.cache
+def _constant(wire: str | Coded) -> Codec:
+    if isinstance(wire, str):
+        assert not wire, f"{wire} is no codec"
+        return Dense()
+    if isinstance(wire, Half):
+        return HalfCodec()
+    assert isinstance(wire, Sketch | LowRank)
+    if isinstance(wire, LowRank) and wire.bits == WHOLE_BITS:
+        return LowRankCodec(wire.rank)
+    sketch = SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)
+    return LowRankCodec(wire.rank, sketch) if isinstance(wire, LowRank) else sketch
 
 
 @dataclass(frozen=True)
@@ -156,3 +213,41 @@ def _by_rows(region: Region, span: Span) -> Iterator[_Part]:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+LARGE = 1 << 16
+"""Elements from which a gradient travels by itself: worth a table of its own levels, or factors if
+it is a matrix (Canary, section 4.3.1, case 1)."""
+
+
+def regions(
+    wire: Coded, parameters: Sequence[tuple[str, Sequence[int]]], step: int = 0
+) -> Iterator[Region]:
+    """Yield large gradients by themselves if their codec gains by that, and the rest in runs.
+
+    A run has one codec: that of its parameters' group.
+
+    Args:
+        wire: the codec's settings.
+        parameters: name and shape of each, in the order in which their gradients lie.
+        step: counted from 0.
+    """
+    start = end = 0
+    codec: Codec | None = None
+    for name, shape in parameters:
+        stop = end + math.prod(shape)
+        own = make(wire, step, name)
+        large = stop - end >= LARGE
+        cols = matrix_of(compression.own(wire, name), shape)[1] if large else 0
+        if isinstance(own, LowRankCodec) and isinstance(own.inner, Dense) and not cols:
+            own = own.inner
+        alone = isinstance(own, LowRankCodec | SketchCodec) and large
+        if codec is not None and end > start and (alone or own != codec):
+            yield Region(Span(start, end), codec)
+            start = end
+        if alone:
+            yield Region(Span(end, stop), own, cols)
+            start = stop
+        codec, end = own, stop
+    if codec is not None and end > start:
+        yield Region(Span(start, end), codec)

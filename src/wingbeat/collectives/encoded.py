@@ -1,18 +1,4 @@
-"""What an encoded sum is: who encodes what, in which order it is added, and what is refused.
-
-Payloads cannot be summed, so each goes to whoever decodes and adds it. There are two ways.
-
-By blocks: each worker encodes the others' blocks, each for its owner, who decodes and adds them to
-its own, by rank, encodes the sum once, and sends that to everyone. All take the result from the
-same payload, its owner too. Bytes do not grow with the workers; everything is rounded twice.
-
-Gathered: each worker encodes its whole buffer once, for everyone, and adds all payloads by rank. It
-suits payloads so small that everybody may have everybody's, such as those of top-k (OMGS-SGD,
-section II-C): nothing is rounded twice, but the bytes grow with the number of workers.
-
-Here payloads are the rows of a tensor, for libraries that move rows. An executor does the first way
-chunk by chunk, with the same `CodecPacking`.
-"""
+"""Sums of encoded gradients: by blocks, gathered, and as low-rank factors."""
 
 from __future__ import annotations
 
@@ -24,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from wingbeat.codecs.lowrank import Factors, Round
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.in_turn import InTurn
 from wingbeat.collectives.packing import CodecPacking, Encoded, malformed
+from wingbeat.collectives.threads import InTurn, run_callback
 from wingbeat.errors import PeerError
 from wingbeat.transport.text import first_line
 from wingbeat.types import Span
 
 if TYPE_CHECKING:
-    from wingbeat.transport.native import NativeGroup
+    from wingbeat.transport.nccl import NativeGroup
 
 _ALIGNMENTS = {"cuda": 16}
 """Bytes, by device. Every row begins at a multiple; with this one kernels use wide loads."""
@@ -289,3 +276,103 @@ def _rows(size: int, nbytes: int, device: torch.device) -> torch.Tensor:
     alignment = _ALIGNMENTS.get(device.type, _ALIGNMENT)
     width = -(-nbytes // alignment) * alignment
     return torch.empty(size, width, dtype=torch.uint8, device=device)
+
+
+Sums = Callable[[torch.Tensor], Handle]
+"""Starts a sum over all workers, in place."""
+
+
+class FactoredSum(Handle):
+    """A sum of factors under way; waiting writes it into the buffer, once.
+
+    Args:
+        factors: how the buffer travels.
+        buffer: each worker's own numbers before, the sum after.
+        where: what is exchanged, for messages.
+    """
+
+    __slots__ = ("_callbacks", "_error", "_lock", "_round", "_second", "_turned", "_where")
+
+    def __init__(self, factors: Factors, buffer: torch.Tensor, where: str) -> None:
+        super().__init__([])
+        self._where = where
+        self._round: Round | None = factors.begin(buffer)
+        self._second = Handle([])
+        self._error = ""
+        self._turned = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Handle], None]] = []
+
+    @property
+    def first(self) -> torch.Tensor:
+        """What is to be summed first."""
+        assert self._round is not None
+        return self._round.first
+
+    def turn(self, first: Handle, second: Sums) -> None:
+        """Wait for the first sum and start the second; raises nothing: a `PeerError` is `wait`'s.
+
+        Args:
+            first: the sum of `first`, under way.
+            second: starts the other.
+        """
+        try:
+            assert self._round is not None
+            # Not until it is sent: that may take as long as the collective behind it, for which
+            # another worker may need the second sum first. Nobody writes to what is read here.
+            first.wait_received()
+            self._round.turn()
+            if not bool(self._round.agreed):
+                raise PeerError(
+                    f"{self._where}: the workers' low-rank factors began differently: load the "
+                    "optimizer's state on all workers or on none"
+                )
+            self._second = second(self._round.second)
+            self._round.keep()
+        except PeerError as err:
+            self._error = str(err)
+        except Exception as err:  # whoever waits has to hear it
+            self._error = f"{self._where} failed between its two sums: {err!r}"
+        with self._lock:
+            self._turned.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._call_when_done(callback)
+
+    def done(self) -> bool:
+        """Whether both sums are here. The buffer holds the result after `wait`."""
+        return self._turned.is_set() and (bool(self._error) or self._second.done())
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """As for any handle; the buffer holds the result after `wait`."""
+        with self._lock:
+            if not self._turned.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call_when_done(callback)
+
+    def _call_when_done(self, callback: Callable[[Handle], None]) -> None:
+        if self._error:
+            run_callback(lambda: callback(self))
+        else:
+            self._second.add_done_callback(lambda _: callback(self))
+
+    def wait(self) -> None:
+        """Block until the buffer holds the sum, whichever thread writes it there.
+
+        Raises:
+            PeerError: a peer failed, was silent for too long, or began with other factors.
+        """
+        self._turned.wait()  # every transfer before has a deadline, so this ends
+        if self._error:
+            self._round = None
+            raise PeerError(self._error)
+        self._second.wait_received()
+        with self._lock:
+            mine, self._round = self._round, None
+            if mine is not None:
+                mine.end()
+
+    def wait_received(self) -> None:
+        """As `wait`."""
+        self.wait()

@@ -5,31 +5,33 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from wingbeat import topologies
-from wingbeat.codecs.factors import Factors
-from wingbeat.collectives import native
-from wingbeat.collectives.cast import narrower
-from wingbeat.collectives.encoded import Gathered, GatheredSum
-from wingbeat.collectives.factored import FactoredSum
-from wingbeat.collectives.handle import Handle, wait_for_all
-from wingbeat.collectives.in_turn import InTurn
-from wingbeat.collectives.job import Job
-from wingbeat.collectives.lanes import decoding, executors_of, turning
-from wingbeat.collectives.native_encoded import start_encoded, start_factored
-from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
+from wingbeat.codecs.lowrank import Factors
+from wingbeat.collectives import nccl
+from wingbeat.collectives.encoded import FactoredSum, Gathered, GatheredSum
+from wingbeat.collectives.executor import decoding, executors_of, turning
+from wingbeat.collectives.handle import Handle, Job, wait_for_all
+from wingbeat.collectives.nccl import start_encoded, start_factored
+from wingbeat.collectives.packing import (
+    CastPacking,
+    CodecPacking,
+    Encoded,
+    Packing,
+    WireFormat,
+    narrower,
+)
 from wingbeat.collectives.program import MIN_CHUNK_BYTES, Program, compile_collective, least_message
+from wingbeat.collectives.threads import InTurn
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
 from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
 from wingbeat.types import Span, blocks_of
-
-if TYPE_CHECKING:
-    import torch
-
 
 Blocks = tuple[Span, ...] | None
 """Which part of a buffer each worker owns, in order and end to end; None: nearly equal ones."""
@@ -292,12 +294,12 @@ class Collectives:
         self,
         what: str,
         buffer: torch.Tensor,
-        after: native.NativeJob | None,
+        after: nccl.NativeJob | None,
         packing: Any,
         blocks: Blocks,
-    ) -> native.NativeJob:
+    ) -> nccl.NativeJob:
         if not isinstance(packing, CodecPacking):
-            return native.start(self.world, what, buffer, after, packing, blocks)
+            return nccl.start(self.world, what, buffer, after, packing, blocks)
         assert blocks is None, "codecs on GPUs have equal blocks"
         if after is not None:
             after.wait()  # on the host nothing waits; streams are ordered
@@ -332,6 +334,39 @@ def _job_of(handle: Handle | None, link: int) -> Job | None:
     return job if isinstance(job, Job) else None
 
 
-def _native_of(handle: Handle | None) -> native.NativeJob | None:
+def _native_of(handle: Handle | None) -> nccl.NativeJob | None:
     job = handle.jobs[0] if handle is not None else None
-    return job if isinstance(job, native.NativeJob) else None
+    return job if isinstance(job, nccl.NativeJob) else None
+
+
+class Rows:
+    """A small all-gather under way, of as many numbers from each worker.
+
+    Args:
+        collectives: over which links.
+        row: this worker's numbers, as many as every other worker's.
+        label: what is exchanged, for messages.
+        device: where the rows are; on a GPU nobody waits for them before they are read.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        row: Sequence[float] | torch.Tensor,
+        label: str,
+        device: torch.device | None = None,
+    ) -> None:
+        mine = torch.as_tensor(row, dtype=torch.float64, device=device).reshape(-1)
+        world = collectives.world
+        self._rows = torch.zeros(world.size, mine.numel(), dtype=torch.float64, device=device)
+        self._rows[world.rank] = mine
+        self._handle: Handle = collectives.all_gather(self._rows.view(-1), label=label)
+
+    def wait(self) -> torch.Tensor:
+        """Return all rows: float64, shape ``(workers, numbers)``, equal on every worker.
+
+        Raises:
+            PeerError: a worker failed, or sent nothing in time.
+        """
+        self._handle.wait()
+        return self._rows

@@ -1,41 +1,141 @@
-"""One thread per lane that runs programs in the order in which they were submitted.
-
-What to do next is the `Machine`'s decision; here it is done, on links, with tensors.
-"""
+"""Executor threads, one per link, which run programs in the order of submission."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wingbeat.collectives import machine
-from wingbeat.collectives.calls import Calls
-from wingbeat.collectives.failure import Failure
-from wingbeat.collectives.job import Job
-from wingbeat.collectives.lost import LostPeer, explain
+from wingbeat.collectives.handle import Job
 from wingbeat.collectives.machine import Machine
-from wingbeat.collectives.packing import Packing, malformed
-from wingbeat.collectives.scratch import Scratch
+from wingbeat.collectives.packing import Packing, Scratch, malformed
 from wingbeat.collectives.tags import CHUNKS, NEVER_SENT, base_tag, group_tag
-from wingbeat.collectives.threads import Threads
-from wingbeat.collectives.waits import Waiting, Watch, unwatch, watch
+from wingbeat.collectives.threads import InTurn, Threads
+from wingbeat.collectives.waits import Calls, Waiting, Watch, unwatch, watch
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
-from wingbeat.transport.blame import Blame
-from wingbeat.transport.liveness import LONGEST
-from wingbeat.transport.meeting import room_of, waits_for
+from wingbeat.transport.failures import LONGEST, Blame, finished_text
+from wingbeat.transport.group_links import NotMet, given_up_text, room_of, waits_for
+from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Link, Pending
-    from wingbeat.types import Span
+    from wingbeat.types import Group, Span
+
+
+class Failure:
+    """Shared by all lanes of one world.
+
+    It keeps the reason and no exception: one that was raised holds the frames it came by, with
+    their buffers and worlds.
+    """
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._claimed = False
+        self._settled = threading.Event()
+        self._reason = ""
+
+    def claim(self) -> bool:
+        """Whether the caller is the first to fail, and is to `settle` why."""
+        with self._changing:
+            first, self._claimed = not self._claimed, True
+        return first
+
+    def settle(self, reason: str) -> None:
+        """Say why, to whoever waits for it and whoever starts anything after this."""
+        self._reason = reason
+        self._settled.set()
+
+    def reason(self) -> str:
+        """Return what the first says, as soon as it has found that out."""
+        self._settled.wait()
+        return self._reason
+
+    def refuse(self) -> None:
+        """Go on if nothing has failed.
+
+        Raises:
+            PeerError: something has, so that the workers are no longer in step.
+        """
+        if self._settled.is_set():
+            raise PeerError(self._reason)
+
+
+class LostPeer(Exception):
+    """A transfer failed after ``seconds``, with ``peer`` as it is numbered among all workers.
+
+    Attributes:
+        met: whether the members of the group had come together before.
+        missed_by: a member of the group that had given up before, as it waited for this rank.
+    """
+
+    def __init__(
+        self, job: Job, transfer: Transfer, peer: int, seconds: float, err: Exception | str
+    ) -> None:
+        self.job, self.transfer, self.seconds = job, transfer, seconds
+        self.met = not isinstance(err, NotMet)
+        self.peer = err.peer if isinstance(err, NotMet) else peer
+        self.missed_by: int | None = None
+        self.reason = err if isinstance(err, str) else first_line(err)
+        super().__init__(self.reason)  # not with err, whose frames hold the transfer
+
+
+def explain(blame: Blame, rank: int, lost: LostPeer, where: str, group: Group | None) -> PeerError:
+    """Return what ``rank`` says about ``lost``, once the others have had time to say theirs.
+
+    ``where`` is the collective and the interface; ``group`` is whose collective it is, if it is not
+    the world's.
+    """
+    if group is not None:
+        where = f"{where} in {group}"
+    if not lost.met:
+        return PeerError(f"rank {rank}: {lost.reason} (noticed in {where})")
+    culprit = blame.culprit(lost.peer) if lost.missed_by is None else lost.missed_by
+    through = "" if culprit == lost.peer else f" (noticed through rank {lost.peer})"
+    if lost.missed_by is None and blame.finished(culprit):
+        return PeerError(_finished(rank, culprit, where + through, group))
+    if failure := blame.failure(culprit):
+        return PeerError(
+            f"rank {rank}: rank {culprit} failed with {failure}, noticed in {where} "
+            f"after {lost.seconds:.1f} s{through}"
+        )
+    theirs = blame.doing(culprit)
+    if theirs and theirs != str(lost.job):
+        return PeerError(
+            f"rank {rank}: rank {culprit} was in {theirs} while this rank waited for it "
+            f"in {where} for {lost.seconds:.1f} s{through}: all {_MEMBERS[group is None]} must "
+            f"make the same calls, in the same order ({lost.reason})"
+        )
+    if group is not None and lost.missed_by is not None:
+        return PeerError(f"rank {rank}: {given_up_text(group, rank, culprit, blame)}")
+    return PeerError(
+        f"rank {rank}: rank {culprit} failed during {where} "
+        f"after {lost.seconds:.1f} s{through}: {lost.reason}"
+    )
+
+
+_MEMBERS = {True: "ranks", False: "members"}
+
+
+def _finished(rank: int, finished: int, waiting_in: str, group: Group | None) -> str:
+    if group is None:
+        return finished_text(rank, finished, waiting_in)
+    return (
+        f"rank {rank}: rank {finished} has finished (its script ended, or called sys.exit() or "
+        f"wingbeat.shutdown()) while this rank waits for it in {waiting_in}"
+    )
+
 
 _counter = itertools.count()
 
@@ -382,3 +482,45 @@ _PERFORM: dict[type, Callable[[Executor, Any], None]] = {
     machine.Drain: Executor._drain,
 }
 """Who performs a command. A ``match`` would look at one class after the other, for each message."""
+
+
+_threads = Threads("wingbeat-group")
+turning = Threads("wingbeat-factors")
+"""For what is done between the two sums of factors."""
+decoding = InTurn(Threads("wingbeat-decode"))
+"""For payloads of all workers, which are decoded beside backward."""
+_making = threading.RLock()
+"""Two threads may make `Collectives` of one world at once; the collector may run in one of them."""
+
+
+def _after_fork() -> None:
+    """Start anew in a forked child: it has no threads, and another may have held the lock."""
+    global _making
+    _making = threading.RLock()
+    _threads.forget()
+    turning.forget()
+    decoding.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+_executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
+
+
+def executors_of(world: World) -> list[Executor]:
+    """One thread per link, shared by everything in this world: collectives keep their order.
+
+    Groups come and go; theirs have a thread only while something is under way.
+    """
+    with _making:
+        if world not in _executors:
+            threads = None if world.group is None else _threads
+            failure = Failure()
+            lanes = range(len(world.links))
+            executors = [Executor(world, lane, failure, threads) for lane in lanes]
+            _executors[world] = executors
+            for executor in executors:
+                world.on_close(executor.close)
+                # A model that its user has dropped takes its channel along, but not the thread.
+                weakref.finalize(world, executor.stop)
+        return _executors[world]

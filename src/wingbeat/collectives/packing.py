@@ -1,19 +1,87 @@
-"""How chunks of a buffer are packed to travel: in a narrower dtype, or by a codec."""
+"""How chunks are packed for the links: in a narrower dtype or by a codec."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.factors import Factors
+from wingbeat.codecs.lowrank import Factors
+from wingbeat.errors import UsageError, unknown
 from wingbeat.transport.text import first_line
 from wingbeat.types import Span
 
-if TYPE_CHECKING:
-    from wingbeat.collectives.scratch import Scratch
+WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The dtypes that gradients may travel in, other than their own."""
+
+
+def wire_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype called ``name`` in `Choices.wire`; None for the buffer's own (empty).
+
+    Raises:
+        UsageError: gradients cannot travel in a dtype of that name.
+    """
+    if not name:
+        return None
+    if name not in WIRES:
+        raise unknown("wire dtype", name, WIRES)
+    return WIRES[name]
+
+
+def narrower(wire: torch.dtype | None, buffer: torch.Tensor) -> torch.dtype | None:
+    """Return ``wire`` where casting ``buffer`` to it saves bytes; None where nothing is cast.
+
+    Raises:
+        UsageError: ``wire`` is none of `WIRES`.
+    """
+    if wire is None:
+        return None
+    if wire not in WIRES.values():
+        allowed = ", ".join(WIRES)
+        raise UsageError(f"wire = {wire}: allowed are {allowed}, and None for the buffer's own")
+    saves = buffer.is_floating_point() and wire.itemsize < buffer.element_size()
+    return wire if saves else None
+
+
+MAX_FREE_BYTES = 256 << 20
+"""How much memory is kept for later while nobody uses it. Five collectives overlap at most, so
+this is enough for buckets of 100 MB that travel in half the bytes."""
+
+
+class Scratch:
+    """Flat CPU tensors to take and give back; for one thread.
+
+    Sizes are rounded up to powers of two, so that any two chunks of about one size share memory
+    and taking costs no search.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+        self._free_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor of ``numel`` elements with any content."""
+        capacity = 1 << max(0, numel - 1).bit_length()
+        free = self._free[dtype, capacity]
+        if not free:
+            return torch.empty(capacity, dtype=dtype)[:numel]
+        given = free.pop()
+        whole = given._base
+        assert whole is not None
+        self._free_bytes -= whole.nbytes
+        return given if given.numel() == numel else whole[:numel]
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Take back a tensor that `take` returned and that nobody reads or writes any more."""
+        whole = tensor._base
+        assert whole is not None, "not from take()"
+        if self._free_bytes + whole.nbytes <= MAX_FREE_BYTES:
+            # As it was given: what is taken next is mostly as long.
+            self._free[whole.dtype, whole.numel()].append(tensor)
+            self._free_bytes += whole.nbytes
 
 
 class Packing(Protocol):

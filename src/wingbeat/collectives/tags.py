@@ -2,7 +2,7 @@
 
 Two workers whose collectives do not match must not sum what does not belong together: messages
 meet only if their tags are equal. Where they are not, both ends wait for a message that never
-comes, and after a second compare what they were waiting for (`wingbeat.collectives.calls`).
+comes, and after a second compare what they were waiting for (`wingbeat.collectives.waits`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING
 
-from wingbeat.transport.channel import BITS_BELOW, CHANNEL_BITS
+from wingbeat.transport.link import BITS_BELOW, CHANNEL_BITS
 
 if TYPE_CHECKING:
     import torch

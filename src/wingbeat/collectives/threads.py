@@ -1,4 +1,4 @@
-"""Threads that are used again, for work that comes and goes."""
+"""Threads that run callbacks and background work of collectives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+
+from wingbeat.observe.log import log
+
+
+def run_callback(callback: Callable[[], None]) -> None:
+    """Call it; what it raises is its author's, and must not end the thread that others wait for."""
+    try:
+        callback()
+    except Exception:
+        log.exception("a callback of a collective failed")
+
 
 KEPT_S = 2.0
 """Seconds for which a thread without work waits for more before it ends."""
@@ -47,4 +58,47 @@ class Threads:
                     return
                 work = self._work.popleft()
             work()
+            del work  # it must not be kept alive by a thread that waits
+
+
+class InTurn:
+    """Does pieces of work in the order in which they came, in one thread at a time.
+
+    Several at once would only take more processors from training.
+
+    Args:
+        threads: where to get a thread from while there is something to do.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._anew()
+
+    def forget(self) -> None:
+        """Start anew: a forked child has none of the threads, and the work is its parent's."""
+        self._threads.forget()
+        self._anew()
+
+    def _anew(self) -> None:
+        self._lock = threading.Lock()
+        self._work: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done after all that came before; what it raises is logged."""
+        with self._lock:
+            self._work.append(work)
+            if self._running:
+                return
+            self._running = True
+        self._threads.start(self._run)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._work:
+                    self._running = False
+                    return
+                work = self._work.popleft()
+            run_callback(work)
             del work  # it must not be kept alive by a thread that waits

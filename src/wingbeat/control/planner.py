@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Collectives
+from wingbeat.compression import Coded, TopK
 from wingbeat.control.rules import Candidate, candidates
 from wingbeat.costs import Workload
 from wingbeat.costs.fit import Fit, best_fit
@@ -32,7 +33,6 @@ from wingbeat.probe.model import (
     wire_text,
 )
 from wingbeat.types import Choices, Plan, PlannedBucket
-from wingbeat.wires import Coded, TopK
 
 
 class Planner:

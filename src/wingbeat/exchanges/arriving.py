@@ -9,10 +9,10 @@ from wingbeat.exchanges.attendance import Attendance, announce, arrive
 from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.stale.view import members
 from wingbeat.transport import interfaces as nic
+from wingbeat.transport.interfaces import usable
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.messages.meeting import open_mailbox
-from wingbeat.transport.messages.reach import usable
 from wingbeat.transport.store import Ledger
 
 

@@ -14,8 +14,7 @@ from wingbeat.stale.letters import Malformed
 from wingbeat.stale.roll import Change, Entry, Roll
 from wingbeat.stale.view import View, members, merge, with_life
 from wingbeat.transport.background import BackgroundThread
-from wingbeat.transport.messages.card import Card
-from wingbeat.transport.messages.meeting import card_of
+from wingbeat.transport.messages.connect import Card, card_of
 from wingbeat.transport.store import Ledger
 
 _log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from wingbeat.errors import PeerError
 from wingbeat.exchanges.lossy import Lossy
 from wingbeat.groups.averages import GIVEN_UP, Coming
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.transport.blame import Blame
-from wingbeat.transport.meeting import room_of
+from wingbeat.transport.failures import Blame
+from wingbeat.transport.group_links import room_of
 from wingbeat.types import Group, Span
 
 if TYPE_CHECKING:

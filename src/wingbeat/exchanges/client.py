@@ -19,9 +19,9 @@ from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.probes import Probes, quiet_of
 from wingbeat.servers.protocol import SENT, UPDATES, Ids, Kind, interface_of, urgency_of
 from wingbeat.servers.sums import Refused
-from wingbeat.transport.liveness import LOGGED_S, LONGEST
+from wingbeat.transport.failures import LOGGED_S, LONGEST
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import LARGEST
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
 
 _QUICK_S = 1.0

@@ -32,7 +32,7 @@ from wingbeat.stale.messages import Post, Round
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import View
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.liveness import LOGGED_S, LONGEST, Wait
+from wingbeat.transport.failures import LOGGED_S, LONGEST, Wait
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
 

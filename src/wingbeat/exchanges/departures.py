@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 
 from wingbeat.observe.log import log
-from wingbeat.transport import leaving
-from wingbeat.transport.blame import (
+from wingbeat.transport import graceful_shutdown
+from wingbeat.transport.failures import (
     PATIENCE,
     failure_of,
     first_failed,
@@ -106,7 +106,7 @@ class Departures:
 
         Nor if this worker ends by an exception itself.
         """
-        if leaving.failing():
+        if graceful_shutdown.failing():
             return
         for thread in self._asking:
             if thread.ident is not None:

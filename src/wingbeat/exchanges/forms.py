@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.make import all_of
+from wingbeat.codecs.coding import all_of
+from wingbeat.compression import Coded
 from wingbeat.servers import head
 from wingbeat.servers.coded import CODED, bytes_of
 from wingbeat.types import Span
-from wingbeat.wires import Coded
 
 DTYPES = {
     torch.float32: "float32",

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives import Handle
-from wingbeat.collectives.native import NativeJob
+from wingbeat.collectives.nccl import NativeJob
+from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.priorities import Priorities
 from wingbeat.servers.tables import places_of
-from wingbeat.transport.dscp import tos_of
-from wingbeat.transport.native import NativeGroup
+from wingbeat.transport.messages.carrier import tos_of
+from wingbeat.transport.nccl import NativeGroup
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
-from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket

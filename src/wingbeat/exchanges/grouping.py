@@ -18,8 +18,8 @@ from wingbeat.groups.client import Client
 from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.rules import Rules
-from wingbeat.transport import incarnation, interfaces, leaving
-from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.transport import graceful_shutdown, incarnation, interfaces
+from wingbeat.transport.services import InProcess, InThread, Started
 from wingbeat.types import SERIES
 
 if TYPE_CHECKING:
@@ -185,9 +185,9 @@ class Grouping:
     def close(self) -> None:
         """Leave: nobody waits for this worker any more. The generator ends when all have left."""
         self._giving.close()
-        self.client.leave(failed=leaving.failing())
+        self.client.leave(failed=graceful_shutdown.failing())
         self.averages.close()
-        quick = leaving.failing() or self.client.fallen is not None
+        quick = graceful_shutdown.failing() or self.client.fallen is not None
         if self._mailbox is None:
             return
         if quick:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.observe.meter import Section
-from wingbeat.transport import leaving
+from wingbeat.transport import graceful_shutdown
 from wingbeat.types import Span
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class GroupAverager:
             self._end()
 
     def _end(self) -> None:
-        if not leaving.failing():
+        if not graceful_shutdown.failing():
             self._thread.join()
         self.grouping.close()
 

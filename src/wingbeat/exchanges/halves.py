@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from wingbeat.collectives.cast import narrower
+from wingbeat.collectives.packing import narrower
 from wingbeat.types import Span
 
 PIECE_BYTES = 1 << 20

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from wingbeat.compression import Coded
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.client import Client
 from wingbeat.exchanges.departures import departures_of
@@ -17,13 +18,12 @@ from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.protocol import LINKS
 from wingbeat.servers.sums import EACH
-from wingbeat.transport import interfaces, leaving
+from wingbeat.transport import graceful_shutdown, interfaces
 from wingbeat.transport.messages import Mailbox, open_mailbox
-from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.transport.services import InProcess, InThread, Started
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
-from wingbeat.wires import Coded
 
 ROOM_FOR = 8
 """How many times the gradients' bytes a server has room for. Two sums of each slice are kept, in
@@ -167,7 +167,7 @@ class Hosting:
 
         Others may need them for longer than this worker. After a failure nobody does.
         """
-        failing = leaving.failing()
+        failing = graceful_shutdown.failing()
         self.client.close(quick=failing)
         _end(
             self._news, self._started, 0.0 if failing or self.client.failed else self._world.timeout

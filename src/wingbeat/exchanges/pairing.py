@@ -20,7 +20,7 @@ from wingbeat.groups.follower import CALL
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.pairs.protocol import Kind, Unexpected
 from wingbeat.pairs.worker import Adopt, Drop, Say, Worker
-from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
+from wingbeat.transport.failures import LONGEST, Wait, stuck_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
 from wingbeat.transport.text import first_line

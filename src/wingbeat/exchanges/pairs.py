@@ -26,10 +26,10 @@ from wingbeat.groups.layout import Layout
 from wingbeat.observe.meter import Section
 from wingbeat.pairs.split import is_active, partners
 from wingbeat.pairs.worker import Worker
-from wingbeat.transport import leaving
+from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.incarnation import lives
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import SERIES, Span
@@ -209,8 +209,8 @@ class PairAverager:
         if self._pairing is not None:
             if not self._left:
                 self._left = True
-                self._follower.leave(failed=leaving.failing())
-            self._pairing.close(quick=leaving.failing())
+                self._follower.leave(failed=graceful_shutdown.failing())
+            self._pairing.close(quick=graceful_shutdown.failing())
 
 
 class _Closing:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from wingbeat.collectives import Collectives, Gathered
-from wingbeat.collectives.cast import narrower
+from wingbeat.collectives.packing import narrower
 from wingbeat.errors import UsageError
 from wingbeat.gradients.backlog import Backlog
 from wingbeat.schedules.events import Operation

@@ -12,8 +12,8 @@ from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.stale.view import View
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.messages.card import Card
-from wingbeat.transport.messages.flow import NEVER
+from wingbeat.transport.messages.connect import Card
+from wingbeat.transport.messages.frames import NEVER
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 
 STORE_S = 10.0

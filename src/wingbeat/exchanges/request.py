@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from wingbeat.collectives.callbacks import run_callback
+from wingbeat.collectives.threads import run_callback
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.part import Part
 from wingbeat.servers.documents import Document
 from wingbeat.servers.protocol import Kind
-from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.frames import Posted
 
 
 @dataclass(eq=False, slots=True)

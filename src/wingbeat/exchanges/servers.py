@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wingbeat.codecs.factors import Factors
+from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Encoded
-from wingbeat.collectives.cast import narrower
+from wingbeat.collectives.packing import narrower
+from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.exchanges import forms
 from wingbeat.exchanges.client import Client
@@ -30,7 +31,6 @@ from wingbeat.servers.requests import KINDS, Asked, Requests
 from wingbeat.servers.tables import CoarseTable, places_of
 from wingbeat.transport.world import World
 from wingbeat.types import Serving, Span
-from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket

@@ -29,7 +29,7 @@ from wingbeat.observe.log import log
 from wingbeat.schedules.events import Operation
 from wingbeat.stale.messages import Round
 from wingbeat.stale.worker import Worker
-from wingbeat.transport import leaving
+from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.store import Ledger
 from wingbeat.transport.world import World
 from wingbeat.types import Span, Staleness
@@ -527,7 +527,7 @@ class _Ending:
 
     def __call__(self) -> None:
         """Leave; after a failure at once."""
-        if leaving.failing():
+        if graceful_shutdown.failing():
             self._courier.close(quick=True)
         elif self._world.threads:
             # Whoever closes worlds of one process closes one after the other.

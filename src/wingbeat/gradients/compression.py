@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.factors import Factors, Matrix, check_starts, restart
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.feedback import Residuals, check_complete
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.lowrank import Factors, Matrix, check_starts, restart
 from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
+from wingbeat.compression import HALF_BYTES, Coded, Half, LowRank, TopK, matrix_of, own, unmatched
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.observe.log import log
 from wingbeat.types import Choices, Span
-from wingbeat.wires import HALF_BYTES, Coded, Half, LowRank, TopK, matrix_of, own, unmatched
 
 
 class Compression:

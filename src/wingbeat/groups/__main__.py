@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from wingbeat.groups.config import GeneratorConfig
-from wingbeat.transport.services.process import main
+from wingbeat.transport.services import main
 
 if __name__ == "__main__":
     main(GeneratorConfig.from_json(sys.argv[1]))

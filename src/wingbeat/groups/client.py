@@ -19,7 +19,7 @@ from wingbeat.groups.member import Member
 from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, Why, told_of, why_of
 from wingbeat.groups.rules import Rules
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
+from wingbeat.transport.failures import LONGEST, Wait, stuck_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import Mailbox
 

@@ -19,9 +19,9 @@ from wingbeat.groups.returns import Returns, announce, life_of
 from wingbeat.groups.rooms import CAPACITY, Rooms
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.service import GroupService
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.store import Ledger, Store
 
 SILENCE_S = 5.0

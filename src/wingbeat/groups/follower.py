@@ -14,7 +14,7 @@ from wingbeat.groups.generator import Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.static import PHASES, group_of
 from wingbeat.observe.events import stream
-from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
+from wingbeat.transport.failures import LONGEST, Wait, stuck_text
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from wingbeat.errors import RendezvousError
 from wingbeat.transport.background import BackgroundThread
-from wingbeat.transport.messages.card import Card
-from wingbeat.transport.messages.meeting import card_of
+from wingbeat.transport.messages.connect import Card, card_of
 from wingbeat.transport.store import Ledger, Store
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wingbeat.kernels import check, gpu_locate, gpu_sketch, gpu_topk, layout
+from wingbeat.kernels import check, gpu_sketch, gpu_topk, layout
 from wingbeat.kernels.codebook import KEYS, codebook
 from wingbeat.kernels.gpu_base import MOST_PROGRAMS, as_floats, check_count, launch, words
 
@@ -128,13 +128,13 @@ def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> N
         places = _located(counts, offsets, n, k)
         if not add:
             out.zero_()
-        programs = _ceil(k, gpu_locate.STEP)
+        programs = _ceil(k, gpu_topk.STEP)
         launch(
-            gpu_locate.scatter,
+            gpu_topk.scatter,
             programs,
             *(as_floats(sent), places, out, k),
             ADD=add,
-            BLOCK=gpu_locate.STEP,
+            BLOCK=gpu_topk.STEP,
         )
 
 
@@ -268,10 +268,10 @@ def _located(counts: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
     places = torch.empty(k, dtype=torch.int32, device=counts.device)
     wrong = torch.zeros(3, dtype=torch.int32, device=counts.device)
     launch(
-        gpu_locate.locate,
-        _ceil(k, gpu_locate.STEP),
+        gpu_topk.locate,
+        _ceil(k, gpu_topk.STEP),
         *(ends, offsets, places, wrong, k, n, ends.numel(), ends.numel().bit_length()),
-        BLOCK=gpu_locate.STEP,
+        BLOCK=gpu_topk.STEP,
     )
     sums, ascend, beyond = wrong.tolist()
     if sums:

@@ -17,12 +17,12 @@ import torch
 
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
-from wingbeat.codecs.factors import Factors, Matrix
+from wingbeat.codecs.lowrank import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
+from wingbeat.compression import Coded, LowRank, TopK, matrix_of
 from wingbeat.errors import PeerError, UsageError, unknown
 from wingbeat.transport.world import World
 from wingbeat.types import Span
-from wingbeat.wires import Coded, LowRank, TopK, matrix_of
 
 FIRST = 1024
 """Elements, or bytes, of the smallest exchange that is measured, as in the paper (V-B)."""

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.coding import Region, regions
 from wingbeat.collectives import Collectives, Encoded
+from wingbeat.compression import Coded, LowRank
 from wingbeat.costs import Curve
 from wingbeat.probe.exchange import LARGEST, Action, measure_exchange, reducing
 from wingbeat.types import Span, TensorSpec
-from wingbeat.wires import Coded, LowRank
 
 MOST = 8
 """Shapes that are measured, the largest of a model; others weigh their bytes."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from wingbeat.compression import DTYPES, Coded, LowRank, TopK, least_bytes, own
 from wingbeat.costs import NOTHING, Costs, Workload
 from wingbeat.costs.fit import Fit, best_fit, fit_line
 from wingbeat.errors import UsageError
@@ -15,7 +16,6 @@ from wingbeat.probe.exchange import Samples
 from wingbeat.probe.links import LinkSamples
 from wingbeat.probe.matrices import Matrix, payload_of, weight
 from wingbeat.types import TensorSpec
-from wingbeat.wires import DTYPES, Coded, LowRank, TopK, least_bytes, own
 
 _SHOWN = 5
 _FLAG_BYTES = 4

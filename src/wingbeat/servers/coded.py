@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.coding import ALIGNMENT, Region
-from wingbeat.codecs.make import all_of
+from wingbeat.codecs.codec import ALIGNMENT
+from wingbeat.codecs.coding import Region, all_of
+from wingbeat.compression import Coded
 from wingbeat.servers import head
 from wingbeat.servers.dtypes import ITEMSIZE, Array, narrowed, sum_dtype, widened
 from wingbeat.servers.sums import Refused, Sum, Sums, Total, elements
 from wingbeat.types import Span
-from wingbeat.wires import Coded
 
 CODED = "uint8"
 """The dtype of messages whose payload a codec has made."""

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from wingbeat import wires
+from wingbeat import compression
+from wingbeat.compression import Coded
 from wingbeat.servers.notes import Applies
 from wingbeat.servers.outbox import Order
 from wingbeat.servers.service import Service
 from wingbeat.servers.sums import Sums
 from wingbeat.servers.updating import UpdatingService
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import LARGEST
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.messages.meeting import open_mailbox
 from wingbeat.transport.store import Store
-from wingbeat.wires import Coded
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class ServerConfig:
 
     def to_json(self) -> str:
         """Return all of it as text."""
-        wire = None if self.wire is None else wires.to_json(self.wire)
+        wire = None if self.wire is None else compression.to_json(self.wire)
         return json.dumps({**asdict(self), "wire": wire})
 
     @staticmethod
@@ -110,7 +110,7 @@ class ServerConfig:
         fields = json.loads(text)
         fields["hosts"], fields["interfaces"] = tuple(fields["hosts"]), tuple(fields["interfaces"])
         if fields["wire"] is not None:
-            fields["wire"] = wires.from_json(fields["wire"])
+            fields["wire"] = compression.from_json(fields["wire"])
         return ServerConfig(**fields)
 
     def open(self, store: Store) -> Mailbox:

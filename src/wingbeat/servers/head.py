@@ -9,7 +9,7 @@ Little-endian, without gaps, `FIXED` bytes, then `EACH` bytes for each piece::
 
      0   4  numel     elements of the piece
      4   4  cols      columns of the matrix whose whole rows they are; 0: they are none
-     8   4  kind      a place in `wingbeat.wires.kinds`; 0: float32 as it is
+     8   4  kind      a place in `wingbeat.compression.kinds`; 0: float32 as it is
 
 The elements of all pieces are the slice's, in their order.
 """
@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from wingbeat.wires import Coded, LowRank, kinds, spelled
+from wingbeat.compression import Coded, LowRank, kinds, spelled
 
 VERSION = 2
 

@@ -14,7 +14,7 @@ from wingbeat.errors import PeerError
 from wingbeat.servers.protocol import Kind, interface_of
 
 if TYPE_CHECKING:
-    from wingbeat.transport.messages.flow import Posted
+    from wingbeat.transport.messages.frames import Posted
     from wingbeat.transport.messages.mailbox import Mailbox
 
 _QUIET_S, _PART = 0.5, 0.05

@@ -23,10 +23,9 @@ from wingbeat.servers.protocol import (
     urgency_of,
 )
 from wingbeat.servers.sums import EACH, Refused, Sum, Sums
-from wingbeat.transport.liveness import LONGEST
+from wingbeat.transport.failures import LONGEST
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import LARGEST, Posted
 from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
 
 _LOOK_S = 0.25

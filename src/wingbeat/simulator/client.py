@@ -15,8 +15,7 @@ from wingbeat.simulator.colayers import Coding
 from wingbeat.simulator.mailbox import Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import LARGEST, Posted
 
 
 class Part(NamedTuple):

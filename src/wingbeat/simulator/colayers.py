@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from wingbeat import plans
+from wingbeat.compression import Coded, Half, Sketch
 from wingbeat.errors import UsageError
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS
@@ -14,9 +15,8 @@ from wingbeat.simulator.model import ITEMSIZE, Model
 from wingbeat.stale.letters import letter_of
 from wingbeat.stale.messages import Here, Message, Piece, Round
 from wingbeat.stale.view import whole
-from wingbeat.transport.messages.header import FIXED
+from wingbeat.transport.messages.frames import FIXED
 from wingbeat.types import Fusion
-from wingbeat.wires import Coded, Half, Sketch
 
 _TYPICAL = 100
 """An iteration like most."""

@@ -11,9 +11,8 @@ from wingbeat.servers.outbox import Flow
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
 from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
-from wingbeat.transport.messages.compose import compose
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
-from wingbeat.transport.messages.flow import NEVER, Posted
+from wingbeat.transport.messages.frames import NEVER, Posted, compose
 
 LIMITS = Limits(silence=1e9)
 """Those of a real run; but nobody is lost here, however long a link takes."""

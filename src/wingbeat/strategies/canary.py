@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
+from wingbeat.compression import Wire
 from wingbeat.parts.exchange import AUTO, bundles_of, check_thresholds, colayers_of, count_of
 from wingbeat.plans.colayers import DEFAULT, LEAST
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import Wire
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

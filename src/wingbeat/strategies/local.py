@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
+from wingbeat.compression import DTYPES, Wire
 from wingbeat.errors import UsageError
 from wingbeat.groups.rules import GROUP_SIZE, THRESHOLD
 from wingbeat.parts.partners import check_groups, threshold_of
@@ -13,7 +14,6 @@ from wingbeat.parts.update import check_outer
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import DTYPES, Wire
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

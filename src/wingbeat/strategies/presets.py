@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
-from wingbeat import parts, topologies, wires
+from wingbeat import compression, parts, topologies
+from wingbeat.compression import TopK, Wire
 from wingbeat.errors import UsageError
 from wingbeat.parts import plan as plans
 from wingbeat.parts.plan import PlanPart
@@ -19,7 +20,6 @@ from wingbeat.strategies.local import ADPSGD, DiLoCo, LocalSGD, Ripples
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.served import Geryon, ParameterServer
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import TopK, Wire
 
 TOPOLOGIES = tuple(topologies.BY_NAME)
 
@@ -266,7 +266,7 @@ class OMGS(Preset):
         plans.check_drift(self)
         check_topology(self)
         self.check_file("plan_file")
-        object.__setattr__(self, "groups", wires.pairs(self.groups))
+        object.__setattr__(self, "groups", compression.pairs(self.groups))
         self.compose()
 
     def compose(self) -> Strategy:
@@ -304,7 +304,7 @@ class OMGS(Preset):
                     f'{key} is an option of compression="topk"; leave it out, or write it into the '
                     "compression"
                 )
-        coded = wires.of(self.compression)
+        coded = compression.of(self.compression)
         if isinstance(coded, str) or not isinstance(self.compression, str):
             return self.compression
         # Whoever merges encoded layers by a codec's name has chosen to encode them.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
+from wingbeat.compression import Wire
 from wingbeat.parts.exchange import STEPS, THRESHOLD, Threshold, threshold_of
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import Wire
 
 UPDATES = ("worker", "server")
 

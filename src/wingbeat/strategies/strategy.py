@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
-from wingbeat import topologies, wires
+from wingbeat import compression, topologies
+from wingbeat.compression import CodecPart, LowRank, Sketch, TopK, Wire
 from wingbeat.errors import UsageError
 from wingbeat.parts import exchange as exchanges
 from wingbeat.parts import partners
@@ -22,7 +23,6 @@ from wingbeat.settings import Named, Settings, named
 from wingbeat.topologies import BCube, Topology
 from wingbeat.traits import HALVES, KEPT, ONCE, Part, Traits
 from wingbeat.types import Averaging, Choices
-from wingbeat.wires import CodecPart, LowRank, Sketch, TopK, Wire
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Strategy(Settings):
         coded = self.compression
         found: dict[str, Any] = {
             "plan": _part("plan", self.plan, PlanPart, plans.BY_NAME),
-            "compression": coded if coded in wires.DTYPES else wires.of(coded),
+            "compression": coded if coded in compression.DTYPES else compression.of(coded),
             "exchange": _part("exchange", self.exchange, _ANY_EXCHANGE, _EXCHANGES),
             "schedule": schedule,
         }
@@ -120,7 +120,7 @@ class Strategy(Settings):
         return Traits(
             # Another dtype is no part of its own.
             exact=all(part.exact for part in parts)
-            and (codec is not None or not wires.of(self.compression)),
+            and (codec is not None or not compression.of(self.compression)),
             synchronous=all(part.synchronous for part in parts),
             bound=getattr(self.exchange, "bound", schedule.bound),
             halves=HALVES in schedule.has,
@@ -216,7 +216,7 @@ def _check_needs(parts: list[Part]) -> None:
 
 def _check_spanning(strategy: Strategy) -> None:
     """Raise a `UsageError` for a codec whose payloads would not go along the topology."""
-    topology, wire = cast(Topology, strategy.exchange), wires.of(strategy.compression)
+    topology, wire = cast(Topology, strategy.exchange), compression.of(strategy.compression)
     codec = isinstance(wire, CodecPart) and not wire.summed
     if topology.spans_links and codec and not strategy.traits.gathered:
         raise UsageError(
@@ -249,7 +249,7 @@ def _topology_of(exchange: Any) -> str:
 def _check_partial(strategy: Strategy) -> None:
     """Raise a `UsageError` for what is no part of a bucket."""
     where = f"Strategy(exchange={strategy.exchange!r}"
-    if strategy.compression not in wires.DTYPES:
+    if strategy.compression not in compression.DTYPES:
         raise UsageError(
             f"{where}, compression={strategy.compression!r}): parts of gradients travel as they "
             'are, or rounded; allowed: "fp32", "bf16", or a topology as the exchange'
@@ -262,9 +262,9 @@ def _check_partial(strategy: Strategy) -> None:
         )
 
 
-def _wire_of(wire: Wire, exchange: Any) -> str | wires.Coded:
+def _wire_of(wire: Wire, exchange: Any) -> str | compression.Coded:
     """Return what gradients travel as; a codec is not on trial where workers share no iteration."""
-    found = wires.of(wire)
+    found = compression.of(wire)
     if isinstance(found, str) or not isinstance(exchange, Bounded | PartnersPart):
         return found
     if isinstance(found, TopK) and isinstance(exchange, PartnersPart):
@@ -315,7 +315,7 @@ def _check_averaged(strategy: Strategy) -> None:
             f"{where}, update={update!r}): others average with a worker at any moment of its "
             'round; allowed: Groups(), or update="averaged"'
         )
-    if wire not in wires.DTYPES and not (alike and isinstance(update, Outer)):
+    if wire not in compression.DTYPES and not (alike and isinstance(update, Outer)):
         raise UsageError(
             f"{where}, compression={wire!r}, update={update!r}): models travel as they are, or "
             'rounded; through a codec, differences from the model that all share: allowed: "fp32", '
@@ -359,7 +359,7 @@ def _check_served(strategy: Strategy) -> None:
             'AllReduce(compression="topk") and OMGS()'
         )
     exchange = cast(Servers, strategy.exchange)
-    if exchange.back == "dense" and not wires.of(strategy.compression):
+    if exchange.back == "dense" and not compression.of(strategy.compression):
         raise UsageError(
             f"Strategy(exchange={exchange!r}, compression={strategy.compression!r}): sums are "
             'dense as it is; back="dense" is for another compression, such as "bf16" or Sketch()'

@@ -12,10 +12,10 @@ import torch
 
 from wingbeat import plans, schedules
 from wingbeat.codecs import Coding
-from wingbeat.codecs.bf16 import Bf16Codec
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.codec import Bf16Codec
+from wingbeat.codecs.coding import Region, regions
 from wingbeat.collectives import wire_dtype
+from wingbeat.compression import Coded, TopK
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.exchanges.groups import GroupAverager
@@ -39,7 +39,6 @@ from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import OuterUpdate, copies_of
 from wingbeat.updates.per_element import ElementState
 from wingbeat.updates.update import Training
-from wingbeat.wires import Coded, TopK
 
 
 def runtime_of(

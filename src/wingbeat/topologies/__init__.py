@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from wingbeat.errors import UsageError, unknown
 from wingbeat.topologies.bcube import BCube, parse_size
-from wingbeat.topologies.doubling import Doubling
-from wingbeat.topologies.mesh import Mesh
-from wingbeat.topologies.ring import Ring
-from wingbeat.topologies.topology import Topology
+from wingbeat.topologies.topology import Doubling, Mesh, Ring, Topology
 
 __all__ = [
     "BY_NAME",

@@ -20,15 +20,13 @@ import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import descriptors
-from wingbeat.transport.blame import Blame
-from wingbeat.transport.gloo import GlooLink
+from wingbeat.transport.failures import Blame
+from wingbeat.transport.gloo import GlooLink, Listener, open_device
+from wingbeat.transport.group_links import MeetingLink, NotMet, refuse_given_up, room_of
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link, Pending
-from wingbeat.transport.listener import Listener, open_device
-from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
-from wingbeat.transport.seal import Seal
 from wingbeat.transport.text import first_line
-from wingbeat.transport.torch_store import SharedStore, TorchStore, read
+from wingbeat.transport.torch_store import Seal, SharedStore, TorchStore, read
 from wingbeat.types import Group
 
 _SOONEST_S, _LATER_S, _LATEST_S = 0.0001, 0.01, 0.1

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from wingbeat.transport.group_links import MeetingLink, room_of
 from wingbeat.transport.link import Link
-from wingbeat.transport.meeting import MeetingLink, room_of
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 

@@ -5,38 +5,209 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import math
 import multiprocessing
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group as a default argument: imported only after the group is
-# made (as the first optimizer does), it would keep the group, and its open port, for ever.
+# Its functions have the default group as a default argument. Imported after the group exists, as
+# the first optimizer does, the module would keep the group and its open port forever.
 import torch.distributed.nn.functional
 
-from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import speak
-from wingbeat.transport import descriptors, launchers, leaving
+from wingbeat.transport import descriptors, graceful_shutdown, launchers
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
-from wingbeat.transport.gloo import GlooLink
+from wingbeat.transport.gloo import GlooLink, listening
 from wingbeat.transport.gloo_groups import GlooGroups
 from wingbeat.transport.incarnation import Incarnation, register
-from wingbeat.transport.job import enter
-from wingbeat.transport.listener import listening
-from wingbeat.transport.native import nccl_group
-from wingbeat.transport.seal import Seal, job_key
-from wingbeat.transport.speed import measure_speeds
+from wingbeat.transport.link import Link
+from wingbeat.transport.nccl import nccl_group
 from wingbeat.transport.text import first_line
-from wingbeat.transport.torch_store import TorchStore
+from wingbeat.transport.torch_store import KEY_VARIABLE, MARK, Refused, Seal, TorchStore, job_key
 from wingbeat.transport.world import World
+
+_KEY = "job"
+_LONGEST = 256
+
+_REPLACED_S = 2.0
+"""Seconds in which rank 0 writes over what somebody else has put there, before it is believed to
+be what rank 0 has written with another key."""
+
+_LOOK_S = 0.05
+
+
+class Job(NamedTuple):
+    """What rank 0 writes into the store.
+
+    Attributes:
+        name: the launcher's, or the user's; if there is none, what rank 0 has drawn.
+        drawn: whether rank 0 has drawn it.
+        size: number of workers.
+    """
+
+    name: str
+    drawn: bool
+    size: int
+
+    @staticmethod
+    def from_text(text: str) -> Job:
+        """Return what rank 0 has written.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            match json.loads(text):
+                case [str(name), bool(drawn), int(size)] if len(name) <= _LONGEST and size > 0:
+                    return Job(name, drawn, size)
+        except RecursionError:
+            pass
+        raise ValueError("no job")
+
+    def __str__(self) -> str:
+        return "a job without a name" if self.drawn else f"job {self.name!r}"
+
+
+def enter(store: TorchStore, rank: int, size: int, name: str, seconds: float, where: str) -> str:
+    """Check that the store belongs to this worker's job; return the job's name.
+
+    Args:
+        store: where the workers meet.
+        rank: this worker's.
+        size: the number of workers that its launcher has told it.
+        name: the job's, as its launcher has told it; empty if it has told none.
+        seconds: how long to wait for rank 0.
+        where: how messages call the store.
+
+    Raises:
+        RendezvousError: it is another job's, or rank 0 has written nothing.
+    """
+    own = Job(name[:_LONGEST], False, size) if name else Job(secrets.token_hex(16), True, size)
+    try:
+        text = store.claim(_KEY, json.dumps(own)) if rank == 0 else _read(store, seconds)
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"rank {rank}: rank 0 has not written into the store at {where} which job it belongs "
+            f"to within {seconds:g} s: {error}; check that rank 0 runs the same script, and that "
+            f"all workers have the same {KEY_VARIABLE} or none"
+        ) from None
+    if text.startswith(MARK):
+        raise RendezvousError(
+            f"rank {rank} has no {KEY_VARIABLE}, and the job whose store is at {where} has one: "
+            "set the same on all workers, or give each job a MASTER_PORT of its own"
+        )
+    try:
+        found = Job.from_text(text)
+    except ValueError:
+        raise RendezvousError(
+            f"rank {rank}: the store at {where} has a malformed name of its job: {text[:80]!r}; "
+            "it is another program's: choose another MASTER_PORT"
+        ) from None
+    if (found.drawn, found.name) != (own.drawn, own.name) and not (found.drawn and own.drawn):
+        raise RendezvousError(
+            f"rank {rank} belongs to {own}, and the store at {where} to {found}: give each job a "
+            "MASTER_PORT of its own; workers of one job need the same WINGBEAT_JOB_ID"
+        )
+    if found.size != size:
+        raise RendezvousError(
+            f"rank {rank} is one of {size} workers (WORLD_SIZE), and the store at {where} belongs "
+            f"to a job of {found.size}: give each job a MASTER_PORT of its own"
+        )
+    return found.name
+
+
+def _read(store: TorchStore, seconds: float) -> str:
+    """Return what rank 0 has written.
+
+    Raises:
+        TimeoutError: nothing, or with another key.
+    """
+    if store.seal is None:
+        return store.get(_KEY, seconds)
+    deadline, refused_since = time.monotonic() + seconds, float("inf")
+    while True:
+        now = time.monotonic()
+        try:
+            if (text := store.look(_KEY)) is not None:
+                return text
+            if now >= deadline:
+                raise TimeoutError("nothing is there")
+        except RuntimeError as error:
+            raise TimeoutError(first_line(error)) from None
+        except Refused:
+            refused_since = min(refused_since, now)
+            if now >= min(deadline, refused_since + _REPLACED_S):
+                raise
+        time.sleep(_LOOK_S)
+
+
+_FIRST_BYTES = 16 << 10
+_LONG_ENOUGH_S = 0.04
+_LAST_BYTES = 16 << 20
+
+_TIMES = 3
+"""How often a message that counts is sent: on a busy host any one may be late, none is early."""
+
+
+def measure_speeds(world: World) -> tuple[float, ...]:
+    """Measure all links and return the bytes a second of each, equal on every rank.
+
+    Each rank sends to the next while it receives from the one before, on one link after the
+    other, with messages that grow until one takes 40 ms, three times of three. A link is as fast
+    as its slowest rank, at its best.
+
+    Raises:
+        PeerError: a transfer failed or took longer than the world's timeout.
+    """
+    speeds = []
+    for link in world.links:
+        nbytes = _FIRST_BYTES
+        while (seconds := _best_seconds(world, link, nbytes)) < _LONG_ENOUGH_S:
+            if nbytes >= _LAST_BYTES:
+                break
+            nbytes *= 2
+        speeds.append(nbytes / seconds)
+    return tuple(speeds)
+
+
+def _best_seconds(world: World, link: Link, nbytes: int) -> float:
+    """Return how long an exchange takes its slowest rank, at best; equal on every rank."""
+    best = float("inf")
+    for _ in range(_TIMES):
+        best = min(best, max(world.exchange("speed", _exchange_seconds(world, link, nbytes))))
+        if best < _LONG_ENOUGH_S and nbytes < _LAST_BYTES:
+            break  # a larger one will tell
+    return best
+
+
+def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+    begin = time.monotonic()
+    receive = link.recv(incoming, before, 0)
+    send = link.send(outgoing, after, 0)
+    try:
+        receive.wait(world.timeout)
+        send.wait(world.timeout)
+    except RuntimeError as err:
+        raise PeerError(
+            f"rank {world.rank}: measuring interface {link.name} with ranks {before} and {after} "
+            f"failed after {time.monotonic() - begin:.1f} s: {str(err).splitlines()[0]}; check "
+            "that it joins these hosts, or name others: wingbeat.init(interfaces=[...])"
+        ) from None
+    return time.monotonic() - begin
+
 
 DEFAULT_TIMEOUT = 300.0
 _generation = itertools.count()
@@ -104,7 +275,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     world_module.set_current(world)
     if rank == 0:
         speak()
-    leaving.at_the_end(world, shutdown)
+    graceful_shutdown.at_the_end(world, shutdown)
     return world
 
 
@@ -128,7 +299,7 @@ def shutdown() -> None:
     """
     world = world_module.set_current(None)
     if world is not None:
-        leaving.close(world)
+        graceful_shutdown.close(world)
         incarnation = _incarnations.pop(world, None)
         if incarnation is not None:  # not before it has left: another may then have its rank
             incarnation.close()

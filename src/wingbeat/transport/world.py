@@ -1,27 +1,89 @@
-"""Who takes part, and over which links."""
+"""The workers of a job, or of a group, and the links between them."""
 
 from __future__ import annotations
 
 import gc
 import json
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.transport.blame import Blame, finished_text, has_finished
-from wingbeat.transport.chain import is_worth_waiting, say_waiting
-from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
-from wingbeat.transport.link import Link
-from wingbeat.transport.liveness import LONGEST, Wait
-from wingbeat.transport.meeting import MeetingLink, room_of
-from wingbeat.transport.register import Register
+from wingbeat.transport.failures import (
+    LONGEST,
+    Blame,
+    Wait,
+    finished_text,
+    has_finished,
+    is_worth_waiting,
+    say_waiting,
+)
+from wingbeat.transport.group_links import MeetingLink, room_of
+from wingbeat.transport.link import MAX_CHANNELS, ChannelLink, Link, lowest_free
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
 
 if TYPE_CHECKING:
-    from wingbeat.transport.native import NativeGroup
+    from wingbeat.transport.nccl import NativeGroup
+
+MAX_OPEN = 64
+"""Groups open at once in a process. Each may occupy a thread and the connections to its members."""
+
+REMEMBERED = 4096
+"""Sets of ranks whose last epoch is remembered, those used last."""
+
+
+class Register:
+    """Admits groups and keeps count of them; any thread may ask."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._open: set[Group] = set()
+        self._last: OrderedDict[tuple[int, tuple[int, ...]], int] = OrderedDict()
+
+    def admit(self, group: Any, rank: int, size: int) -> None:
+        """Count ``group`` as open in the process of ``rank``, one of ``size``.
+
+        Raises:
+            UsageError: it is no group, has members that do not exist, or has not this rank; this
+                epoch of it is over; or too many are open.
+        """
+        if not isinstance(group, Group):
+            raise UsageError(f"open_group({group!r}): allowed is a wingbeat.Group(ranks, epoch)")
+        if group.ranks[-1] >= size:
+            raise UsageError(
+                f"{group}: rank {group.ranks[-1]} does not exist: ranks are 0 to {size - 1}"
+            )
+        if rank not in group.ranks:
+            raise UsageError(
+                f"{group}: opened by rank {rank}, which is no member: only members may open it"
+            )
+        with self._changing:
+            key = group.series, group.ranks
+            last = self._last.get(key, -1)
+            if group.epoch <= last:
+                raise UsageError(
+                    f"{group}: rank {rank} has opened epoch {last} of these ranks before: give "
+                    f"each epoch once, and the next one {last + 1} or higher"
+                )
+            if len(self._open) >= MAX_OPEN:
+                raise UsageError(
+                    f"{group}: rank {rank} has {MAX_OPEN} groups open, which is as many as there "
+                    "may be: close some (`with world.open_group(group) as members:` does)"
+                )
+            self._open.add(group)
+            self._last[key] = group.epoch
+            self._last.move_to_end(key)
+            if len(self._last) > REMEMBERED:
+                self._last.popitem(last=False)
+
+    def leave(self, group: Group) -> None:
+        """Count ``group`` as closed."""
+        with self._changing:
+            self._open.discard(group)
 
 
 @dataclass(eq=False)

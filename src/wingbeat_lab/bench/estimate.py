@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wingbeat.compression import TopK
 from wingbeat.plans.thresholds.search import usual_trials
 from wingbeat.plans.thresholds.tuner import LAG, SETTLING
-from wingbeat.wires import TopK
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.bound import floor
 from wingbeat_lab.bench.config import BenchConfig, Checked

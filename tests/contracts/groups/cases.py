@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded, Handle
@@ -89,7 +89,7 @@ def what_travels_narrow_or_encoded(world: World) -> None:
     ranks = (1, 2, 3)
     if world.rank not in ranks:
         return
-    settings = wires.of("fp16")
+    settings = compression.of("fp16")
     assert not isinstance(settings, str)
     with world.open_group(Group(ranks)) as members:
         group = Collectives(members)

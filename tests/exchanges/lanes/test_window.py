@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wingbeat.exchanges.lanes.window import LEAST, MOST, START, TARGET_S, Window
+from wingbeat.exchanges.lanes.paths import LEAST, MOST, START, TARGET_S, Window
 
 
 def link(window: Window, rate: float, seconds: float) -> float:

@@ -13,7 +13,7 @@ from helpers.mail import Play, message
 from wingbeat.errors import UsageError
 from wingbeat.transport.messages.carrier import Arrival, Place
 from wingbeat.transport.messages.endpoint import INLINE, Endpoint, Limits, Membership, Route
-from wingbeat.transport.messages.header import Header, Type
+from wingbeat.transport.messages.frames import Header, Type
 from wingbeat.transport.messages.loopback import Faults
 
 FAULTS = st.builds(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.transport.messages.carrier import Place
-from wingbeat.transport.messages.flow import MOST_UNDER_WAY, Flow, Posted
-from wingbeat.transport.messages.header import Header, Type, unpack
+from wingbeat.transport.messages.frames import MOST_UNDER_WAY, Flow, Header, Posted, Type, unpack
 
 PLACE = Place(0, 0, b"peer")
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wingbeat.transport import loopback
-from wingbeat.transport.messages.header import FIXED, REASONS, Type
+from wingbeat.transport.messages.frames import FIXED, REASONS, Type
 from wingbeat.transport.world import World
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/messages.md"

@@ -13,7 +13,7 @@ import torch
 
 from helpers.scripts import benchmark
 from wingbeat import strategies
-from wingbeat.wires import LowRank, Sketch, own
+from wingbeat.compression import LowRank, Sketch, own
 from wingbeat_lab import paced
 from wingbeat_lab.bench import contenders
 

@@ -17,11 +17,9 @@ from typing import Any, Protocol
 
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.lanes.order import AHEAD, Astray, Ordered, Unacked
-from wingbeat.exchanges.lanes.paths import Paths
-from wingbeat.exchanges.lanes.signs import Patience
-from wingbeat.exchanges.lanes.ways import CUT_S, Sent, Way, Ways
+from wingbeat.exchanges.lanes.paths import CUT_S, Paths, Patience, Sent, Way, Ways
 from wingbeat.observe.log import log
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import LARGEST
 
 SIGN, BEGIN, MORE = 1, 2, 3
 """Kinds of messages: what has come and no more; words; what follows them, in parts."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from wingbeat.compression import Wire
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
 from wingbeat.integrations.accelerate import names
 from wingbeat.integrations.ddp import WireState, wire_hook
-from wingbeat.wires import Wire
 
 
 def register_comm_hook(accelerator: Any, model: Any, wire: Wire) -> WireState:

@@ -13,17 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.feedback import Part, Residuals
-from wingbeat.codecs.regions import regions
 from wingbeat.codecs.topk import TopKCodec, warmed_up
+from wingbeat.compression import Coded, LowRank, Sketch, Wire, of, unmatched
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.exchange import HookBucket, HookExchange
 from wingbeat.integrations.ddp.executor import Executor, HookJob
-from wingbeat.transport.native import NativeGroup
+from wingbeat.transport.nccl import NativeGroup
 from wingbeat.types import Span
-from wingbeat.wires import Coded, LowRank, Sketch, Wire, of, unmatched
 
 
 class HookState:

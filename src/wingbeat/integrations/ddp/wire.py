@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from wingbeat.compression import Wire, of
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.state import CodedState
-from wingbeat.wires import Wire, of
 
 
 class WireState(CodedState):

@@ -3,9 +3,9 @@
 >>> from wingbeat.transport.messages import open_mailbox
 """
 
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
-from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.frames import Posted
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.messages.meeting import open_mailbox
 
 __all__ = ["Limits", "Mailbox", "Message", "Posted", "open_mailbox"]

@@ -1,10 +1,23 @@
-"""What carries frames between processes: ZeroMQ, or the loopback fake."""
+"""The interface of carriers, which move frames between processes, and their traffic classes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
+
+TOS = (0xB8, 0x88, 0x48)
+"""For EF, AF41 and AF21; 0 is best effort."""
+
+
+def tos_of(urgency: int, classes: int) -> int:
+    """Return the TOS byte of a class: the last of several is best effort, as is the only one.
+
+    >>> [hex(tos_of(u, 2)) for u in range(2)]
+    ['0xb8', '0x0']
+    """
+    return 0x00 if urgency == classes - 1 else TOS[urgency]
+
 
 Buffer: TypeAlias = "bytes | memoryview"
 

@@ -14,12 +14,14 @@ from typing import NamedTuple, TypeAlias
 from wingbeat import _native
 from wingbeat.errors import UsageError
 from wingbeat.transport.messages.carrier import CLASSES, Arrival, Buffer, Place
-from wingbeat.transport.messages.flow import NEVER, Flow, Posted
-from wingbeat.transport.messages.header import (
+from wingbeat.transport.messages.frames import (
     DTYPES,
     LARGEST,
+    NEVER,
+    Flow,
     Header,
     Malformed,
+    Posted,
     Type,
     unpack,
 )

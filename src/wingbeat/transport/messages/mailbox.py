@@ -1,25 +1,246 @@
-"""Where a thread posts messages to other processes and takes theirs."""
+"""Where a thread posts messages to other processes and receives theirs."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from wingbeat.transport.messages.absent import Absent
-from wingbeat.transport.messages.alone import alone
-from wingbeat.transport.messages.card import Card
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.messages.carrier import Carrier
-from wingbeat.transport.messages.compose import NO_IDS, compose
 from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
-from wingbeat.transport.messages.flow import NEVER, Posted
-from wingbeat.transport.messages.joints import Joints
-from wingbeat.transport.messages.keeper import AWAKE_S, BUSY_S, IDLE_S, forget, start
-from wingbeat.transport.messages.parting import part
-from wingbeat.transport.messages.routes import Routes
+from wingbeat.transport.messages.frames import NEVER, NO_IDS, Posted, compose, farewell
+
+if TYPE_CHECKING:
+    from wingbeat.transport.messages.connect import Card, Connector
+
+
+class Routes:
+    """The routes of one process.
+
+    Args:
+        routes: all that there are.
+        own: this process's number.
+        name: what messages call a process of that number.
+
+    Attributes:
+        me: what messages call this process.
+    """
+
+    def __init__(self, routes: Iterable[Route], own: int, name: Callable[[int], str]) -> None:
+        self.name = name
+        self.me = name(own)
+        self.renew(routes)
+
+    def renew(self, routes: Iterable[Route]) -> None:
+        """Have these routes from now on."""
+        self._by_peer: dict[int, list[Route]] = {}
+        for route in routes:
+            self._by_peer.setdefault(route.peer, []).append(route)
+        self._usual = {peer: _usual(found) for peer, found in self._by_peer.items()}
+        self._interfaces = {
+            peer: tuple(dict.fromkeys(route.interface for route in found))
+            for peer, found in self._by_peer.items()
+        }
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The numbers of those whom routes lead to."""
+        return tuple(self._by_peer)
+
+    def interfaces(self, peer: int) -> tuple[int, ...]:
+        """The own interfaces that reach ``peer``.
+
+        Raises:
+            UsageError: no route leads there.
+        """
+        self.check([peer])
+        return self._interfaces[peer]
+
+    def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
+        """Return the route that a message takes; the first interface and the last class if None.
+
+        Raises:
+            UsageError: there is no such route.
+        """
+        usual = self._usual.get(peer) or _usual(self._to(peer))
+        if interface is None and urgency is None:
+            return usual
+        route = Route(
+            peer,
+            usual.interface if interface is None else interface,
+            usual.urgency if urgency is None else urgency,
+        )
+        routes = self._by_peer[peer]
+        if route not in routes:
+            raise UsageError(
+                f"interface={interface!r}, urgency={urgency!r} to {self.name(peer)}: allowed are "
+                f"interfaces {sorted({r.interface for r in routes})} and classes "
+                f"{sorted({r.urgency for r in routes})}"
+            )
+        return route
+
+    def check(self, peers: Iterable[int]) -> None:
+        """Raise a `UsageError` if no route leads to one of them."""
+        for peer in peers:
+            self._to(peer)
+
+    def names(self, peers: Iterable[int]) -> str:
+        """Return what messages call these processes."""
+        return ", ".join(self.name(peer) for peer in sorted(peers))
+
+    def _to(self, peer: int) -> list[Route]:
+        if peer not in self._by_peer:
+            raise UsageError(
+                f"{self.me} has no connection to {self.name(peer)}; allowed: "
+                f"{self.names(self.peers) or 'none'}"
+            )
+        return self._by_peer[peer]
+
+
+def _usual(routes: list[Route]) -> Route:
+    first = routes[0].interface
+    return max((r for r in routes if r.interface == first), key=lambda r: r.urgency)
+
+
+class Absent:
+    """The peers of one endpoint that will not answer."""
+
+    def __init__(self, endpoint: Endpoint, routes: Routes) -> None:
+        self._endpoint, self._routes = endpoint, routes
+        self._reported: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._endpoint.lost or self._endpoint.left)
+
+    def error(self, what: str) -> PeerError:
+        """Return what to raise: this process's name, and ``what``."""
+        return PeerError(f"{self._routes.me}: {what}")
+
+    def check(self, peer: int, what: str) -> None:
+        """Raise a `PeerError` if ``peer`` is gone, so that this process cannot do ``what``."""
+        if peer in self._endpoint.lost:
+            raise self.error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
+        if peer in self._endpoint.left:
+            raise self.error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
+
+    def check_waiting(self, wanted: frozenset[int] | None) -> None:
+        """Raise a `PeerError` if no message can come, or once for each peer that was lost."""
+        if wanted is not None:
+            for peer in wanted:
+                self.check(peer, "wait for a message of it")
+            return
+        self._reported &= self._endpoint.lost.keys()  # others were heard again
+        for peer in self._endpoint.lost.keys() - self._reported:
+            self._reported.add(peer)
+            self.check(peer, "wait for messages")
+        peers = self._routes.peers
+        if self._endpoint.left.union(self._endpoint.lost).issuperset(peers):
+            raise self.error(f"everyone has left: {self._routes.names(peers)}")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def alone(method: Method) -> Method:
+    """Let one thread at a time into a mailbox, and nobody once it is closed or broken.
+
+    What is returned raises a `UsageError` then, or says again why it broke.
+    """
+
+    @functools.wraps(method)
+    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            if self._closed:
+                raise UsageError(
+                    f"{self._routes.me}: this mailbox is closed; open another to {method.__name__}"
+                )
+            if self._broken is not None:
+                raise self._broken
+            return method(self, *args, **kwargs)
+
+    return cast("Method", inner)
+
+
+BUSY_S, IDLE_S = 0.005, 0.02
+"""Seconds after which the keeper looks again: while something goes on, and otherwise."""
+
+AWAKE_S = 1.0
+"""Seconds after a frame for which more are expected."""
+
+
+class Kept(Protocol):
+    """What a keeper looks after."""
+
+    def go_on(self) -> float:
+        """Do what is to be done now; return after how many seconds to come again."""
+
+
+def start(kept: weakref.ref[Kept], ended: threading.Event) -> threading.Thread:
+    """Start the thread; it ends when ``ended`` is set, or nobody else uses what it keeps."""
+    thread = threading.Thread(target=_keep, args=(kept, ended), name="wingbeat-mail", daemon=True)
+    thread.start()
+    return thread
+
+
+def forget(ended: threading.Event, carrier: Carrier) -> None:
+    """End what a mailbox has started, when it is closed or collected."""
+    ended.set()
+    carrier.close()
+
+
+def _keep(kept: weakref.ref[Kept], ended: threading.Event) -> None:
+    period = BUSY_S
+    while not ended.wait(period):
+        own = kept()
+        if own is None:
+            return
+        period = own.go_on()
+        del own
+
+
+def part(
+    endpoint: Endpoint,
+    carrier: Carrier,
+    pump: Callable[[float], None],
+    clock: Callable[[], float],
+    seconds: float,
+) -> set[int]:
+    """Leave, within ``seconds``.
+
+    Args:
+        endpoint: the flows.
+        carrier: what carries their frames.
+        pump: sends and takes in what comes, until the time that it is given at the latest.
+        clock: seconds.
+        seconds: how long it may take.
+
+    Returns:
+        The peers at which not all has arrived.
+    """
+    gone = endpoint.left | set(endpoint.lost)
+    flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
+    now = clock()
+    for route in flows:
+        endpoint.post(route, farewell(), carrier.send, now)
+    deadline = now + seconds
+    # A peer that has left hears no more: that this end leaves need not arrive there.
+    while any(
+        not flow.empty and not (flow.ended and flow.only_leave)
+        for route, flow in flows.items()
+        if route.peer not in endpoint.lost
+    ):
+        if clock() >= deadline:
+            break
+        pump(deadline)
+    endpoint.tell(clock())
+    endpoint.flush(carrier.send, clock())
+    return {route.peer for route, flow in flows.items() if not flow.only_leave}
+
 
 CLOSING = 5.0
 """Seconds that a peer may take to hear that this end leaves."""
@@ -59,7 +280,7 @@ class Mailbox:
         *,
         name: Callable[[int], str] = "rank {}".format,
         clock: Callable[[], float] = time.monotonic,
-        joints: Joints | None = None,
+        joints: Connector | None = None,
     ) -> None:
         self._endpoint, self._joints = endpoint, joints
         self._carrier = carrier

@@ -1,14 +1,10 @@
-"""Frames over ZeroMQ: one ROUTER socket for each interface and class, one connection for each peer.
-
-Of two processes the one with the lower number connects, so there is one connection of each
-interface and class between them; the other learns whose it is from the first frame. DSCP is set for
-each socket, so a class is honoured wherever the network knows classes. What the kernel has read is
-handed over where it is, and what is sent is read where it lies, unless it is encrypted.
-"""
+"""Frames over ZeroMQ: one ROUTER socket for each interface and class, one connection per peer."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
 import threading
 from collections import Counter, OrderedDict
@@ -18,16 +14,172 @@ from typing import Any, NamedTuple
 
 import zmq
 from zmq.backend import Socket as BareSocket
+from zmq.utils import z85
 
 from wingbeat.errors import UsageError, WingbeatError
-from wingbeat.transport.dscp import tos_of
-from wingbeat.transport.messages.admission import Admission
-from wingbeat.transport.messages.alarm import Alarm
-from wingbeat.transport.messages.card import in_brackets
-from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
+from wingbeat.transport.background import BackgroundThread
+from wingbeat.transport.interfaces import in_brackets
+from wingbeat.transport.messages.carrier import Arrival, Buffer, Place, tos_of
 from wingbeat.transport.messages.endpoint import INLINE
-from wingbeat.transport.messages.flow import MOST_UNDER_WAY
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import LARGEST, MOST_UNDER_WAY
+
+
+class Alarm:
+    """A pipe to oneself: rung by any thread, watched by the one that polls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hears, self._rings = os.pipe()
+        os.set_blocking(self._hears, False)
+        self._rung = False
+        self._closed = False
+
+    def fileno(self) -> int:
+        """Return what can be read from once it has rung."""
+        return self._hears
+
+    def ring(self) -> None:
+        """End the wait; once, however often it rings before it is heard. Nothing when closed."""
+        with self._lock:
+            if not self._rung and not self._closed:
+                self._rung = True
+                os.write(self._rings, b"!")
+
+    def heard(self) -> None:
+        """Get ready for the next time."""
+        with self._lock:
+            if self._rung and not self._closed:
+                self._rung = False
+                os.read(self._hears, 1)
+
+    def close(self) -> None:
+        """Close the pipe. May be called again."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._hears)
+                os.close(self._rings)
+
+
+_HANDLER = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+_FAILED: dict[int, str] = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "key",
+}
+_BEGUN = (int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_CONNECTED))
+_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_ENDED = int(zmq.EVENT_DISCONNECTED)
+
+
+class Admission:
+    """Answers ZeroMQ's questions about keys, until closed.
+
+    Attributes:
+        ended: how many connections have ended.
+        cut: the endpoints where the last connection has ended, as whoever has connected to them
+            names them.
+    """
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self._failed: Counter[str] = Counter()
+        self._begun = self._succeeded = self.ended = 0
+        self.cut: set[str] = set()
+        self._keys: Mapping[bytes, int] = {}
+        self._context = context
+        self._ended = False
+        self._handler = context.socket(zmq.ROUTER)
+        self._handler.linger = 0
+        self._handler.bind(_HANDLER)
+        self._end, self._told = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._told.bind(f"inproc://wingbeat-admission-{id(self)}")
+        self._end.connect(f"inproc://wingbeat-admission-{id(self)}")
+        self._watched: list[Any] = []
+        self._thread = BackgroundThread(self._run, "wingbeat-admission")
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many connections were none in the end, by the reason.
+
+        Those that ended, or have lasted until now, without a handshake, count as "unfinished".
+        """
+        failed = Counter(self._failed)
+        unfinished = self._begun - self._succeeded - sum(failed.values())
+        return failed + Counter(unfinished=max(0, unfinished))
+
+    def admit(self, keys: Mapping[bytes, int]) -> None:
+        """Admit connections that prove one of these keys, as the peer of that number."""
+        self._keys = dict(keys)
+        if self._thread.ident is None:
+            self._thread.start()
+
+    @property
+    def failure(self) -> str:
+        """How the thread has ended by an exception, so that nobody can connect; or empty."""
+        return self._thread.failure
+
+    def watch(self, socket: Any) -> None:
+        """Count the handshakes that fail on a socket, and connections that end; before `admit`."""
+        events = _SUCCEEDED | _ENDED
+        for event in (*_FAILED, *_BEGUN):
+            events |= event
+        self._watched.append(socket.get_monitor_socket(events))
+
+    def close(self) -> None:
+        """End the thread. May be called again."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._thread.ident is not None:
+            self._end.send(b"")
+            self._thread.join()
+        for socket in (self._handler, self._end, self._told, *self._watched):
+            socket.close(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._handler, self._told, *self._watched):
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._told in ready:
+                return
+            if self._handler in ready:
+                self._answer(self._handler.recv_multipart())
+            for watched in self._watched:
+                if watched in ready:
+                    self._count(watched)
+
+    def _answer(self, request: list[bytes]) -> None:
+        """Answer one request: who it is if the key is known, and no otherwise."""
+        try:
+            sender, _, version, number, _, _, _, mechanism, key = request[:9]
+        except ValueError:
+            return
+        peer = None
+        if version == _VERSION and mechanism == b"CURVE":
+            peer = self._keys.get(z85.encode(key))
+        verdict = (b"400", b"unknown key", b"") if peer is None else (b"200", b"OK", b"%d" % peer)
+        reply = [sender, b"", _VERSION, number, *verdict, b""]
+        with contextlib.suppress(zmq.ZMQError):
+            self._handler.send_multipart(reply, zmq.DONTWAIT)
+
+    def _count(self, watched: Any) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            said, endpoint = watched.recv_multipart(zmq.DONTWAIT)
+            event = int.from_bytes(said[:2], "little")
+            if event == _ENDED:
+                self.cut.add(endpoint.decode())
+            elif event == _SUCCEEDED:
+                self.cut.discard(endpoint.decode())
+            self._begun += event in _BEGUN
+            self._succeeded += event == _SUCCEEDED
+            self.ended += event == _ENDED
+            if event in _FAILED:
+                self._failed[_FAILED[event]] += 1
+
 
 SEND_BUFFER = 1 << 18
 """Bytes of a socket's buffer in the kernel: what is in there cannot be overtaken."""

@@ -1,0 +1,214 @@
+"""What the store holds counts only if it was written with the job's key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.exchanges.attendance import Attendance
+from wingbeat.groups.board import Board
+from wingbeat.groups.returns import Returns
+from wingbeat.stale.roll import Entry, Roll
+from wingbeat.stale.view import whole, without
+from wingbeat.transport import torch_store
+from wingbeat.transport.failures import Blame, has_finished, has_left, say_left
+from wingbeat.transport.rendezvous import enter
+from wingbeat.transport.services import answer
+from wingbeat.transport.torch_store import (
+    LARGEST,
+    MARK,
+    Refused,
+    Seal,
+    SharedStore,
+    TorchStore,
+    job_key,
+)
+
+KEY = b"sixteen or more characters"
+
+
+def sealed(raw: dist.Store, kind: type[TorchStore] = TorchStore) -> TorchStore:
+    return kind(raw, Seal(KEY, "0/0/job"))
+
+
+def forgeries(name: str, value: str) -> list[str | bytes]:
+    """What a stranger may write who can read the store but has no key."""
+    other = Seal(b"another key of the kind", "0/0/job").close(name, value)
+    elsewhere = Seal(KEY, "0/0/job").close(f"{name}1", value)
+    another_job = Seal(KEY, "0/0/another").close(name, value)
+    right = Seal(KEY, "0/0/job").close(name, value)
+    changed = [right + "1", right[:-1], right.upper(), right[1:], f"{MARK}:{value}", MARK]
+    return [value, other, elsewhere, another_job, *changed, "", "?", b"\xff\xfe"]
+
+
+def test_a_value_comes_back_as_it_was_written() -> None:
+    raw = dist.HashStore()
+    for kind in (TorchStore, SharedStore):
+        store = sealed(raw, kind)
+        for value in ("", "1", "a:b", f"{MARK}x", "ä\n" * 1000):
+            store.set("key", value)
+            assert (store.has("key"), store.get("key", 1.0), store.look("key")) == (
+                True,
+                value,
+                value,
+            )
+            assert raw.get("key").decode().startswith(MARK)
+
+
+@pytest.mark.parametrize("kind", [TorchStore, SharedStore])
+@pytest.mark.parametrize("forged", forgeries("key", "7"), ids=str)
+def test_a_forged_value_is_as_if_it_were_not_there(
+    kind: type[TorchStore], forged: str | bytes
+) -> None:
+    raw = dist.HashStore()
+    raw.set("key", forged)
+    store = sealed(raw, kind)
+    assert not store.has("key")
+    with pytest.raises(TimeoutError, match="key: "):
+        store.get("key", 0.02)
+    assert store.claim("key", "7") == "7", "it is written over"
+    assert store.get("key", 1.0) == "7"
+    assert store.claim("key", "8") == "7"
+
+
+def test_a_reader_waits_for_the_right_value_behind_a_forged_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    raw = dist.HashStore()
+    raw.set("key", "forged")
+    store = sealed(raw)
+    later = threading.Timer(0.2, sealed(raw).set, ("key", "right"))
+    later.start()
+    with caplog.at_level(logging.WARNING, "wingbeat"):
+        assert store.get("key", 60.0) == "right"
+    later.join()
+    assert [r.message for r in caplog.records] == [
+        "the store's value of key is refused: its MAC is wrong or missing: it was not written with "
+        "this job's key"
+    ]
+
+
+def test_replace_takes_the_value_that_is_meant() -> None:
+    store = sealed(dist.HashStore())
+    store.set("key", "a")
+    assert store.replace("key", "b", "c") == "a"
+    assert store.replace("key", "a", "c") == "c"
+
+
+def test_who_forges_a_value_again_and_again_is_named_with_the_key() -> None:
+    raw = dist.HashStore()
+
+    class Busy:
+        """Writes another forged value after each look."""
+
+        number = 0
+
+        def compare_set(self, key: str, expected: Any, value: str) -> bytes:
+            raw.set(key, f"forged {self.number}")
+            self.number += 1
+            return raw.compare_set(key, expected, value)
+
+    with pytest.raises(Refused, match="key: another process writes it again and again"):
+        sealed(Busy()).claim("key", "a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seal", [None, Seal(KEY, "")])
+def test_what_is_too_large_is_not_read(seal: Seal | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LARGEST == 16 << 20
+    monkeypatch.setattr(torch_store, "LARGEST", 1000)
+    raw = dist.HashStore()
+    TorchStore(raw, seal).set("key", "x" * 1001)
+    with pytest.raises(TimeoutError, match=r"key: 10\d\d bytes, more than 1000|key: 1073 bytes"):
+        TorchStore(raw, seal).get("key", 0.02)
+
+
+# -- what readers make of it ------------------------------------------------------------------
+
+
+def test_a_forged_roll_evicts_nobody() -> None:
+    raw = dist.HashStore()
+    text = Entry(2, without(whole(3), 1)).to_text()
+    for make, evicted in ((TorchStore, [1]), (sealed, [])):
+        store = make(raw)
+        attendance = Attendance(store, "room", 0, Roll(3))
+        raw.set("roll/room/0", text)
+        attendance.work()
+        assert [news.change.worker for news in attendance.news()] == evicted
+    # And the roll goes on: what is wished is written in the place of what was forged.
+    attendance.miss(without(whole(3), 2))
+    attendance.work()
+    assert [news.change.worker for news in attendance.news()] == [2]
+
+
+def test_a_forged_word_of_who_left_or_failed_is_not_believed() -> None:
+    raw = dist.HashStore()
+    store = sealed(raw)
+    blame = Blame(store, 0, 3, 0.1)
+    raw.set("left/1", "finished")
+    raw.set("waited/1", "2 all-reduce")
+    assert not has_left(store, 1)
+    assert not has_finished(store, 1)
+    assert blame.whom(1) is None
+    assert blame.doing(1) == ""
+    say_left(store, 1, finished=True)
+    assert has_finished(store, 1)
+
+
+def test_a_forged_return_or_loss_does_not_reach_the_generator_or_the_board() -> None:
+    raw = dist.HashStore()
+    store = sealed(raw)
+    raw.set("room/back/0", json.dumps([1, 1]))
+    raw.set("room/gone/1", "1")
+    raw.set("room/fallen/1", "7")
+    raw.set("room/sign/1", "[1, true, 1, 1]")
+    returns, board = Returns(store, "room", 3), Board(store, "room", 3)
+    returns.look()
+    assert returns.news() is None
+    assert (board.lost(), board.fallen([1]), board.signs()) == (set(), {}, {})
+
+
+def test_a_service_is_told_that_nothing_is_there() -> None:
+    raw = dist.HashStore()
+    raw.set("key", "forged")
+    assert answer('{"read": "key"}', sealed(raw)) == ("null", False)
+    raw.set("key", b"\xff")
+    assert answer('{"read": "key"}', TorchStore(raw)) == ("null", False), "also without a key"
+
+
+# -- the key ----------------------------------------------------------------------------------
+
+
+def test_a_short_key_is_refused_and_not_shown() -> None:
+    assert job_key({}) is None
+    assert job_key({"WINGBEAT_JOB_KEY": "x" * 16}) == b"x" * 16
+    with pytest.raises(UsageError, match="WINGBEAT_JOB_KEY has 6 characters: 16 or more") as caught:
+        job_key({"WINGBEAT_JOB_KEY": "secret"})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [(KEY, None), (None, KEY), (KEY, b"another key of the kind")])
+def test_workers_with_different_keys_are_refused_soon(
+    keys: tuple[bytes | None, bytes | None],
+) -> None:
+    raw = dist.HashStore()
+    stores = [TorchStore(raw, None if key is None else Seal(key, "0/0")) for key in keys]
+    enter(stores[0], 0, 2, "", 60.0, "node1:29500")
+    begin = time.monotonic()
+    with pytest.raises(RendezvousError, match="WINGBEAT_JOB_KEY"):
+        enter(stores[1], 1, 2, "", 60.0, "node1:29500")
+    assert time.monotonic() - begin < 30
+
+
+def test_rank_0_writes_over_a_forged_name_of_the_job() -> None:
+    raw = dist.HashStore()
+    raw.set("job", json.dumps(["evil", False, 2]))
+    store = TorchStore(raw, Seal(KEY, "0/0"))
+    assert enter(store, 0, 2, "mine", 1.0, "") == "mine"
+    assert enter(store, 1, 2, "mine", 1.0, "") == "mine"
