@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from wingbeat.collectives.waits import Calls
+from wingbeat.collectives.waits import CallTable
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 
 
 def test_a_call_of_the_same_number_that_differs_is_found() -> None:
     first, second = loopback.worlds(2)
-    mine, theirs = Calls(first, 0), Calls(second, 0)
+    mine, theirs = CallTable(first, 0), CallTable(second, 0)
     assert mine.compare({3: "sum", 4: "gather"}, [0, 1]) is None
     assert theirs.compare({4: "sum", 5: "gather"}, [0]) == (0, "sum", "gather")
     assert mine.compare({3: "sum", 4: "gather"}, [0, 1]) == (1, "gather", "sum")
@@ -20,7 +20,7 @@ def test_a_call_of_the_same_number_that_differs_is_found() -> None:
 def test_calls_of_other_numbers_lanes_channels_and_ranks_are_not_compared() -> None:
     def body(world: World) -> list[object]:
         channel = world.open_channel()
-        calls = [Calls(world, 0), Calls(world, 1), Calls(channel, 0)]
+        calls = [CallTable(world, 0), CallTable(world, 1), CallTable(channel, 0)]
         said = [f"{n} of rank {world.rank}" if n else "the same" for n in range(3)]
         if world.rank == 0:
             for each, call in zip(calls, said, strict=True):
@@ -46,14 +46,14 @@ def test_calls_of_other_numbers_lanes_channels_and_ranks_are_not_compared() -> N
 def test_what_means_nothing_is_passed_over(said: str) -> None:
     first, _ = loopback.worlds(2)
     first.store.set(f"{first.path}/calls/0/1", said)
-    found = Calls(first, 0).compare({3: "sum"}, [1])
+    found = CallTable(first, 0).compare({3: "sum"}, [1])
     assert found == ((1, "sum", "") if said == "3" else None)
 
 
 def test_what_a_peer_says_fits_a_line() -> None:
     first, _ = loopback.worlds(2)
     first.store.set(f"{first.path}/calls/0/1", "3 \x1b[31m" + "x" * 5000)
-    found = Calls(first, 0).compare({3: "sum"}, [1])
+    found = CallTable(first, 0).compare({3: "sum"}, [1])
     assert found is not None
     assert found[2].isprintable()
     assert len(found[2]) <= 120

@@ -13,7 +13,7 @@ from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
-from wingbeat.transport.failures import Blame
+from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
@@ -54,7 +54,7 @@ def test_who_has_lost_a_peer_breaks_its_connections() -> None:
 def test_the_first_to_fail_is_blamed_and_who_noticed_it_is_named() -> None:
     board = loopback.Switchboard()
     first, *_ = loopback.worlds_on(board, 3, timeout=5.0)
-    Blame(board, 1, 3, 5.0).publish(2)
+    FailureAttribution(board, 1, 3, 5.0).publish_wait(2)
     board.fail(1)
     with pytest.raises(PeerError) as caught:
         Collectives(first).all_reduce(torch.ones(9), bucket=4).wait()
@@ -83,7 +83,7 @@ def test_a_failure_whose_cause_cannot_be_found_out_is_told_all_the_same(
     def fails(*_: object) -> None:
         raise OverflowError("nothing known")
 
-    monkeypatch.setattr("wingbeat.collectives.executor.explain", fails)
+    monkeypatch.setattr("wingbeat.collectives.executor.explain_loss", fails)
     board = loopback.Switchboard()
     world, other = loopback.worlds_on(board, 2, interfaces=2, timeout=5.0)
     board.fail(other.rank)

@@ -41,7 +41,7 @@ def fail(world: World, epoch: int, close: bool) -> tuple[str, weakref.ref[torch.
 
 @pytest.mark.parametrize("close", [True, False])
 def test_a_failed_group_is_let_go(close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_module, "MAX_OPEN", 3)
+    monkeypatch.setattr(world_module, "MAX_OPEN_GROUPS", 3)
     world, other = loopback.worlds(2, timeout=0.02)
     gc.collect()
     before = len(executor._executors)

@@ -16,7 +16,7 @@ from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.collectives.encoded import Gathered
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.threads import InTurn, Threads
+from wingbeat.collectives.threads import SerialQueue, ThreadPool
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -26,7 +26,7 @@ PATIENCE = 20.0
 
 
 def test_one_after_the_other_in_order() -> None:
-    beside, done, over = InTurn(Threads("test-turn")), [], threading.Event()
+    beside, done, over = SerialQueue(ThreadPool("test-turn")), [], threading.Event()
     at_once = threading.Semaphore(1)
 
     def work(number: int) -> None:
@@ -43,7 +43,7 @@ def test_one_after_the_other_in_order() -> None:
 
 
 def test_what_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    beside, over = InTurn(Threads("test-fails")), threading.Event()
+    beside, over = SerialQueue(ThreadPool("test-fails")), threading.Event()
 
     def fails() -> None:
         raise ArithmeticError("no such thing")
@@ -72,7 +72,7 @@ class Rows:
 
 def test_rows_are_added_beside_before_anybody_waits() -> None:
     rows = Rows()
-    handle = Gathered(Handle([]), rows, InTurn(Threads("test-beside")))
+    handle = Gathered(Handle([]), rows, SerialQueue(ThreadPool("test-beside")))
     assert rows.added.wait(PATIENCE)
     handle.wait()
     assert len(rows.threads) == 1
@@ -82,7 +82,7 @@ def test_rows_are_added_beside_before_anybody_waits() -> None:
 @pytest.mark.parametrize("error", [PeerError("rank 1 sent nonsense"), MemoryError("no room")])
 def test_whoever_waits_is_told_what_failed_beside(error: Exception) -> None:
     rows = Rows(error, error, error)
-    handle = Gathered(Handle([]), rows, InTurn(Threads("test-told")))
+    handle = Gathered(Handle([]), rows, SerialQueue(ThreadPool("test-told")))
     assert rows.added.wait(PATIENCE)
     for _ in range(2):
         with pytest.raises(type(error), match=str(error)):
@@ -129,7 +129,7 @@ def test_a_peer_that_fails_is_named_though_rows_are_added_beside() -> None:
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    beside, over = InTurn(Threads("test-fork")), threading.Event()
+    beside, over = SerialQueue(ThreadPool("test-fork")), threading.Event()
     hold = threading.Event()
     beside.start(lambda: (hold.wait(PATIENCE), None)[1])
     child = os.fork()

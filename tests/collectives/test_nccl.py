@@ -14,7 +14,7 @@ from wingbeat import transport
 from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.transport import loopback
-from wingbeat.transport.nccl import NativeGroup
+from wingbeat.transport.nccl import NcclGroup
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
-class InOrder(NativeGroup):
+class InOrder(NcclGroup):
     """Begins a collective after the last one ended, as on NCCL's streams, unlike gloo's threads."""
 
     _last: Any = None
@@ -47,8 +47,8 @@ class InOrder(NativeGroup):
 
 def native_world() -> transport.World:
     world = wingbeat.init(timeout=20)
-    world.make_native = lambda _: InOrder(None, world.rank, world.size)
-    world.native_on = frozenset({"cpu"})
+    world.make_nccl_group = lambda _: InOrder(None, world.rank, world.size)
+    world.nccl_devices = frozenset({"cpu"})
     return world
 
 
@@ -108,7 +108,7 @@ def test_training_ends_the_same_as_over_steps(pool: Pool, strategy: str) -> None
 
 def test_a_world_without_native_group_says_so() -> None:
     world = loopback.worlds(2)[0]
-    world.native_on = frozenset({"cpu"})
+    world.nccl_devices = frozenset({"cpu"})
     with pytest.raises(UsageError, match="carries CPU tensors only"):
         Collectives(world).all_reduce(torch.ones(4))
     world.close()

@@ -12,7 +12,7 @@ from helpers.pool import Pool
 from wingbeat import transport
 from wingbeat.collectives import Collectives, nccl
 from wingbeat.collectives.packing import CastPacking
-from wingbeat.transport.nccl import NativeGroup
+from wingbeat.transport.nccl import NcclGroup
 from wingbeat.types import Span
 
 WIRES = ["bfloat16", "float16"]
@@ -29,8 +29,8 @@ def pool() -> Iterator[Pool]:
 
 def native_world() -> transport.World:
     world = wingbeat.init(timeout=20)
-    world.make_native = lambda _: NativeGroup(None, world.rank, world.size)
-    world.native_on = frozenset({"cpu"})
+    world.make_nccl_group = lambda _: NcclGroup(None, world.rank, world.size)
+    world.nccl_devices = frozenset({"cpu"})
     return world
 
 

@@ -66,8 +66,8 @@ def native_worlds() -> Iterator[list[World]]:
     rows, barrier = [torch.empty(0)] * SIZE, threading.Barrier(SIZE)
     for world in members:
         group: Any = Group(world.rank, rows, barrier)
-        world.make_native = lambda _, group=group: group
-        world.native_on = frozenset({"cpu"})
+        world.make_nccl_group = lambda _, group=group: group
+        world.nccl_devices = frozenset({"cpu"})
     yield members
     for world in members:
         world.close()
@@ -148,7 +148,7 @@ def test_factors_are_summed_by_the_library_in_the_order_of_the_calls() -> None:
 def test_a_malformed_payload_names_who_sent_it(what: str) -> None:
     def body(world: World) -> str:
         if world.rank == 1:
-            group: Any = world.native
+            group: Any = world.nccl
             usual = group._exchange
             group._exchange = lambda given: usual(torch.full_like(given, 255))
         buffer = values(0)[world.rank]

@@ -69,7 +69,7 @@ from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
 from wingbeat.transport.messages import frames
-from wingbeat.transport.messages.connect import Card
+from wingbeat.transport.messages.connect import PeerInfo
 from wingbeat_lab.bench import contenders, protocol, slow
 from wingbeat_lab.bench import models as bench_models
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
@@ -177,7 +177,7 @@ LIKE = json.dumps(
      "forward_share": 0.3}
 )  # fmt: skip
 HOST = Host("boot/1", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
-CARD = Card(HOST, ("10.0.0.1",), 7, "", (("tcp://10.0.0.1:99",),), 1 << 20, 1 << 20)
+CARD = PeerInfo(HOST, ("10.0.0.1",), 7, "", (("tcp://10.0.0.1:99",),), 1 << 20, 1 << 20)
 VALUES = tuple(map(encode, (1, (0.9, [True, None]), torch.arange(6.0).reshape(2, 3), "name")))
 VIEW = View((0, 1, 2))
 LETTERS = tuple(
@@ -471,7 +471,7 @@ TARGETS = [
     Target(
         "requests of services",
         TEXTS,
-        lambda t: services.answer(t, Texts("x")),
+        lambda t: services.answer_request(t, Texts("x")),
         ('{"set": "a", "value": "b"}', '{"read": "a"}', '{"ready": true}'),
         (ValueError,),
     ),
@@ -486,7 +486,7 @@ TARGETS = [
         )
         for wire in CODECS
     ),
-    Target("cards", TEXTS, Card.from_json, (CARD.to_json(),), (ValueError,)),
+    Target("cards", TEXTS, PeerInfo.from_json, (CARD.to_json(),), (ValueError,)),
 ]
 
 NAMES = [target.name for target in TARGETS]

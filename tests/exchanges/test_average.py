@@ -23,7 +23,7 @@ NUMEL = 1001
 @pytest.fixture(autouse=True)
 def _quick_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here says later than at once that it was waiting, too."""
-    monkeypatch.setattr(failures, "PATIENCE", 0.2)
+    monkeypatch.setattr(failures, "ANSWER_TIMEOUT_S", 0.2)
 
 
 def alive() -> Coming:

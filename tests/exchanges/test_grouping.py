@@ -45,7 +45,7 @@ def test_a_generator_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPa
     def fails(*_: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(grouping, "InThread", fails)
+    monkeypatch.setattr(grouping, "ThreadService", fails)
 
     def body(world: World) -> None:
         with pytest.raises(UsageError, match="rank 0: cannot start the group generator: no memory"):

@@ -18,7 +18,7 @@ from wingbeat import sync
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.exchanges import hosting
 from wingbeat.servers.config import ServerConfig
-from wingbeat.transport.services import InThread
+from wingbeat.transport.services import ThreadService
 from wingbeat.transport.store import Store
 
 
@@ -68,7 +68,7 @@ def test_no_server_is_started_for_an_optimizer_that_servers_cannot_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr(hosting, "InThread", lambda *given: started.append(given))
+    monkeypatch.setattr(hosting, "ThreadService", lambda *given: started.append(given))
 
     def body(world: Any) -> str:
         model = nn.Linear(5, 3)
@@ -99,15 +99,15 @@ def test_more_slices_than_a_server_has_room_for_are_refused_before_any_is_pushed
 def test_servers_that_were_started_are_killed_if_another_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[InThread] = []
+    started: list[ThreadService] = []
 
-    def start(config: ServerConfig, store: Store) -> InThread:
+    def start(config: ServerConfig, store: Store) -> ThreadService:
         if config.index == 2:
             raise OSError(11, "Resource temporarily unavailable")
-        started.append(InThread(config, store))
+        started.append(ThreadService(config, store))
         return started[-1]
 
-    monkeypatch.setattr(hosting, "InThread", start)
+    monkeypatch.setattr(hosting, "ThreadService", start)
 
     def body(world: Any) -> str:
         with pytest.raises(WingbeatError) as caught:

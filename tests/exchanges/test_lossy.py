@@ -22,7 +22,7 @@ NUMEL = 200
 
 @pytest.fixture(autouse=True)
 def _quick_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "PATIENCE", 0.2)
+    monkeypatch.setattr(failures, "ANSWER_TIMEOUT_S", 0.2)
 
 
 def topk(owed: torch.Tensor, density: float = 0.1, bits: int = 32) -> Lossy:

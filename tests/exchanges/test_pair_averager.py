@@ -201,7 +201,7 @@ def test_a_worker_whose_process_dies_is_missed_when_its_connections_end(dead: in
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_is_missed_by_its_silence() -> None:
+def test_a_worker_that_is_stopped_is_blocked_member_its_silence() -> None:
     over = threading.Event()
 
     def body(world: World) -> object:
@@ -225,7 +225,7 @@ def test_a_worker_that_does_not_level_is_named() -> None:
         averager = made(world)
         if world.rank == 1:
             averager._pairing._timeout = 0.02
-            said = r"rank 1: rank 0 lives, and the call of wingbeat\.synchronize\(\) .* for 0\.2 s"
+            said = r"rank 1: rank 0 is alive, but the call of wingbeat\.synchronize\(\) .* 0\.2 s"
             with pytest.raises(PeerError, match=said):
                 averager.level()
             world.publish("said", True)
@@ -351,7 +351,7 @@ def test_wrong_bytes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
             return
         world.exchange("pairs", [NUMEL, "torch.float32", "None"])
         box = open_mailbox(
-            world.store, 0, [1], room=f"pairs/{world.path}", interfaces=("lo",), classes=1
+            world.store, 0, [1], namespace=f"pairs/{world.path}", interfaces=("lo",), classes=1
         )
         world.read("begun", 1)
         box.post(1, Kind.ASK, ids=(1, 0, 0, 0))

@@ -14,7 +14,7 @@ from wingbeat.exchanges.halves import Halves
 from wingbeat.exchanges.pairing import Pairing
 from wingbeat.pairs.protocol import Kind
 from wingbeat.pairs.worker import WINDOW, Worker
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 NUMEL = 40 * WINDOW
 """Elements; 16 a part, so not all parts are under way at once."""
@@ -152,11 +152,11 @@ def test_who_is_not_connected_any_more_is_gone_though_nobody_waits_for_it() -> N
     """But not at once: a process that lives makes its connection anew."""
     play = Play(4, seed=1)
     for rank in (0, 2):
-        play.office.boxes[rank].cut[1] = 0.9 * UNCONNECTED_S
+        play.office.boxes[rank].cut[1] = 0.9 * RECONNECT_S
     play.time = 1.0
     play.run()
     assert not any(pairing.machine.lost for pairing in play.pairings)
-    play.office.boxes[0].cut[1] = play.office.boxes[2].cut[1] = 1.1 * UNCONNECTED_S
+    play.office.boxes[0].cut[1] = play.office.boxes[2].cut[1] = 1.1 * RECONNECT_S
     play.time = 1.2
     play.run([0])
     assert not play.pairings[0].machine.lost, "it has looked just now"
@@ -206,7 +206,7 @@ def test_a_wait_goes_on_while_there_is_progress() -> None:
     ticks = iter([0.0, 0.0, 53.99, 53.99, 53.99, 54.01])
     pairing._clock = lambda: next(ticks)
     pairing._changed.wait = lambda seconds: True  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match=r"rank 1: rank 0 lives, and an average did not come .* 50"):
+    with pytest.raises(PeerError, match=r"rank 1: rank 0 is alive, but an average did not .* 50"):
         pairing.end()
 
 
@@ -220,7 +220,7 @@ def test_an_average_that_does_not_come_is_logged_has_a_deadline_and_a_name(
     ticks = iter([0.0, 0.0, 49.99, 49.99, 49.99, 50.01])
     pairing._clock = lambda: next(ticks)
     pairing._changed.wait = lambda seconds: True  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match=r"rank 0: rank 1 lives, and an average did not come .* 50"):
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 is alive, but an average did not .* 50"):
         pairing.end()
     assert "rank 0: has waited for an average of rank 1 for 50 s; it lives" in caplog.text
 

@@ -20,9 +20,9 @@ from wingbeat.stale.pace import Pace
 from wingbeat.stale.roll import Change, Entry, Roll
 from wingbeat.stale.view import View, whole
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.failures import say_failed
+from wingbeat.transport.failures import publish_failure
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.connect import Card
+from wingbeat.transport.messages.connect import PeerInfo
 
 
 class Store(Switchboard):
@@ -114,8 +114,8 @@ def test_who_failed_by_an_exception_is_named_where_none_may_be_missing() -> None
     """Not the one that is noticed first, which had waited for it."""
     party = Party(3, survives=False, said=Store()).run(2.0)
     assert party.said is not None
-    say_failed(party.said, 2, ValueError("boom"))
-    say_failed(party.said, 1, PeerError("rank 1: rank 2 failed"))
+    publish_failure(party.said, 2, ValueError("boom"))
+    publish_failure(party.said, 1, PeerError("rank 1: rank 2 failed"))
     party.cards.dead.add(1)
     party.run(12.0)
     assert party.ended[0] == (
@@ -151,7 +151,7 @@ def test_who_is_killed_is_missed_a_second_after_its_connections_have_ended() -> 
     assert party.rolls[0].roll.entries == 1
 
 
-def test_who_is_killed_is_missed_by_its_neighbours_and_gone_for_all() -> None:
+def test_who_is_killed_is_blocked_member_its_neighbours_and_gone_for_all() -> None:
     """Of 8 hosts with three interfaces each 3 are joined to one: the roll tells the others."""
     party = Party(8, reach=bcube(2, 3)).run(2.0)
     party.cards.kill(5)
@@ -247,7 +247,7 @@ def test_who_comes_again_is_not_taken_for_the_one_that_was_killed() -> None:
     party.cards.kill(2)
     party.run(2.0)
     for worker in (0, 1):
-        party.rolls[worker]._news.append(News(Change(2, 1, True, 2), Mock(Card)))
+        party.rolls[worker]._news.append(News(Change(2, 1, True, 2), Mock(PeerInfo)))
     party.cards.ended.clear()
     party.cards.dead.clear()
     party.run(0.1)
@@ -295,7 +295,7 @@ def test_a_second_life_may_end_as_well() -> None:
     for worker in (0, 1):
         ended, begun = Change(2, 0, False, 2), Change(2, 1, True, 2)
         party.rolls[worker].roll.read(Entry(2, View((0, 0, 2))).to_text())
-        party.rolls[worker]._news += [News(ended, None), News(begun, Mock(Card))]
+        party.rolls[worker]._news += [News(ended, None), News(begun, Mock(PeerInfo))]
     party.store.set("roll/r/0", Entry(2, View((0, 0, 2))).to_text())
     party.ended[2] = "in its first life"
     party.run(0.2)

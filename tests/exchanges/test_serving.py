@@ -41,7 +41,7 @@ def test_whatever_the_order_all_workers_have_all_sums(block: int) -> None:
 
 def test_a_slow_rank_0_costs_a_server_no_more_than_the_windows() -> None:
     """However much the others have pushed; and all goes on when it comes."""
-    sizes, window = (400,) * 4, frames.LARGEST + 1000
+    sizes, window = (400,) * 4, frames.MAX_HEADER_BYTES + 1000
     job = Job(3, 1, 1, sizes, 2, partitioned(sizes, 1, 100), Order.READY, ready=True)
     for seed in range(20):
         chance = random.Random(seed)

@@ -258,7 +258,7 @@ def test_worker_that_gives_no_sign_and_lives_is_waited_for_by_those_who_level() 
 def test_worker_that_lives_and_never_levels_is_an_error_after_ten_timeouts() -> None:
     board = Board(Switchboard(), "groups/", 2)
     one = Follower(0, Layout.even(1, 2), 0.05, board, lives=lambda _: True)
-    with pytest.raises(PeerError, match=r"rank 0: rank 1 lives, and the call .* for 0\.5 s"):
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 is alive, but the call .* for 0\.5 s"):
         one.level(by(lambda run, alive: None))
     assert one.absent == set()
 

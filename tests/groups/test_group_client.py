@@ -26,7 +26,7 @@ from wingbeat.groups.protocol import Kind, Why, ids_of, payload_of
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.static import group_of
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.services import InProcess, InThread, Started
+from wingbeat.transport.services import ProcessService, Service, ThreadService
 
 GENERATOR = 4
 
@@ -149,7 +149,7 @@ def test_worker_that_lives_and_does_not_come_is_logged_and_ends_a_wait_after_ten
     now = iter(range(1000))
     monkeypatch.setattr("wingbeat.groups.client.time.monotonic", lambda: float(next(now)))
     one = client(Box(*[Letter(Kind.ALIVE, (1 + 2, 0, 0, 0))] * 60))
-    with pytest.raises(PeerError, match=rf"rank 1: rank 2 lives, and {what} .* for 50 s \(10 "):
+    with pytest.raises(PeerError, match=rf"rank 1: rank 2 is alive, but {what} .* for 50 s \(10 "):
         does(one, by(lambda run, alive: None))
     assert len(re.findall(rf"rank 1: has waited for {what} of rank 2 for 3\d s", caplog.text)) == 1
 
@@ -463,8 +463,8 @@ def config(workers: int, rules: Rules | None = None, **fields: Any) -> Generator
 
 
 @pytest.fixture
-def running() -> Iterator[list[Started]]:
-    made: list[Started] = []
+def running() -> Iterator[list[Service]]:
+    made: list[Service] = []
     yield made
     for each in made:
         each.kill()
@@ -488,10 +488,10 @@ def train(
 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.random(2)], ids=["smart", "random"])
-def test_workers_come_to_one_value(running: list[Started], rules: Rules) -> None:
+def test_workers_come_to_one_value(running: list[Service], rules: Rules) -> None:
     store, settings = Switchboard(), config(4, rules)
     hall = Hall([0.0, 1.0, 2.0, 3.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
 
     def steps(worker: int, client: Client) -> None:
         for _ in range(60):
@@ -504,11 +504,11 @@ def test_workers_come_to_one_value(running: list[Started], rules: Rules) -> None
 
 
 def test_a_worker_that_dies_holds_nobody_up_for_long_and_all_hear_of_it(
-    running: list[Started],
+    running: list[Service],
 ) -> None:
     store, settings = Switchboard(), config(4, least=0.5, factor=4.0)
     hall = Hall([0.0, 1.0, 2.0, 3.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
     begun = time.monotonic()
     told: set[int] = set()
 
@@ -527,10 +527,10 @@ def test_a_worker_that_dies_holds_nobody_up_for_long_and_all_hear_of_it(
     assert told == {0, 1, 2}
 
 
-def test_a_worker_that_was_left_out_comes_back(running: list[Started]) -> None:
+def test_a_worker_that_was_left_out_comes_back(running: list[Service]) -> None:
     store, settings = Switchboard(), config(4, Rules(threshold=None), least=0.3, factor=2.0)
     hall = Hall([0.0, 1.0, 2.0, 3.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
     back: list[int] = []
 
     def steps(worker: int, client: Client) -> None:
@@ -554,11 +554,11 @@ def test_a_worker_that_was_left_out_comes_back(running: list[Started]) -> None:
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.random(2), Rules.everyone()])
 def test_all_are_one_after_levelling_whoever_makes_more_steps(
-    running: list[Started], rules: Rules
+    running: list[Service], rules: Rules
 ) -> None:
     store, settings = Switchboard(), config(4, rules)
     hall = Hall([0.0, 1.0, 2.0, 7.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
     values: list[set[float]] = []
     together = threading.Barrier(4, action=lambda: values.append(set(hall.values)))
 
@@ -577,10 +577,10 @@ def test_all_are_one_after_levelling_whoever_makes_more_steps(
     assert sum(hall.values) == pytest.approx(10.0 + 3 * 6.0)
 
 
-def test_a_worker_that_dies_while_all_level_is_left_out(running: list[Started]) -> None:
+def test_a_worker_that_dies_while_all_level_is_left_out(running: list[Service]) -> None:
     store, settings = Switchboard(), config(4)
     hall = Hall([0.0, 1.0, 2.0, 7.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
     levelled: set[int] = set()
 
     def steps(worker: int, client: Client) -> None:
@@ -599,12 +599,12 @@ def test_a_worker_that_dies_while_all_level_is_left_out(running: list[Started]) 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.everyone()])
 def test_when_the_generator_is_killed_training_goes_on_without_it(
-    running: list[Started], rules: Rules
+    running: list[Service], rules: Rules
 ) -> None:
     # They find out by their connections, long before its silence.
     store, settings = Switchboard(), config(4, rules, silence=10 * PATIENCE)
     hall = Hall([0.0, 1.0, 2.0, 3.0])
-    generator = InProcess(settings, store)
+    generator = ProcessService(settings, store)
     running.append(generator)
     static: list[int] = []
 

@@ -16,7 +16,7 @@ from wingbeat.groups.protocol import Kind, Why, told_of
 from wingbeat.groups.returns import Back
 from wingbeat.groups.rules import Rules
 from wingbeat.groups.service import GroupService
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 
 class Letter(NamedTuple):
@@ -189,10 +189,10 @@ def test_whose_connection_has_ended_is_out_before_its_deadline(waits: bool) -> N
     for worker in (2, 0, 1) if waits else (0, 1):
         rig.say(worker, Kind.ASK)
         rig.heard(worker)
-    rig.box.cut[2] = 0.9 * UNCONNECTED_S
+    rig.box.cut[2] = 0.9 * RECONNECT_S
     rig.pass_(1.0)
     assert 2 in rig.generator, "it may connect again: then it goes on as if nothing had been"
-    rig.box.cut[2] = 1.1 * UNCONNECTED_S
+    rig.box.cut[2] = 1.1 * RECONNECT_S
     rig.pass_(1.0)
     for worker in (0, 1):
         kinds = {letter.kind: letter for letter in rig.heard(worker)}
@@ -641,7 +641,7 @@ def test_who_waits_gives_its_state_and_not_who_was_lost_doing_that() -> None:
 def test_whom_the_others_have_left_out_gives_no_state_while_somebody_else_may() -> None:
     rig = Rig()
     rig.round(0, 1, 2)
-    rig.box.cut[0] = 2 * UNCONNECTED_S
+    rig.box.cut[0] = 2 * RECONNECT_S
     rig.pass_(1.0)
     rig.box.cut.clear()
     rig.say(0, Kind.ASK)  # it waits, and would answer at once

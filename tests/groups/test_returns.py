@@ -13,7 +13,7 @@ from wingbeat.errors import RendezvousError
 from wingbeat.groups.returns import Back, Returns, announce, life_of, say_over
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.connect import Card
+from wingbeat.transport.messages.connect import PeerInfo
 
 ROOM = "groups1"
 
@@ -22,7 +22,7 @@ def card() -> str:
     host = nic.local()
     uses = (host.interfaces[0].address,)
     ends = (("tcp://127.0.0.1:5",),)
-    return Card(host, uses, secrets.randbits(64), "", ends, 1000, 2000).to_json()
+    return PeerInfo(host, uses, secrets.randbits(64), "", ends, 1000, 2000).to_json()
 
 
 def comes_back(store: Switchboard, returns: Returns, worker: int) -> int:

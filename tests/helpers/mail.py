@@ -45,7 +45,7 @@ class Play:
             for peer in range(size):
                 for urgency in range(classes):
                     if peer != n:
-                        place = self.carriers[n].place(peer, 0, urgency, theirs=0)
+                        place = self.carriers[n].connect(peer, 0, urgency, theirs=0)
                         end.add(Route(peer, 0, urgency), place, 0.0)
 
     def post(self, source: int, target: int, posted: Posted, urgency: int = 0) -> Posted:

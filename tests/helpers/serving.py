@@ -28,13 +28,13 @@ Act = Generator[Callable[[], bool], None, None]
 LARGEST = 600
 """Bytes of the largest payload."""
 
-LEAST = frames.LARGEST + LARGEST
+LEAST = frames.MAX_HEADER_BYTES + LARGEST
 """Bytes of the smallest window."""
 
 SLICE = 4 * 30
 """Bytes of the largest slice that `Job.drawn` makes."""
 
-TIGHT = frames.LARGEST + SLICE
+TIGHT = frames.MAX_HEADER_BYTES + SLICE
 """Bytes of a window that holds one of them."""
 
 

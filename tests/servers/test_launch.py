@@ -20,7 +20,7 @@ from wingbeat.servers.config import ServerConfig
 from wingbeat.servers.protocol import Kind
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Mailbox, open_mailbox
-from wingbeat.transport.services import InProcess, InThread
+from wingbeat.transport.services import ProcessService, ThreadService
 
 CONFIG = ServerConfig(
     room="servers/", index=0, workers=2, hosts=(1,), interfaces=("lo",), classes=2,
@@ -29,11 +29,11 @@ CONFIG = ServerConfig(
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., InProcess]]:
-    made: list[InProcess] = []
+def started() -> Iterator[Callable[..., ProcessService]]:
+    made: list[ProcessService] = []
 
-    def make(store: Switchboard, **fields: object) -> InProcess:
-        made.append(InProcess(dataclasses.replace(CONFIG, **fields), store))  # type: ignore[arg-type]
+    def make(store: Switchboard, **fields: object) -> ProcessService:
+        made.append(ProcessService(dataclasses.replace(CONFIG, **fields), store))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -46,7 +46,7 @@ def met(store: Switchboard) -> list[Mailbox]:
 
     def one(rank: int) -> Mailbox:
         return open_mailbox(
-            store, rank, [2], room="servers/", interfaces=["lo"], seconds=PATIENCE,
+            store, rank, [2], namespace="servers/", interfaces=["lo"], seconds=PATIENCE,
             name=CONFIG.name,
         )  # fmt: skip
 
@@ -54,7 +54,7 @@ def met(store: Switchboard) -> list[Mailbox]:
         return list(threads.map(one, range(2)))
 
 
-def test_a_server_ends_when_all_workers_have_left(started: Callable[..., InProcess]) -> None:
+def test_a_server_ends_when_all_workers_have_left(started: Callable[..., ProcessService]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     assert server.ended() is None
@@ -65,7 +65,7 @@ def test_a_server_ends_when_all_workers_have_left(started: Callable[..., InProce
     assert not server._helper.is_alive()
 
 
-def test_a_server_that_is_killed_is_said_to_be(started: Callable[..., InProcess]) -> None:
+def test_a_server_that_is_killed_is_said_to_be(started: Callable[..., ProcessService]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     os.kill(server._process.pid, signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_a_server_that_is_killed_is_said_to_be(started: Callable[..., InProcess]
 
 
 def test_a_server_that_dies_at_the_start_says_why_in_a_line(
-    started: Callable[..., InProcess], capfd: pytest.CaptureFixture[str]
+    started: Callable[..., ProcessService], capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = started(Switchboard(), interfaces=("nosuch0",))
     until(lambda: server.ended() is not None)
@@ -88,7 +88,7 @@ def test_a_server_that_dies_at_the_start_says_why_in_a_line(
     assert "\n" not in told
 
 
-def test_an_interrupt_is_for_the_workers(started: Callable[..., InProcess]) -> None:
+def test_an_interrupt_is_for_the_workers(started: Callable[..., ProcessService]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     os.kill(server._process.pid, signal.SIGINT)
@@ -99,7 +99,7 @@ def test_an_interrupt_is_for_the_workers(started: Callable[..., InProcess]) -> N
 
 
 def test_a_server_that_gets_sigterm_serves_until_its_workers_have_left(
-    started: Callable[..., InProcess],
+    started: Callable[..., ProcessService],
 ) -> None:
     """Schedulers send it to all processes of a job, and workers then save what servers hold."""
     server = started(Switchboard())
@@ -116,7 +116,7 @@ def test_a_server_that_gets_sigterm_serves_until_its_workers_have_left(
 
 
 def test_a_server_whose_workers_do_not_leave_ends_a_timeout_after_sigterm_and_says_so(
-    started: Callable[..., InProcess], capfd: pytest.CaptureFixture[str]
+    started: Callable[..., ProcessService], capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = started(Switchboard(), timeout=2.0)
     boxes = met(server._store)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_a_server_whose_workers_do_not_leave_ends_a_timeout_after_sigterm_and_sa
 
 
 def test_a_server_that_is_not_answered_ends(
-    started: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch
+    started: Callable[..., ProcessService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Switchboard()
 
@@ -172,7 +172,7 @@ def test_a_server_does_not_outlive_the_one_that_started_it() -> None:
 
 
 def test_a_server_in_a_thread_says_why_it_has_ended() -> None:
-    server = InThread(dataclasses.replace(CONFIG, interfaces=("nosuch0",)), Switchboard())
+    server = ThreadService(dataclasses.replace(CONFIG, interfaces=("nosuch0",)), Switchboard())
     until(lambda: server.ended() is not None)
     assert str(server.ended()).startswith("server 0 (started by rank 1) has ended: ")
     server.close(20.0)
@@ -180,7 +180,7 @@ def test_a_server_in_a_thread_says_why_it_has_ended() -> None:
 
 def test_a_server_in_a_thread_ends_when_told() -> None:
     store = Switchboard()
-    server = InThread(CONFIG, store)
+    server = ThreadService(CONFIG, store)
     boxes = met(store)
     server.kill()
     server.close(20.0)

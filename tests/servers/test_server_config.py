@@ -11,7 +11,7 @@ import pytest
 
 from wingbeat.servers.config import SOONER, WINDOW, ServerConfig, limits_of
 from wingbeat.servers.service import Service
-from wingbeat.transport.messages.frames import LARGEST
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
 
 CONFIG = ServerConfig(
     room="servers/", index=1, workers=2, hosts=(0, 1), interfaces=("lo",), classes=2,
@@ -30,7 +30,7 @@ def test_all_flows_to_a_server_hold_the_stated_window(
     workers: int, classes: int, links: int
 ) -> None:
     limits = limits_of(workers, classes, 10.0, links)
-    least, flows = 2 * (limits.message + LARGEST), workers * classes * links
+    least, flows = 2 * (limits.message + MAX_HEADER_BYTES), workers * classes * links
     assert limits.silence == 8.0 < SOONER * 10.0, "a dead card is named, and not who it leads to"
     assert least <= limits.window <= 32 << 20
     assert flows * limits.window <= max(WINDOW, flows * least)
@@ -49,7 +49,10 @@ def test_strangers_that_were_refused_are_counted_in_a_line(
     strangers: dict[str, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Box:
-        turned_away, refused = Counter(strangers), Counter({"magic": 4} if strangers else {})
+        refused_connections, refused = (
+            Counter(strangers),
+            Counter({"magic": 4} if strangers else {}),
+        )
         interrupter = left = lost = None
 
     monkeypatch.setattr(Service, "run", lambda *_: None)

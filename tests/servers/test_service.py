@@ -15,7 +15,7 @@ from wingbeat.servers.outbox import Order
 from wingbeat.servers.protocol import TEXT, Kind, wish_of
 from wingbeat.servers.service import Service
 from wingbeat.servers.sums import EACH
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 SERVER = 3
 ONES = np.ones(4, "f4")
@@ -329,13 +329,13 @@ def test_a_worker_that_is_lost_is_named_if_a_sum_waits_for_it() -> None:
 def test_a_worker_without_connections_for_a_second_is_named_if_a_sum_waits_for_it() -> None:
     """A process that is killed says nothing; silence would take most of the timeout to tell."""
     made = rig()
-    made.box.cut[1] = UNCONNECTED_S
+    made.box.cut[1] = RECONNECT_S
     made.push(0)
     made.run(20)
     made.clock.now = 1.0
     made.run()
     assert made.reasons() == [[], [], []], "it may connect anew"
-    made.box.cut[1] = UNCONNECTED_S + 0.1
+    made.box.cut[1] = RECONNECT_S + 0.1
     made.clock.now = 2.0
     made.run()
     told = made.reasons()

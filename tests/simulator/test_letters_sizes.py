@@ -14,7 +14,7 @@ from wingbeat.stale.messages import Here, Message, Piece, Post, Round
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import whole
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.messages.frames import FIXED
+from wingbeat.transport.messages.frames import HEADER_BYTES
 
 WORKERS = 5
 MODEL = Bundled(0.0, (0.0, 0.0), 0.0, (12_345_678, 1001), (4, 2))
@@ -28,7 +28,7 @@ def real(message: Message, nbytes: int) -> tuple[int, int]:
     machine.posts.clear()
     machine.posts.append(Post((1,), dataclasses.replace(message, **payload)))  # type: ignore
     Outgoing(machine, lane).send()
-    return sum(len(part) + FIXED for _, part in lane.parts), len(lane.parts)
+    return sum(len(part) + HEADER_BYTES for _, part in lane.parts), len(lane.parts)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.25])

@@ -31,8 +31,8 @@ DROPPED_S = 0.3
 def ports() -> set[tuple[str, int]]:
     """Where this process listens for TCP connections."""
     found = set()
-    for name in os.listdir(descriptors.DIRECTORY):
-        if name.isdigit() and gloo._listens(int(name)):
+    for name in os.listdir(descriptors.FD_DIRECTORY):
+        if name.isdigit() and gloo._is_listening(int(name)):
             with socket.socket(fileno=os.dup(int(name))) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
                     found.add(copy.getsockname()[:2])
@@ -119,11 +119,11 @@ def test_foreign_listener_meanwhile_leaves_all_ports_open(caplog: pytest.LogCapt
         foreign.append(socket.create_server(("127.0.0.1", 0)))
         return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
-    device, opened = gloo.listening(make)
+    device, opened = gloo.watch_listeners(make)
     opened.block()
     assert not opened.known
     assert lets_in(foreign[0].getsockname())
-    assert "2 sockets listen that did not before, of which 1 are gloo's" in caplog.text
+    assert "2 sockets started to listen, but gloo opened 1" in caplog.text
     foreign[0].close()
     del device
 
@@ -135,7 +135,7 @@ def test_kernel_without_filters_leaves_the_port_open_and_warns(
     monkeypatch.setattr(gloo, "_SO_ATTACH_FILTER", 0x7FFF)
     opened.block()
     opened.unblock()
-    assert "no socket filter can be attached: [Errno 92] Protocol not available" in caplog.text
+    assert "cannot attach a socket filter: [Errno 92] Protocol not available" in caplog.text
     del device
 
 

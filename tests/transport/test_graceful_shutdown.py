@@ -16,7 +16,12 @@ from helpers.ports import free_port
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.transport import graceful_shutdown, loopback
-from wingbeat.transport.failures import Blame, failure_of, has_finished, say_left
+from wingbeat.transport.failures import (
+    FailureAttribution,
+    has_finished,
+    publish_exit,
+    published_failure,
+)
 from wingbeat.transport.world import World
 
 SCRIPT = """
@@ -190,7 +195,7 @@ def waits_for_the_other(world: World) -> str:
 
 def test_a_collective_says_that_the_peer_has_finished() -> None:
     first, second = loopback.worlds(2)
-    graceful_shutdown.close(second)
+    graceful_shutdown.close_world(second)
     said = waits_for_the_other(first)
     assert said.startswith("rank 0: rank 1 has finished (its script ended, or called sys.exit()")
     assert "waits for it in all-reduce of bucket 2 on interface lo0: see what rank 1" in said
@@ -203,7 +208,7 @@ def test_a_collective_says_that_the_peer_has_failed() -> None:
     try:
         raise KeyError("mine")
     except KeyError:
-        graceful_shutdown.close(second)
+        graceful_shutdown.close_world(second)
     said = waits_for_the_other(first)
     assert said.startswith("rank 0: rank 1 failed with KeyError: 'mine', noticed in all-reduce of")
     assert "\n" not in said
@@ -215,7 +220,7 @@ def test_who_leaves_says_so_after_its_last_message() -> None:
     world, _ = loopback.worlds_on(board, 2)
     said: list[bool] = []
     world.on_close(lambda: said.append(board.has("left/0")))
-    graceful_shutdown.close(world)
+    graceful_shutdown.close_world(world)
     assert said == [False]
     assert has_finished(board, 0)
 
@@ -225,11 +230,11 @@ def test_who_fails_says_so_before_it_closes_anything() -> None:
     board = loopback.Switchboard()
     world, _ = loopback.worlds_on(board, 2)
     said: list[str] = []
-    world.on_close(lambda: said.append(failure_of(board, 0)))
+    world.on_close(lambda: said.append(published_failure(board, 0)))
     try:
         raise ValueError("boom")
     except ValueError:
-        graceful_shutdown.close(world)
+        graceful_shutdown.close_world(world)
     assert said == ["ValueError: boom"]
     assert not has_finished(board, 0)
 
@@ -243,13 +248,13 @@ def test_who_exits_as_it_handles_an_exception_has_failed_with_that() -> None:
         except ValueError:
             sys.exit(1)
     except SystemExit:
-        graceful_shutdown.close(world)
-    assert failure_of(board, 0) == "ValueError: boom"
+        graceful_shutdown.close_world(world)
+    assert published_failure(board, 0) == "ValueError: boom"
 
 
 def test_an_exchange_says_that_the_peer_has_finished() -> None:
     first, second = loopback.worlds(2, timeout=0.2)
-    graceful_shutdown.close(second)
+    graceful_shutdown.close_world(second)
     with pytest.raises(RendezvousError, match=r"rank 1 has finished .* in 'plan': see what"):
         first.exchange("plan", {})
 
@@ -257,12 +262,12 @@ def test_an_exchange_says_that_the_peer_has_finished() -> None:
 def test_the_chain_of_waits_goes_through_who_failed_and_ends_at_who_finished() -> None:
     board = loopback.Switchboard()
     _, second, third = loopback.worlds_on(board, 3)
-    Blame(board, 1, 3, 5.0).publish(2)
-    graceful_shutdown.close(second)
-    graceful_shutdown.close(third)
-    blame = Blame(board, 0, 3, 5.0)
-    assert blame.culprit(1) == 2
-    assert blame.finished(2)
+    FailureAttribution(board, 1, 3, 5.0).publish_wait(2)
+    graceful_shutdown.close_world(second)
+    graceful_shutdown.close_world(third)
+    blame = FailureAttribution(board, 0, 3, 5.0)
+    assert blame.root_cause(1) == 2
+    assert blame.has_finished(2)
 
 
 def returns() -> None:
@@ -300,7 +305,7 @@ class FileStore:
 def child(folder: Path, body: Callable[[], None]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its traceback
     world = World(1, 2, (), (), 5.0, FileStore(folder))
-    graceful_shutdown.at_the_end(world, lambda: graceful_shutdown.close(world))
+    graceful_shutdown.close_at_exit(world, lambda: graceful_shutdown.close_world(world))
     body()
 
 
@@ -322,9 +327,9 @@ def test_a_child_of_multiprocessing_says_how_it_ends(
 
 
 ZMQ = """
-from wingbeat.transport import leaving
+from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.loopback import worlds
-leaving.at_the_end(worlds(1)[0], lambda: print(garbage.gc._stay_down))
+graceful_shutdown.close_at_exit(worlds(1)[0], lambda: print(garbage.gc._stay_down))
 from zmq.utils import garbage  # as the first message does that is sent without a copy
 """
 
@@ -355,10 +360,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> loopback.Switchboard:
     """The store that rank 0 of three workers serves; its end is up to the test."""
     board = loopback.Switchboard()
     world = loopback.worlds_on(board, 3)[0]
-    monkeypatch.setattr(graceful_shutdown._End, "of", None)
-    monkeypatch.setattr(graceful_shutdown._End, "begun", False)
+    monkeypatch.setattr(graceful_shutdown._ExitHandler, "of", None)
+    monkeypatch.setattr(graceful_shutdown._ExitHandler, "begun", False)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    graceful_shutdown.at_the_end(world, lambda: graceful_shutdown.close(world))
+    graceful_shutdown.close_at_exit(world, lambda: graceful_shutdown.close_world(world))
     return board
 
 
@@ -367,13 +372,13 @@ def test_rank_0_waits_for_all_others_to_leave(
 ) -> None:
     def leave(now: float) -> None:
         if now > 1:
-            say_left(served, 1, finished=True)
+            publish_exit(served, 1, finished=True)
         if now > 3:
-            say_left(served, 2, finished=True)
+            publish_exit(served, 2, finished=True)
 
     clock = Time(leave)
     monkeypatch.setattr(graceful_shutdown, "time", clock)
-    graceful_shutdown._end()
+    graceful_shutdown._run_at_exit()
     assert clock.now == pytest.approx(3, abs=0.1)
     assert has_finished(served, 0)
 
@@ -383,15 +388,15 @@ def test_rank_0_serves_the_others_longer_when_it_has_finished_than_when_it_fails
 ) -> None:
     clock = Time()
     monkeypatch.setattr(graceful_shutdown, "time", clock)
-    end = graceful_shutdown._End.of
-    graceful_shutdown._end()
-    assert clock.now == pytest.approx(graceful_shutdown.LAST, abs=0.1)
-    graceful_shutdown._End.of, clock.now = end, 0.0
+    end = graceful_shutdown._ExitHandler.of
+    graceful_shutdown._run_at_exit()
+    assert clock.now == pytest.approx(graceful_shutdown.STORE_LINGER_S, abs=0.1)
+    graceful_shutdown._ExitHandler.of, clock.now = end, 0.0
     try:
         raise KeyError("mine")
     except KeyError:
-        graceful_shutdown._end()
-    assert clock.now == pytest.approx(graceful_shutdown.PATIENCE, abs=0.1)
+        graceful_shutdown._run_at_exit()
+    assert clock.now == pytest.approx(graceful_shutdown.ANSWER_TIMEOUT_S, abs=0.1)
 
 
 @pytest.mark.usefixtures("served")
@@ -399,11 +404,11 @@ def test_the_end_of_a_fork_is_not_that_of_its_parent(tmp_path: Path) -> None:
     """Its parent's threads are not there, and its parent still trains."""
     store = FileStore(tmp_path)
     world = World(0, 1, (), (), 5.0, store)
-    graceful_shutdown.at_the_end(world, lambda: graceful_shutdown.close(world))
-    fork = multiprocessing.get_context("fork").Process(target=graceful_shutdown._end)
+    graceful_shutdown.close_at_exit(world, lambda: graceful_shutdown.close_world(world))
+    fork = multiprocessing.get_context("fork").Process(target=graceful_shutdown._run_at_exit)
     fork.start()
     fork.join(60)
     assert fork.exitcode == 0
     assert not store.has("left/0")
-    graceful_shutdown._end()
+    graceful_shutdown._run_at_exit()
     assert store.has("left/0")

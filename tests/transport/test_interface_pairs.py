@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wingbeat.transport.interfaces import Host, Interface, pairs, usable
+from wingbeat.transport.interfaces import Host, Interface, interface_pairs, listen_interfaces
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 
@@ -19,9 +19,11 @@ def eth(name: str, address: str) -> Interface:
 
 def reached(a: Host, b: Host) -> list[tuple[str, str]]:
     """The names of what reaches what, and the same from the other side."""
-    mine, theirs = usable(a, None), usable(b, None)
-    found = pairs(a, mine, b, theirs)
-    assert sorted((y, x) for x, y in pairs(b, theirs, a, mine)) == sorted((y, x) for x, y in found)
+    mine, theirs = listen_interfaces(a, None), listen_interfaces(b, None)
+    found = interface_pairs(a, mine, b, theirs)
+    assert sorted((y, x) for x, y in interface_pairs(b, theirs, a, mine)) == sorted(
+        (y, x) for x, y in found
+    )
     return [(mine[x].name, theirs[y].name) for x, y in found]
 
 
@@ -54,7 +56,7 @@ def test_two_processes_of_a_host_use_loopback() -> None:
 
 def test_named_interfaces_only() -> None:
     a = host("a", eth("eth0", "10.0.0.1"), eth("eth1", "10.1.0.1"))
-    assert [i.name for i in usable(a, ["eth1"])] == ["eth1"]
+    assert [i.name for i in listen_interfaces(a, ["eth1"])] == ["eth1"]
 
 
 @pytest.mark.parametrize("identity", ["a", "b"])

@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError
-from wingbeat.transport.rendezvous import enter
+from wingbeat.transport.rendezvous import check_job
 from wingbeat.transport.torch_store import TorchStore
 
 WHERE = "node1:29500 (MASTER_ADDR, MASTER_PORT)"
 
 
 def joined(store: TorchStore, rank: int, name: str, size: int = 2) -> str:
-    return enter(store, rank, size, name, 0.2, WHERE)
+    return check_job(store, rank, size, name, 0.2, WHERE)
 
 
 def test_workers_with_one_name_are_of_one_job() -> None:
@@ -33,9 +33,9 @@ def test_without_names_rank_0_draws_one_for_all() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        ("a", "b", "rank 1 belongs to job 'b', and the store at node1:29500 .* to job 'a': give"),
-        ("a", "", "rank 1 belongs to a job without a name, and the store at .* to job 'a': give"),
-        ("", "b", "rank 1 belongs to job 'b', and the store at .* to a job without a name: give"),
+        ("a", "b", "rank 1 belongs to job 'b', but the store at node1:29500 .* to job 'a': set"),
+        ("a", "", "rank 1 belongs to a job without a name, but the store at .* to job 'a': set"),
+        ("", "b", "rank 1 belongs to job 'b', but the store at .* to a job without a name: set"),
     ],
 )
 def test_a_worker_of_another_job_is_refused_with_both_names(
@@ -58,12 +58,12 @@ def test_rank_0_of_another_job_is_refused_by_a_store_that_a_launcher_keeps() -> 
 def test_a_worker_of_a_job_of_another_size_is_refused() -> None:
     store = TorchStore(dist.HashStore())
     joined(store, 0, "", size=2)
-    with pytest.raises(RendezvousError, match=r"rank 1 is one of 3 workers \(WORLD_SIZE\), and .*"):
+    with pytest.raises(RendezvousError, match=r"rank 1 is one of 3 workers \(WORLD_SIZE\), but .*"):
         joined(store, 1, "", size=3)
 
 
 def test_a_rank_0_that_writes_nothing_is_named_with_the_wait() -> None:
-    with pytest.raises(RendezvousError, match=r"rank 1: rank 0 has not written .* within 0\.2 s"):
+    with pytest.raises(RendezvousError, match=r"rank 1: rank 0 did not publish .* within 0\.2 s"):
         joined(TorchStore(dist.HashStore()), 1, "a")
 
 
@@ -84,7 +84,7 @@ def test_a_rank_0_that_writes_nothing_is_named_with_the_wait() -> None:
 def test_a_malformed_name_is_refused(text: str) -> None:
     store = TorchStore(dist.HashStore())
     store.set("job", text)
-    with pytest.raises(RendezvousError, match=r"rank 1: the store at .* malformed name"):
+    with pytest.raises(RendezvousError, match=r"rank 1: the store at .* malformed job name"):
         joined(store, 1, "a")
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from wingbeat.transport.services import InProcess
+from wingbeat.transport.services import ProcessService
 
 
 class Told:
-    module, asks_later, me = "told_service", False, "the service"
+    module, uses_store_later, me = "told_service", False, "the service"
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -36,7 +36,7 @@ def test_a_service_finds_what_the_worker_finds(
     monkeypatch.chdir(here)
     config: Any = Told(out)
     store: Any = None
-    service = InProcess(config, store)
+    service = ProcessService(config, store)
     service.close(60.0)
     assert service.ended() == "the service has ended with exit status 0"
     found = Path(out.read_text()).parent
@@ -61,6 +61,6 @@ def test_a_service_whose_store_fails_hears_that_no_answer_comes(
 
     config: Any = Told(tmp_path)
     store: Any = Torn()
-    service = InProcess(config, store)
+    service = ProcessService(config, store)
     service.close(60.0)
     assert service.ended() == "the service has ended with exit status 3"

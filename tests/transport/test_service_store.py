@@ -8,17 +8,17 @@ import json
 import pytest
 
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.services import PipeStore, answer
+from wingbeat.transport.services import PipeStore, answer_request
 
 
 def test_requests_are_answered_from_the_store() -> None:
     store = Switchboard()
-    assert answer('{"read": "a"}', store) == ("null", False)
-    assert answer('{"set": "a", "value": "é\\n"}', store) == ("true", False)
+    assert answer_request('{"read": "a"}', store) == ("null", False)
+    assert answer_request('{"set": "a", "value": "é\\n"}', store) == ("true", False)
     assert store.get("a", 0.0) == "é\n"
-    text, last = answer('{"read": "a"}', store)
+    text, last = answer_request('{"read": "a"}', store)
     assert (json.loads(text), last) == ("é\n", False)
-    assert answer('{"ready": true}', store) == ("true", True)
+    assert answer_request('{"ready": true}', store) == ("true", True)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_requests_are_answered_from_the_store() -> None:
 def test_what_is_no_request_is_refused_and_stores_nothing(line: str) -> None:
     store = Switchboard()
     with pytest.raises(ValueError):  # noqa: PT011  json's and ours
-        answer(line, store)
+        answer_request(line, store)
     assert not store._values
 
 
@@ -43,7 +43,7 @@ class Answers(io.StringIO):
     def write(self, text: str) -> int:
         at = self.back.tell()
         self.back.seek(0, io.SEEK_END)
-        self.back.write(answer(text, self.store)[0] + "\n")
+        self.back.write(answer_request(text, self.store)[0] + "\n")
         self.back.seek(at)
         return len(text)
 
@@ -63,7 +63,7 @@ def test_a_store_by_pipes_is_one() -> None:
 
 @pytest.mark.parametrize("line", ["", "tr", "nonsense\n"])
 def test_a_worker_that_is_gone_is_said(line: str) -> None:
-    with pytest.raises(TimeoutError, match="the worker that started this service is gone"):
+    with pytest.raises(TimeoutError, match="the worker that started this service has exited"):
         PipeStore(io.StringIO(), io.StringIO(line)).has("a")
     closed = io.StringIO()
 

@@ -16,11 +16,11 @@ import wingbeat
 from helpers.waiting import PATIENCE, until
 from wingbeat.errors import UsageError
 from wingbeat.transport import graceful_shutdown, loopback, on_terminate
-from wingbeat.transport.graceful_shutdown import Termination
+from wingbeat.transport.graceful_shutdown import SigtermHandler
 from wingbeat.transport.world import World
 
 
-def end(one: Termination) -> None:
+def end(one: SigtermHandler) -> None:
     """End its thread, which would else end the tests when the grace is over."""
     one.after = None
     one.close()
@@ -29,15 +29,15 @@ def end(one: Termination) -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Termination]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SigtermHandler]]:
     """Makes what a rank has, as if its process had called `on_terminate`."""
-    monkeypatch.setattr(graceful_shutdown, "_LOOK_S", 0.01)
-    monkeypatch.setattr(graceful_shutdown, "_AGREE_S", 0.5)
-    monkeypatch.setattr(graceful_shutdown._End, "terminated", False)
-    kept: list[Termination] = []
+    monkeypatch.setattr(graceful_shutdown, "_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(graceful_shutdown, "_AGREEMENT_S", 0.5)
+    monkeypatch.setattr(graceful_shutdown._ExitHandler, "terminated", False)
+    kept: list[SigtermHandler] = []
 
     def make(world: World, save: Callable[[], object] = lambda: None, grace: float = 600.0) -> Any:
-        one = Termination(world, save, grace)
+        one = SigtermHandler(world, save, grace)
         one._thread.start()
         kept.append(one)
         return one
@@ -47,11 +47,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Termination]
         end(one)
 
 
-def step(one: Termination, *, lockstep: bool = True) -> bool:
+def step(one: SigtermHandler, *, lockstep: bool = True) -> bool:
     """Make a step, and begin the next; whether this rank has left instead."""
-    one.stepped()
+    one.count_step()
     try:
-        one.between(lockstep=lockstep)
+        one.stop_if_due(lockstep=lockstep)
     except SystemExit as left:
         return bool(left.code == 143)
     return False
@@ -59,7 +59,7 @@ def step(one: Termination, *, lockstep: bool = True) -> bool:
 
 @pytest.mark.parametrize("signalled", [(0,), (2,), (0, 1, 2)])
 def test_ranks_at_different_steps_stop_after_the_same_one(
-    signalled: tuple[int, ...], made: Callable[..., Termination]
+    signalled: tuple[int, ...], made: Callable[..., SigtermHandler]
 ) -> None:
     saved: list[tuple[int, int]] = []
     ranks = [made(world) for world in loopback.worlds(3)]
@@ -77,7 +77,7 @@ def test_ranks_at_different_steps_stop_after_the_same_one(
 
 
 def test_a_rank_that_needs_no_other_stops_after_its_present_step(
-    made: Callable[..., Termination],
+    made: Callable[..., SigtermHandler],
 ) -> None:
     first, second = (made(world) for world in loopback.worlds(2))
     for _ in range(1000):
@@ -90,7 +90,7 @@ def test_a_rank_that_needs_no_other_stops_after_its_present_step(
 
 
 def test_a_rank_ends_no_step_until_all_have_said_how_many_they_made(
-    made: Callable[..., Termination],
+    made: Callable[..., SigtermHandler],
 ) -> None:
     """Else it could go past the step that the others agree on, and wait for them in vain."""
     board = loopback.Switchboard()
@@ -100,7 +100,7 @@ def test_a_rank_ends_no_step_until_all_have_said_how_many_they_made(
     ended = threading.Event()
 
     def steps() -> None:
-        one.stepped()
+        one.count_step()
         ended.set()
 
     threading.Thread(target=steps, daemon=True).start()
@@ -110,21 +110,21 @@ def test_a_rank_ends_no_step_until_all_have_said_how_many_they_made(
     assert one.after == 8
 
 
-def test_only_the_first_forward_after_a_step_stops(made: Callable[..., Termination]) -> None:
+def test_only_the_first_forward_after_a_step_stops(made: Callable[..., SigtermHandler]) -> None:
     """Forwards before a step are amid it: of several models, or in an accumulation."""
     (one,) = (made(world) for world in loopback.worlds(1))
-    one.stepped()
-    one.between(lockstep=True)
+    one.count_step()
+    one.stop_if_due(lockstep=True)
     one._signalled.set()
     until(lambda: one.after is not None)
-    one.between(lockstep=False)
+    one.stop_if_due(lockstep=False)
     assert one.after == 2
     assert step(one)
 
 
 @pytest.mark.parametrize("said", ["-1", "1e3", "9" * 400, "²", "", "7\n"])
 def test_a_number_of_steps_that_is_none_is_ignored_with_a_line(
-    said: str, made: Callable[..., Termination], caplog: pytest.LogCaptureFixture
+    said: str, made: Callable[..., SigtermHandler], caplog: pytest.LogCaptureFixture
 ) -> None:
     board = loopback.Switchboard()
     one = made(loopback.worlds_on(board, 2)[0])
@@ -144,12 +144,12 @@ def test_a_number_of_steps_that_is_none_is_ignored_with_a_line(
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_rank_that_says_nothing_is_waited_for_unless_it_has_left(
-    left: bool, made: Callable[..., Termination], monkeypatch: pytest.MonkeyPatch
+    left: bool, made: Callable[..., SigtermHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graceful_shutdown, "_AGREE_S", 2 * PATIENCE if left else 0.2)
+    monkeypatch.setattr(graceful_shutdown, "_AGREEMENT_S", 2 * PATIENCE if left else 0.2)
     first, second = loopback.worlds(2)
     if left:
-        graceful_shutdown.close(second)
+        graceful_shutdown.close_world(second)
     one = made(first)
     one._signalled.set()
     until(lambda: one.after is not None)
@@ -157,7 +157,7 @@ def test_a_rank_that_says_nothing_is_waited_for_unless_it_has_left(
 
 
 def test_a_store_that_is_gone_lets_the_rank_stop_after_its_next_step(
-    made: Callable[..., Termination], monkeypatch: pytest.MonkeyPatch
+    made: Callable[..., SigtermHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, _ = loopback.worlds(2)
 
@@ -183,7 +183,7 @@ def test_a_store_that_is_gone_lets_the_rank_stop_after_its_next_step(
 def test_after_the_grace_the_process_ends_and_says_what_it_was_doing(
     amid: str,
     doing: str,
-    made: Callable[..., Termination],
+    made: Callable[..., SigtermHandler],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -202,7 +202,7 @@ def test_after_the_grace_the_process_ends_and_says_what_it_was_doing(
     assert f"wingbeat: rank 0 ends 0.3 s after SIGTERM, while {doing}\n" in capfd.readouterr().err
 
 
-def test_what_save_raises_comes_out_of_the_forward(made: Callable[..., Termination]) -> None:
+def test_what_save_raises_comes_out_of_the_forward(made: Callable[..., SigtermHandler]) -> None:
     def full() -> None:
         raise OSError("no space left on device")
 
@@ -212,10 +212,10 @@ def test_what_save_raises_comes_out_of_the_forward(made: Callable[..., Terminati
     until(lambda: one.after is not None)
     with pytest.raises(OSError, match="no space"):
         step(one)
-    assert not graceful_shutdown._End.terminated
+    assert not graceful_shutdown._ExitHandler.terminated
 
 
-def test_a_terminated_rank_has_not_finished(made: Callable[..., Termination]) -> None:
+def test_a_terminated_rank_has_not_finished(made: Callable[..., SigtermHandler]) -> None:
     """Others that wait for it are not to hear that it had fewer batches."""
     board = loopback.Switchboard()
     world, _ = loopback.worlds_on(board, 2)
@@ -224,7 +224,7 @@ def test_a_terminated_rank_has_not_finished(made: Callable[..., Termination]) ->
     one._signalled.set()
     until(lambda: one.after is not None)
     assert step(one)
-    graceful_shutdown.close(world)
+    graceful_shutdown.close_world(world)
     assert board.get("left/0", 1.0) == "failed"
 
 
@@ -234,7 +234,7 @@ def test_status_143_is_no_failure() -> None:
         try:
             raise SystemExit(code)
         except SystemExit:
-            assert graceful_shutdown.failing() is failing
+            assert graceful_shutdown.is_failing() is failing
 
 
 # -- the signal -----------------------------------------------------------------------------
@@ -242,8 +242,8 @@ def test_status_143_is_no_failure() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(graceful_shutdown, "_LOOK_S", 0.01)
-    monkeypatch.setattr(graceful_shutdown._End, "terminated", False)
+    monkeypatch.setattr(graceful_shutdown, "_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(graceful_shutdown._ExitHandler, "terminated", False)
     before = signal.getsignal(signal.SIGTERM)
     yield wingbeat.init()
     installed = graceful_shutdown._installed

@@ -18,15 +18,15 @@ from wingbeat.groups.returns import Returns
 from wingbeat.stale.roll import Entry, Roll
 from wingbeat.stale.view import whole, without
 from wingbeat.transport import torch_store
-from wingbeat.transport.failures import Blame, has_finished, has_left, say_left
-from wingbeat.transport.rendezvous import enter
-from wingbeat.transport.services import answer
+from wingbeat.transport.failures import FailureAttribution, has_exited, has_finished, publish_exit
+from wingbeat.transport.rendezvous import check_job
+from wingbeat.transport.services import answer_request
 from wingbeat.transport.torch_store import (
-    LARGEST,
-    MARK,
-    Refused,
-    Seal,
-    SharedStore,
+    MAX_VALUE_BYTES,
+    TAG_PREFIX,
+    Authenticator,
+    PollingStore,
+    RejectedValue,
     TorchStore,
     job_key,
 )
@@ -35,34 +35,41 @@ KEY = b"sixteen or more characters"
 
 
 def sealed(raw: dist.Store, kind: type[TorchStore] = TorchStore) -> TorchStore:
-    return kind(raw, Seal(KEY, "0/0/job"))
+    return kind(raw, Authenticator(KEY, "0/0/job"))
 
 
 def forgeries(name: str, value: str) -> list[str | bytes]:
     """What a stranger may write who can read the store but has no key."""
-    other = Seal(b"another key of the kind", "0/0/job").close(name, value)
-    elsewhere = Seal(KEY, "0/0/job").close(f"{name}1", value)
-    another_job = Seal(KEY, "0/0/another").close(name, value)
-    right = Seal(KEY, "0/0/job").close(name, value)
-    changed = [right + "1", right[:-1], right.upper(), right[1:], f"{MARK}:{value}", MARK]
+    other = Authenticator(b"another key of the kind", "0/0/job").sign(name, value)
+    elsewhere = Authenticator(KEY, "0/0/job").sign(f"{name}1", value)
+    another_job = Authenticator(KEY, "0/0/another").sign(name, value)
+    right = Authenticator(KEY, "0/0/job").sign(name, value)
+    changed = [
+        right + "1",
+        right[:-1],
+        right.upper(),
+        right[1:],
+        f"{TAG_PREFIX}:{value}",
+        TAG_PREFIX,
+    ]
     return [value, other, elsewhere, another_job, *changed, "", "?", b"\xff\xfe"]
 
 
 def test_a_value_comes_back_as_it_was_written() -> None:
     raw = dist.HashStore()
-    for kind in (TorchStore, SharedStore):
+    for kind in (TorchStore, PollingStore):
         store = sealed(raw, kind)
-        for value in ("", "1", "a:b", f"{MARK}x", "ä\n" * 1000):
+        for value in ("", "1", "a:b", f"{TAG_PREFIX}x", "ä\n" * 1000):
             store.set("key", value)
-            assert (store.has("key"), store.get("key", 1.0), store.look("key")) == (
+            assert (store.has("key"), store.get("key", 1.0), store.peek("key")) == (
                 True,
                 value,
                 value,
             )
-            assert raw.get("key").decode().startswith(MARK)
+            assert raw.get("key").decode().startswith(TAG_PREFIX)
 
 
-@pytest.mark.parametrize("kind", [TorchStore, SharedStore])
+@pytest.mark.parametrize("kind", [TorchStore, PollingStore])
 @pytest.mark.parametrize("forged", forgeries("key", "7"), ids=str)
 def test_a_forged_value_is_as_if_it_were_not_there(
     kind: type[TorchStore], forged: str | bytes
@@ -90,8 +97,8 @@ def test_a_reader_waits_for_the_right_value_behind_a_forged_one(
         assert store.get("key", 60.0) == "right"
     later.join()
     assert [r.message for r in caplog.records] == [
-        "the store's value of key is refused: its MAC is wrong or missing: it was not written with "
-        "this job's key"
+        "the value of key in the store is rejected: its authentication tag is wrong or "
+        "missing: it was not written with this job's key"
     ]
 
 
@@ -115,18 +122,20 @@ def test_who_forges_a_value_again_and_again_is_named_with_the_key() -> None:
             self.number += 1
             return raw.compare_set(key, expected, value)
 
-    with pytest.raises(Refused, match="key: another process writes it again and again"):
+    with pytest.raises(RejectedValue, match="key: another process writes it again and again"):
         sealed(Busy()).claim("key", "a")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seal", [None, Seal(KEY, "")])
-def test_what_is_too_large_is_not_read(seal: Seal | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LARGEST == 16 << 20
-    monkeypatch.setattr(torch_store, "LARGEST", 1000)
+@pytest.mark.parametrize("authenticator", [None, Authenticator(KEY, "")])
+def test_what_is_too_large_is_not_read(
+    authenticator: Authenticator | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MAX_VALUE_BYTES == 16 << 20
+    monkeypatch.setattr(torch_store, "MAX_VALUE_BYTES", 1000)
     raw = dist.HashStore()
-    TorchStore(raw, seal).set("key", "x" * 1001)
+    TorchStore(raw, authenticator).set("key", "x" * 1001)
     with pytest.raises(TimeoutError, match=r"key: 10\d\d bytes, more than 1000|key: 1073 bytes"):
-        TorchStore(raw, seal).get("key", 0.02)
+        TorchStore(raw, authenticator).get("key", 0.02)
 
 
 # -- what readers make of it ------------------------------------------------------------------
@@ -150,14 +159,14 @@ def test_a_forged_roll_evicts_nobody() -> None:
 def test_a_forged_word_of_who_left_or_failed_is_not_believed() -> None:
     raw = dist.HashStore()
     store = sealed(raw)
-    blame = Blame(store, 0, 3, 0.1)
+    blame = FailureAttribution(store, 0, 3, 0.1)
     raw.set("left/1", "finished")
     raw.set("waited/1", "2 all-reduce")
-    assert not has_left(store, 1)
+    assert not has_exited(store, 1)
     assert not has_finished(store, 1)
-    assert blame.whom(1) is None
-    assert blame.doing(1) == ""
-    say_left(store, 1, finished=True)
+    assert blame.awaited_by(1) is None
+    assert blame.operation(1) == ""
+    publish_exit(store, 1, finished=True)
     assert has_finished(store, 1)
 
 
@@ -169,7 +178,7 @@ def test_a_forged_return_or_loss_does_not_reach_the_generator_or_the_board() -> 
     raw.set("room/fallen/1", "7")
     raw.set("room/sign/1", "[1, true, 1, 1]")
     returns, board = Returns(store, "room", 3), Board(store, "room", 3)
-    returns.look()
+    returns.peek()
     assert returns.news() is None
     assert (board.lost(), board.fallen([1]), board.signs()) == (set(), {}, {})
 
@@ -177,9 +186,11 @@ def test_a_forged_return_or_loss_does_not_reach_the_generator_or_the_board() -> 
 def test_a_service_is_told_that_nothing_is_there() -> None:
     raw = dist.HashStore()
     raw.set("key", "forged")
-    assert answer('{"read": "key"}', sealed(raw)) == ("null", False)
+    assert answer_request('{"read": "key"}', sealed(raw)) == ("null", False)
     raw.set("key", b"\xff")
-    assert answer('{"read": "key"}', TorchStore(raw)) == ("null", False), "also without a key"
+    assert answer_request('{"read": "key"}', TorchStore(raw)) == ("null", False), (
+        "also without a key"
+    )
 
 
 # -- the key ----------------------------------------------------------------------------------
@@ -198,17 +209,17 @@ def test_workers_with_different_keys_are_refused_soon(
     keys: tuple[bytes | None, bytes | None],
 ) -> None:
     raw = dist.HashStore()
-    stores = [TorchStore(raw, None if key is None else Seal(key, "0/0")) for key in keys]
-    enter(stores[0], 0, 2, "", 60.0, "node1:29500")
+    stores = [TorchStore(raw, None if key is None else Authenticator(key, "0/0")) for key in keys]
+    check_job(stores[0], 0, 2, "", 60.0, "node1:29500")
     begin = time.monotonic()
     with pytest.raises(RendezvousError, match="WINGBEAT_JOB_KEY"):
-        enter(stores[1], 1, 2, "", 60.0, "node1:29500")
+        check_job(stores[1], 1, 2, "", 60.0, "node1:29500")
     assert time.monotonic() - begin < 30
 
 
 def test_rank_0_writes_over_a_forged_name_of_the_job() -> None:
     raw = dist.HashStore()
     raw.set("job", json.dumps(["evil", False, 2]))
-    store = TorchStore(raw, Seal(KEY, "0/0"))
-    assert enter(store, 0, 2, "mine", 1.0, "") == "mine"
-    assert enter(store, 1, 2, "mine", 1.0, "") == "mine"
+    store = TorchStore(raw, Authenticator(KEY, "0/0"))
+    assert check_job(store, 0, 2, "mine", 1.0, "") == "mine"
+    assert check_job(store, 1, 2, "mine", 1.0, "") == "mine"

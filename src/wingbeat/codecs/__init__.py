@@ -1,4 +1,4 @@
-"""How gradients are written on the wire: dense, cast, sketched, the largest only, low rank."""
+"""Codecs: how gradients are encoded on the links: dense, cast, sketched, top-k, low rank."""
 
 from wingbeat.codecs.codec import Codec as Codec
 from wingbeat.codecs.coding import Coding as Coding

@@ -1,4 +1,4 @@
-"""How a flat buffer travels: which codec each region has, and its payload."""
+"""How a flat buffer travels: the codec of each region, and the payload of any span."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from wingbeat.observe import meter
 from wingbeat.types import Span
 
 TRIED = 40
-"""Steps at the beginning in which a codec may be on trial: as long as a trial can take."""
+"""Steps at the beginning in which a codec may be on trial: the longest duration of a trial."""
 
 
 def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
-    """Return the codec of ``wire`` in step ``step``, counted from 0; equal settings, equal codec.
+    """Return the codec of ``wire`` in step ``step``, counted from 0; equal options, equal codec.
 
-    Only a warm-up makes it depend on the step, only groups on the parameter's ``name``. Where it
-    is tried first whether the codec is faster, the warm-up begins after that: a trial has to be of
-    what will travel later on, and half of its steps are exact anyway.
+    Only a warm-up makes it depend on the step, and only groups on the parameter's ``name``. If the
+    codec is on trial first, the warm-up begins after the trial: a trial has to measure what travels
+    later, and half of its steps are exact anyway.
     """
     mine = own(wire, name)
     if isinstance(mine, TopK):
@@ -51,7 +51,7 @@ def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
 
 
 def all_of(wire: Coded) -> tuple[Codec, ...]:
-    """Return every codec that gradients may go through, in the order of `kinds`."""
+    """Return every codec that gradients may use, in the order of `wingbeat.compression.kinds`."""
     return tuple(map(_constant, kinds(wire)))
 
 
@@ -76,7 +76,7 @@ def _constant(wire: str | Coded) -> Codec:
 
 @dataclass(frozen=True)
 class Region:
-    """Elements that travel by one codec; with ``cols``, rows of a matrix of that many columns."""
+    """Elements that use one codec; with ``cols``, rows of a matrix with that many columns."""
 
     span: Span
     codec: Codec
@@ -85,7 +85,7 @@ class Region:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a span and a region have in common, or the whole rows of that."""
+    """The intersection of a span and a region, or the whole rows in it."""
 
     span: Span
     codec: Codec
@@ -94,9 +94,9 @@ class _Part:
 
 
 class Coding:
-    """Encodes and decodes any span of a flat buffer, float of any width.
+    """Encodes and decodes any span of a flat float buffer.
 
-    Both ends know the regions, so a payload's size and meaning follow from its span alone.
+    Both ends know the regions, so the size and meaning of a payload follow from its span.
     """
 
     def __init__(self, regions: Sequence[Region]) -> None:
@@ -105,10 +105,10 @@ class Coding:
 
     @property
     def bytes_per_element(self) -> float:
-        """About how many bytes an element of the largest region takes on the wire."""
+        """Approximate bytes per element of the largest region; 0 if blocks are best left whole."""
         largest = max(self.regions, key=lambda region: len(region.span))
         if any(region.cols for region in self.regions):
-            return 0.0  # matrices are worth more the fewer pieces they are in
+            return 0.0  # factors pay off most for whole matrices
         return largest.codec.bytes_per_element
 
     def room(self, span: Span) -> int:
@@ -116,7 +116,7 @@ class Coding:
         return sum(_aligned(part.nbytes) for part in self._parts_of(span))
 
     def cut(self, span: Span) -> Coding:
-        """Return the coding of ``buffer[span]`` by itself; it makes the same payload of it."""
+        """Return the coding of ``buffer[span]`` alone, which produces the same payload."""
         start = span.start
         return Coding(
             [
@@ -135,8 +135,8 @@ class Coding:
     ) -> None:
         """Write ``buffer[span]`` into ``payload``.
 
-        ``residual`` is as long as the buffer, and so is the ``velocity`` of momentum correction.
-        Where a codec keeps none, what another has left there goes along, once.
+        ``residual`` is as long as the buffer, and so is ``velocity``, for momentum correction. A
+        region whose codec keeps no residual sends what another codec left there, once.
         """
         begin = time.monotonic_ns()
         for part, room in self._rooms(span, payload):
@@ -156,10 +156,10 @@ class Coding:
     def decode(
         self, payload: torch.Tensor, buffer: torch.Tensor, span: Span, *, add: bool = False
     ) -> None:
-        """Write what ``payload`` stands for into ``buffer[span]``, or add it.
+        """Decode ``payload`` into ``buffer[span]``, or add it.
 
         Raises:
-            ValueError: no encoder can have written this.
+            ValueError: the payload is malformed.
         """
         begin = time.monotonic_ns()
         for part, room in self._rooms(span, payload):
@@ -192,7 +192,7 @@ class Coding:
 
 
 def _by_rows(region: Region, span: Span) -> Iterator[_Part]:
-    """Yield the span in up to three parts: the end of a row, whole rows, the begin of a row."""
+    """Yield the span in up to three parts: the end of a row, whole rows, the beginning of a row."""
     first, last = span.start, span.stop
     if region.cols:
         origin = region.span.start
@@ -216,20 +216,21 @@ def _aligned(nbytes: int) -> int:
 
 
 LARGE = 1 << 16
-"""Elements from which a gradient travels by itself: worth a table of its own levels, or factors if
-it is a matrix (Canary, section 4.3.1, case 1)."""
+"""Elements from which a gradient is a region of its own: worth a table of its own levels, or
+factors if it is a matrix (Canary, section 4.3.1, case 1).
+"""
 
 
 def regions(
     wire: Coded, parameters: Sequence[tuple[str, Sequence[int]]], step: int = 0
 ) -> Iterator[Region]:
-    """Yield large gradients by themselves if their codec gains by that, and the rest in runs.
+    """Yield large gradients as regions of their own if their codec benefits, and the rest in runs.
 
     A run has one codec: that of its parameters' group.
 
     Args:
-        wire: the codec's settings.
-        parameters: name and shape of each, in the order in which their gradients lie.
+        wire: options of the codec.
+        parameters: name and shape of each, in the order of their gradients.
         step: counted from 0.
     """
     start = end = 0

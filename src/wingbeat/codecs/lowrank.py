@@ -16,36 +16,41 @@ from wingbeat.errors import UsageError
 from wingbeat.types import Span
 
 OVERSAMPLE = 4
-"""Columns beyond the rank. Measured on spectra that fall like 1/j, with one iteration: the error
-is within 3 % of the best possible; without these columns up to 1.5 times of it."""
+"""Columns beyond the rank. On spectra that fall like 1/j, with one iteration, the error is within 3
+% of the optimum; without these columns up to 1.5 times of it.
+"""
 
 TAME = 2.0**40
-"""Products of matrices whose values are much larger than this, or smaller than its reciprocal,
-might leave float32's range; those are scaled first."""
+"""Matrices with values much larger than this, or smaller than its reciprocal, are scaled first:
+their products might leave float32's range.
+"""
 
 SEED = 4_3_1
-"""Of the random test matrix: equal input, equal payload."""
+"""Seed of the random test matrix: equal input, equal payload."""
 
 
 @dataclass(frozen=True)
 class LowRankCodec:
-    """A matrix is written as ``P @ Q.T``, and each factor by the inner codec.
+    """Writes a matrix as ``P @ Q.T``, and each factor by the inner codec (Canary, section 4.3.1,
+    case 1).
+
+    The factors are found by randomised subspace iteration (Halko, Martinsson and Tropp, 2011,
+    sections 4.5 and 5.1), with a few extra columns, of which the best are kept.
 
     Payload: ``[P: rows * rank elements][Q: cols * rank elements]``, each as the inner codec writes
     it; the second begins at the next multiple of 4 bytes. One factor's columns are orthonormal,
-    the other's have the singular values' sizes. Where there is no matrix, or the factors' payload
-    would not be smaller than half of the inner codec's for the whole, the inner codec is used
-    directly.
+    those of the other have the sizes of the singular values. The inner codec is used directly if
+    there is no matrix, or if the factors would not be smaller than half of its payload.
 
     A row with a value that is not finite arrives as NaN; the other rows are not affected. Decoding
-    sums ``rank`` products in the order that the device's matrix product has, so receivers have the
-    same bits if they have the same hardware and software. On a GPU encoding waits for the device.
+    sums ``rank`` products in the order of the device's matrix product, so receivers have the same
+    bits if they have the same hardware and software. On a GPU encoding waits for the device.
 
     Args:
         rank: columns of each factor, at least 1.
-        inner: how the factors are written, and what is no matrix.
-        iterations: of the subspace iteration, at least 0; each reads the matrix twice, and it is
-            read twice besides.
+        inner: encodes the factors, and what is not a matrix.
+        iterations: of the subspace iteration, at least 0; each reads the matrix twice, besides
+            two other passes.
 
     Raises:
         UsageError: a number is out of range.
@@ -62,16 +67,16 @@ class LowRankCodec:
 
     @property
     def feedback(self) -> bool:
-        """As the inner codec has it; yes with dense factors, which lose something all the same."""
+        """As the inner codec; True with dense factors, which lose information too."""
         return self.inner.feedback or isinstance(self.inner, Dense)
 
     @property
     def bytes_per_element(self) -> float:
-        """The inner codec's, for all that is no matrix."""
+        """Bytes per element of the inner codec, for all that is not a matrix."""
         return self.inner.bytes_per_element
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
-        """Return the payload's size in bytes.
+        """As `Codec.nbytes`.
 
         Raises:
             ValueError: ``numel`` elements are not whole rows of ``cols``.
@@ -82,11 +87,7 @@ class LowRankCodec:
     def encode(
         self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
     ) -> None:
-        """Find the factors and write them.
-
-        Raises:
-            ValueError: the payload's size is wrong, or ``x`` is not whole rows.
-        """
+        """As `Codec.encode`. Also raises a `ValueError` if ``x`` is not whole rows."""
         rows = self._rows(x.numel(), cols)
         if not rows:
             self.inner.encode(x, payload, residual=residual, cols=cols)
@@ -103,22 +104,17 @@ class LowRankCodec:
             residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
-        """Multiply the factors, straight into ``out``.
-
-        Raises:
-            ValueError: the payload's size is wrong, ``out`` is not whole rows, or the inner codec
-                cannot have written a factor; ``out`` is as it was.
-        """
+        """As `Codec.decode`. Also raises a `ValueError` if ``out`` is not whole rows."""
         rows = self._rows(out.numel(), cols)
         if not rows:
             self.inner.decode(payload, out, add=add, cols=cols)
             return
         p, q = self._read(payload, rows, cols)
-        # beta=0 does not read what is there, so old NaN do not stay.
+        # beta=0 does not read the old values, so old NaN vanish.
         out.view(rows, cols).addmm_(p, q.T, beta=1.0 if add else 0.0)
 
     def _rows(self, numel: int, cols: int) -> int:
-        """Return the matrix's rows, or 0 if it is not worth factors; of the sizes alone."""
+        """Return the matrix's rows, or 0 if factors do not pay off; depends on sizes only."""
         if cols == 0:
             return 0
         if cols < 0 or numel % cols:
@@ -130,7 +126,7 @@ class LowRankCodec:
         return rows if worth else 0
 
     def _sizes(self, rows: int, cols: int) -> tuple[int, int]:
-        """Return the bytes of each factor, of the first with what fills it up."""
+        """Return the bytes of each factor, the first one padded."""
         first = self.inner.nbytes(rows * self.rank)
         return -(-first // ALIGNMENT) * ALIGNMENT, self.inner.nbytes(cols * self.rank)
 
@@ -151,8 +147,10 @@ class LowRankCodec:
 
 
 def _factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Return ``P`` and ``Q`` with ``P @ Q.T`` near ``matrix``; NaN rows in P where it has any."""
-    # The orthonormal factor is that of the shorter side: it is the cheaper one to make.
+    """Return ``P`` and ``Q`` with ``P @ Q.T`` near ``matrix``; rows that are not finite are NaN in
+    P.
+    """
+    # The orthonormal factor belongs to the shorter side: it is cheaper.
     tall = matrix.shape[0] > matrix.shape[1]
     found = _factorise(matrix.T if tall else matrix, rank, iterations)
     if found is None:
@@ -161,15 +159,15 @@ def _factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor
 
 
 def _wild_factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Do the same for a matrix that is zero, not all finite, or very large or small."""
+    """As `_factors`, for a matrix that is zero, not all finite, or of extreme values."""
     finite = matrix.isfinite()
     clean = torch.where(finite, matrix, 0.0)
     peak = float(clean.abs().max())
     if peak == 0.0:
         p, q = (matrix.new_zeros(size, rank) for size in matrix.shape)
     else:
-        # In two halves, because the reciprocal of the smallest denormal is no float32. Each half
-        # goes back onto one factor, so that neither overflows.
+        # In two steps, because the reciprocal of the smallest denormal is no float32. Each step is
+        # undone on one factor, so that neither overflows.
         exponent = math.frexp(peak)[1]
         half = exponent // 2
         clean.mul_(2.0**-half).mul_(2.0 ** (half - exponent))
@@ -188,7 +186,7 @@ def _factorise(a: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor] |
     short, long = a.shape
     width = min(rank + OVERSAMPLE, short)
     generator = torch.Generator(a.device).manual_seed(SEED)
-    # Stored by columns, like all that follows: matrix products with few columns are faster so.
+    # Stored by columns, as is everything below: products with few columns are faster.
     test = torch.randn(width, long, generator=generator, device=a.device).T
     y = a @ test
     if not 1.0 / TAME < float(y.abs().max()) < TAME:
@@ -197,8 +195,8 @@ def _factorise(a: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor] |
         y = a @ _orthonormal((_orthonormal(y).T @ a).T)
     basis = _orthonormal(y)
     b = basis.T @ a
-    # The singular vectors of the thin b, from its small Gram matrix: squaring loses half of the
-    # digits, so it is in float64.
+    # The singular vectors of the thin b come from its small Gram matrix: squaring loses half of the
+    # digits, so use float64.
     wide = b.double()
     best = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].float()
     return basis @ best, b.T @ best
@@ -216,10 +214,10 @@ _PRIME = 4093
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Elements of a flat buffer that are ``rows`` of ``cols``, and how many columns factors have.
+    """A matrix in a flat buffer, and the number of columns of its factors.
 
     Attributes:
-        name: the parameter's; what its factors begin with goes by it.
+        name: the parameter's; seeds its first Q.
         start: the first element.
     """
 
@@ -235,21 +233,25 @@ class Matrix:
         return Span(self.start, self.start + self.rows * self.cols)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the matrix as a view of the buffer that it is in."""
+        """Return the matrix as a view of its buffer."""
         return flat[self.start : self.span.stop].view(self.rows, self.cols)
 
 
 class Factors:
-    """How a bucket's buffer travels as factors: its matrices, what they lose, where they begin.
+    """How a bucket's buffer travels as factors, as in PowerSGD (Vogels et al., 2019, Algorithms 1,
+    2).
+
+    A matrix M of ``rows x cols`` travels as ``P = M Q``, ``rows x rank``, and ``M.T P``, ``cols x
+    rank``: both are linear in M, so all-reduces can sum them.
 
     Args:
-        matrices: of the buffer, in their order, without overlaps; at least one.
+        matrices: those in the buffer, in order, without overlaps; at least one.
         length: elements of the buffer.
-        workers: how many there are; what is summed is a multiple of that long.
-        residual: float32, as long as the buffer; None where nothing is kept.
-        starts: each matrix's Q by name, ``(cols, rank)``; those that are missing are made, and all
-            are views of memory of this object afterwards.
-        device: where the buffer is.
+        workers: number of workers; summed buffers are padded to a multiple of it.
+        residual: float32, as long as the buffer; None: no error feedback.
+        starts: each matrix's Q by name, ``(cols, rank)``; missing ones are made, and all become
+            views of memory of this object.
+        device: device of the buffer.
     """
 
     def __init__(
@@ -285,24 +287,24 @@ class Factors:
         return 4 * (self._firsts + self._seconds)
 
     def begin(self, buffer: Tensor) -> Round:
-        """Make the first factors of the buffer; see `Round`."""
+        """Compute the first factors of the buffer; see `Round`."""
         return Round(self, buffer, self._zeros(self._firsts), self._zeros(self._seconds))
 
     def thin(self, first: Tensor) -> list[Tensor]:
-        """Return the views of each matrix's P, ``(rows, rank)``, in what is summed first."""
+        """Return views of each matrix's P, ``(rows, rank)``, in the first summed buffer."""
         return _columns(first, self._beside, [(m.rows, m.rank) for m in self.matrices])
 
     def wide(self, second: Tensor) -> list[Tensor]:
-        """Return the views of each matrix's Q, ``(cols, rank)``, in what is summed second."""
+        """Return views of each matrix's Q, ``(cols, rank)``, in the second summed buffer."""
         return _columns(second, 0, [(m.cols, m.rank) for m in self.matrices])
 
     @property
     def starts(self) -> list[Tensor]:
-        """Each matrix's Q of the next round."""
+        """Each matrix's Q for the next round."""
         return self.wide(self._starts)
 
     def mark(self) -> Tensor:
-        """Return a number that differs where any Q does, most likely; a scalar."""
+        """Return a checksum of all Q; a scalar."""
         return (self._starts.view(torch.int32).sum() % _PRIME).float()
 
     def _zeros(self, numel: int) -> Tensor:
@@ -312,17 +314,16 @@ class Factors:
 class Round:
     """One exchange of a buffer as factors.
 
-    ``first`` is to be summed over all workers, then `turn` called; then ``second`` is to be summed,
-    meanwhile `keep` called, and `end` in the end. All of it is queued where the buffer is; nothing
-    waits for a GPU.
+    Sum ``first`` over all workers, then call `turn`; then sum ``second``, meanwhile call `keep`,
+    and finally `end`. Everything is queued on the buffer's device; nothing waits for a GPU.
 
-    Where a P is not finite, the matrix arrives as NaN on every worker, and its residual and the
-    next Q are as if this round had not been.
+    If a P is not finite, its matrix arrives as NaN on every worker, and its residual and next Q are
+    left as before the round.
 
     Attributes:
-        first: float32: what is dense, then each P, then a mark of every Q.
+        first: float32: the dense part, then each P, then a checksum of every Q.
         second: float32: each ``M.T P``.
-        agreed: after `turn`, whether all workers began with the same Q; else all is NaN.
+        agreed: after `turn`, whether all workers began with the same Q; else everything is NaN.
     """
 
     @torch.no_grad()
@@ -331,7 +332,7 @@ class Round:
         self.agreed = first.new_zeros((), dtype=torch.bool)
         self._factors, self._buffer = factors, buffer
         exact = buffer.dtype is torch.float32
-        # Out of the buffer where that is as wide; what it has no room for would be lost.
+        # In place if the buffer is float32; a narrower buffer would lose precision.
         self._whole = buffer if exact else buffer.float()
         if factors.residual is not None:
             self._whole += factors.residual
@@ -348,7 +349,7 @@ class Round:
 
     @torch.no_grad()
     def turn(self) -> None:
-        """Make each P orthonormal, and the second factors with it."""
+        """Make each P orthonormal, and compute the second factors with it."""
         factors = self._factors
         self.agreed = self.first[-1] == factors.workers * self._mark
         self._bases: list[Tensor] = []
@@ -364,10 +365,10 @@ class Round:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep what the factors lose of this worker's own matrices: ``M - P (M.T P).T``.
+        """Keep this worker's error of its own matrices: ``M - P (M.T P).T``.
 
-        The sum over all workers is what the sum of the matrices lacks, as it is with
-        the difference to the mean that PowerSGD keeps; and it needs nobody else's factors.
+        The sum over all workers is what the sum of the matrices lacks, as with PowerSGD's
+        difference to the mean; and it needs no other worker's factors.
         """
         factors, own = self._factors, self._own
         if factors.residual is None or own is None:
@@ -405,7 +406,7 @@ class Round:
 
 
 def restart(starts: MutableMapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Begin with what a run has ``saved``, and anew where it has nothing that fits.
+    """Use saved starts, and new ones where none of the right shape was saved.
 
     Tensors that are views of some `Factors` stay so.
     """
@@ -419,7 +420,7 @@ def restart(starts: MutableMapping[str, Tensor], saved: Mapping[str, Tensor]) ->
 
 
 def check_starts(state: Mapping[str, Any], where: str) -> None:
-    """Raise a `UsageError` that begins with ``where`` unless a state's factors can be used."""
+    """Raise a `UsageError` that begins with ``where`` unless a state's factors are usable."""
     saved = state.get("starts", {})
     right = isinstance(saved, dict) and all(
         isinstance(each, Tensor)
@@ -436,23 +437,23 @@ def check_starts(state: Mapping[str, Any], where: str) -> None:
 
 
 def fresh(name: str, cols: int, rank: int) -> Tensor:
-    """Return a Q to begin with, ``(cols, rank)``: random, the same wherever it is made."""
+    """Return an initial Q, ``(cols, rank)``: random, and the same on every worker."""
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
     return torch.randn(rank, cols, generator=generator, dtype=torch.float32, device="cpu").T
 
 
 def _scaled(q: Tensor, peak: Tensor, start: Tensor) -> Tensor:
-    """Return columns as long as 1 at their peaks; as they were where there is nothing of them.
+    """Return columns scaled to a peak of 1; the former ones where they vanish.
 
-    A scale changes no P, once that is orthonormal; without one small gradients would vanish in the
-    square of themselves, and a matrix that was once zero would be for ever.
+    A scale changes no P after orthonormalisation. Without it small gradients would vanish in their
+    own square, and a matrix that was zero once would stay zero.
     """
     some = peak.isfinite() & (peak > 0.0)
     return torch.where(some, q / torch.where(some, peak, 1.0), start)
 
 
 def _columns(flat: Tensor, offset: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return views of ``(long, rank)``, stored by columns: products with few of them are faster."""
+    """Return views of ``(long, rank)``, stored by columns: products with few columns are faster."""
     views = []
     for length, rank in shapes:
         end = offset + length * rank

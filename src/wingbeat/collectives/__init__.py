@@ -1,4 +1,4 @@
-"""Doing it: executes hops over the transport's links, several chunks in flight."""
+"""Collectives: programs of hops, executed over the links with several chunks in flight."""
 
 from wingbeat.collectives.encoded import Gathered
 from wingbeat.collectives.engine import Collectives, Rows

@@ -1,4 +1,24 @@
-"""Sums of encoded gradients: by blocks, gathered, and as low-rank factors."""
+"""Sums of encoded gradients: by blocks, gathered, and as low-rank factors.
+
+Payloads cannot be summed, so each goes to a worker that decodes and adds it. There are two ways.
+
+By blocks: each worker encodes the other workers' blocks for their owners. An owner decodes them and
+adds them to its own by rank, encodes the sum once, and sends it to all workers. Every worker, the
+owner included, decodes the result from the same payload. The bytes do not grow with the number of
+workers; everything is rounded twice.
+
+Gathered: each worker encodes its whole buffer once, for all workers, and adds all payloads by rank.
+This suits small payloads, such as those of top-k (OMGS-SGD, section II-C): nothing is rounded
+twice, but the bytes grow with the number of workers.
+
+Here payloads are rows of a tensor, for libraries that move rows. An executor does the first way
+chunk by chunk, with the same `CodecPacking`.
+
+A sum of factors is two small all-reduces with computation in between. The first is in order with
+all other collectives. The second has a channel of its own: when it can begin depends on each
+worker's speed, and in one queue with the first ones of later buckets the workers would have to
+agree on its place. On the channel the order is that of the buckets.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +32,33 @@ import torch
 
 from wingbeat.codecs.lowrank import Factors, Round
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.packing import CodecPacking, Encoded, malformed
-from wingbeat.collectives.threads import InTurn, run_callback
+from wingbeat.collectives.packing import CodecPacking, Encoded, malformed_text
+from wingbeat.collectives.threads import SerialQueue, run_callback
 from wingbeat.errors import PeerError
 from wingbeat.transport.text import first_line
 from wingbeat.types import Span
 
 if TYPE_CHECKING:
-    from wingbeat.transport.nccl import NativeGroup
+    from wingbeat.transport.nccl import NcclGroup
 
 _ALIGNMENTS = {"cuda": 16}
-"""Bytes, by device. Every row begins at a multiple; with this one kernels use wide loads."""
+"""Bytes by device. Every row begins at a multiple; with this one kernels use wide loads."""
 
 _ALIGNMENT = 8
-"""Bytes, on any other device."""
+"""Bytes on any other device."""
 
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Moves rows of a uint8 tensor, of which there is one for each worker, by a library.
+    """Moves rows of a uint8 tensor, one for each worker, by a library's collectives.
 
     Attributes:
-        group: whose collectives it uses.
-        where: what is exchanged, for messages.
-        between: called while each collective is on its way.
+        group: the group of the library.
+        where: the operation in messages.
+        between: called while each collective is in progress.
     """
 
-    group: NativeGroup
+    group: NcclGroup
     where: str
     between: Callable[[], None] = lambda: None
 
@@ -52,7 +72,7 @@ class GroupRows:
         self._do("all-to-all", lambda: start(into.view(-1), rows.view(-1)))
 
     def all_gather(self, rows: torch.Tensor) -> None:
-        """Send this worker's row to everyone; row r becomes that of rank r.
+        """Send this worker's row to all workers; row r becomes that of rank r.
 
         Raises:
             PeerError: the library reported a failure.
@@ -70,7 +90,7 @@ class GroupRows:
     def _do(self, what: str, start: Callable[[], Any]) -> None:
         with self._naming(what):
             work = start()
-        self.between()  # what fails there is no other worker's fault
+        self.between()  # its failure is not another worker's
         with self._naming(what):
             work.wait()
 
@@ -90,11 +110,11 @@ class BlockSum:
     """One encoded sum by blocks, in place on a float buffer.
 
     Attributes:
-        buffer: flat; each worker's own numbers before, the sum after.
+        buffer: flat; this worker's numbers before, the sum afterwards.
         packing: how the blocks travel; its own block is this worker's.
         blocks: one for each rank; they cover the buffer.
-        rank: this worker's number.
-        where: what is exchanged, for messages.
+        rank: this worker's rank.
+        where: the operation in messages.
     """
 
     buffer: torch.Tensor
@@ -108,17 +128,17 @@ class BlockSum:
         self._rows = _rows(len(self.blocks), max(self._sizes), self.buffer.device)
 
     def encode(self) -> None:
-        """Encode the others' blocks. Needs no other worker."""
+        """Encode the other workers' blocks. Needs no other worker."""
         for rank in self._others():
             self.packing.pack(self.buffer, self.blocks[rank], self._payload(rank))
 
     def exchange(self, rows: GroupRows) -> None:
-        """Do the rest, both halves; raises a `PeerError` as they do."""
+        """Reduce and spread; raises `PeerError` as they do."""
         self.reduce(rows)
         self.spread(rows)
 
     def reduce(self, rows: GroupRows) -> None:
-        """Send the others their blocks, and add what arrives for the own one, by rank.
+        """Send the other workers their blocks, and add what arrives for the own one, by rank.
 
         Raises:
             PeerError: a peer failed, was silent for too long, or sent a malformed payload.
@@ -131,10 +151,10 @@ class BlockSum:
                 self.packing.coding.decode(payload, self.buffer, self.packing.own, add=True)
 
     def spread(self, rows: GroupRows) -> None:
-        """Send the own block to everyone; all, this worker too, take it from the same payload.
+        """Send the own block to all workers; every worker decodes it from the same payload.
 
         Raises:
-            PeerError: as for `reduce`.
+            PeerError: as `reduce`.
         """
         self.packing.pack(self.buffer, self.packing.own, self._payload(self.rank))
         rows.all_gather(self._rows)
@@ -154,14 +174,14 @@ class GatheredSum:
     """One gathered sum, in place on a float buffer.
 
     Attributes:
-        buffer: flat; each worker's own numbers before, the sum after.
+        buffer: flat; this worker's numbers before, the sum afterwards.
         wire: how it travels.
-        rank: this worker's number.
+        rank: this worker's rank.
         size: number of workers.
-        where: what is exchanged, for messages.
-        ranks: what messages call each rank; None if that is its number here.
-        velocity: as long as the buffer; where momentum correction gathers momentum.
-        rows: what everyone has sent, once they are gathered.
+        where: the operation in messages.
+        velocity: as long as the buffer; accumulates momentum for momentum correction.
+        ranks: number of each rank in messages; None: the rank itself.
+        rows: the payloads of all workers, once gathered.
     """
 
     buffer: torch.Tensor
@@ -183,7 +203,7 @@ class GatheredSum:
         wire.coding.encode(self.buffer, self._span, payload, wire.residual, self.velocity)
 
     def exchange(self, rows: GroupRows) -> None:
-        """Do the rest; raises a `PeerError` as `BlockSum.reduce` does."""
+        """Gather and add; raises `PeerError` as `BlockSum.reduce` does."""
         rows.all_gather(self.rows)
         self.add()
 
@@ -200,7 +220,7 @@ class GatheredSum:
 
 
 class Addable(Protocol):
-    """What is to be done with rows once they are gathered."""
+    """What to do with rows once they are gathered."""
 
     def add(self) -> None:
         """Add them into the buffer.
@@ -211,18 +231,20 @@ class Addable(Protocol):
 
 
 class Gathered(Handle):
-    """The rows of a gathered sum under way; waiting adds them into the buffer, once.
+    """A gathered sum in progress; waiting adds the rows into the buffer, once.
 
     Args:
-        handle: of what brings the rows.
-        gathered: what is to be done with them.
-        beside: adds them beside training as soon as they are here, before anybody waits; None: they
-            are added by whoever waits first.
+        handle: handle of the transfer.
+        gathered: adds the rows.
+        beside: adds them in the background as soon as they are here; None: the first caller of
+            `wait` adds them.
     """
 
     __slots__ = ("_added", "_adding", "_error", "_sum")
 
-    def __init__(self, handle: Handle, gathered: Addable, beside: InTurn | None = None) -> None:
+    def __init__(
+        self, handle: Handle, gathered: Addable, beside: SerialQueue | None = None
+    ) -> None:
         super().__init__(handle.jobs)
         self._sum = gathered
         self._adding = threading.Lock()
@@ -232,7 +254,7 @@ class Gathered(Handle):
             handle.add_done_callback(lambda _: beside.start(self._add_beside))
 
     def _add_beside(self) -> None:
-        with contextlib.suppress(PeerError):  # whoever waits is told
+        with contextlib.suppress(PeerError):  # raised by `wait`
             self.wait()
 
     def done(self) -> bool:
@@ -256,7 +278,7 @@ class Gathered(Handle):
             except PeerError as err:
                 self._error = str(err)
                 raise
-            self._added = True  # not before: what has failed otherwise fails for all who wait
+            self._added = True  # not earlier: any other failure fails every caller
 
     def wait_received(self) -> None:
         """As `wait`."""
@@ -268,11 +290,11 @@ def _named_malformed(rank: int, sender: int, where: str) -> Iterator[None]:
     try:
         yield
     except ValueError as err:
-        raise PeerError(f"rank {rank}: {where}: rank {sender} {malformed(err)}") from None
+        raise PeerError(f"rank {rank}: {where}: rank {sender} {malformed_text(err)}") from None
 
 
 def _rows(size: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory for a payload of at most ``nbytes`` from or for each of ``size`` workers."""
+    """Return memory for a payload of up to ``nbytes`` for each of ``size`` workers."""
     alignment = _ALIGNMENTS.get(device.type, _ALIGNMENT)
     width = -(-nbytes // alignment) * alignment
     return torch.empty(size, width, dtype=torch.uint8, device=device)
@@ -283,15 +305,15 @@ Sums = Callable[[torch.Tensor], Handle]
 
 
 class FactoredSum(Handle):
-    """A sum of factors under way; waiting writes it into the buffer, once.
+    """A sum of factors in progress; waiting writes it into the buffer, once.
 
     Args:
         factors: how the buffer travels.
-        buffer: each worker's own numbers before, the sum after.
-        where: what is exchanged, for messages.
+        buffer: this worker's numbers before, the sum afterwards.
+        where: the operation in messages.
     """
 
-    __slots__ = ("_callbacks", "_error", "_lock", "_round", "_second", "_turned", "_where")
+    __slots__ = ("_callbacks", "_error", "_is_turned", "_lock", "_round", "_second", "_where")
 
     def __init__(self, factors: Factors, buffer: torch.Tensor, where: str) -> None:
         super().__init__([])
@@ -299,27 +321,27 @@ class FactoredSum(Handle):
         self._round: Round | None = factors.begin(buffer)
         self._second = Handle([])
         self._error = ""
-        self._turned = threading.Event()
+        self._is_turned = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Handle], None]] = []
 
     @property
     def first(self) -> torch.Tensor:
-        """What is to be summed first."""
+        """The buffer to sum first."""
         assert self._round is not None
         return self._round.first
 
     def turn(self, first: Handle, second: Sums) -> None:
-        """Wait for the first sum and start the second; raises nothing: a `PeerError` is `wait`'s.
+        """Wait for the first sum and start the second. A `PeerError` is raised by `wait`.
 
         Args:
-            first: the sum of `first`, under way.
-            second: starts the other.
+            first: the sum of `first`, in progress.
+            second: starts the second sum.
         """
         try:
             assert self._round is not None
-            # Not until it is sent: that may take as long as the collective behind it, for which
-            # another worker may need the second sum first. Nobody writes to what is read here.
+            # Not until it is sent: that may take as long as the next collective, for which another
+            # worker may need the second sum first. Nothing writes to what is read here.
             first.wait_received()
             self._round.turn()
             if not bool(self._round.agreed):
@@ -331,22 +353,22 @@ class FactoredSum(Handle):
             self._round.keep()
         except PeerError as err:
             self._error = str(err)
-        except Exception as err:  # whoever waits has to hear it
+        except Exception as err:  # raised by `wait`
             self._error = f"{self._where} failed between its two sums: {err!r}"
         with self._lock:
-            self._turned.set()
+            self._is_turned.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._call_when_done(callback)
 
     def done(self) -> bool:
-        """Whether both sums are here. The buffer holds the result after `wait`."""
-        return self._turned.is_set() and (bool(self._error) or self._second.done())
+        """Whether both sums are done. The buffer holds the result after `wait`."""
+        return self._is_turned.is_set() and (bool(self._error) or self._second.done())
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """As for any handle; the buffer holds the result after `wait`."""
+        """As for any handle. The buffer holds the result after `wait`."""
         with self._lock:
-            if not self._turned.is_set():
+            if not self._is_turned.is_set():
                 self._callbacks.append(callback)
                 return
         self._call_when_done(callback)
@@ -358,12 +380,12 @@ class FactoredSum(Handle):
             self._second.add_done_callback(lambda _: callback(self))
 
     def wait(self) -> None:
-        """Block until the buffer holds the sum, whichever thread writes it there.
+        """Block until the buffer holds the sum, whichever thread writes it.
 
         Raises:
             PeerError: a peer failed, was silent for too long, or began with other factors.
         """
-        self._turned.wait()  # every transfer before has a deadline, so this ends
+        self._is_turned.wait()  # every earlier transfer has a deadline, so this ends
         if self._error:
             self._round = None
             raise PeerError(self._error)

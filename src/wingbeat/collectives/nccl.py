@@ -1,4 +1,8 @@
-"""Collectives that a process group of torch.distributed, such as NCCL, runs as a whole."""
+"""Collectives that NCCL, or another process group, runs as a whole, behind the same handles.
+
+Encoded sums run codec kernels between exchanges of bytes. On a GPU everything is queued on a side
+stream, so neither the host nor backward waits.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,18 @@ if TYPE_CHECKING:
     from wingbeat.collectives.packing import CastPacking
 
 
-class NativeJob:
-    """A collective that the library runs by itself, in the order of submission."""
+class NcclJob:
+    """A collective that the library runs, in the order of submission."""
 
-    def __init__(self, work: Any, what: str, rank: int, narrowed: Narrowed | None = None) -> None:
+    def __init__(self, work: Any, what: str, rank: int, copy: CastCopy | None = None) -> None:
         self._work = work
         self._what = what
         self._rank = rank
-        self._narrowed = narrowed
+        self._copy = copy
 
     def wait(self) -> None:
-        """Make what follows see the result; on a GPU this orders streams, not the host.
+        """Make subsequent work see the result. On a GPU this orders streams and does not block the
+        host.
 
         Raises:
             PeerError: the library reported a failure.
@@ -43,9 +48,9 @@ class NativeJob:
                 f"rank {self._rank}: {self._what.replace('_', '-')} failed: {first_line(err)}; "
                 "look for the worker that died or stopped first"
             ) from None
-        narrowed, self._narrowed = self._narrowed, None
-        if narrowed is not None:
-            narrowed.land()
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.write_back()
 
     def done(self) -> bool:
         """Whether the library has finished."""
@@ -55,24 +60,24 @@ class NativeJob:
         """Call ``callback``, if the library has finished.
 
         Raises:
-            UsageError: it has not; it would tell on a thread of its own at best.
+            UsageError: it has not finished: it cannot call back.
         """
         if not self.done():
-            raise UsageError("a collective on a GPU cannot call back: wait() for it, or ask done()")
+            raise UsageError("a collective on a GPU cannot call back: use wait() or done()")
         run_callback(callback)
 
     def wait_received(self) -> None:
-        """As `wait`: the library does not tell the two apart."""
+        """As `wait`."""
         self.wait()
 
-    def land(self) -> None:
-        """Wait only if the buffer gets the result no sooner than that."""
-        if self._narrowed is not None:
+    def write_back(self) -> None:
+        """Wait if the buffer receives the result only in `wait`."""
+        if self._copy is not None:
             self.wait()
 
 
-class _Broadcasts:
-    """One for each block of a buffer, waited for together."""
+class _Works:
+    """Several operations, waited for together."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -85,66 +90,68 @@ class _Broadcasts:
         return all(work.is_completed() for work in self._works)
 
 
-class Narrowed:
-    """A copy of a buffer in the wire's dtype, for the library to work on.
+class CastCopy:
+    """A copy of a buffer in a narrower dtype, for the library to work on.
 
-    Casts are made on the current stream, which the library orders its own after; so neither the
-    host nor any other stream waits for them. Sums are the library's and in the wire's dtype.
+    Casts run on the current stream, which the library orders its own after, so neither the host nor
+    another stream waits for them. Sums are computed by the library in the narrower dtype.
     """
 
     def __init__(self, what: str, buffer: torch.Tensor, cast: CastPacking) -> None:
         own, whole = slice(cast.own.start, cast.own.stop), slice(None)
         sent = own if what == "all_gather" else whole
-        self._landed = own if what == "reduce_scatter" else whole
+        self._result = own if what == "reduce_scatter" else whole
         self._buffer = buffer
         self.carried = torch.empty_like(buffer, dtype=cast.dtype)
         self.carried[sent].copy_(buffer[sent])
 
-    def land(self) -> None:
+    def write_back(self) -> None:
         """Copy the result into the buffer, once the current stream is ordered after it."""
         if self.carried.is_cuda:
-            # The memory may be given away when this object goes, but not before the copy.
+            # The allocator may reuse the memory when this object is deleted, but not before the
+            # copy.
             self.carried.record_stream(torch.cuda.current_stream(self.carried.device))
-        self._buffer[self._landed].copy_(self.carried[self._landed])
+        self._buffer[self._result].copy_(self.carried[self._result])
 
 
 def start(
     world: World,
     what: str,
     buffer: torch.Tensor,
-    after: NativeJob | None = None,
+    after: NcclJob | None = None,
     cast: CastPacking | None = None,
     blocks: tuple[Span, ...] | None = None,
-) -> NativeJob:
+) -> NcclJob:
     """Start ``what`` in place on ``buffer``, whose length is a multiple of the world's size.
 
-    The library's own halves of an all-reduce have equal ``blocks``. For others all is summed
-    everywhere, at twice the bytes of a reduce-scatter, and each block is broadcast by its owner.
+    The library's own reduce-scatter and all-gather have equal ``blocks``. For unequal ones
+    everything is all-reduced, at twice the bytes of a reduce-scatter, and each block is broadcast
+    by its owner.
 
-    With a ``cast`` the buffer gets the result when the job is first waited for, or when another
+    With a ``cast`` the buffer receives the result when the job is first waited for, or when another
     one is started ``after`` it.
     """
     name, _, root = what.partition(":")
-    group = world.native
+    group = world.nccl
     if after is not None:
-        after.land()
+        after.write_back()
     if name == "broadcast":
-        return NativeJob(group.broadcast(buffer, int(root)), name, world.rank)
-    narrowed = None if cast is None else Narrowed(name, buffer, cast)
-    carried = buffer if narrowed is None else narrowed.carried
+        return NcclJob(group.broadcast(buffer, int(root)), name, world.rank)
+    copy = None if cast is None else CastCopy(name, buffer, cast)
+    carried = buffer if copy is None else copy.carried
     work: Any
     if blocks is not None and name == "all_gather":
         parts = [(root, carried[b.start : b.stop]) for root, b in enumerate(blocks) if b]
-        work = _Broadcasts([group.broadcast(part, root) for root, part in parts])
+        work = _Works([group.broadcast(part, root) for root, part in parts])
     elif blocks is not None and name == "reduce_scatter":
         work = group.all_reduce(carried)
     else:
         work = getattr(group, name)(carried)
-    return NativeJob(work, name, world.rank, narrowed)
+    return NcclJob(work, name, world.rank, copy)
 
 
-class _Event:
-    """Stands for the library's own handle: waiting orders the current stream after ``event``."""
+class _EventWork:
+    """Replaces the library's handle: waiting orders the current stream after ``event``."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -157,46 +164,41 @@ class _Event:
             self._event.wait()
 
 
-def start_encoded(
-    world: World, what: str, buffer: torch.Tensor, packing: CodecPacking
-) -> NativeJob:
+def start_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> NcclJob:
     """Start ``what`` on ``buffer``, whose length is a multiple of the world's size.
 
-    On a CPU, where there are no streams, it is done when this returns.
+    On a CPU, which has no streams, it is done when this returns.
 
     Raises:
         PeerError: the library reported a failure, or a peer sent a malformed payload.
     """
-    if not buffer.is_cuda:
-        _run(world, what, buffer, packing)
-        return NativeJob(_Event(None), what, world.rank)
-    side = _side_stream(world, buffer.device)
-    side.wait_stream(torch.cuda.current_stream(buffer.device))
-    with torch.cuda.stream(side):
-        _run(world, what, buffer, packing)
-        done = side.record_event()
-    return NativeJob(_Event(done), what, world.rank)
+    return _start(world, what, buffer, lambda: _run_encoded(world, what, buffer, packing))
 
 
-def start_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> NativeJob:
+def start_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> NcclJob:
     """Start an all-reduce of ``buffer`` as factors; see `Collectives.all_reduce_factors`.
 
     Raises:
         PeerError: the library reported a failure.
     """
+    return _start(world, "all_reduce", buffer, lambda: _run_factored(world, buffer, factors, where))
+
+
+def _start(world: World, what: str, buffer: torch.Tensor, run: Callable[[], None]) -> NcclJob:
+    """Call ``run``, on the world's side stream if ``buffer`` is on a GPU."""
     if not buffer.is_cuda:
-        _run_factored(world, buffer, factors, where)
-        return NativeJob(_Event(None), "all_reduce", world.rank)
+        run()
+        return NcclJob(_EventWork(None), what, world.rank)
     side = _side_stream(world, buffer.device)
     side.wait_stream(torch.cuda.current_stream(buffer.device))
     with torch.cuda.stream(side):
-        _run_factored(world, buffer, factors, where)
+        run()
         done = side.record_event()
-    return NativeJob(_Event(done), "all_reduce", world.rank)
+    return NcclJob(_EventWork(done), what, world.rank)
 
 
 def _run_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> None:
-    rows = GroupRows(world.native, where)
+    rows = GroupRows(world.nccl, where)
     made = factors.begin(buffer)
     rows.all_reduce(made.first)
     made.turn()
@@ -204,9 +206,9 @@ def _run_factored(world: World, buffer: torch.Tensor, factors: Factors, where: s
     made.end()
 
 
-def _run(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> None:
+def _run_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> None:
     where = what.replace("_", "-")
-    rows = GroupRows(world.native, where)
+    rows = GroupRows(world.nccl, where)
     blocks = blocks_of(buffer.numel(), world.size)
     encoded = BlockSum(buffer, packing, blocks, world.rank, where)
     if what in ("reduce_scatter", "all_reduce"):
@@ -216,13 +218,13 @@ def _run(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -
         encoded.spread(rows)
 
 
-_streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
+_side_streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
 
 
 def _side_stream(world: World, device: torch.device) -> torch.cuda.Stream:
-    """One stream for all of a world's exchanges, so that they keep the order of their calls."""
+    """Return the stream of all of a world's exchanges, which keeps the order of calls."""
     key = (id(world), device)
-    if key not in _streams:
-        _streams[key] = torch.cuda.Stream(device)
-        world.on_close(lambda: _streams.__delitem__(key))
-    return _streams[key]
+    if key not in _side_streams:
+        _side_streams[key] = torch.cuda.Stream(device)
+        world.on_close(lambda: _side_streams.__delitem__(key))
+    return _side_streams[key]

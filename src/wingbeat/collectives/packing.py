@@ -1,4 +1,8 @@
-"""How chunks are packed for the links: in a narrower dtype or by a codec."""
+"""How chunks are packed for the links: in a narrower dtype or by a codec.
+
+A cast rounds to the nearest value. What is too large becomes infinite and NaN stays NaN, so that
+checks for overflow, such as ``torch.amp.GradScaler``, see it; it never becomes a finite number.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from wingbeat.errors import UsageError, unknown
 from wingbeat.transport.text import first_line
 from wingbeat.types import Span
 
-WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+CAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that gradients may travel in, other than their own."""
 
 
@@ -26,36 +30,37 @@ def wire_dtype(name: str) -> torch.dtype | None:
     """
     if not name:
         return None
-    if name not in WIRES:
-        raise unknown("wire dtype", name, WIRES)
-    return WIRES[name]
+    if name not in CAST_DTYPES:
+        raise unknown("wire dtype", name, CAST_DTYPES)
+    return CAST_DTYPES[name]
 
 
-def narrower(wire: torch.dtype | None, buffer: torch.Tensor) -> torch.dtype | None:
-    """Return ``wire`` where casting ``buffer`` to it saves bytes; None where nothing is cast.
+def narrower_dtype(wire: torch.dtype | None, buffer: torch.Tensor) -> torch.dtype | None:
+    """Return ``wire`` if casting ``buffer`` to it saves bytes; else None.
 
     Raises:
-        UsageError: ``wire`` is none of `WIRES`.
+        UsageError: ``wire`` is not one of `CAST_DTYPES`.
     """
     if wire is None:
         return None
-    if wire not in WIRES.values():
-        allowed = ", ".join(WIRES)
+    if wire not in CAST_DTYPES.values():
+        allowed = ", ".join(CAST_DTYPES)
         raise UsageError(f"wire = {wire}: allowed are {allowed}, and None for the buffer's own")
     saves = buffer.is_floating_point() and wire.itemsize < buffer.element_size()
     return wire if saves else None
 
 
-MAX_FREE_BYTES = 256 << 20
-"""How much memory is kept for later while nobody uses it. Five collectives overlap at most, so
-this is enough for buckets of 100 MB that travel in half the bytes."""
+MAX_POOL_BYTES = 256 << 20
+"""Unused memory that is kept. Five collectives overlap at most, so this is enough for buckets of
+100 MB that travel in half the bytes.
+"""
 
 
-class Scratch:
-    """Flat CPU tensors to take and give back; for one thread.
+class ScratchPool:
+    """A pool of flat CPU tensors for chunks; for one thread.
 
-    Sizes are rounded up to powers of two, so that any two chunks of about one size share memory
-    and taking costs no search.
+    Sizes are rounded up to powers of two, so that chunks of similar size share memory and
+    allocation needs no search.
     """
 
     def __init__(self) -> None:
@@ -63,7 +68,7 @@ class Scratch:
         self._free_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor of ``numel`` elements with any content."""
+        """Return an uninitialised flat tensor of ``numel`` elements."""
         capacity = 1 << max(0, numel - 1).bit_length()
         free = self._free[dtype, capacity]
         if not free:
@@ -75,25 +80,25 @@ class Scratch:
         return given if given.numel() == numel else whole[:numel]
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back a tensor that `take` returned and that nobody reads or writes any more."""
+        """Return a tensor from `take` to the pool. Nothing may read or write it any more."""
         whole = tensor._base
         assert whole is not None, "not from take()"
-        if self._free_bytes + whole.nbytes <= MAX_FREE_BYTES:
-            # As it was given: what is taken next is mostly as long.
+        if self._free_bytes + whole.nbytes <= MAX_POOL_BYTES:
+            # Keep the view: the next request mostly has the same length.
             self._free[whole.dtype, whole.numel()].append(tensor)
             self._free_bytes += whole.nbytes
 
 
 class Packing(Protocol):
-    """One worker's way to pack the chunks of one collective.
+    """How one worker packs the chunks of one collective.
 
-    A rank sends of its own block only the result. So that is the moment to round it here as
-    well, and all workers end with the same bits.
+    A rank sends the result of its own block only, so it rounds it at that moment here as well, and
+    all workers end with the same bits.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """What a packed chunk consists of."""
+        """Dtype of a packed chunk."""
 
     @property
     def own(self) -> Span:
@@ -101,29 +106,29 @@ class Packing(Protocol):
 
     @property
     def bytes_per_element(self) -> float:
-        """About how many bytes an element of the buffer takes; 0 where chunks are best whole."""
+        """Approximate bytes per element of the buffer; 0 if blocks are best left whole."""
 
     def room(self, span: Span) -> int:
-        """Return how many elements of ``dtype`` a packed ``span`` takes."""
+        """Return the elements of ``dtype`` in a packed ``span``."""
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """Write ``buffer[span]`` into ``chunk``; if it is of the own block, round it as well."""
+        """Write ``buffer[span]`` into ``chunk``; also round it in place if in the own block."""
 
     def unpack(
-        self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: Scratch
+        self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: ScratchPool
     ) -> None:
         """Write ``chunk`` into ``buffer[span]``, or add it.
 
         Raises:
-            ValueError: no other worker can have packed this.
+            ValueError: the payload is malformed.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class CastPacking:
-    """Each chunk is cast to ``dtype``: to the nearest value, infinite where that is too large.
+    """Casts each chunk to ``dtype``: to the nearest value, infinite if that is too large.
 
-    What a rank passes on for others was rounded by its owner and stays the same.
+    Chunks that a rank forwards were rounded by their owner and stay the same.
     """
 
     dtype: torch.dtype
@@ -131,11 +136,11 @@ class CastPacking:
 
     @property
     def bytes_per_element(self) -> float:
-        """Those of the dtype."""
+        """Bytes of the dtype."""
         return self.dtype.itemsize
 
     def room(self, span: Span) -> int:
-        """As many elements."""
+        """Return the number of elements."""
         return len(span)
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
@@ -146,7 +151,7 @@ class CastPacking:
             part.copy_(chunk)
 
     def unpack(
-        self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: Scratch
+        self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: ScratchPool
     ) -> None:
         """Cast back."""
         part = buffer[span.start : span.stop]
@@ -161,11 +166,11 @@ class CastPacking:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A wire for `Collectives`: how the buffer's regions travel, and where the loss is kept.
+    """A wire format for `Collectives`: how regions travel, and where the error is kept.
 
     Attributes:
         coding: how each region of the buffer travels.
-        residual: float32, as long as the buffer; None where nothing is kept.
+        residual: float32, as long as the buffer; None: no error feedback.
     """
 
     coding: Coding
@@ -173,20 +178,20 @@ class Encoded:
 
 
 WireFormat = torch.dtype | Encoded | Factors
-"""What a buffer's elements travel as, where that is not their own dtype."""
+"""What a buffer's elements travel as, if not as their own dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecPacking:
-    """Each chunk is encoded by itself; what that loses is kept in ``residual``.
+    """Encodes each chunk by itself; the encoding error is kept in ``residual``.
 
-    Of the other workers' blocks the residual holds what their owners have not been sent, of the
-    own block what nobody has been sent of the sum. Either way it is what the sum
-    still lacks of this worker's, so that it does not matter who owns which block the next time.
+    For the other workers' blocks the residual holds what their owners have not been sent, for the
+    own block what no worker has been sent of the sum. Either way it is this worker's part of what
+    the sum lacks, so blocks may change owners.
 
     Attributes:
         coding: how each region of the buffer travels.
-        residual: float32, as long as the buffer; None where nothing is kept.
+        residual: float32, as long as the buffer; None: no error feedback.
         own: the block that this rank owns.
     """
 
@@ -201,7 +206,7 @@ class CodecPacking:
 
     @property
     def bytes_per_element(self) -> float:
-        """The codec's."""
+        """Bytes per element of the codec."""
         return self.coding.bytes_per_element
 
     def room(self, span: Span) -> int:
@@ -220,12 +225,12 @@ class CodecPacking:
         buffer: torch.Tensor,
         span: Span,
         add: bool,
-        scratch: Scratch,  # noqa: ARG002
+        scratch: ScratchPool,  # noqa: ARG002
     ) -> None:
         """Decode into the buffer."""
         self.coding.decode(chunk, buffer, span, add=add)
 
 
-def malformed(err: ValueError) -> str:
-    """Return what a peer did whose payload was refused with ``err``."""
+def malformed_text(err: ValueError) -> str:
+    """Return the error text for a peer whose payload was rejected with ``err``."""
     return f"sent a malformed payload: {first_line(err)}; check that all ranks run the same version"

@@ -1,4 +1,4 @@
-"""Threads that run callbacks and background work of collectives."""
+"""Threads for callbacks and background work of collectives."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from wingbeat.observe.log import log
 
 
 def run_callback(callback: Callable[[], None]) -> None:
-    """Call it; what it raises is its author's, and must not end the thread that others wait for."""
+    """Call it and log what it raises: a user's exception must not end a thread that others need."""
     try:
         callback()
     except Exception:
         log.exception("a callback of a collective failed")
 
 
-KEPT_S = 2.0
-"""Seconds for which a thread without work waits for more before it ends."""
+IDLE_TIMEOUT_S = 2.0
+"""Seconds for which an idle thread waits for work before it ends."""
 
 
-class Threads:
-    """Runs each piece of work at once, in a thread that is free or else in a new one."""
+class ThreadPool:
+    """Runs each piece of work at once, in an idle thread or a new one."""
 
-    def __init__(self, name: str, kept_s: float = KEPT_S) -> None:
+    def __init__(self, name: str, kept_s: float = IDLE_TIMEOUT_S) -> None:
         self._name = name
         self._kept_s = kept_s
         self._counter = itertools.count()
         self.forget()
 
     def forget(self) -> None:
-        """Start anew: a forked child has none of the threads, and the work is its parent's."""
+        """Reset in a forked child: it has none of the threads, and the work is its parent's."""
         self._changed = threading.Condition()
         self._free = 0
         self._work: deque[Callable[[], None]] = deque()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread of its own; it must not raise."""
+        """Run ``work`` in a thread of its own. It must not raise."""
         with self._changed:
             self._work.append(work)
             if self._free >= len(self._work):
                 self._changed.notify()
                 return
         name = f"{self._name}-{next(self._counter)}"
-        # Daemons: a thread that waits for more work must not keep the process from ending.
+        # Daemons: an idle thread must not keep the process from exiting.
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def _serve(self) -> None:
@@ -58,34 +58,34 @@ class Threads:
                     return
                 work = self._work.popleft()
             work()
-            del work  # it must not be kept alive by a thread that waits
+            del work  # an idle thread must not keep it alive
 
 
-class InTurn:
-    """Does pieces of work in the order in which they came, in one thread at a time.
+class SerialQueue:
+    """Runs pieces of work one after the other, in the order of submission, in one thread.
 
-    Several at once would only take more processors from training.
+    Several threads would only take processors from training.
 
     Args:
-        threads: where to get a thread from while there is something to do.
+        threads: provides the thread while there is work.
     """
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads
-        self._anew()
+        self._reset()
 
     def forget(self) -> None:
-        """Start anew: a forked child has none of the threads, and the work is its parent's."""
+        """Reset in a forked child: it has none of the threads, and the work is its parent's."""
         self._threads.forget()
-        self._anew()
+        self._reset()
 
-    def _anew(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._work: deque[Callable[[], None]] = deque()
         self._running = False
 
     def start(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done after all that came before; what it raises is logged."""
+        """Queue ``work``. What it raises is logged."""
         with self._lock:
             self._work.append(work)
             if self._running:
@@ -101,4 +101,4 @@ class InTurn:
                     return
                 work = self._work.popleft()
             run_callback(work)
-            del work  # it must not be kept alive by a thread that waits
+            del work  # an idle thread must not keep it alive

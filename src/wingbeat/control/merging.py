@@ -60,7 +60,7 @@ class LayerMerging:
         self._world = collectives.world
         self._planner = Planner(choices, bucketing, compression, collectives)
         # Collectives of a library for GPUs tell nobody when they are done.
-        native = bucketing.device.type in collectives.world.native_on
+        native = bucketing.device.type in collectives.world.nccl_devices
         later = not schedules.BY_NAME[choices.schedule].whole_after_backward
         count, goes_on = len(bucketing.slots), later and not native
         self.passes = Passes(count, bucketing.device, goes_on=goes_on)

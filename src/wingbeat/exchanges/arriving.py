@@ -9,11 +9,11 @@ from wingbeat.exchanges.attendance import Attendance, announce, arrive
 from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.stale.view import members
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.interfaces import usable
+from wingbeat.transport.interfaces import listen_interfaces
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.store import Ledger
+from wingbeat.transport.store import AtomicStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Arrived:
 
 
 def come(
-    store: Ledger,
+    store: AtomicStore,
     rank: int,
     workers: int,
     *,
@@ -76,12 +76,12 @@ def come(
         return {other: lives[other] for other in lives if other in near}
 
     mailbox = open_mailbox(
-        store, rank, near, room=room,
+        store, rank, near, namespace=room,
         interfaces=interfaces, classes=1, encrypted=encrypted, limits=limits, seconds=seconds,
-        name=name, forgiving=True, life=life,
+        name=name, tolerate_silence=True, incarnation=life,
         announce=told if life else None,
     )  # fmt: skip
-    cards = [interface.name for interface in usable(nic.local(), interfaces)]
+    cards = [interface.name for interface in listen_interfaces(nic.local(), interfaces)]
     lanes = Lanes(
         mailbox, rank, workers, lives=[number // 2 for number in roll.view], joined=joined,
         patience=patience, begin=seconds, name=name, card=cards.__getitem__,

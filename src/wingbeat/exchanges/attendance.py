@@ -14,8 +14,8 @@ from wingbeat.stale.letters import Malformed
 from wingbeat.stale.roll import Change, Entry, Roll
 from wingbeat.stale.view import View, members, merge, with_life
 from wingbeat.transport.background import BackgroundThread
-from wingbeat.transport.messages.connect import Card, card_of
-from wingbeat.transport.store import Ledger
+from wingbeat.transport.messages.connect import PeerInfo, read_peer_info
+from wingbeat.transport.store import AtomicStore
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class News(NamedTuple):
     """A change of the roll, and the card of a worker that has come again."""
 
     change: Change
-    card: Card | None
+    card: PeerInfo | None
 
 
 class Attendance:
@@ -46,7 +46,7 @@ class Attendance:
 
     def __init__(
         self,
-        store: Ledger,
+        store: AtomicStore,
         room: str,
         rank: int,
         roll: Roll,
@@ -155,7 +155,9 @@ class Attendance:
             card = None
             if change.begun and change.worker != self._rank:
                 try:
-                    card = card_of(self._store, self._room, change.worker, change.life, _CARD_S)
+                    card = read_peer_info(
+                        self._store, self._room, change.worker, change.life, _CARD_S
+                    )
                 except TimeoutError:
                     continue  # it has ended meanwhile
                 except ValueError as error:
@@ -164,7 +166,7 @@ class Attendance:
             self._news.append(News(change, card))
 
 
-def arrive(store: Ledger, room: str, rank: int, workers: int) -> tuple[Roll, int]:
+def arrive(store: AtomicStore, room: str, rank: int, workers: int) -> tuple[Roll, int]:
     """Say that this worker is there; return the roll, and which of its lives this is, from 0.
 
     Raises:
@@ -183,7 +185,7 @@ def arrive(store: Ledger, room: str, rank: int, workers: int) -> tuple[Roll, int
 
 
 def announce(
-    store: Ledger, room: str, rank: int, life: int, roll: Roll, seconds: float
+    store: AtomicStore, room: str, rank: int, life: int, roll: Roll, seconds: float
 ) -> dict[int, int]:
     """Write on the roll that a life begins, and wait until all others know of it.
 
@@ -226,7 +228,7 @@ def announce(
     return {other: roll.view[other] // 2 for other in others}
 
 
-def _unmet(store: Ledger, room: str, rank: int, life: int, others: Iterable[int]) -> list[int]:
+def _unmet(store: AtomicStore, room: str, rank: int, life: int, others: Iterable[int]) -> list[int]:
     return [other for other in others if not store.has(_met(room, rank, life, other))]
 
 

@@ -14,8 +14,8 @@ from wingbeat.errors import PeerError
 from wingbeat.exchanges.lossy import Lossy
 from wingbeat.groups.averages import GIVEN_UP, Coming
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.transport.failures import Blame
-from wingbeat.transport.group_links import room_of
+from wingbeat.transport.failures import FailureAttribution
+from wingbeat.transport.group_links import group_prefix
 from wingbeat.types import Group, Span
 
 if TYPE_CHECKING:
@@ -160,6 +160,8 @@ class GroupAverage:
     def _lost(self, group: Group, inner: World) -> int:
         """Return which member has failed; this worker itself, if the others have not waited."""
         rank = self._world.rank
-        blame = Blame(inner.store, rank, self._world.size, inner.timeout, room_of(group))
-        waited_for = blame.whom(rank)
-        return rank if waited_for is None else blame.culprit(waited_for)
+        blame = FailureAttribution(
+            inner.store, rank, self._world.size, inner.timeout, group_prefix(group)
+        )
+        waited_for = blame.awaited_by(rank)
+        return rank if waited_for is None else blame.root_cause(waited_for)

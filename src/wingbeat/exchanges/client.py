@@ -19,10 +19,10 @@ from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.probes import Probes, quiet_of
 from wingbeat.servers.protocol import SENT, UPDATES, Ids, Kind, interface_of, urgency_of
 from wingbeat.servers.sums import Refused
-from wingbeat.transport.failures import LOGGED_S, LONGEST
+from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.frames import LARGEST
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
+from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 
 _QUICK_S = 1.0
 """Seconds that the last words may take after a failure."""
@@ -142,7 +142,7 @@ class Client:
     @property
     def refused(self) -> Counter[str]:
         """How many frames and connections were refused, by the reason; any thread may ask."""
-        return self._mailbox.refused + self._mailbox.turned_away
+        return self._mailbox.refused + self._mailbox.refused_connections
 
     def _failure(self) -> PeerError | None:
         return self._error
@@ -232,7 +232,7 @@ class Client:
                 self._wanted[key] = request, part
             if request.kind is Kind.EXPECT:
                 continue
-            nbytes = LARGEST if empty else LARGEST + part.nbytes
+            nbytes = MAX_HEADER_BYTES if empty else MAX_HEADER_BYTES + part.nbytes
             # What servers that update are told has to arrive in its order.
             link = 0 if request.kind in UPDATES else part.link
             flow = Flow(part.server, 0 if empty else part.urgency, link)
@@ -340,7 +340,7 @@ class Client:
         killed = {
             server: "has ended without a word: its connections are closed"
             for server, seconds in self._mailbox.unconnected().items()
-            if seconds > UNCONNECTED_S
+            if seconds > RECONNECT_S
         }
         for server, why in {**killed, **self._mailbox.lost}.items():
             raise PeerError(f"{self._me}: {self._name(server)} {why}")
@@ -355,19 +355,19 @@ class Client:
             raise PeerError(
                 f"{self._me}: {self._name(server)} has ended; start the job again from a checkpoint"
             )
-        if now - max(self._heard, self._logged) >= LOGGED_S:
+        if now - max(self._heard, self._logged) >= LOG_INTERVAL_S:
             self._logged = now
             log.warning(
                 "%s: has waited for gradients of other workers for %d s; the servers live",
                 self._me, now - self._heard,
             )  # fmt: skip
-        if now - self._heard > LONGEST * self._timeout:
+        if now - self._heard > MAX_WAIT_FACTOR * self._timeout:
             late = sorted({part.server for _, part in self._wanted.values()}) or self._servers
             what = next(iter(self._wanted.values()))[0].what if self._wanted else "gradients"
             raise PeerError(
                 f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
-                f"{LONGEST * self._timeout:g} s: check that it and all workers run, or allow more: "
-                "wingbeat.init(timeout=...)"
+                f"{MAX_WAIT_FACTOR * self._timeout:g} s: check that it and all workers run, or "
+                "allow more: wingbeat.init(timeout=...)"
             )
 
     def _probe(self, now: float) -> None:

@@ -20,7 +20,7 @@ from wingbeat.exchanges.attendance import Attendance
 from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.incoming import Incoming
 from wingbeat.exchanges.lanes.lanes import Lanes
-from wingbeat.exchanges.lanes.order import Astray
+from wingbeat.exchanges.lanes.order import ProtocolError
 from wingbeat.exchanges.outgoing import Outgoing
 from wingbeat.exchanges.presence import Back, Gone, Presence
 from wingbeat.observe.log import log
@@ -32,9 +32,9 @@ from wingbeat.stale.messages import Post, Round
 from wingbeat.stale.pace import Pace
 from wingbeat.stale.view import View
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.failures import LOGGED_S, LONGEST, Wait
+from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 
 _LOOK_S = 0.1
 """Seconds between two looks at who is gone."""
@@ -355,8 +355,8 @@ class Courier:
     ) -> Any:
         behind = behind or self.machine.behind
         # Whoever is gone, stopped or cut off is out of the roll before this.
-        wait = Wait(self._me, "sums", self._clock)
-        limit_s = LONGEST * self._timeout
+        wait = WaitLog(self._me, "sums", self._clock)
+        limit_s = MAX_WAIT_FACTOR * self._timeout
         deadline, told = wait.begun + limit_s, wait.begun + told_s
         while True:
             with self._changed:
@@ -380,9 +380,9 @@ class Courier:
                         "iterations, and makes sums for those that still train: "
                         f"{', '.join(map(self._name, behind()))}"
                     )
-                wait.look(", ".join(map(self._name, behind())) or "the others")
+                wait.log_if_due(", ".join(map(self._name, behind())) or "the others")
                 if self._count == before:
-                    self._changed.wait(min(left, told - now, LOGGED_S))
+                    self._changed.wait(min(left, told - now, LOG_INTERVAL_S))
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
@@ -426,7 +426,7 @@ class Courier:
                 self._attendance.stop()
             with contextlib.suppress(PeerError):
                 quick = self._error is not None or self._lanes.cut
-                self._mailbox.close(_QUICK_S if quick else CLOSING)  # all has been told of
+                self._mailbox.close(_QUICK_S if quick else CLOSE_TIMEOUT_S)  # all has been told of
 
     def _waits(self, until: float) -> bool:
         """Whether something is to be done before this worker leaves."""
@@ -490,7 +490,7 @@ class Courier:
         try:
             for source, kind, payload in self._lanes.take(message):
                 self._hear(source, kind, payload)
-        except Astray as error:
+        except ProtocolError as error:
             raise PeerError(
                 f"{self._me}: {self._name(message.peer)} sent a malformed message: {error}"
             ) from None

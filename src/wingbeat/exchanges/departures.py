@@ -11,11 +11,11 @@ from collections.abc import Callable
 from wingbeat.observe.log import log
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.failures import (
-    PATIENCE,
-    failure_of,
+    ANSWER_TIMEOUT_S,
     first_failed,
+    has_exited,
     has_finished,
-    has_left,
+    published_failure,
 )
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
@@ -89,7 +89,7 @@ class Departures:
 
     def how(self, worker: int) -> str:
         """Return how a worker that is gone has ended; it asks the store, and waits for it."""
-        failure = "" if self._store is None else failure_of(self._store, worker)
+        failure = "" if self._store is None else published_failure(self._store, worker)
         return f"failed with {failure}" if failure else self.gone.get(worker, _SILENT)
 
     def blame(self) -> str | None:
@@ -106,7 +106,7 @@ class Departures:
 
         Nor if this worker ends by an exception itself.
         """
-        if graceful_shutdown.failing():
+        if graceful_shutdown.is_failing():
             return
         for thread in self._asking:
             if thread.ident is not None:
@@ -117,9 +117,9 @@ class Departures:
 
     def _ask(self, store: Store, worker: int, how: str) -> None:
         """Find out how a worker has ended, and log it."""
-        deadline = time.monotonic() + PATIENCE
-        while not (failure := failure_of(store, worker)):
-            over = has_left(store, worker) or time.monotonic() >= deadline
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not (failure := published_failure(store, worker)):
+            over = has_exited(store, worker) or time.monotonic() >= deadline
             if how or over:
                 break
             time.sleep(_POLL_S)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives import Handle
-from wingbeat.collectives.nccl import NativeJob
+from wingbeat.collectives.nccl import NcclJob
 from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import Operation
 from wingbeat.servers.priorities import Priorities
 from wingbeat.servers.tables import places_of
 from wingbeat.transport.messages.carrier import tos_of
-from wingbeat.transport.nccl import NativeGroup
+from wingbeat.transport.nccl import NcclGroup
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
 
@@ -75,7 +75,7 @@ class GpuServers:
             UsageError: one of them is not on a GPU.
         """
         for bucket in buckets:
-            if bucket.flat.device.type not in self._world.native_on:
+            if bucket.flat.device.type not in self._world.nccl_devices:
                 raise UsageError(
                     f"parameter {bucket.slots[0].name!r} is on {bucket.flat.device} and others are "
                     "on a GPU: move all of them to one kind of device, or use wingbeat.AllReduce()"
@@ -105,7 +105,7 @@ class GpuServers:
             bucket.handle.wait()  # another class: nothing else keeps it behind the push
         what = _DOES[operation]
         work = getattr(self._group(urgency), what)(bucket.flat)
-        bucket.handle = Handle([NativeJob(work, what, self._world.rank)])
+        bucket.handle = Handle([NcclJob(work, what, self._world.rank)])
 
     def owned(self, bucket: Bucket) -> Span:
         """As with servers of their own: nothing is updated in parts."""
@@ -115,6 +115,6 @@ class GpuServers:
         """NCCL does not say how many bytes each class has sent."""
         return ()
 
-    def _group(self, urgency: int) -> NativeGroup:
+    def _group(self, urgency: int) -> NcclGroup:
         classes = self._serving.classes
-        return self._world.native_in(None if classes == 1 else tos_of(urgency, classes))
+        return self._world.nccl_in(None if classes == 1 else tos_of(urgency, classes))

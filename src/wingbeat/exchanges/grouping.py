@@ -19,7 +19,7 @@ from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.rules import Rules
 from wingbeat.transport import graceful_shutdown, incarnation, interfaces
-from wingbeat.transport.services import InProcess, InThread, Started
+from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.types import SERIES
 
 if TYPE_CHECKING:
@@ -83,13 +83,13 @@ class Grouping:
         self._giving = Giving(world)
         self.offer: Callable[[], bytes | None] | None = None
         store = world.store if world.group_store is None else world.group_store()
-        self._started: Started | None = None
+        self._started: Service | None = None
         self._mailbox: Mailbox | None = None
         self._first = (serial - 1) * SERIES
         self.averages = GroupAverage(world, buffer, wire, first=self._first)
         self.client: Client | Follower
         departures = departures_of(world)
-        lives = functools.partial(incarnation.lives, store)
+        lives = functools.partial(incarnation.is_alive, store)
         if rules is None:
             if world.returned:
                 raise UsageError(
@@ -101,7 +101,7 @@ class Grouping:
             return
         try:
             if world.rank == config.host and not world.returned:
-                self._started = (InThread if world.threads else InProcess)(config, store)
+                self._started = (ThreadService if world.threads else ProcessService)(config, store)
             self._mailbox, self.client = config.client(store, world.rank, world.returned, lives)
             self.client.give = self._give
             self.client.lost, self.client.back = departures.lost, departures.back
@@ -185,9 +185,9 @@ class Grouping:
     def close(self) -> None:
         """Leave: nobody waits for this worker any more. The generator ends when all have left."""
         self._giving.close()
-        self.client.leave(failed=graceful_shutdown.failing())
+        self.client.leave(failed=graceful_shutdown.is_failing())
         self.averages.close()
-        quick = graceful_shutdown.failing() or self.client.fallen is not None
+        quick = graceful_shutdown.is_failing() or self.client.fallen is not None
         if self._mailbox is None:
             return
         if quick:

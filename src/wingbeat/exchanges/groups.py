@@ -116,7 +116,7 @@ class GroupAverager:
             self._end()
 
     def _end(self) -> None:
-        if not graceful_shutdown.failing():
+        if not graceful_shutdown.is_failing():
             self._thread.join()
         self.grouping.close()
 

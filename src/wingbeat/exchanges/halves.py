@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from wingbeat.collectives.packing import narrower
+from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.types import Span
 
 PIECE_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class Halves:
         self, buffer: torch.Tensor, wire: torch.dtype | None, piece_bytes: int = PIECE_BYTES
     ) -> None:
         self._buffer = buffer.detach()
-        self._wire = narrower(wire, buffer)
+        self._wire = narrower_dtype(wire, buffer)
         dtype = buffer.dtype if self._wire is None else self._wire
         self.spans = Span(0, buffer.numel()).cut(max(1, piece_bytes // dtype.itemsize))
         self._itemsize = dtype.itemsize

@@ -20,7 +20,7 @@ from wingbeat.servers.protocol import LINKS
 from wingbeat.servers.sums import EACH
 from wingbeat.transport import graceful_shutdown, interfaces
 from wingbeat.transport.messages import Mailbox, open_mailbox
-from wingbeat.transport.services import InProcess, InThread, Started
+from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
@@ -80,7 +80,7 @@ class Hosting:
         if optimizer:
             config = dataclasses.replace(config, optimizer=optimizer, memory=memory + _SPARE)
         store = world.store if world.group_store is None else world.group_store()
-        self._started: list[Started] = []
+        self._started: list[Service] = []
         self._news = News(store, f"{config.room}/failed")
         try:
             self._start(config, store)
@@ -93,7 +93,7 @@ class Hosting:
             self._news.close(_LOOK_S)
             raise
         self.client = self._client(mailbox, config)
-        # Nobody may call `close`, as when a function that trains returns.
+        # Nobody may call `close_world`, as when a function that trains returns.
         weakref.finalize(self, self.client.forget).atexit = False
 
     def _config(
@@ -117,7 +117,7 @@ class Hosting:
         )
 
     def _start(self, config: ServerConfig, store: Store) -> None:
-        start, rank = InThread if self._world.threads else InProcess, self._world.rank
+        start, rank = ThreadService if self._world.threads else ProcessService, self._world.rank
         for index in (index for index, host in enumerate(config.hosts) if host == rank):
             try:
                 self._started.append(start(dataclasses.replace(config, index=index), store))
@@ -132,7 +132,7 @@ class Hosting:
             _Watched(store, self._check),
             self._world.rank,
             [self.number(index) for index in range(self.count)],
-            room=config.room,
+            namespace=config.room,
             interfaces=config.interfaces,
             classes=self.classes,
             encrypted=config.encrypted,
@@ -167,7 +167,7 @@ class Hosting:
 
         Others may need them for longer than this worker. After a failure nobody does.
         """
-        failing = graceful_shutdown.failing()
+        failing = graceful_shutdown.is_failing()
         self.client.close(quick=failing)
         _end(
             self._news, self._started, 0.0 if failing or self.client.failed else self._world.timeout
@@ -182,12 +182,12 @@ class Hosting:
             raise PeerError(f"rank {self._world.rank}: {told}")
 
 
-def _failed(news: News, started: Sequence[Started]) -> str | None:
+def _failed(news: News, started: Sequence[Service]) -> str | None:
     """Say how one of these servers has ended, or the thread of the news, if one has."""
     return next(filter(None, (each.ended() for each in started)), None) or news.failure or None
 
 
-def _end(news: News, started: Sequence[Started], seconds: float) -> None:
+def _end(news: News, started: Sequence[Service], seconds: float) -> None:
     """Wait until these servers have ended; kill them if they are not to have any seconds."""
     news.close(_LOOK_S)
     for each in started:
@@ -227,7 +227,7 @@ def _weights(world: World) -> tuple[float, ...]:
     subnets = world.networks[0] if world.networks else ()
     if len(set(subnets)) < len(world.links):
         return world.weights
-    known = zip(map(interfaces.in_order, subnets), world.weights, strict=True)
+    known = zip(map(interfaces.subnet_order, subnets), world.weights, strict=True)
     return tuple(weight for _, weight in sorted(known))
 
 

@@ -20,9 +20,9 @@ from wingbeat.groups.follower import CALL
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.pairs.protocol import Kind, Unexpected
 from wingbeat.pairs.worker import Adopt, Drop, Say, Worker
-from wingbeat.transport.failures import LONGEST, Wait, stuck_text
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.text import first_line
 
 _LOOK_S = 0.5
@@ -43,7 +43,7 @@ class Pairing:
         mailbox: joins it to its partners, whose numbers are their ranks; used by the thread alone.
         halves: the model.
         me: what messages call this worker.
-        timeout: seconds; a partner that lives is waited for `LONGEST` times as many.
+        timeout: seconds; a partner that lives is waited for `MAX_WAIT_FACTOR` times as many.
         gone: called with each worker that is lost, in this thread.
         departures: logs who is lost.
         name: what messages call the worker of a rank.
@@ -167,17 +167,17 @@ class Pairing:
 
     def _until(self, over: Callable[[], bool], what: str) -> None:
         """Wait; called with the lock."""
-        wait = Wait(self._me, what, self._clock)
+        wait = WaitLog(self._me, what, self._clock)
         while True:
             self._check()
             if over():
                 return
             # Whoever is gone, or cannot be reached, is lost before this: see `_look`.
             names = ", ".join(map(self._name, self.machine.behind()))
-            if self._clock() - max(wait.begun, self._heard) > LONGEST * self._timeout:
-                raise PeerError(stuck_text(self._me, names, what, self._timeout))
-            wait.look(names)
-            self._changed.wait(min(_LOOK_S, LONGEST * self._timeout))
+            if self._clock() - max(wait.begun, self._heard) > MAX_WAIT_FACTOR * self._timeout:
+                raise PeerError(stuck_peer_text(self._me, names, what, self._timeout))
+            wait.log_if_due(names)
+            self._changed.wait(min(_LOOK_S, MAX_WAIT_FACTOR * self._timeout))
 
     # -- the thread -----------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Pairing:
                 self.step(self._mailbox.next(_LOOK_S))
             with self._changed:
                 self.machine.leave()
-            until = self._clock() + CLOSING
+            until = self._clock() + CLOSE_TIMEOUT_S
             while self.machine.amid and not self._quick and self._clock() < until:
                 self.step(self._mailbox.next(_LOOK_S))
         except PeerError as error:
@@ -208,7 +208,7 @@ class Pairing:
         for peer in self.machine.there if failed else ():
             with contextlib.suppress(PeerError):
                 self._mailbox.post(peer, Kind.FAILED, seconds=0.0)
-        self._mailbox.close(_QUICK_S if failed else CLOSING)
+        self._mailbox.close(_QUICK_S if failed else CLOSE_TIMEOUT_S)
 
     def step(self, message: Message | None) -> None:
         """Do what is to be done now, with the message that has just come if one has.
@@ -342,7 +342,7 @@ class Pairing:
             self._looked = now
             self._carry()
             for peer, seconds in self._mailbox.unconnected().items():
-                if seconds > UNCONNECTED_S and peer in self.machine.there:
+                if seconds > RECONNECT_S and peer in self.machine.there:
                     self._lose(peer, "has ended without a word")
             self._probe()
 

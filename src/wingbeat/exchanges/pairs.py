@@ -27,7 +27,7 @@ from wingbeat.observe.meter import Section
 from wingbeat.pairs.split import is_active, partners
 from wingbeat.pairs.worker import Worker
 from wingbeat.transport import graceful_shutdown
-from wingbeat.transport.incarnation import lives
+from wingbeat.transport.incarnation import is_alive
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.store import Store
@@ -90,7 +90,7 @@ class PairAverager:
         board = Board(store, f"pairs/{world.path}", world.size)
         self._follower = Follower(
             world.rank, Layout.even(1, world.size), world.timeout, board, everyone=True,
-            lives=functools.partial(lives, store),
+            lives=functools.partial(is_alive, store),
         )  # fmt: skip
         self._follower.lost = departures_of(world).lost
         self._begun = self._left = False
@@ -98,7 +98,7 @@ class PairAverager:
         if world.size > 1:
             self._pairing = _joined(world, self._machine, halves, encrypted, silence, board.lose)
             self._pairing.serve()
-            # Dropped without `close`, it takes its thread along.
+            # Dropped without `close_world`, it takes its thread along.
             weakref.finalize(self, self._pairing.forget).atexit = False
         world.on_close(_Closing(self))
 
@@ -209,8 +209,8 @@ class PairAverager:
         if self._pairing is not None:
             if not self._left:
                 self._left = True
-                self._follower.leave(failed=graceful_shutdown.failing())
-            self._pairing.close(quick=graceful_shutdown.failing())
+                self._follower.leave(failed=graceful_shutdown.is_failing())
+            self._pairing.close(quick=graceful_shutdown.is_failing())
 
 
 class _Closing:
@@ -263,7 +263,7 @@ def _joined(
         _store_of(world),
         world.rank,
         partners(world.rank, world.size),
-        room=f"pairs/{world.path}",
+        namespace=f"pairs/{world.path}",
         interfaces=("lo",) if world.threads else world.interfaces or None,
         classes=1,
         encrypted=encrypted,

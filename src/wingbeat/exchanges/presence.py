@@ -12,9 +12,9 @@ from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.stale.view import View
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.messages.connect import Card
+from wingbeat.transport.messages.connect import PeerInfo
 from wingbeat.transport.messages.frames import NEVER
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 STORE_S = 10.0
 """Seconds that the store may take to say who is gone."""
@@ -38,7 +38,7 @@ class Back(NamedTuple):
 
     worker: int
     life: int
-    card: Card
+    card: PeerInfo
 
 
 class Heard(Protocol):
@@ -148,7 +148,7 @@ class Presence:
                 worker: before.get(worker, now - seconds if worker in reached else NEVER)
                 for worker, seconds in self._mailbox.unconnected().items()
             }
-        return self._unconnected_since(now - UNCONNECTED_S)
+        return self._unconnected_since(now - RECONNECT_S)
 
     def _unconnected_since(self, when: float) -> list[int]:
         """Return whose connections had ended ``when``, and who has not been heard since then."""
@@ -217,7 +217,7 @@ class Presence:
     def _fail_unless_survived(self, missing: Mapping[int, str], worker: int) -> None:
         if not self._survives:
             # Who has left may have been the first to miss one who is about to be missed here.
-            ended = self._unconnected_since(self._clock() - UNCONNECTED_S / 2)
+            ended = self._unconnected_since(self._clock() - RECONNECT_S / 2)
             worker, how = (min(ended), _ENDED) if ended else (worker, missing[worker])
             blamed = self._departures.blame() or f"{self._name(worker)} {how}"
             raise PeerError(

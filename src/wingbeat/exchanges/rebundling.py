@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from wingbeat.errors import PeerError
 from wingbeat.stale.view import View, members
-from wingbeat.transport.store import Ledger
+from wingbeat.transport.store import AtomicStore
 
 FIRST = 6
 """The iteration that all meet in: five are measured after the first, which is no measure."""
@@ -94,7 +94,7 @@ class Rebundling:
 
     def __init__(
         self,
-        store: Ledger,
+        store: AtomicStore,
         room: str,
         rank: int,
         tensors: int,

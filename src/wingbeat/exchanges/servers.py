@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Encoded
-from wingbeat.collectives.packing import narrower
+from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.exchanges import forms
@@ -230,7 +230,7 @@ class ServerExchange:
         if isinstance(wire, Encoded):
             return self._encoded(wire, part, each)
         assert not isinstance(wire, Factors), "servers sum what they decode"
-        own, cast = DTYPES[flat.dtype], narrower(wire, flat)
+        own, cast = DTYPES[flat.dtype], narrower_dtype(wire, flat)
         dtype = own if cast is None else DTYPES[cast]
         back = sum_dtype(dtype).name if self._dense else dtype
         return None if own == dtype == back else forms.Cast(part, dtype, back)

@@ -30,7 +30,7 @@ from wingbeat.schedules.events import Operation
 from wingbeat.stale.messages import Round
 from wingbeat.stale.worker import Worker
 from wingbeat.transport import graceful_shutdown
-from wingbeat.transport.store import Ledger
+from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.world import World
 from wingbeat.types import Span, Staleness
 
@@ -58,7 +58,7 @@ def arrive(world: World, *, encrypted: bool) -> Arrived:
         RendezvousError: a worker did not come, or cannot come back.
     """
     store = world.store if world.group_store is None else world.group_store()
-    assert isinstance(store, Ledger), "stores of jobs decide who was first"
+    assert isinstance(store, AtomicStore), "stores of jobs decide who was first"
     return come(
         store,
         world.rank,
@@ -169,7 +169,7 @@ class StaleExchange:
         A worker that comes back has those of the others at once.
         """
         world = self._world
-        assert isinstance(world.store, Ledger), "stores of jobs decide who was first"
+        assert isinstance(world.store, AtomicStore), "stores of jobs decide who was first"
         room = f"stale{world.serial}/colayers"
         self._layers, known = layers, weakref.ref(layers)
 
@@ -419,7 +419,7 @@ class StaleExchange:
         """The ranks that take part, and have not ended."""
         world, machine = self._world, self.machine
         ranks = (r for r in range(world.size) if machine.life_of(r) is not None)
-        return [r for r in ranks if not world.said("end", r)]
+        return [r for r in ranks if not world.has_published("end", r)]
 
     @property
     def colayers(self) -> int:
@@ -527,7 +527,7 @@ class _Ending:
 
     def __call__(self) -> None:
         """Leave; after a failure at once."""
-        if graceful_shutdown.failing():
+        if graceful_shutdown.is_failing():
             self._courier.close(quick=True)
         elif self._world.threads:
             # Whoever closes worlds of one process closes one after the other.
@@ -547,7 +547,8 @@ class _Ending:
                 world = self._world
                 world.publish("end", None)
                 self._courier.stay(
-                    lambda: all(world.said("end", peer) for peer in range(world.size)), _TOLD_S
+                    lambda: all(world.has_published("end", peer) for peer in range(world.size)),
+                    _TOLD_S,
                 )
             quick = False
         except WingbeatError as error:

@@ -19,7 +19,7 @@ from wingbeat.groups.member import Member
 from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Told, Why, told_of, why_of
 from wingbeat.groups.rules import Rules
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.transport.failures import LONGEST, Wait, stuck_text
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import Mailbox
 
@@ -52,8 +52,8 @@ class Client:
         layout: which worker is on which host.
         rules: the generator's.
         timeout: seconds without a sign of the generator after which a wait ends. It gives signs
-            while those live for whom this worker waits; then a wait ends after `LONGEST` times as
-            many.
+            while those live for whom this worker waits; then a wait ends after `MAX_WAIT_FACTOR`
+            times as many.
         board: what workers tell each other when the generator is dead.
         lives: whether the process of a worker runs, as far as is known; asked without a generator.
 
@@ -285,7 +285,7 @@ class Client:
 
     def _ask(self, averages: Averages) -> None:
         self._request()
-        wait = Wait(f"rank {self._worker}", _WHAT[self._levels], time.monotonic)
+        wait = WaitLog(f"rank {self._worker}", _WHAT[self._levels], time.monotonic)
         deadline = wait.begun + self._timeout
         while self._member.waiting:
             message = self._line.next(deadline)
@@ -300,16 +300,16 @@ class Client:
                     f"rank {self._worker}: the group generator sent what it never sends: {error}"
                 ) from None
 
-    def _look(self, wait: Wait, peer: str) -> None:
+    def _look(self, wait: WaitLog, peer: str) -> None:
         """Log a long wait for a worker that lives.
 
         Raises:
             PeerError: it lasts too long.
         """
-        wait.look(peer)
-        if wait.seconds() > LONGEST * self._timeout:
+        wait.log_if_due(peer)
+        if wait.seconds() > MAX_WAIT_FACTOR * self._timeout:
             me = f"rank {self._worker}"
-            raise PeerError(stuck_text(me, peer, _WHAT[self._levels], self._timeout))
+            raise PeerError(stuck_peer_text(me, peer, _WHAT[self._levels], self._timeout))
 
     def _hear(self, message: Message, averages: Averages) -> None:
         ids = message.ids

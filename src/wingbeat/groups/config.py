@@ -22,7 +22,7 @@ from wingbeat.groups.service import GroupService
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.store import Ledger, Store
+from wingbeat.transport.store import AtomicStore, Store
 
 SILENCE_S = 5.0
 """Seconds without a sign after which a worker, or the generator, that is waited for is dead."""
@@ -48,7 +48,7 @@ class GeneratorConfig:
     """
 
     module: ClassVar[str] = "wingbeat.groups"
-    asks_later: ClassVar[bool] = True
+    uses_store_later: ClassVar[bool] = True
 
     room: str
     host_of: tuple[int, ...]
@@ -106,7 +106,7 @@ class GeneratorConfig:
             fields[each] = tuple(fields[each])
         return GeneratorConfig(**fields | {"rules": Rules(**fields["rules"])})
 
-    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+    def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return what serves them while its argument says to."""
         mailbox = self._open(store, self.number, range(self.workers))
         return functools.partial(self._serve, mailbox, Returns(store, self.room, self.workers))
@@ -131,7 +131,7 @@ class GeneratorConfig:
         """
         if not returned:
             mailbox = self._open(store, rank, [self.number])
-        elif rank == self.host or not isinstance(store, Ledger):
+        elif rank == self.host or not isinstance(store, AtomicStore):
             raise RendezvousError(
                 f"rank {rank}: cannot come back: the group generator has ended with the process "
                 "before this one, which had started it; start all workers again from a checkpoint"
@@ -153,7 +153,7 @@ class GeneratorConfig:
         board = self.board(store)
         return Follower(rank, Layout(self.host_of), self.timeout, board, lives=lives)
 
-    def _come_back(self, store: Ledger, rank: int) -> Mailbox:
+    def _come_back(self, store: AtomicStore, rank: int) -> Mailbox:
         life = life_of(store, self.room, rank)
 
         def told(left: float) -> dict[int, int]:
@@ -187,13 +187,13 @@ class GeneratorConfig:
             store,
             number,
             peers,
-            room=self.room,
+            namespace=self.room,
             interfaces=self.interfaces,
             classes=1,
             encrypted=self.encrypted,
             limits=Limits(silence=self.silence),
             seconds=self.timeout,
             name=self.name,
-            life=life,
+            incarnation=life,
             announce=told,
         )

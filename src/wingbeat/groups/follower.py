@@ -14,7 +14,7 @@ from wingbeat.groups.generator import Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.static import PHASES, group_of
 from wingbeat.observe.events import stream
-from wingbeat.transport.failures import LONGEST, Wait, stuck_text
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 
 _log = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ class Follower:
             PeerError: one lives, and does not level; or the store has ended.
         """
         self._say()
-        wait = Wait(f"rank {self._worker}", CALL, time.monotonic)
+        wait = WaitLog(f"rank {self._worker}", CALL, time.monotonic)
         since: dict[int, tuple[Sign | None, float]] = {}
         while True:
             self._look()
@@ -279,9 +279,9 @@ class Follower:
             if not waited:
                 return
             peers = ", ".join(f"rank {worker}" for worker in waited)
-            wait.look(peers)
-            if wait.seconds() > LONGEST * self._timeout:
-                raise PeerError(stuck_text(f"rank {self._worker}", peers, CALL, self._timeout))
+            wait.log_if_due(peers)
+            if wait.seconds() > MAX_WAIT_FACTOR * self._timeout:
+                raise PeerError(stuck_peer_text(f"rank {self._worker}", peers, CALL, self._timeout))
             time.sleep(_PAUSE_S)
 
     def _not_levelling(self, since: dict[int, tuple[Sign | None, float]]) -> list[int]:

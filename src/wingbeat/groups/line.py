@@ -9,7 +9,7 @@ from collections import deque
 from wingbeat.errors import PeerError
 from wingbeat.groups.protocol import Kind
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 
 _LOOK_S = 0.25
 """Seconds between two looks at whether the generator lives, while a group is waited for."""
@@ -49,7 +49,7 @@ class Line:
             self._dead = (
                 generator in mailbox.left
                 or generator in mailbox.lost
-                or mailbox.unconnected().get(generator, 0.0) > UNCONNECTED_S
+                or mailbox.unconnected().get(generator, 0.0) > RECONNECT_S
             )
         return self._dead
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from wingbeat.errors import RendezvousError
 from wingbeat.transport.background import BackgroundThread
-from wingbeat.transport.messages.connect import Card, card_of
-from wingbeat.transport.store import Ledger, Store
+from wingbeat.transport.messages.connect import PeerInfo, read_peer_info
+from wingbeat.transport.store import AtomicStore, Store
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Back(NamedTuple):
 
     worker: int
     life: int
-    card: Card
+    card: PeerInfo
 
 
 def life_of(store: Store, room: str, worker: int) -> int:
@@ -54,7 +54,7 @@ def life_of(store: Store, room: str, worker: int) -> int:
     return lives
 
 
-def announce(store: Ledger, room: str, worker: int, life: int, seconds: float) -> None:
+def announce(store: AtomicStore, room: str, worker: int, life: int, seconds: float) -> None:
     """Say that ``worker`` is back, and wait until the generator knows.
 
     Raises:
@@ -143,7 +143,7 @@ class Returns:
                 _log.warning("%s in the store is malformed and does not count", line)
             elif back[0] < self._workers:
                 try:
-                    card = card_of(self._store, self._room, *back, _READ_S)
+                    card = read_peer_info(self._store, self._room, *back, _READ_S)
                 except ValueError as error:
                     _log.warning("rank %d comes back, and is refused: %s", back[0], error)
             self._lines += 1  # not before: what a slow store did not answer is asked again

@@ -14,7 +14,7 @@ from wingbeat.groups.protocol import WRAPS, Kind, Malformed, Why, ids_of, payloa
 from wingbeat.groups.returns import Back, Returns
 from wingbeat.groups.rooms import Rooms
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, steps that are late."""
@@ -83,7 +83,7 @@ class GroupService:
             self._leave(host)  # otherwise each of the others would have to find that out
         # Workers that are gone without a word hear no last one: nobody is left to be told.
         with contextlib.suppress(PeerError):
-            self._mailbox.close(CLOSING if parent() else _QUICK_S)
+            self._mailbox.close(CLOSE_TIMEOUT_S if parent() else _QUICK_S)
 
     def step(self, message: Message | None) -> None:
         """Do what is to be done now, with the message that has just come if one has."""
@@ -343,7 +343,7 @@ class GroupService:
         for worker in range(self._workers):
             generator = self._generator
             here = worker in generator or generator.is_late(worker)
-            if here and unconnected.get(worker, 0.0) > UNCONNECTED_S:
+            if here and unconnected.get(worker, 0.0) > RECONNECT_S:
                 self._tell(self._without(worker, gone=True))
             elif generator.awaited(worker) and self._patience.overdue(worker, now):
                 self._tell(self._without(worker))

@@ -107,7 +107,7 @@ def _alone(whole: World, link: Link) -> Iterator[World]:
         speeds=(whole.speeds[whole.links.index(link)],),
         timeout=whole.timeout,
         store=whole.store,
-        native_on=frozenset(),
+        nccl_devices=frozenset(),
     )
     try:
         yield world

@@ -19,7 +19,7 @@ from wingbeat.servers.sums import Sums
 from wingbeat.servers.updating import UpdatingService
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.frames import LARGEST
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.store import Store
 
@@ -62,7 +62,7 @@ class ServerConfig:
     """
 
     module: ClassVar[str] = "wingbeat.servers"
-    asks_later: ClassVar[bool] = False
+    uses_store_later: ClassVar[bool] = False
 
     room: str
     index: int
@@ -119,7 +119,7 @@ class ServerConfig:
             store,
             self.number,
             range(self.workers),
-            room=self.room,
+            namespace=self.room,
             interfaces=self.interfaces,
             classes=self.classes,
             encrypted=self.encrypted,
@@ -137,7 +137,7 @@ class ServerConfig:
         largest = Limits().message
         return CodedSums(self.workers, self.most, wire=self.wire, largest=largest, dense=self.dense)
 
-    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+    def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return what serves them while its argument says to."""
         sums = self.sums()  # before workers count on it
         if self.optimizer:
@@ -161,7 +161,7 @@ class ServerConfig:
         else:
             service = Service(mailbox, self.workers, **options)
         service.run(parent)
-        away = mailbox.turned_away + mailbox.refused
+        away = mailbox.refused_connections + mailbox.refused
         if away:
             _log.warning(
                 "%s refused %d connections or frames of strangers: %s",
@@ -187,7 +187,7 @@ def limits_of(workers: int, classes: int, timeout: float, interfaces: int = 1) -
     [32, 32, 16, 8, 8]
     """
     usual = Limits()
-    least = _LEAST * (usual.message + LARGEST)
+    least = _LEAST * (usual.message + MAX_HEADER_BYTES)
     window = min(usual.window, max(least, WINDOW // (workers * classes * interfaces)))
     return Limits(message=usual.message, window=window, silence=SILENT * timeout)
 

@@ -23,10 +23,10 @@ from wingbeat.servers.protocol import (
     urgency_of,
 )
 from wingbeat.servers.sums import EACH, Refused, Sum, Sums
-from wingbeat.transport.failures import LONGEST
+from wingbeat.transport.failures import MAX_WAIT_FACTOR
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.frames import LARGEST, Posted
-from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 
 _LOOK_S = 0.25
 """Seconds between two looks at what nobody tells: workers that are gone, sums that are late."""
@@ -154,7 +154,7 @@ class Service:
         everyone = frozenset(range(self._workers))
         while parent() and not self._mailbox.left.union(self._mailbox.lost) >= everyone:
             self.step(self._mailbox.next(0.0 if self.pending else _LOOK_S, keep=True))
-        seconds = CLOSING
+        seconds = CLOSE_TIMEOUT_S
         if not parent():
             self._fail("the worker that started it is gone")
             seconds = _QUICK_S
@@ -298,7 +298,7 @@ class Service:
     def _queue(self, answer: Answer) -> None:
         answer.queued = True
         ids, result = answer.ids, answer.result
-        nbytes = LARGEST + (self._mailbox.largest if result is None else result.nbytes)
+        nbytes = MAX_HEADER_BYTES + (self._mailbox.largest if result is None else result.nbytes)
         flow = Flow(answer.worker, urgency_of(ids.wish), link_of(ids.wish))
         self._outbox.add(flow, position_of(ids.wish), nbytes, answer)
 
@@ -344,7 +344,7 @@ class Service:
         One that has pushed nothing, and is not gone, may evaluate or save.
         """
         sums = self._sums
-        for seconds in (LONGEST * self._timeout, self._timeout):
+        for seconds in (MAX_WAIT_FACTOR * self._timeout, self._timeout):
             late = sums.missing(now - seconds)
             if late is not None and (seconds > self._timeout or all(map(sums.awaits, late[1]))):
                 ranks = ", ".join(map(str, sorted(late[1])))
@@ -370,7 +370,7 @@ class Service:
         killed = {
             worker: "has ended without a word: its connections are closed"
             for worker, seconds in mailbox.unconnected().items()
-            if seconds > UNCONNECTED_S
+            if seconds > RECONNECT_S
         }
         for worker, why in {**left, **killed, **mailbox.lost}.items():
             if self._lacking(worker):

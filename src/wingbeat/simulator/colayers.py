@@ -15,7 +15,7 @@ from wingbeat.simulator.model import ITEMSIZE, Model
 from wingbeat.stale.letters import letter_of
 from wingbeat.stale.messages import Here, Message, Piece, Round
 from wingbeat.stale.view import whole
-from wingbeat.transport.messages.frames import FIXED
+from wingbeat.transport.messages.frames import HEADER_BYTES
 from wingbeat.types import Fusion
 
 _TYPICAL = 100
@@ -214,4 +214,4 @@ def _letter(words: int, payload: int) -> Letter:
     parts = 1
     if words + payload > LIMITS.message:
         parts += -(-payload // LIMITS.message)
-    return Letter(words + payload + FIXED * parts, parts)
+    return Letter(words + payload + HEADER_BYTES * parts, parts)

@@ -13,7 +13,7 @@ from wingbeat.simulator.colayers import Coding
 from wingbeat.simulator.mailbox import LIMITS, Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.frames import LARGEST, Posted
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 
 
 @dataclass(eq=False, slots=True)
@@ -122,7 +122,7 @@ class Server(Messenger[Answer]):
             self._queue(answer)
 
     def _queue(self, answer: Answer) -> None:
-        nbytes = LARGEST + (LIMITS.message if answer.nbytes is None else answer.nbytes)
+        nbytes = MAX_HEADER_BYTES + (LIMITS.message if answer.nbytes is None else answer.nbytes)
         wish = answer.ids.wish
         flow = Flow(answer.worker, urgency_of(wish), link_of(wish))
         self._outbox.add(flow, position_of(wish), nbytes, answer)

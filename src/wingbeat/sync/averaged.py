@@ -143,7 +143,7 @@ def _check(training: Training, world: World, averaging: Averaging) -> None:
             "call wingbeat.release() on the first, or use LocalSGD()"
         )
     device = training.bucketing.device
-    if device.type != "cpu" or device.type in world.native_on:
+    if device.type != "cpu" or device.type in world.nccl_devices:
         raise UsageError(
             f"parameters on {device}: models are averaged on the CPU only (Ripples, ADPSGD, "
             "LocalSGD, DiLoCo); keep the model on the CPU, or use wingbeat.DeAR()"

@@ -106,7 +106,7 @@ class _Party:
                 engine.shadow_backward()
                 engine.update.step_of_others(engine)
                 engine.meter.stepped()
-                graceful_shutdown.stepped()
+                graceful_shutdown.count_step()
                 engine.zero_grad(True)
                 for param in engine.trained:
                     param.grad = None

@@ -19,7 +19,7 @@ _HOME = {
     "World": "world",
     "current": "world",
     "init": "rendezvous",
-    "on_terminate": "termination",
+    "on_terminate": "graceful_shutdown",
     "shutdown": "rendezvous",
 }
 

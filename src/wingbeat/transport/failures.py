@@ -1,4 +1,9 @@
-"""Failure attribution and liveness: which worker failed first, and how long to wait for a peer."""
+"""Failure attribution and liveness: which worker failed first, and how long to wait for a peer.
+
+When one worker is lost its neighbours fail too, and theirs after them. A worker publishes in the
+store how it exits, and a worker that fails publishes which peer it was waiting for, before it
+closes its connections. A worker that finds a closed connection reads these.
+"""
 
 from __future__ import annotations
 
@@ -9,78 +14,78 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from wingbeat.observe.log import log
-from wingbeat.transport.incarnation import lives
-from wingbeat.transport.text import LONGEST_ERROR, described, number, printable
+from wingbeat.transport.incarnation import is_alive
+from wingbeat.transport.text import MAX_ERROR_CHARS, describe_error, parse_number, printable
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
 
-PATIENCE = 2.0
-"""Seconds to give another worker to say that it, too, was waiting."""
+ANSWER_TIMEOUT_S = 2.0
+"""Seconds to wait for another worker to publish that it, too, was waiting."""
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit status of a process that has ended as SIGTERM asks: in good order."""
+"""The exit status of a process that ends after SIGTERM in good order."""
 
-_POLL = 0.02
-"""Seconds between two looks into the store. Its own wait would write a warning for each miss."""
+_POLL_S = 0.02
+"""Seconds between two reads of the store. The store's own wait logs a warning for each miss."""
 
-_LONGEST = 80
-"""Characters of what a peer says that it was doing."""
+_MAX_OPERATION_CHARS = 80
+"""Characters of the operation that a peer publishes."""
 
 _FINISHED, _FAILED = "finished", "failed"
-_GIVEN_UP = "given up"
+_ABORTED = "given up"
 
 
-def say_left(store: Store, rank: int, finished: bool) -> None:
-    """Tell the others that ``rank`` leaves: orderly if ``finished``, else with an exception."""
-    with contextlib.suppress(RuntimeError):  # the store may be gone with who served it
+def publish_exit(store: Store, rank: int, finished: bool) -> None:
+    """Publish that ``rank`` exits: normally if ``finished``, else with an exception."""
+    with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
         store.set(f"left/{rank}", _FINISHED if finished else _FAILED)
 
 
-def say_failed(store: Store, rank: int, error: BaseException) -> None:
-    """Tell the others that an exception ends ``rank``; before it closes anything."""
+def publish_failure(store: Store, rank: int, error: BaseException) -> None:
+    """Publish the exception that ends ``rank``. Call this before any connection is closed."""
     with contextlib.suppress(RuntimeError):
-        store.set(f"failed/{rank}", described(error))
+        store.set(f"failed/{rank}", describe_error(error))
 
 
-def failure_of(store: Store, rank: int) -> str:
-    """Return the exception that has ended ``rank``, as it has said; empty if it has not."""
+def published_failure(store: Store, rank: int) -> str:
+    """Return the exception that ended ``rank``, as it published it; empty if it did not."""
     if not store.has(f"failed/{rank}"):
         return ""
     try:
-        # It goes into a message of one line, and anybody may write to the store.
-        return printable(store.get(f"failed/{rank}", PATIENCE), LONGEST_ERROR)
+        # The text goes into a one-line message and may come from any process.
+        return printable(store.get(f"failed/{rank}", ANSWER_TIMEOUT_S), MAX_ERROR_CHARS)
     except TimeoutError:
         return ""
 
 
 def first_failed(store: Store, ranks: Iterable[int]) -> tuple[int, str] | None:
-    """Return the first of ``ranks`` that failed by itself, and its exception; None if none did.
+    """Return the first of ``ranks`` that failed by itself, with its exception; None if none did.
 
-    One that ended by a `PeerError` had waited for another.
+    A worker that ended with a `PeerError` was waiting for another one.
     """
-    failures = ((rank, failure_of(store, rank)) for rank in ranks)
+    failures = ((rank, published_failure(store, rank)) for rank in ranks)
     own = (each for each in failures if each[1] and not each[1].startswith("PeerError"))
     return next(own, None)
 
 
-def has_left(store: Store, rank: int) -> bool:
-    """Whether ``rank`` has said that it leaves, in whatever way."""
+def has_exited(store: Store, rank: int) -> bool:
+    """Whether ``rank`` has published that it exits, normally or not."""
     return store.has(f"left/{rank}")
 
 
 def has_finished(store: Store, rank: int) -> bool:
-    """Whether ``rank`` has left in an orderly way: its work was done."""
-    if not has_left(store, rank):
+    """Whether ``rank`` has exited normally."""
+    if not has_exited(store, rank):
         return False
     try:
-        return store.get(f"left/{rank}", PATIENCE) == _FINISHED
+        return store.get(f"left/{rank}", ANSWER_TIMEOUT_S) == _FINISHED
     except TimeoutError:
         return False
 
 
-def finished_text(rank: int, finished: int, waiting_in: str) -> str:
-    """Return what ``rank`` says when it waits for one that will send nothing any more."""
+def finished_peer_text(rank: int, finished: int, waiting_in: str) -> str:
+    """Return the error of ``rank`` that waits for a peer that has finished."""
     return (
         f"rank {rank}: rank {finished} has finished (its script ended, or called sys.exit() or "
         f"wingbeat.shutdown()) while this rank still trains and waits for it in {waiting_in}: "
@@ -89,190 +94,199 @@ def finished_text(rank: int, finished: int, waiting_in: str) -> str:
     )
 
 
-class Blame:
-    """Finds the worker at the end of the chain of waits.
+class FailureAttribution:
+    """Finds the root cause of a failure: the worker at the end of the chain of waits.
 
-    Each worker that fails publishes whom it was waiting for. A worker that was waiting itself is
-    not the culprit; the first that published nothing is.
+    Each worker that fails publishes the peer it was waiting for. A worker that was itself waiting
+    is not the cause; the first one that published nothing is.
 
     Args:
-        store: where the workers publish it.
-        rank: this worker, counted among all of the world, as are all ranks here.
-        size: how many workers the world has.
-        timeout: seconds that no wait here may exceed.
-        room: what the keys begin with, where only the members of a group have failed each other.
+        store: where the workers publish.
+        rank: this worker's rank in the world. All ranks here are ranks in the world.
+        size: number of workers in the world.
+        timeout: upper limit of each wait here, in seconds.
+        prefix: prefix of the keys, where only the members of a group are concerned.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float, room: str = "") -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, prefix: str = ""
+    ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
-        self._patience = min(PATIENCE, timeout)
-        self._room = room
+        self._timeout_s = min(ANSWER_TIMEOUT_S, timeout)
+        self._prefix = prefix
 
-    def publish(self, peer: int, doing: str = "") -> None:
-        """Tell the others that this rank failed while it waited for ``peer`` in ``doing``."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone with who served it
-            self._store.set(f"{self._room}waited/{self._rank}", f"{peer} {doing}")
-            if self._room:
-                self.give_up()
+    def publish_wait(self, peer: int, operation: str = "") -> None:
+        """Publish that this rank failed while it waited for ``peer`` in ``operation``."""
+        with contextlib.suppress(RuntimeError):  # the store may have ended
+            self._store.set(f"{self._prefix}waited/{self._rank}", f"{peer} {operation}")
+            if self._prefix:
+                self.abort()
 
-    def give_up(self) -> None:
-        """Tell the other members of a group that its sums will never be complete."""
+    def abort(self) -> None:
+        """Publish that this group cannot complete any further collective."""
         with contextlib.suppress(RuntimeError):
-            if not self._store.has(f"{self._room}{_GIVEN_UP}"):
-                self._store.set(f"{self._room}{_GIVEN_UP}", str(self._rank))
+            if not self._store.has(f"{self._prefix}{_ABORTED}"):
+                self._store.set(f"{self._prefix}{_ABORTED}", str(self._rank))
 
-    def given_up(self) -> int | None:
-        """Return who has failed first in this room; None if nobody says so."""
-        if not self._store.has(f"{self._room}{_GIVEN_UP}"):
+    def aborted_by(self) -> int | None:
+        """Return the rank that aborted this group first; None if no rank has."""
+        if not self._store.has(f"{self._prefix}{_ABORTED}"):
             return None
         try:
-            rank = int(self._store.get(f"{self._room}{_GIVEN_UP}", self._patience))
+            rank = int(self._store.get(f"{self._prefix}{_ABORTED}", self._timeout_s))
         except (TimeoutError, ValueError):
             return None
         return rank if 0 <= rank < self._size else None
 
-    def whom(self, rank: int) -> int | None:
-        """Return for whom ``rank`` waited when it failed, as it has said; None if nothing yet."""
+    def awaited_by(self, rank: int) -> int | None:
+        """Return the peer that ``rank`` waited for when it failed; None if it published none."""
         return self._read("waited", rank)
 
-    def left(self, rank: int) -> bool:
-        """Whether ``rank`` has said that it leaves, in whatever way."""
-        return has_left(self._store, rank)
+    def has_exited(self, rank: int) -> bool:
+        """Whether ``rank`` has published that it exits, normally or not."""
+        return has_exited(self._store, rank)
 
-    def doing(self, rank: int) -> str:
-        """Return in what ``rank`` was waiting when it failed, as it has said; empty if nothing."""
-        if not self._store.has(f"{self._room}waited/{rank}"):
+    def operation(self, rank: int) -> str:
+        """Return the operation in which ``rank`` was waiting when it failed, or an empty text."""
+        if not self._store.has(f"{self._prefix}waited/{rank}"):
             return ""
         try:
-            said = self._store.get(f"{self._room}waited/{rank}", self._patience)
-            return printable(said.partition(" ")[2], _LONGEST)
+            text = self._store.get(f"{self._prefix}waited/{rank}", self._timeout_s)
+            return printable(text.partition(" ")[2], _MAX_OPERATION_CHARS)
         except TimeoutError:
             return ""
 
-    def culprit(self, peer: int) -> int:
-        """Return who is to blame, when this rank has waited for ``peer`` and said so.
+    def root_cause(self, peer: int) -> int:
+        """Return the rank that caused the failure of this rank, which waited for ``peer``.
 
-        Asked again in a room, it returns what it has found there before: the others had their time.
-
-        When the waits lead back to this rank, all have waited for each other and none is to
-        blame more than another; then it is ``peer``, of which this rank knows at first hand.
+        If the chain of waits leads back to this rank, every rank in it waited for another one and
+        no cause can be told apart; then ``peer`` is returned. In a group the first result is stored
+        and returned again by later calls.
         """
-        if self._room and (found := self._read("culprit", self._rank)) is not None:
+        if self._prefix and (found := self._read("culprit", self._rank)) is not None:
             return found
-        found = self._followed(peer)
-        if self._room:
+        found = self._end_of_chain(peer)
+        if self._prefix:
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._room}culprit/{self._rank}", str(found))
+                self._store.set(f"{self._prefix}culprit/{self._rank}", str(found))
         return found
 
-    def _followed(self, peer: int) -> int:
-        """Return who is at the end of the waits that begin with this rank's for ``peer``."""
+    def _end_of_chain(self, peer: int) -> int:
+        """Return the end of the chain of waits that begins with this rank's wait for ``peer``."""
         first, seen = peer, {self._rank}
         while peer not in seen:
             seen.add(peer)
-            further = self._waited(peer)
-            if further is None:
+            next_peer = self._poll_awaited(peer)
+            if next_peer is None:
                 return peer
-            peer = further
+            peer = next_peer
         return first if peer == self._rank else peer
 
     def failure(self, rank: int) -> str:
-        """Return the exception that has ended ``rank``, as it has said; empty if it has not."""
-        return failure_of(self._store, rank)
+        """Return the exception that ended ``rank``, as it published it; empty if it did not."""
+        return published_failure(self._store, rank)
 
-    def finished(self, rank: int) -> bool:
-        """Whether ``rank`` has left in an orderly way, and not because it waited in vain."""
-        return has_finished(self._store, rank) and self.whom(rank) is None
+    def has_finished(self, rank: int) -> bool:
+        """Whether ``rank`` has exited normally and was not waiting for a peer."""
+        return has_finished(self._store, rank) and self.awaited_by(rank) is None
 
-    def _waited(self, peer: int) -> int | None:
-        """Return whom ``peer`` was waiting for; None if it does not say so."""
-        deadline = time.monotonic() + self._patience
+    def _poll_awaited(self, peer: int) -> int | None:
+        """Return the peer that ``peer`` was waiting for; None if it publishes none in time."""
+        deadline = time.monotonic() + self._timeout_s
         while True:
-            # Asked in this order: who has waited says so before it leaves.
-            nothing_follows = has_left(self._store, peer) or time.monotonic() >= deadline
-            if self._store.has(f"{self._room}waited/{peer}"):
+            # A worker publishes its wait before it exits: read in this order.
+            is_final = has_exited(self._store, peer) or time.monotonic() >= deadline
+            if self._store.has(f"{self._prefix}waited/{peer}"):
                 return self._read("waited", peer)
-            if nothing_follows:
+            if is_final:
                 return None
-            time.sleep(_POLL)
+            time.sleep(_POLL_S)
 
     def _read(self, what: str, peer: int) -> int | None:
-        """Return the rank that ``peer`` has said under a name; None if it has not, or no rank."""
-        key = f"{self._room}{what}/{peer}"
+        """Return the rank that ``peer`` published under a name; None if missing or invalid."""
+        key = f"{self._prefix}{what}/{peer}"
         if not self._store.has(key):
             return None
         try:
-            said = self._store.get(key, self._patience)
-            further = int(said.partition(" ")[0])
+            text = self._store.get(key, self._timeout_s)
+            next_peer = int(text.partition(" ")[0])
         except (TimeoutError, ValueError):
             return None
-        return further if 0 <= further < self._size else None
+        return next_peer if 0 <= next_peer < self._size else None
 
 
-_STORE_S = 2.0
-"""Seconds that the store may take to return what is there."""
+_READ_TIMEOUT_S = 2.0
+"""Seconds that the store may take to return a value that exists."""
 
 
-def say_waiting(store: Store, rank: int, peer: int | None) -> None:
-    """Publish for whom ``rank`` has waited for long; None: it does not wait any more."""
-    with contextlib.suppress(RuntimeError, TimeoutError):  # the store may be gone
+def publish_wait(store: Store, rank: int, peer: int | None) -> None:
+    """Publish the peer that ``rank`` has been waiting for; None if it is not waiting any more."""
+    with contextlib.suppress(RuntimeError, TimeoutError):  # the store may have ended
         store.set(f"waiting/{rank}", "" if peer is None else str(peer))
 
 
-def awaited(store: Store, rank: int, peer: int) -> int | None:
-    """Return the worker that ``rank`` waits for in the end, and that waits for nobody itself.
+def last_awaited(store: Store, rank: int, peer: int) -> int | None:
+    """Return the worker at the end of the chain of waits of ``rank`` for ``peer``.
 
-    None if those who wait for each other are a ring, ``rank`` among them or not.
+    None if the chain is a cycle, whether or not it contains ``rank``.
     """
     seen = {rank}
     while peer not in seen:
         seen.add(peer)
-        further = _read(store, peer)
-        if further is None:
+        next_peer = _read_awaited(store, peer)
+        if next_peer is None:
             return peer
-        peer = further
+        peer = next_peer
     return None
 
 
-def is_worth_waiting(store: Store, rank: int, peer: int) -> bool:
-    """Whether the worker at the end of the waits of ``rank`` for ``peer`` lives, and answers."""
-    last = awaited(store, rank, peer)
-    return last is not None and lives(store, last)
+def is_progressing(store: Store, rank: int, peer: int) -> bool:
+    """Whether the worker at the end of the chain of waits of ``rank`` for ``peer`` is alive.
+
+    A peer that evaluates or saves a checkpoint makes progress. Peers that wait for each other, for
+    example after calls that differ between ranks, do not.
+    """
+    last = last_awaited(store, rank, peer)
+    return last is not None and is_alive(store, last)
 
 
-def _read(store: Store, rank: int) -> int | None:
+def _read_awaited(store: Store, rank: int) -> int | None:
     key = f"waiting/{rank}"
     with contextlib.suppress(RuntimeError, TimeoutError):
-        said = store.get(key, _STORE_S) if store.has(key) else ""
-        return number(said, 9)
+        text = store.get(key, _READ_TIMEOUT_S) if store.has(key) else ""
+        return parse_number(text, 9)
     return None
 
 
-LONGEST = 10.0
-"""Timeouts of `init` for which a peer that lives is waited for: then it counts as stuck."""
+MAX_WAIT_FACTOR = 10.0
+"""Timeouts of `init` for which a live peer is waited for. After that it counts as stuck."""
 
-LOGGED_S = 30.0
-"""Seconds from one line about a wait to the next; the first comes after as many."""
+LOG_INTERVAL_S = 30.0
+"""Seconds between two log lines about one wait, and before the first one."""
 
 
-def stuck_text(me: str, peer: str, what: str, timeout: float) -> str:
-    """Return the error of a wait for a peer that lives and does not come."""
+def stuck_peer_text(me: str, peer: str, what: str, timeout: float) -> str:
+    """Return the error of a wait for a peer that is alive and does not respond."""
     return (
-        f"{me}: {peer} lives, and {what} did not come from it for {LONGEST * timeout:g} s "
-        f"({LONGEST:g} times the timeout of wingbeat.init()): it stands elsewhere, in a barrier of "
-        f"its own or a deadlock; see where with `py-spy dump`, or give a longer timeout"
+        f"{me}: {peer} is alive, but {what} did not come from it for "
+        f"{MAX_WAIT_FACTOR * timeout:g} s ({MAX_WAIT_FACTOR:g} times the timeout of "
+        "wingbeat.init()): it is blocked in another operation, such as a barrier or a deadlock; "
+        "find it with `py-spy dump`, or set a longer timeout"
     )
 
 
-class Wait:
-    """Logs what a wait is for, from 30 s on.
+class WaitLog:
+    """Logs a long wait every 30 s.
+
+    A peer that evaluates, saves or compiles is silent for long and alive. A wait ends after the
+    timeout of `init` only if the process of the peer has ended or its host cannot be reached.
 
     Args:
-        me: what messages call this worker.
-        what: what is waited for.
-        clock: seconds.
+        me: name of this worker in log lines.
+        what: what it waits for.
+        clock: returns seconds.
     """
 
     def __init__(self, me: str, what: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -281,15 +295,15 @@ class Wait:
         self._logged = self.begun
 
     def seconds(self) -> float:
-        """Return how long it has lasted."""
+        """Return the duration of the wait."""
         return self._clock() - self.begun
 
-    def look(self, peers: str) -> None:
-        """Log it, if it has lasted for so long; ``peers`` is who is waited for."""
+    def log_if_due(self, peers: str) -> None:
+        """Log the wait for ``peers`` if the interval has passed."""
         now = self._clock()
-        if now - self._logged >= LOGGED_S:
+        if now - self._logged >= LOG_INTERVAL_S:
             self._logged = now
             log.warning(
-                "%s: has waited for %s of %s for %d s; it lives and is waited for",
+                "%s: has waited for %s of %s for %d s; it is alive, so the wait goes on",
                 self._me, self._what, peers, round(now - self.begun),
             )  # fmt: skip

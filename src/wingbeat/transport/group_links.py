@@ -1,7 +1,7 @@
-"""How the members of a group come together: when one first needs the group's link.
+"""Links of groups, which connect on first use.
 
-That is in the thread that runs the group's collectives, so that opening a group waits for nobody,
-and groups may be opened in another order on every member.
+The members of a group connect in the thread that runs the group's collectives. So opening a group
+does not block, and groups may be opened in a different order on every member.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wingbeat.transport.failures import Blame
+from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.link import Link, Pending
 from wingbeat.types import Group
 
@@ -18,112 +18,103 @@ if TYPE_CHECKING:
     import torch
 
 
-class NotMet(RuntimeError):
-    """The members of a group have not come together; ``peer`` is the rank that was missed."""
+class GroupSetupError(RuntimeError):
+    """The members of a group did not connect; ``peer`` is the rank that was missing."""
 
     def __init__(self, peer: int, text: str) -> None:
         super().__init__(text)
         self.peer = peer
 
 
-def room_of(group: Group) -> str:
-    """Return what all keys of a group in the store begin with."""
+def group_prefix(group: Group) -> str:
+    """Return the prefix of all keys of a group in the store."""
     return f"group/{group.epoch}/{'-'.join(map(str, group.ranks))}/"
 
 
-def waits_for(rank: int, group: Group, blame: Blame) -> int | None:
-    """Return a member that has failed while it waited for ``rank``; None if none says so."""
+def member_waiting_for(rank: int, group: Group, attribution: FailureAttribution) -> int | None:
+    """Return a member that failed while it waited for ``rank``; None if no member published so."""
     others = (member for member in group.ranks if member != rank)
-    return next((member for member in others if blame.whom(member) == rank), None)
+    return next((member for member in others if attribution.awaited_by(member) == rank), None)
 
 
-def given_up_text(group: Group, rank: int, who: int, blame: Blame) -> str:
-    """Return what ``rank`` says of a group that ``who`` has given up."""
-    whom, doing = blame.whom(who), blame.doing(who)
+def aborted_text(group: Group, rank: int, who: int, attribution: FailureAttribution) -> str:
+    """Return the error of ``rank`` for a group that rank ``who`` aborted."""
+    awaited, operation = attribution.awaited_by(who), attribution.operation(who)
     why = ""
-    if whom is not None:
-        named = "this rank" if whom == rank else f"rank {whom}"
-        why = f", as it waited for {named}" + (f" in {doing}" if doing else "")
+    if awaited is not None:
+        peer = "this rank" if awaited == rank else f"rank {awaited}"
+        why = f", as it waited for {peer}" + (f" in {operation}" if operation else "")
     return (
-        f"rank {who} has given up {group}{why}: this group goes no further; those who go on open "
-        "one of a later epoch"
+        f"rank {who} has aborted {group}{why}: open a group of a later epoch to continue "
+        "without the failed member"
     )
 
 
-def refuse_given_up(group: Group, rank: int, blame: Blame) -> None:
-    """Go on if no member has failed in this group.
-
-    Raises:
-        NotMet: one has, so that this group's sums will never be complete.
-    """
-    who = blame.given_up()
+def check_not_aborted(group: Group, rank: int, attribution: FailureAttribution) -> None:
+    """Raise a `GroupSetupError` if a member has aborted this group."""
+    who = attribution.aborted_by()
     if who is not None and who != rank and who in group.ranks:
-        missed_by = waits_for(rank, group, blame)
+        missed_by = member_waiting_for(rank, group, attribution)
         who = who if missed_by is None else missed_by
-        raise NotMet(who, given_up_text(group, rank, who, blame))
+        raise GroupSetupError(who, aborted_text(group, rank, who, attribution))
 
 
-class MeetingLink:
-    """A group's link over one interface, made by ``meet`` when it is first used.
+class LazyLink:
+    """A group's link over one interface; ``connect`` makes it on first use.
 
-    ``called_off`` is set when it is closed, for a meeting that is under way.
+    ``cancelled`` is set when it is closed, to cancel a connection setup in progress.
     """
 
     def __init__(
-        self, name: str, meet: Callable[[], Link], called_off: threading.Event | None = None
+        self, name: str, connect: Callable[[], Link], cancelled: threading.Event | None = None
     ) -> None:
-        self._called_off = called_off or threading.Event()
+        self._cancelled = cancelled or threading.Event()
         self._name = name
-        self._meet = meet
+        self._connect = connect
         self._link: Link | None = None
         self._closed = False
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
-        """The interface's name."""
+        """Name of the interface."""
         return self._name
 
     @property
-    def met(self) -> bool:
-        """Whether the members have met here."""
+    def connected(self) -> bool:
+        """Whether the members are connected."""
         return self._link is not None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Start sending to member ``peer``; the first time, meet all members."""
-        return self._met().send(tensor, peer, tag)
+        """Start sending to member ``peer``. The first call connects all members."""
+        return self._connected().send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving from member ``peer``; the first time, meet all members."""
-        return self._met().recv(tensor, peer, tag)
+        """Start receiving from member ``peer``. The first call connects all members."""
+        return self._connected().recv(tensor, peer, tag)
 
-    def _met(self) -> Link:
-        """Return the link. One thread alone asks for it; another may close it meanwhile.
-
-        Raises:
-            NotMet: somebody did not come.
-            RuntimeError: the link is closed.
-        """
+    def _connected(self) -> Link:
+        """Return the link. Only one thread calls this; another one may close it meanwhile."""
         if self._link is None:
-            self._refuse_closed()
-            link = self._meet()
-            with self._changing:
+            self._check_open()
+            link = self._connect()
+            with self._lock:
                 self._link = link
         try:
-            self._refuse_closed()
+            self._check_open()
         except RuntimeError:
-            self._link.close()  # again, if it was met after that
+            self._link.close()  # it connected after close() was called
             raise
         return self._link
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the link is closed")
 
     def close(self) -> None:
-        """Close the connections, if there are any; whoever waits for this member is told."""
-        self._called_off.set()
-        with self._changing:
+        """Close the connections, if any, and cancel a connection setup."""
+        self._cancelled.set()
+        with self._lock:
             self._closed = True
             if self._link is not None:
                 self._link.close()

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """A transfer in progress."""
 
     def wait(self, seconds: float) -> None:
-        """Block until it is done.
+        """Block until the transfer is done.
 
         Raises:
             RuntimeError: the peer is gone, or ``seconds`` have passed.
@@ -23,15 +23,15 @@ class Pending(Protocol):
 
 
 class Link(Protocol):
-    """All the peers as reached over one network interface.
+    """Connections to all peers over one network interface.
 
-    Tensors are contiguous and one-dimensional. Messages between two ranks with the same tag
-    match in order. ``send`` may read the tensor, and ``recv`` write to it, until ``wait`` returns.
+    Tensors are contiguous and one-dimensional. Messages between two ranks with the same tag match
+    in order. ``send`` may read the tensor, and ``recv`` may write to it, until ``wait`` returns.
     """
 
     @property
     def name(self) -> str:
-        """Name of the interface, for messages and pictures."""
+        """Name of the interface, for messages and traces."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start sending ``tensor`` to rank ``peer``."""
@@ -40,26 +40,31 @@ class Link(Protocol):
         """Start receiving into ``tensor`` from rank ``peer``."""
 
     def close(self) -> None:
-        """Close every connection: the peers' transfers fail, and new ones here.
+        """Close every connection. Transfers of the peers fail, and so do new transfers here.
 
-        Let go of this end's own pending transfers first: a library may keep what they refer to.
-        May be called again.
+        Release this end's pending transfers first: a library may keep what they refer to. May be
+        called again.
         """
 
 
 TAG_BITS = 31
-"""What ``torch.distributed`` lets a tag have: a positive C ``int``."""
+"""Bits of a tag in ``torch.distributed``: a positive C ``int``."""
 
 CHANNEL_BITS = 8
 BITS_BELOW = TAG_BITS - CHANNEL_BITS
-"""Bits that a channel's own tags may use."""
+"""Bits available for the tags inside a channel."""
 
 MAX_CHANNELS = (1 << CHANNEL_BITS) - 1
-"""Channels at once, besides channel 0, which is the world's own."""
+"""Channels open at once, besides channel 0 of the world."""
 
 
 class ChannelLink:
-    """A link as one channel sees it."""
+    """A link as seen by one channel.
+
+    Two models in one process launch their buckets independently, in an order that may differ
+    between workers. Each model has a channel: a part of every tag, with its own threads and
+    counters, so messages of two models never match.
+    """
 
     def __init__(self, link: Link, channel: int) -> None:
         self._link = link
@@ -79,15 +84,15 @@ class ChannelLink:
         return self._link.recv(tensor, peer, self._offset + tag)
 
     def close(self) -> None:
-        """Close the link for all its channels: after a failure none of them can go on."""
+        """Close the link for all channels: after a failure none of them can continue."""
         self._link.close()
 
 
 def lowest_free(taken: Iterable[int]) -> int:
-    """Return the lowest channel from 1 on that nobody uses.
+    """Return the lowest channel number from 1 on that is not in ``taken``.
 
     Raises:
-        UsageError: there is none left.
+        UsageError: all channels are in use.
 
     >>> lowest_free([1, 2, 4])
     3

@@ -1,7 +1,7 @@
-"""Collectives that a library brings itself: NCCL for tensors on GPUs.
+"""NCCL groups for tensors on GPUs.
 
-NCCL schedules its own chunks over all network cards, in streams of its own, so it is given
-whole collectives rather than hops. Waiting orders streams; the host is never blocked.
+NCCL schedules its own chunks over all NICs on its own streams, so it runs whole collectives.
+Waiting orders streams and never blocks the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport.text import first_line
 
 
-class NativeGroup:
+class NcclGroup:
     """In-place collectives of one ``torch.distributed`` group.
 
     Buffers are flat and a multiple of ``size`` long; rank ``r`` owns the r-th of the equal blocks.
@@ -33,17 +33,17 @@ class NativeGroup:
         )
 
     def all_gather(self, buffer: torch.Tensor) -> dist.Work:
-        """Spread this rank's block."""
+        """Send this rank's block to all ranks."""
         return dist.all_gather_into_tensor(
             buffer, self._mine(buffer), group=self.handle, async_op=True
         )
 
     def all_reduce(self, buffer: torch.Tensor) -> dist.Work:
-        """Sum everywhere."""
+        """Sum on all ranks."""
         return dist.all_reduce(buffer, group=self.handle, async_op=True)
 
     def all_to_all(self, into: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
-        """Send the r-th block of ``buffer`` to rank r; ``into`` gets one block of each rank."""
+        """Send the r-th block of ``buffer`` to rank r; ``into`` receives one block of each rank."""
         return dist.all_to_all_single(into, buffer, group=self.handle, async_op=True)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work:
@@ -55,22 +55,21 @@ class NativeGroup:
         return buffer[self.rank * block : (self.rank + 1) * block]
 
 
-def nccl_group(rank: int, size: int, traffic_class: int | None = None) -> NativeGroup:
-    """Make an NCCL group of all ranks; every rank must call it.
+def nccl_group(rank: int, size: int, traffic_class: int | None = None) -> NcclGroup:
+    """Make an NCCL group of all ranks. Every rank must call it.
 
     Args:
-        rank: this worker's number.
-        size: how many there are.
-        traffic_class: the TOS byte of what it sends, on InfiniBand and RoCE, where the network
-            tells classes apart by it; None: whatever NCCL is set to.
+        rank: this worker's rank.
+        size: number of workers.
+        traffic_class: TOS byte of its traffic on InfiniBand and RoCE; None: NCCL's setting.
 
     Raises:
-        RendezvousError: this build of torch has no NCCL, or the ranks did not meet.
+        RendezvousError: this build of torch has no NCCL, or the ranks did not connect.
         UsageError: this build of torch cannot set traffic classes.
     """
     try:
         options = None if traffic_class is None else _options(traffic_class)
-        return NativeGroup(dist.new_group(backend="nccl", pg_options=options), rank, size)
+        return NcclGroup(dist.new_group(backend="nccl", pg_options=options), rank, size)
     except RuntimeError as err:
         raise RendezvousError(
             f"rank {rank}: no NCCL group of {size} ranks: {first_line(err)}; "
@@ -83,7 +82,7 @@ def _options(traffic_class: int) -> Any:
     options = None if made is None else made.Options()
     if options is not None and not hasattr(options.config, "traffic_class"):
         raise UsageError(
-            f"classes of flows on GPUs need torch 2.8 or later, and this is {torch.__version__}: "
+            f"traffic classes on GPUs need torch 2.8 or later, and this is {torch.__version__}: "
             "use classes=1"
         )
     if options is not None:

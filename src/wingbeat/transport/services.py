@@ -1,4 +1,8 @@
-"""Service processes that a worker starts, and their access to the rendezvous store. No torch."""
+"""Service processes that a worker starts, and their access to the rendezvous store. No torch.
+
+A service imports no torch, and the store is torch's. So a service sends its requests to the worker
+that started it over pipes, as lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -22,67 +26,67 @@ _POLL_S = 0.02
 
 
 class PipeStore:
-    """`Store` of a service, until it says that it asks no more. For one thread at a time.
+    """`Store` of a service, for one thread at a time.
 
     Args:
-        asks: where requests are written.
-        hears: where answers come from.
+        requests: requests are written here.
+        answers: answers are read from here.
     """
 
-    def __init__(self, asks: IO[str], hears: IO[str]) -> None:
-        self._asks, self._hears = asks, hears
+    def __init__(self, requests: IO[str], answers: IO[str]) -> None:
+        self._requests, self._answers = requests, answers
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` under ``key``."""
-        self._ask({"set": key, "value": value})
+        self._request({"set": key, "value": value})
 
     def get(self, key: str, seconds: float) -> str:
         """Wait for ``key``.
 
         Raises:
-            TimeoutError: nobody published it within ``seconds``.
+            TimeoutError: the key was not published within ``seconds``.
         """
         deadline = time.monotonic() + seconds
-        while (value := self._ask({"read": key})) is None:
+        while (value := self._request({"read": key})) is None:
             if time.monotonic() >= deadline:
                 raise TimeoutError(key)
             time.sleep(_POLL_S)
         return str(value)
 
     def has(self, key: str) -> bool:
-        """Whether somebody has published ``key``; does not wait."""
-        return self._ask({"read": key}) is not None
+        """Whether ``key`` is published; does not wait."""
+        return self._request({"read": key}) is not None
 
     def ready(self) -> None:
-        """Tell the one that has started this process that nothing will be asked any more."""
-        self._ask({"ready": True})
+        """Tell the worker that no further request follows."""
+        self._request({"ready": True})
 
-    def _ask(self, request: dict[str, Any]) -> Any:
+    def _request(self, request: dict[str, Any]) -> Any:
         try:
-            self._asks.write(json.dumps(request) + "\n")
-            self._asks.flush()
-            return json.loads(self._hears.readline())
-        except (OSError, ValueError):  # nobody reads, or the answer was cut off
-            raise TimeoutError("the worker that started this service is gone") from None
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            return json.loads(self._answers.readline())
+        except (OSError, ValueError):  # the worker has exited, or its answer was cut off
+            raise TimeoutError("the worker that started this service has exited") from None
 
 
 def _read(key: str, store: Store) -> str | None:
     try:
         return store.get(key, 1.0) if store.has(key) else None
-    except TimeoutError:  # refused, or deleted since: as if it were not there
+    except TimeoutError:  # rejected, or deleted since: treated as missing
         return None
 
 
-def answer(line: str, store: Store) -> tuple[str, bool]:
+def answer_request(line: str, store: Store) -> tuple[str, bool]:
     """Return the answer to a request, and whether it was the last one.
 
     Raises:
-        ValueError: it is no request.
+        ValueError: the line is not a request.
     """
     try:
         request = json.loads(line)
     except RecursionError:
-        raise ValueError("no request: nested too deeply") from None
+        raise ValueError("not a request: nested too deeply") from None
     match request:
         case {"set": str(key), "value": str(value)}:
             store.set(key, value)
@@ -91,82 +95,86 @@ def answer(line: str, store: Store) -> tuple[str, bool]:
             return json.dumps(_read(key, store)), False
         case {"ready": True}:
             return "true", True
-    raise ValueError(f"no request: {line[:80]!r}")
+    raise ValueError(f"not a request: {line[:80]!r}")
 
 
-_PIPES = 6
+_PIPE_DESCRIPTORS = 6
 """File descriptors that are open while a process is started: both ends of three pipes."""
 
 
-class Serves(Protocol):
-    """What a service has to be told when it is started.
+class ServiceConfig(Protocol):
+    """Configuration of a service.
 
     Attributes:
-        module: whose ``python -m`` is it, with `to_json` as its argument.
-        asks_later: whether it uses the store after it has met all workers.
+        module: the service is ``python -m`` of it, with `to_json` as its argument.
+        uses_store_later: whether it uses the store after it has connected to all workers.
     """
 
     module: ClassVar[str]
-    asks_later: ClassVar[bool]
+    uses_store_later: ClassVar[bool]
 
     @property
     def me(self) -> str:
-        """Say which service it is."""
+        """Name of the service in messages."""
         ...
 
     @property
     def timeout(self) -> float:
-        """How many seconds any wait may take; that for workers to leave after SIGTERM too."""
+        """Upper limit of each wait in seconds, also of the wait for workers after SIGTERM."""
         ...
 
     def to_json(self) -> str:
-        """Return all of it as text."""
+        """Return the configuration as JSON."""
         ...
 
-    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
-        """Connect to all workers; return what serves them while its argument says to."""
+    def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+        """Connect to all workers; return a function that serves them while its argument returns
+        True.
+        """
         ...
 
 
-class Started(Protocol):
-    """A service that this worker has started."""
+class Service(Protocol):
+    """A running service that this worker started."""
 
     def ended(self) -> str | None:
-        """Say how it has ended, if it has."""
+        """Return how it ended; None while it is running."""
 
     def close(self, seconds: float) -> None:
-        """Wait until it has ended, when all workers have left; after ``seconds`` end it."""
+        """Wait until it has ended, after all workers have left; kill it after ``seconds``."""
 
     def kill(self) -> None:
-        """End it, without a wait for what it does."""
+        """End it at once."""
 
 
-class InProcess:
+class ProcessService:
     """A service in a process of its own.
 
     Args:
-        config: what it is told.
-        store: where it meets the workers; asked by a thread of its own.
+        config: the configuration.
+        store: the rendezvous store; a thread forwards the service's requests to it.
 
     Raises:
         UsageError: too few file descriptors.
     """
 
-    def __init__(self, config: Serves, store: Store) -> None:
+    def __init__(self, config: ServiceConfig, store: Store) -> None:
         self._config, self._store = config, store
-        descriptors.require(_PIPES, f"starting {config.me}")
+        descriptors.require(_PIPE_DESCRIPTORS, f"starting {config.me}")
         self._process = subprocess.Popen(
             [sys.executable, "-m", config.module, config.to_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_as_here(),
+            env=_environment(),
         )
-        self._helper = threading.Thread(target=self._help, name="wingbeat-service", daemon=True)
-        self._helper.start()
+        self._store_thread = threading.Thread(
+            target=self._serve_store, name="wingbeat-service", daemon=True
+        )
+        self._store_thread.start()
 
     def ended(self) -> str | None:
-        """Say how it has ended, if it has."""
+        """Return how it ended; None while it is running."""
         code = self._process.poll()
         if code is None:
             return None
@@ -174,110 +182,110 @@ class InProcess:
         return f"{self._config.me} has ended {how}"
 
     def close(self, seconds: float) -> None:
-        """Wait until it has ended, when all workers have left; after ``seconds`` end it."""
+        """Wait until it has ended, after all workers have left; kill it after ``seconds``."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._helper.join()
+        self._store_thread.join()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
 
     def kill(self) -> None:
-        """End it, without a wait for what it does."""
+        """End it at once."""
         self._process.kill()
         self.close(1.0)
 
-    def _help(self) -> None:
-        """Let it use the store for as long as it asks."""
-        asks, hears = self._process.stdout, self._process.stdin
-        assert asks is not None
-        assert hears is not None
+    def _serve_store(self) -> None:
+        """Forward the service's requests to the store."""
+        requests, answers = self._process.stdout, self._process.stdin
+        assert requests is not None
+        assert answers is not None
         try:
             with contextlib.suppress(OSError, ValueError, TimeoutError, RuntimeError):
-                self._answer(asks, hears)
-        finally:  # a service that waits for an answer has to hear that none comes
+                self._answer_requests(requests, answers)
+        finally:  # end the wait of a service that expects an answer
             with contextlib.suppress(OSError):
-                hears.close()
+                answers.close()
 
-    def _answer(self, asks: IO[str], hears: IO[str]) -> None:
-        for line in asks:
-            text, last = answer(line, self._store)
-            hears.write(text + "\n")
-            hears.flush()
+    def _answer_requests(self, requests: IO[str], answers: IO[str]) -> None:
+        for line in requests:
+            text, last = answer_request(line, self._store)
+            answers.write(text + "\n")
+            answers.flush()
             if last:
                 return
 
 
-def _as_here() -> dict[str, str]:
-    """Return an environment in which modules are found where they are here.
+def _environment() -> dict[str, str]:
+    """Return an environment in which modules are found as in this process.
 
-    By itself ``python -m`` looks into the working directory first (and before Python 3.11 does so
-    all the same), and not beside the script.
+    ``python -m`` itself searches the working directory first, before Python 3.11 in any case, and
+    not the script's directory.
     """
     places = os.pathsep.join(place or os.getcwd() for place in sys.path)
     return {**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": "1"}
 
 
-class InThread:
+class ThreadService:
     """A service in a thread, for workers that are threads themselves. For tests."""
 
-    def __init__(self, config: Serves, store: Store) -> None:
+    def __init__(self, config: ServiceConfig, store: Store) -> None:
         self._config, self._store = config, store
-        self._why: str | None = None
-        self._leaving = False
+        self._outcome: str | None = None
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="wingbeat-service", daemon=True)
         self._thread.start()
 
     def ended(self) -> str | None:
-        """Say how it has ended, if it has."""
-        return self._why
+        """Return how it ended; None while it is running."""
+        return self._outcome
 
     def close(self, seconds: float) -> None:
         """Let it end when all workers have left, or after ``seconds``.
 
-        It is not waited for: the worker that leaves next may be a thread's that waits here.
+        This does not block: the worker that leaves next may be a thread that waits here.
         """
         timer = threading.Timer(seconds, self.kill)
         timer.daemon = True
         timer.start()
 
     def kill(self) -> None:
-        """Have it end as soon as it looks."""
-        self._leaving = True
+        """Stop it at its next check."""
+        self._stopping = True
 
     def _run(self) -> None:
         try:
-            serve = self._config.meet(self._store)
+            serve = self._config.connect(self._store)
             with contextlib.suppress(RendezvousError):
-                serve(lambda: not self._leaving)
-        except Exception as error:  # nobody hears it here: the workers do
-            self._why = f"{self._config.me} has ended: {error}"
+                serve(lambda: not self._stopping)
+        except Exception as error:  # nobody answers it here: the workers do
+            self._outcome = f"{self._config.me} has ended: {error}"
 
 
 _PARENT_POLL_S = 0.25
 
 
-def main(config: Serves) -> None:
-    """Meet the workers and serve them, for as long as the one that started this process lives."""
-    # An interrupt goes to the whole terminal; it is for the workers to end, and this follows them.
+def run_service(config: ServiceConfig) -> None:
+    """Connect to the workers and serve them while the parent process is alive."""
+    # An interrupt goes to the whole terminal. Workers end on it, and this process follows them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A scheduler sends SIGTERM to all processes of a job: workers need this one until they have
-    # saved what it holds, and have left.
+    # A scheduler sends SIGTERM to all processes of a job. Workers need this one until they have
+    # saved its state and left.
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     parent = os.getppid()
     store = PipeStore(sys.stdout, sys.stdin)
-    sys.stdout = sys.stderr  # what anything prints is no request
+    sys.stdout = sys.stderr  # prints must not be read as requests
     met = threading.Event()
-    threading.Thread(target=_end_with, args=(parent, met), daemon=True).start()
-    threading.Thread(target=_end_late, args=(config, terminated), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent, met), daemon=True).start()
+    threading.Thread(target=_exit_after_timeout, args=(config, terminated), daemon=True).start()
     try:
-        serve = config.meet(store)
-        if not config.asks_later:
+        serve = config.connect(store)
+        if not config.uses_store_later:
             store.ready()
     except (WingbeatError, TimeoutError) as error:
         sys.exit(str(error))
@@ -285,15 +293,15 @@ def main(config: Serves) -> None:
     serve(lambda: os.getppid() == parent)
 
 
-def _end_with(parent: int, met: threading.Event) -> None:
-    """End this process if the one that started it does before all have met: nobody else will."""
+def _exit_with_parent(parent: int, met: threading.Event) -> None:
+    """Exit if the parent process exits before all workers are connected."""
     while not met.wait(_PARENT_POLL_S):
         if os.getppid() != parent:
             os._exit(1)
 
 
-def _end_late(config: Serves, terminated: threading.Event) -> None:
-    """End this process when its workers have not left within the timeout after SIGTERM."""
+def _exit_after_timeout(config: ServiceConfig, terminated: threading.Event) -> None:
+    """Exit if the workers have not left within the timeout after SIGTERM."""
     terminated.wait()
     time.sleep(config.timeout)
     sys.stderr.write(

@@ -187,7 +187,7 @@ class OuterUpdate(LocalUpdate):
         if (
             not self._known
             and self._alike
-            and not self._world.said(_SHARED_FIRST, self._world.rank)
+            and not self._world.has_published(_SHARED_FIRST, self._world.rank)
         ):
             self._begun_with = zlib.crc32(self._shared.numpy().data)
             self._world.publish(_SHARED_FIRST, self._begun_with)
@@ -208,7 +208,7 @@ class OuterUpdate(LocalUpdate):
             return
         for rank in self._averager.members:
             world = self._world
-            if world.said(_SHARED_FIRST, rank) and world.read(_SHARED_FIRST, rank) != mine:
+            if world.has_published(_SHARED_FIRST, rank) and world.read(_SHARED_FIRST, rank) != mine:
                 raise UsageError(
                     f"rank {world.rank} and rank {rank} began with different weights, from which "
                     "an outer optimizer (DiLoCo) never comes to the same: what is loaded after "

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from helpers.mail import Play, message
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.carrier import Arrival, Place
-from wingbeat.transport.messages.endpoint import INLINE, Endpoint, Limits, Membership, Route
+from wingbeat.transport.messages.carrier import Arrival, ConnectionId
+from wingbeat.transport.messages.endpoint import (
+    MAX_INLINE_BYTES,
+    Endpoint,
+    Limits,
+    Membership,
+    Route,
+)
 from wingbeat.transport.messages.frames import Header, Type
 from wingbeat.transport.messages.loopback import Faults
 
@@ -29,7 +35,7 @@ PATIENT = Limits(silence=1e6)
 
 def payload_of(number: int) -> bytes:
     """Small and large ones, each different."""
-    return bytes([number % 251]) * (number * 977 % (2 * INLINE))
+    return bytes([number % 251]) * (number * 977 % (2 * MAX_INLINE_BYTES))
 
 
 def stream(seed: int, faults: Faults, count: int = 12) -> Play:
@@ -406,9 +412,11 @@ def test_nothing_is_due_for_a_peer_that_has_left_and_is_not_there_to_be_told() -
 
 
 def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> None:
-    end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[Place]()
+    end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[ConnectionId]()
     routes = [Route(*each) for each in itertools.product((1, 2), (0, 1), (0, 1))]
-    places = {each: Place(each.interface, each.urgency, b"%d" % each.peer) for each in routes}
+    places = {
+        each: ConnectionId(each.interface, each.urgency, b"%d" % each.peer) for each in routes
+    }
     for route, place in places.items():
         end.add(route, place, 0.0)
     for now, place in enumerate(place for route, place in places.items() if route.peer == 1):
@@ -426,11 +434,11 @@ def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> No
     assert end.unconnected(11.0) == {1: 1.0}
 
 
-@pytest.mark.parametrize("forgiving", [False, True])
-def test_who_forgives_loses_nobody(forgiving: bool) -> None:
+@pytest.mark.parametrize("tolerate_silence", [False, True])
+def test_who_forgives_loses_nobody(tolerate_silence: bool) -> None:
     limits = Limits(silence=5.0)
-    end = Endpoint(Membership(0, 1, {1: 2}), limits, forgiving=forgiving)
-    end.add(Route(1, 0, 0), Place(0, 0, "there"), 0.0)
+    end = Endpoint(Membership(0, 1, {1: 2}), limits, tolerate_silence=tolerate_silence)
+    end.add(Route(1, 0, 0), ConnectionId(0, 0, "there"), 0.0)
     end.post(Route(1, 0, 0), message(1), lambda *_: True, 0.0)
     end.tick(100.0)
-    assert set(end.lost) == (set() if forgiving else {1})
+    assert set(end.lost) == (set() if tolerate_silence else {1})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
 from wingbeat.transport.messages.frames import (
-    FIXED,
+    HEADER_BYTES,
     REASONS,
     Header,
     Malformed,
@@ -50,7 +50,7 @@ def test_the_layout_is_the_documented_one() -> None:
     assert fields == (2, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15)
     assert struct.unpack_from("<I", data, 72)[0] == zlib.crc32(data[:72] + data[76:])
     assert struct.unpack_from("<QQ", data, 76) == (16, 17)
-    assert len(data) == EXAMPLE.size == FIXED + 16 == 92
+    assert len(data) == EXAMPLE.size == HEADER_BYTES + 16 == 92
 
 
 @given(HEADERS, st.binary(max_size=40))

@@ -13,11 +13,11 @@ import pytest
 
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.connect import Card, card_of
+from wingbeat.transport.messages.connect import PeerInfo, read_peer_info
 
 HOST = Host("a", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
 ENDS = (("tcp://10.0.0.1:5000", "tcp://10.0.0.1:5001"),)
-CARD = Card(HOST, ("10.0.0.1",), 7, "1" * 40, ENDS, 1000, 9000)
+CARD = PeerInfo(HOST, ("10.0.0.1",), 7, "1" * 40, ENDS, 1000, 9000)
 WRONG = (
     None, True, 0, -1, 1, 2**70, 10**400, 1.5, math.inf, -math.inf, math.nan, "", "x", "1",
     "#" * 40, "é" * 40, "\ud800", [], {}, [[]], {"a": 1}, [1, 2, 3], "10.0.0.0/8", "::1",
@@ -39,7 +39,7 @@ def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def test_a_card_is_read_as_it_was_written() -> None:
-    assert Card.from_json(CARD.to_json()) == CARD
+    assert PeerInfo.from_json(CARD.to_json()) == CARD
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_card_is_read_as_it_was_written() -> None:
 )
 def test_a_wrong_field_is_a_value_error(field: str, value: object) -> None:
     with pytest.raises(ValueError, match="malformed") as caught:
-        Card.from_json(json.dumps({**fields(), field: value}))
+        PeerInfo.from_json(json.dumps({**fields(), field: value}))
     assert type(caught.value) is ValueError
 
 
@@ -88,7 +88,7 @@ def test_any_changed_card_is_read_or_is_a_value_error() -> None:
             at = chance.randrange(len(text))
             text = text[:at] + chr(chance.randrange(256)) + text[at + 1 :]
         try:
-            Card.from_json(text)
+            PeerInfo.from_json(text)
         except ValueError:
             refused += 1
     assert refused > 2000
@@ -97,5 +97,5 @@ def test_any_changed_card_is_read_or_is_a_value_error() -> None:
 def test_a_malformed_card_is_named_by_its_key() -> None:
     store = Switchboard()
     store.set("messages/r/3.1", "[]")
-    with pytest.raises(ValueError, match=r"under 'messages/r/3\.1' a malformed card"):
-        card_of(store, "r", 3, 1, 1.0)
+    with pytest.raises(ValueError, match=r"under 'messages/r/3\.1' a malformed peer info"):
+        read_peer_info(store, "r", 3, 1, 1.0)

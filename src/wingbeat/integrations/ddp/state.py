@@ -21,7 +21,7 @@ from wingbeat.compression import Coded, LowRank, Sketch, Wire, of, unmatched
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.exchange import HookBucket, HookExchange
 from wingbeat.integrations.ddp.executor import Executor, HookJob
-from wingbeat.transport.nccl import NativeGroup
+from wingbeat.transport.nccl import NcclGroup
 from wingbeat.types import Span
 
 
@@ -363,7 +363,7 @@ def _trained(model: nn.Module, kind: str) -> dict[nn.Parameter, str]:
 
 def _own_group(
     model: nn.Module, given: Any, device: torch.device, timeout: float | None, kind: str
-) -> NativeGroup:
+) -> NcclGroup:
     """Make a group with the ranks of ``given``, so that nobody else's collectives come between."""
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
@@ -382,7 +382,7 @@ def _own_group(
         # the group after its ranks and a count of groups, which must stay the same on all ranks.
         use_local_synchronization=not everyone,
     )
-    return NativeGroup(handle, dist.get_rank(handle), len(ranks))
+    return NcclGroup(handle, dist.get_rank(handle), len(ranks))
 
 
 def _steps_of(states: Any, where: str) -> int:

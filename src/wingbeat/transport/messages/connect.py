@@ -19,11 +19,23 @@ from zmq.utils import z85
 from wingbeat.errors import RendezvousError, UsageError, unknown
 from wingbeat.transport import descriptors
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.interfaces import Host, Interface, in_brackets, pairs, usable
-from wingbeat.transport.messages.carrier import CLASSES
+from wingbeat.transport.interfaces import (
+    Host,
+    Interface,
+    bracketed,
+    interface_pairs,
+    listen_interfaces,
+)
+from wingbeat.transport.messages.carrier import MAX_CLASSES
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Route
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.messages.zeromq import HEARTBEAT_S, Keys, Reach, ZeroMQCarrier, opens
+from wingbeat.transport.messages.zeromq import (
+    HEARTBEAT_S,
+    Keys,
+    PeerAddress,
+    ZeroMQCarrier,
+    descriptors_needed,
+)
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
@@ -37,17 +49,17 @@ _ENDPOINT = re.compile(r"tcp://([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})"
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """Where a process is and how to speak to it.
+class PeerInfo:
+    """What a process publishes in the store: where it listens, and with which options.
 
     Attributes:
         host: its host and that host's interfaces.
-        uses: the addresses that it listens on, in the order of the interfaces' numbers.
+        uses: addresses that it listens on, in the order of the interfaces' numbers.
         session: the random number in each of its headers.
-        key: its public key in Z85; empty if it sends in the clear.
+        key: its public key in Z85; empty without encryption.
         listens: TCP endpoints by interface and class.
-        message: bytes that a payload may have.
-        window: bytes that a flow may hold.
+        message: limit of a payload, in bytes.
+        window: limit of a flow, in bytes.
     """
 
     host: Host
@@ -79,20 +91,20 @@ class Card:
         )
 
     @staticmethod
-    def from_json(text: str) -> Card:
-        """Check and rebuild what a peer has published.
+    def from_json(text: str) -> PeerInfo:
+        """Check and rebuild what a peer published.
 
         Raises:
-            ValueError: it is not what `to_json` makes.
+            ValueError: it is not the result of `to_json`.
         """
         try:
-            data = _of(dict, json.loads(text))
-            uses = tuple(_of(str, address) for address in _of(list, data["uses"]))
+            data = _typed(dict, json.loads(text))
+            uses = tuple(_typed(str, address) for address in _typed(list, data["uses"]))
             listens = tuple(
-                tuple(_endpoint(each) for each in _of(list, of))
-                for of in _of(list, data["listens"])
+                tuple(_endpoint(each) for each in _typed(list, of))
+                for of in _typed(list, data["listens"])
             )
-            card = Card(
+            info = PeerInfo(
                 Host.from_json(data["host"]),
                 uses,
                 _number(data["session"], 0, 2**64 - 1),
@@ -102,50 +114,50 @@ class Card:
                 _number(data["window"], 1, 2**63 - 1),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
-            raise ValueError(f"malformed card: {err!r:.80}") from None
-        addresses = {i.address for i in card.host.interfaces}
+            raise ValueError(f"malformed peer info: {err!r:.80}") from None
+        addresses = {i.address for i in info.host.interfaces}
         fits = (
             addresses.issuperset(uses)
             and len(set(uses)) == len(uses) == len(listens) > 0
             and {len(of) for of in listens} <= {len(listens[0])}
-            and 1 <= len(listens[0]) <= CLASSES
+            and 1 <= len(listens[0]) <= MAX_CLASSES
         )
         if not fits:
-            raise ValueError(f"malformed card: {data!s:.80}")
-        return card
+            raise ValueError(f"malformed peer info: {data!s:.80}")
+        return info
 
 
-def _of(kind: type[_T], value: Any) -> _T:
-    """Return ``value``, which has to be of that very type: true is no number."""
+def _typed(kind: type[_T], value: Any) -> _T:
+    """Return ``value`` if it has exactly this type: True is not a number."""
     if type(value) is not kind:
         raise ValueError(f"{value!r:.40} is no {kind.__name__}")
     return value
 
 
 def _number(value: Any, least: int, most: int) -> int:
-    if not least <= _of(int, value) <= most:
+    if not least <= _typed(int, value) <= most:
         raise ValueError(f"{value!r:.40} is not from {least} to {most}")
     return int(value)
 
 
 def _key(value: Any) -> str:
-    """Check a public key, which ZeroMQ refuses in the midst of connecting if it is none."""
-    if _of(str, value):
+    """Check a public key: ZeroMQ fails in the middle of connecting if it is invalid."""
+    if _typed(str, value):
         if _KEY.fullmatch(value) is None:
             raise ValueError(f"malformed key: {value!r:.60}")
         try:
             z85.decode(value.encode())
-        except struct.error:  # five characters that are more than 32 bits
+        except struct.error:  # five characters encode more than 32 bits
             raise ValueError(f"malformed key: {value!r:.60}") from None
     return str(value)
 
 
 def _endpoint(value: Any) -> str:
-    match = _ENDPOINT.fullmatch(_of(str, value))
+    match = _ENDPOINT.fullmatch(_typed(str, value))
     if match is None or not 0 < int(match[2]) < 2**16:
         raise ValueError(f"malformed endpoint: {value!r:.80}")
     address = ipaddress.ip_address(match[1].strip("[]"))
-    return f"tcp://{in_brackets(str(address))}:{int(match[2])}"
+    return f"tcp://{bracketed(str(address))}:{int(match[2])}"
 
 
 def open_mailbox(
@@ -153,60 +165,62 @@ def open_mailbox(
     number: int,
     peers: Iterable[int],
     *,
-    room: str = "",
+    namespace: str = "",
     interfaces: Sequence[str] | None = None,
     classes: int = 2,
     encrypted: bool = True,
     limits: Limits | None = None,
     seconds: float = 300.0,
     name: Callable[[int], str] = "rank {}".format,
-    forgiving: bool = False,
-    life: int = 0,
+    tolerate_silence: bool = False,
+    incarnation: int = 0,
     announce: Callable[[float], Mapping[int, int]] | None = None,
 ) -> Mailbox:
-    """Connect this process to others of the job; each of them has to name this one too.
+    """Connect this process to other processes of the job; each of them has to name this one too.
 
     Args:
-        store: where the processes find each other, as `World.store`.
-        number: this process's, 0 to 2**32 - 1; no two of a room have the same.
-        peers: the numbers of those to connect to; with this one's among them, it is left out.
-        room: keeps the mailboxes of one job apart; each (room, number) is opened once.
-        interfaces: names of the own interfaces to use; all if None.
-        classes: how many classes, 1 to 4, the same for all; the first ones' packets carry the
-            DSCP EF, AF41 and AF21, the last one's none.
-        encrypted: whether to encrypt (CURVE), with keys made here and now; the same for all.
-            Without it, whoever sees the traffic can send what looks like a peer's.
-        limits: of messages and of windows, the same for all, and of silence.
-        seconds: how long to wait for the others.
-        name: what messages call a process of that number.
-        forgiving: whether a peer that falls silent on an interface is not lost: whoever posts
-            finds out itself who is.
-        life: above 0 for a process that comes in the place of one that has ended.
-        announce: called with the seconds that are left when this process can be found; returns the
-            peers that are to be connected to, each with its life, once they know of it.
+        store: the rendezvous store, as `World.store`.
+        number: number of this process, 0 to 2**32 - 1, unique in the namespace.
+        peers: numbers of the processes to connect to; this process's own number is ignored.
+        namespace: separates mailboxes of one job. Each (namespace, number) is opened once.
+        interfaces: names of the own interfaces to use; None: all.
+        classes: number of traffic classes, 1 to 4, the same for all. The packets of the first
+            ones carry the DSCP EF, AF41 and AF21, those of the last one none.
+        encrypted: whether to encrypt (CURVE), with keys generated here; the same for all.
+            Without it, whoever sees the traffic can forge frames.
+        limits: limits of messages and windows, the same for all, and of silence.
+        seconds: timeout of the connection setup.
+        name: returns the name of the process of a number, for messages.
+        tolerate_silence: do not count a silent peer as lost; the caller detects lost peers.
+        incarnation: above 0 for a process that replaces one that has ended.
+        announce: called with the remaining seconds when this process can be found; returns the
+            peers to connect to and their incarnations, once they know of this process.
 
     Raises:
-        UsageError: a value that cannot work, or not with what a peer has given, or a mailbox that
-            was opened before, or too few file descriptors.
-        RendezvousError: a peer did not come, or sent something malformed.
-        PeerError: a peer came, and could not be reached over one of the interfaces.
+        UsageError: an invalid value, a value that differs from a peer's, a mailbox that was
+            opened before, or too few file descriptors.
+        RendezvousError: a peer did not come, or published something malformed.
+        PeerError: a peer came but could not be reached over one of the interfaces.
     """
     limits = limits or Limits()
     others = sorted(set(peers) - {number})
-    _check(number, others, classes, seconds)
-    if store.has(_place(room, number, life)):
+    _check_arguments(number, others, classes, seconds)
+    if store.has(_store_key(namespace, number, incarnation)):
         raise UsageError(
-            f"{name(number)} has opened a mailbox in room {room!r} before: give each a room of its "
-            "own, the same on all of them"
+            f"{name(number)} has already opened a mailbox in namespace {namespace!r}: use a "
+            "different namespace for each mailbox, the same on all processes"
         )
     deadline = time.monotonic() + seconds
     own, mine = _own_interfaces(interfaces)
     keys = Keys.make() if encrypted else None
-    what, sockets = f"{name(number)}: opening a mailbox in room {room!r}", len(mine) * classes
-    descriptors.require(opens(sockets, len(others), encrypted=encrypted), what)
-    # A process that is stopped is lost when it has been silent for as long as `limits` say: its
-    # connections must not end, as those of a dead process do, before that.
-    heartbeat = HEARTBEAT_S if forgiving else max(HEARTBEAT_S, limits.silence)
+    what, sockets = (
+        f"{name(number)}: opening a mailbox in namespace {namespace!r}",
+        len(mine) * classes,
+    )
+    descriptors.require(descriptors_needed(sockets, len(others), encrypted=encrypted), what)
+    # A stopped process counts as lost after `limits.silence`. Its connections must not end before
+    # that, unlike those of a dead process.
+    heartbeat = HEARTBEAT_S if tolerate_silence else max(HEARTBEAT_S, limits.silence)
     try:
         carrier = ZeroMQCarrier(
             number,
@@ -219,25 +233,28 @@ def open_mailbox(
     except zmq.ZMQError as err:
         if err.errno != errno.EMFILE:
             raise
-        raise descriptors.too_few(what) from None  # other threads have opened the rest since
+        raise descriptors.too_few_error(what) from None  # other threads have opened files since
     try:
-        reach = carrier.reach
         key = "" if keys is None else keys.public.decode()
         uses = tuple(i.address for i in mine)
         session = secrets.randbits(64)
-        card = Card(own, uses, session, key, reach.endpoints, limits.message, limits.window)
-        store.set(_place(room, number, life), card.to_json())
-        lives: Mapping[int, int] = dict.fromkeys(others, 0)
+        info = PeerInfo(
+            own, uses, session, key, carrier.address.endpoints, limits.message, limits.window
+        )
+        store.set(_store_key(namespace, number, incarnation), info.to_json())
+        incarnations: Mapping[int, int] = dict.fromkeys(others, 0)
         if announce is not None:
-            lives = announce(max(0.0, deadline - time.monotonic()))
-        cards = {}
-        for peer, theirs in lives.items():
+            incarnations = announce(max(0.0, deadline - time.monotonic()))
+        infos = {}
+        for peer, theirs in incarnations.items():
             left = max(0.0, deadline - time.monotonic())
-            where = _place(room, peer, theirs)
-            cards[peer] = _read(store, where, number, peer, left, name, seconds)
-            _compare(name(number), card, name(peer), cards[peer])
-        mailbox = _connect(number, card, cards, carrier, limits, name, forgiving=forgiving)
-        mailbox.meet(max(0.0, deadline - time.monotonic()))
+            where = _store_key(namespace, peer, theirs)
+            infos[peer] = _read_peer(store, where, number, peer, left, name, seconds)
+            _check_same_options(name(number), info, name(peer), infos[peer])
+        mailbox = _make_mailbox(
+            number, info, infos, carrier, limits, name, tolerate_silence=tolerate_silence
+        )
+        mailbox.wait_connected(max(0.0, deadline - time.monotonic()))
     except BaseException:
         carrier.close()
         raise
@@ -245,73 +262,77 @@ def open_mailbox(
 
 
 class Connector:
-    """Connects this process to others, whose cards it has.
+    """Makes and ends connections to peers while a mailbox is open.
 
     Args:
-        number: this process's.
-        card: its own.
-        carrier: what carries frames.
+        number: number of this process.
+        own: what this process published.
+        carrier: carries frames.
     """
 
-    def __init__(self, number: int, card: Card, carrier: ZeroMQCarrier) -> None:
-        self._number, self._card, self._carrier = number, card, carrier
+    def __init__(self, number: int, info: PeerInfo, carrier: ZeroMQCarrier) -> None:
+        self._number, self._info, self._carrier = number, info, carrier
 
-    def part(self, endpoint: Endpoint, peer: int) -> None:
+    def disconnect(self, endpoint: Endpoint, peer: int) -> None:
         """End all connections to a peer."""
-        endpoint.forget(peer)
-        self._carrier.forget(peer)
+        endpoint.remove_peer(peer)
+        self._carrier.disconnect(peer)
 
-    def join(self, endpoint: Endpoint, peer: int, card: Card) -> None:
-        """Make the flows to a peer, over each interface and in each class that reach it."""
-        _compare(f"process {self._number}", self._card, f"process {peer}", card)
-        self.part(endpoint, peer)
-        self._carrier.know(peer, _reach(card))
-        endpoint.know(peer, card.session)
-        self.add(endpoint, peer, card)
+    def connect(self, endpoint: Endpoint, peer: int, info: PeerInfo) -> None:
+        """Make the flows to a new process of a peer, over each interface pair and in each class."""
+        _check_same_options(f"process {self._number}", self._info, f"process {peer}", info)
+        self.disconnect(endpoint, peer)
+        self._carrier.allow_peer(peer, _address_of(info))
+        endpoint.add_peer(peer, info.session)
+        self.add_flows(endpoint, peer, info)
 
-    def add(self, endpoint: Endpoint, peer: int, theirs: Card) -> None:
+    def add_flows(self, endpoint: Endpoint, peer: int, theirs: PeerInfo) -> None:
         """Make the flows to a peer that carrier and endpoint know."""
-        own = self._card
-        for mine, other in pairs(own.host, own.interfaces, theirs.host, theirs.interfaces):
+        own = self._info
+        for mine, other in interface_pairs(
+            own.host, own.interfaces, theirs.host, theirs.interfaces
+        ):
             for urgency in range(len(theirs.listens[0])):
-                place = self._carrier.place(peer, mine, urgency, theirs=other)
+                place = self._carrier.connect(peer, mine, urgency, theirs=other)
                 endpoint.add(Route(peer, mine, urgency), place, time.monotonic())
 
 
-def _reach(card: Card) -> Reach:
-    return Reach(card.listens, card.key.encode() or None)
+def _address_of(info: PeerInfo) -> PeerAddress:
+    return PeerAddress(info.listens, info.key.encode() or None)
 
 
-def _connect(
+def _make_mailbox(
     number: int,
-    card: Card,
-    cards: dict[int, Card],
+    info: PeerInfo,
+    infos: dict[int, PeerInfo],
     carrier: ZeroMQCarrier,
     limits: Limits,
     name: Callable[[int], str],
     *,
-    forgiving: bool,
+    tolerate_silence: bool,
 ) -> Mailbox:
-    """Make every flow: a connection for each interface and class that reach a peer."""
-    carrier.admit({n: _reach(theirs) for n, theirs in cards.items()})
-    sessions = {peer: theirs.session for peer, theirs in cards.items()}
-    membership, own = Membership(number, card.session, sessions), card.interfaces
+    """Make all flows: a connection for each interface pair and class."""
+    carrier.allow({n: _address_of(theirs) for n, theirs in infos.items()})
+    sessions = {peer: theirs.session for peer, theirs in infos.items()}
+    membership, own = Membership(number, info.session, sessions), info.interfaces
 
-    def called(interface: int) -> str:
+    def describe(interface: int) -> str:
         return f"interface {own[interface].name} ({own[interface].address})"
 
-    endpoint = Endpoint(membership, limits, forgiving=forgiving, card=called)
-    joints = Connector(number, card, carrier)
-    for peer, theirs in cards.items():
-        joints.add(endpoint, peer, theirs)
-    if not forgiving:  # else somebody may come over the others
-        carrier.keep({route.interface for route in endpoint.flows})
-    return Mailbox(endpoint, carrier, name=name, joints=joints)
+    endpoint = Endpoint(
+        membership, limits, tolerate_silence=tolerate_silence, describe_interface=describe
+    )
+    connector = Connector(number, info, carrier)
+    for peer, theirs in infos.items():
+        connector.add_flows(endpoint, peer, theirs)
+    if not tolerate_silence:  # peers may still come over the others
+        carrier.close_other_interfaces({route.interface for route in endpoint.flows})
+    return Mailbox(endpoint, carrier, name=name, connector=connector)
 
 
 def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Interface]]:
     own = nic.local()
-    mine = usable(own, named)
+    mine = listen_interfaces(own, named)
     for wanted in named or ():
         if wanted not in [i.name for i in mine]:
             raise unknown("interface", wanted, [i.name for i in own.interfaces])
@@ -320,27 +341,29 @@ def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Int
     return own, mine
 
 
-def _place(room: str, number: int, life: int) -> str:
-    """Return the key of a process's card."""
-    return f"messages/{room}/{number}" + (f".{life}" if life else "")
+def _store_key(namespace: str, number: int, incarnation: int) -> str:
+    """Return the key of a process's `PeerInfo`."""
+    return f"messages/{namespace}/{number}" + (f".{incarnation}" if incarnation else "")
 
 
-def card_of(store: Store, room: str, number: int, life: int, seconds: float) -> Card:
-    """Return the card of a process that has come again.
+def read_peer_info(
+    store: Store, namespace: str, number: int, incarnation: int, seconds: float
+) -> PeerInfo:
+    """Return what a restarted process published.
 
     Raises:
-        TimeoutError: there is none within ``seconds``.
+        TimeoutError: nothing was published within ``seconds``.
         ValueError: it is malformed; names its key.
     """
-    where = _place(room, number, life)
+    where = _store_key(namespace, number, incarnation)
     text = store.get(where, seconds)
     try:
-        return Card.from_json(text)
+        return PeerInfo.from_json(text)
     except ValueError as error:
         raise ValueError(f"the rendezvous store has under {where!r} a {error}") from None
 
 
-def _read(
+def _read_peer(
     store: Store,
     where: str,
     number: int,
@@ -348,20 +371,20 @@ def _read(
     left: float,
     name: Callable[[int], str],
     seconds: float,
-) -> Card:
+) -> PeerInfo:
     try:
-        return Card.from_json(store.get(where, left))
+        return PeerInfo.from_json(store.get(where, left))
     except TimeoutError:
         raise RendezvousError(
             f"{name(number)}: {name(peer)} opened no mailbox within {seconds:g} s; check that it "
-            "is running, and that it opens one in the same room"
+            "is running and uses the same namespace"
         ) from None
     except ValueError as err:
         raise RendezvousError(f"{name(number)}: {name(peer)} sent a {err}") from None
 
 
-def _compare(me: str, own: Card, them: str, theirs: Card) -> None:
-    """Refuse to connect ends that were opened differently."""
+def _check_same_options(me: str, own: PeerInfo, them: str, theirs: PeerInfo) -> None:
+    """Refuse to connect processes that opened their mailboxes with different options."""
     for what, a, b in (
         ("classes", len(own.listens[0]), len(theirs.listens[0])),
         ("encrypted", bool(own.key), bool(theirs.key)),
@@ -370,16 +393,16 @@ def _compare(me: str, own: Card, them: str, theirs: Card) -> None:
     ):
         if a != b:
             raise UsageError(
-                f"{me} opened its mailbox with {what}={a}, {them} with {what}={b}: give all the "
-                "same"
+                f"{me} opened its mailbox with {what}={a}, {them} with {what}={b}: use the same "
+                "value on all processes"
             )
 
 
-def _check(number: int, others: Sequence[int], classes: int, seconds: float) -> None:
+def _check_arguments(number: int, others: Sequence[int], classes: int, seconds: float) -> None:
     for each in (number, *others):
         if not isinstance(each, int) or not 0 <= each < 2**32:
             raise UsageError(f"process number {each!r}; allowed: 0 to 2**32 - 1")
-    if classes not in range(1, CLASSES + 1):
-        raise UsageError(f"classes={classes!r}; allowed: 1 to {CLASSES}")
+    if classes not in range(1, MAX_CLASSES + 1):
+        raise UsageError(f"classes={classes!r}; allowed: 1 to {MAX_CLASSES}")
     if not 0 < seconds < float("inf"):
         raise UsageError(f"seconds={seconds!r}; allowed are seconds above 0")
