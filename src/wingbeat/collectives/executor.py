@@ -192,7 +192,7 @@ class Executor:
         )
         self._machine: Machine[Job] = Machine()
         self._condition = threading.Condition()
-        self._closing = False
+        self._closing = self._abandoned = False
         self._failure = failure
         self._call_table = CallTable(world, lane)
         self._submitted = 0
@@ -253,12 +253,20 @@ class Executor:
     def close(self) -> None:
         """End the thread once the queue is empty, and wait for it unless this is that thread."""
         self.stop()
-        if self._runner == threading.get_ident():
+        if self._abandoned or self._runner == threading.get_ident():
             return
         if self._thread is not None:
             self._thread.join(self._timeout)
         with self._condition:
             self._condition.wait_for(lambda: not self._running, self._timeout)
+
+    def abandon(self) -> None:
+        """Do not wait in `close` for transfers in progress, whose links were closed.
+
+        gloo ends a partially received transfer only at its timeout. Until then the thread may write
+        to the buffers of jobs that have begun.
+        """
+        self._abandoned = True
 
     def _run(self) -> None:
         self._runner = threading.get_ident()
@@ -456,6 +464,9 @@ class Executor:
         )
 
     def _reason(self, begun: list[Job], err: Exception) -> str:
+        if self._abandoned:  # no peer has failed
+            self._break(begun, err)
+            return f"rank {self._rank}: {self._group or 'the world'} was abandoned by this rank"
         if isinstance(err, LostPeer) and self._group is None and (text := self._differing(err.job)):
             self._break(begun, err)
             return text
