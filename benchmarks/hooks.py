@@ -282,7 +282,7 @@ def known(row: str) -> str:
         if kind == "topk":
             right = 0.0 < float(value) <= 1.0
         else:
-            right = isinstance(compression.of(row), compression.Sketch | compression.LowRank)
+            right = isinstance(compression.parse(row), compression.Sketch | compression.LowRank)
     except UsageError as err:
         raise argparse.ArgumentTypeError(str(err)) from None
     except ValueError:

@@ -70,7 +70,7 @@ def row_of(share: float, iterations: int, wire: str) -> str:
     if not share:
         return "allreduce"
     asked = replace(coded(wire), share=share, total=iterations, auto_disable=False)
-    return f"allreduce:compression={compression.spelled(asked)}"
+    return f"allreduce:compression={compression.to_text(asked)}"
 
 
 def worker(options: argparse.Namespace) -> None:

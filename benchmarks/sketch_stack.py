@@ -25,7 +25,7 @@ def coded(text: str) -> compression.Sketch | compression.LowRank:
     Raises:
         UsageError: they are none of a sketch, or have a share already.
     """
-    wire = compression.of(text)
+    wire = compression.parse(text)
     if (
         not isinstance(wire, compression.Sketch | compression.LowRank)
         or wire.ends_after is not None

@@ -60,7 +60,7 @@ WIRES = ["sketch", "sketch@3", "topk@0.02", "lowrank@2", "fp16"]
 
 def coding(wire: str, numel: int, cols: int = 0) -> Coding:
     """A buffer with a matrix, if there are ``cols``, and three flags at its end."""
-    settings_ = compression.of(wire)
+    settings_ = compression.parse(wire)
     assert not isinstance(settings_, str)
     codec = make(settings_)
     body = numel - FLAGS

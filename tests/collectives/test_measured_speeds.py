@@ -31,7 +31,7 @@ def summed(speed: float, wire: str = "") -> tuple[torch.Tensor, int]:
         buffer = torch.randn(NUMEL, generator=torch.Generator().manual_seed(world.rank))
         encoded = None
         if wire:
-            coding = Coding([Region(Span(0, NUMEL), make(compression.of(wire)))])
+            coding = Coding([Region(Span(0, NUMEL), make(compression.parse(wire)))])
             encoded = Encoded(coding, torch.zeros(NUMEL))
         Collectives(world).all_reduce(buffer, wire=encoded).wait()
         return buffer

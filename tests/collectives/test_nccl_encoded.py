@@ -75,7 +75,7 @@ def native_worlds() -> Iterator[list[World]]:
 
 def coding(wire: str) -> Coding:
     """Most of the first worker's block goes as it is, so that payloads differ in size."""
-    settings = compression.of(wire)
+    settings = compression.parse(wire)
     assert not isinstance(settings, str)
     return Coding([Region(Span(0, 1900), Dense()), Region(Span(1900, NUMEL), make(settings))])
 

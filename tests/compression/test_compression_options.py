@@ -41,7 +41,7 @@ from wingbeat_lab import baselines
     ],
 )
 def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
-    assert compression.of(text) == meant
+    assert compression.parse(text) == meant
     for name in ("allreduce", "dear"):
         assert baselines.parse(f"{name}:compression={text}").choices().wire == meant
     if not isinstance(meant, str):
@@ -177,13 +177,13 @@ GROUPED = Sketch(
 
 def test_the_first_group_that_matches_counts_and_all_else_is_as_the_wire_has_it() -> None:
     plain = {"split": "count", "auto_disable": False}
-    assert compression.own(GROUPED, "fc.bias") == LowRank(rank=2, bits=3)
-    assert compression.own(GROUPED, "conv.bias") == ""
-    assert compression.own(GROUPED, "fc2.weight") == Sketch(bits=7, **plain)
-    assert compression.own(GROUPED, "c") == Sketch(bits=1)
-    assert compression.own(GROUPED, "conv.weight") == Sketch(bits=5, **plain)
-    assert compression.own(TopK(density=0.1, groups={"a": 1.0}), "a") == TopK(density=1.0)
-    assert compression.own("bfloat16", "a") == "bfloat16"
+    assert compression.for_parameter(GROUPED, "fc.bias") == LowRank(rank=2, bits=3)
+    assert compression.for_parameter(GROUPED, "conv.bias") == ""
+    assert compression.for_parameter(GROUPED, "fc2.weight") == Sketch(bits=7, **plain)
+    assert compression.for_parameter(GROUPED, "c") == Sketch(bits=1)
+    assert compression.for_parameter(GROUPED, "conv.weight") == Sketch(bits=5, **plain)
+    assert compression.for_parameter(TopK(density=0.1, groups={"a": 1.0}), "a") == TopK(density=1.0)
+    assert compression.for_parameter("bfloat16", "a") == "bfloat16"
     assert compression.kinds(GROUPED) == (
         "",
         Sketch(bits=5, **plain),
@@ -205,7 +205,7 @@ def test_the_first_group_that_matches_counts_and_all_else_is_as_the_wire_has_it(
     ids=repr,
 )
 def test_text_and_json_say_all_of_a_codec(wire) -> None:
-    assert compression.of(compression.spelled(wire)) == wire
+    assert compression.parse(compression.to_text(wire)) == wire
     assert compression.from_json(json.loads(json.dumps(compression.to_json(wire)))) == wire
     assert eval(repr(wire)) == wire
     assert len({wire, eval(repr(wire))}) == 1
@@ -213,9 +213,13 @@ def test_text_and_json_say_all_of_a_codec(wire) -> None:
 
 def test_patterns_that_match_nothing_are_found() -> None:
     names = ["fc.weight", "fc.bias", "conv.weight"]
-    assert compression.unmatched(GROUPED, names) == ["c"]
-    assert compression.unmatched(TopK(groups={"d*": 0.5, "f*": 0.5}), names) == ["d*"]
-    assert compression.unmatched(Half(), names) == compression.unmatched("", names) == []
+    assert compression.unmatched_patterns(GROUPED, names) == ["c"]
+    assert compression.unmatched_patterns(TopK(groups={"d*": 0.5, "f*": 0.5}), names) == ["d*"]
+    assert (
+        compression.unmatched_patterns(Half(), names)
+        == compression.unmatched_patterns("", names)
+        == []
+    )
 
 
 def test_residuals_are_kept_if_any_group_keeps_them() -> None:
@@ -260,8 +264,8 @@ def test_all_reduces_sum_factors_that_are_not_sketched(wire, summed) -> None:
 
 def test_a_group_of_bits_is_sketched_as_the_wire_says_and_the_others_are_not() -> None:
     wire = LowRank(rank=2, split="count", groups={"a*": 4})
-    assert compression.own(wire, "a.weight") == LowRank(rank=2, bits=4, split="count")
-    assert compression.own(wire, "b.weight") == LowRank(rank=2)
+    assert compression.for_parameter(wire, "a.weight") == LowRank(rank=2, bits=4, split="count")
+    assert compression.for_parameter(wire, "b.weight") == LowRank(rank=2)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_fits_recover_what_was_put_in() -> None:
 
 def test_keys_tell_models_clusters_and_wires_apart() -> None:
     key = key_of(SPECS, 4, ["eth0"], WIRE, "gather")
-    assert key == key_of(list(SPECS), 4, ("eth0",), compression.of("topk@0.001"), "gather")
+    assert key == key_of(list(SPECS), 4, ("eth0",), compression.parse("topk@0.001"), "gather")
     assert key == key_of(SPECS, 4, ["eth0"], compression.TopK(density=0.001, warmup=7), "gather")
     assert key["workers"] == 4
     on_gpu = [dataclasses.replace(spec, device="cuda:1") for spec in SPECS]

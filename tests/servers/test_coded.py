@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.coding import Region, all_of
-from wingbeat.compression import Half, LowRank, Sketch, own
+from wingbeat.compression import Half, LowRank, Sketch, for_parameter
 from wingbeat.servers import head
 from wingbeat.servers.coded import CODED, CodedSums
 from wingbeat.servers.dtypes import ITEMSIZE, narrowed, widened
@@ -41,7 +41,7 @@ def coding_of(wire: Any) -> Coding:
     found = [(0, ROWS * COLS, "a"), (ROWS * COLS, N - 105, "b"), (N - 105, N - 5, "c")]
     regions = []
     for start, stop, name in found:
-        cols = COLS if name == "a" and isinstance(own(wire, name), LowRank) else 0
+        cols = COLS if name == "a" and isinstance(for_parameter(wire, name), LowRank) else 0
         regions.append(Region(Span(start, stop), make(wire, 0, name), cols))
     return Coding([*regions, Region(Span(N - 5, N), Dense())])
 

@@ -149,9 +149,9 @@ def test_a_server_that_is_not_answered_ends(
 PARENT = """
 import sys, time
 from wingbeat.servers.config import ServerConfig
-from wingbeat.transport.services import InProcess
+from wingbeat.transport.services import ProcessService
 from wingbeat.transport.loopback import Switchboard
-server = InProcess(ServerConfig.from_json(sys.argv[1]), Switchboard())
+server = ProcessService(ServerConfig.from_json(sys.argv[1]), Switchboard())
 print(server._process.pid, flush=True)
 time.sleep(600)
 """

@@ -296,7 +296,7 @@ def test_servers_take_these_wires(wire: str, back: str) -> None:
     assert made.traits.synchronous
     assert not made.traits.gathered
     choices = made.choices()
-    assert choices.wire == compression.of(wire)
+    assert choices.wire == compression.parse(wire)
     assert choices.servers is not None
     assert choices.servers.dense == (back == "dense")
 

@@ -74,7 +74,7 @@ def test_who_comes_late_hears_for_whom_the_others_waited() -> None:
         check_not_aborted(GROUP, 3, blames[3])
     assert str(caught.value).startswith(
         "rank 2 has aborted group (0, 2, 3) of epoch 4, as it waited for this rank in all-reduce "
-        "of bucket 1: this group goes no further"
+        "of bucket 1: open a group of a later epoch"
     )
     check_not_aborted(
         Group((0, 2, 3), 5),

@@ -24,8 +24,8 @@ from wingbeat.transport.torch_store import TorchStore
 TOKEN = "0" * 32
 PROCESS = """
 import sys
-from wingbeat.transport.incarnation import Incarnation
-one = Incarnation("127.0.0.1")
+from wingbeat.transport.incarnation import LivenessListener
+one = LivenessListener("127.0.0.1")
 print(one.address.to_text(), flush=True)
 sys.stdin.read()
 """

@@ -71,5 +71,5 @@ def test_a_worker_that_is_gone_is_said(line: str) -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    with pytest.raises(TimeoutError, match="is gone"):
+    with pytest.raises(TimeoutError, match="has exited"):
         PipeStore(Broken(), closed).set("a", "b")

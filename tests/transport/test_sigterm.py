@@ -136,9 +136,9 @@ def test_a_number_of_steps_that_is_none_is_ignored_with_a_line(
     until(lambda: one.after is not None)
     assert one.after == 4
     lines = [r.getMessage() for r in caplog.records if "SIGTERM" in r.getMessage()]
-    assert [line.split(" for a number")[0] for line in lines] == [
-        f"rank 0: rank 1 says {said[:80]!r}",
-        f"rank 0: the store says {said[:80]!r}",
+    assert [line.split("; it is ignored")[0] for line in lines] == [
+        f"rank 0: rank 1 published an invalid step count after SIGTERM: {said[:80]!r}",
+        f"rank 0: the store published an invalid step count after SIGTERM: {said[:80]!r}",
     ]
 
 
@@ -175,7 +175,7 @@ def test_a_store_that_is_gone_lets_the_rank_stop_after_its_next_step(
 @pytest.mark.parametrize(
     ("amid", "doing"),
     [
-        ("step", "it was finishing a step; nothing was saved"),
+        ("step", "it was completing a step; nothing was saved"),
         ("save", "save() was running"),
         ("leaving", "it was leaving; save() had returned"),
     ],

@@ -122,7 +122,7 @@ def test_who_forges_a_value_again_and_again_is_named_with_the_key() -> None:
             self.number += 1
             return raw.compare_set(key, expected, value)
 
-    with pytest.raises(RejectedValue, match="key: another process writes it again and again"):
+    with pytest.raises(RejectedValue, match="key: another process keeps writing it"):
         sealed(Busy()).claim("key", "a")  # type: ignore[arg-type]
 
 
@@ -178,7 +178,7 @@ def test_a_forged_return_or_loss_does_not_reach_the_generator_or_the_board() -> 
     raw.set("room/fallen/1", "7")
     raw.set("room/sign/1", "[1, true, 1, 1]")
     returns, board = Returns(store, "room", 3), Board(store, "room", 3)
-    returns.peek()
+    returns.look()
     assert returns.news() is None
     assert (board.lost(), board.fallen([1]), board.signs()) == (set(), {}, {})
 
@@ -199,7 +199,9 @@ def test_a_service_is_told_that_nothing_is_there() -> None:
 def test_a_short_key_is_refused_and_not_shown() -> None:
     assert job_key({}) is None
     assert job_key({"WINGBEAT_JOB_KEY": "x" * 16}) == b"x" * 16
-    with pytest.raises(UsageError, match="WINGBEAT_JOB_KEY has 6 characters: 16 or more") as caught:
+    with pytest.raises(
+        UsageError, match="WINGBEAT_JOB_KEY has 6 characters: set at least 16"
+    ) as caught:
         job_key({"WINGBEAT_JOB_KEY": "secret"})
     assert "secret" not in str(caught.value)
 

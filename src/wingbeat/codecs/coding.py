@@ -23,9 +23,9 @@ from wingbeat.compression import (
     LowRank,
     Sketch,
     TopK,
+    for_parameter,
     kinds,
     matrix_of,
-    own,
 )
 from wingbeat.observe import meter
 from wingbeat.types import Span
@@ -41,7 +41,7 @@ def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
     codec is on trial first, the warm-up begins after the trial: a trial has to measure what travels
     later, and half of its steps are exact anyway.
     """
-    mine = own(wire, name)
+    mine = for_parameter(wire, name)
     if isinstance(mine, TopK):
         density = mine.density
         if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
@@ -239,7 +239,7 @@ def regions(
         stop = end + math.prod(shape)
         own = make(wire, step, name)
         large = stop - end >= LARGE
-        cols = matrix_of(compression.own(wire, name), shape)[1] if large else 0
+        cols = matrix_of(compression.for_parameter(wire, name), shape)[1] if large else 0
         if isinstance(own, LowRankCodec) and isinstance(own.inner, Dense) and not cols:
             own = own.inner
         alone = isinstance(own, LowRankCodec | SketchCodec) and large

@@ -1,11 +1,11 @@
-"""What gradients may travel as, and how it is written.
+"""Compression options: what gradients travel as, and their textual form.
 
-On the command line a wire is ``name`` or ``name@value``, with the option that matters most;
-then ``:key=value`` for each of the others. Groups of parameters come last, with + between them:
+On the command line it is ``name`` or ``name@value``, with the main option as value; then
+``:key=value`` for each of the others. Groups of parameters come last, with + between them:
 
->>> of("topk@0.05")
+>>> parse("topk@0.05")
 TopK(density=0.05)
->>> of("sketch@4:split=count:groups=features.*@fp32+*.bias@8")
+>>> parse("sketch@4:split=count:groups=features.*@fp32+*.bias@8")
 Sketch(bits=4, split='count', groups=(('features.*', 'fp32'), ('*.bias', 8)))
 """
 
@@ -26,24 +26,24 @@ from wingbeat.traits import WHOLE, Part
 
 SPLITS = ("error", "count")
 LEVELS = ("mean", "ends")
-MOST_BITS = 8
+MAX_BITS = 8
 WHOLE_BITS = 32
-"""Of a value that is not sketched."""
+"""Bits of a value that is not sketched."""
 
 Groups = Mapping[str, Any] | Sequence[tuple[str, Any]]
-"""Patterns of parameters' names, and what those travel as."""
+"""Patterns of parameter names, and the compression of each."""
 
 
-class CodecPart(Part, Settings):
-    """What gradients travel as, where that is no mere dtype.
+class CodecOptions(Part, Settings):
+    """Options of a codec.
 
     Attributes:
-        gathers: whether under whole all-reduces each worker's payload goes to all the others.
+        gathers: whether in all-reduces under backward each worker's payload goes to all others.
     """
 
     @property
     def summed(self) -> bool:
-        """Whether all-reduces can sum what gradients are written as, as it is."""
+        """Whether all-reduces can sum encoded gradients directly."""
         return False
 
     exact: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class CodecPart(Part, Settings):
 
     @property
     def keeps(self) -> bool:
-        """Whether residuals are kept of any gradients."""
+        """Whether residuals are kept for any gradients."""
         return False
 
     @property
@@ -61,8 +61,8 @@ class CodecPart(Part, Settings):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _Sketched(CodecPart):
-    """What the two wires with sketches share."""
+class _SketchOptions(CodecOptions):
+    """Options common to `Sketch` and `LowRank`."""
 
     bits: int = 8
     split: str = "error"
@@ -85,8 +85,8 @@ class _Sketched(CodecPart):
         object.__setattr__(self, "groups", self._known(self.groups))
 
     def check_bits(self) -> None:
-        """Raise a `UsageError` for bits that no value is written with."""
-        self.check_count("bits", 1, MOST_BITS)
+        """Raise a `UsageError` unless ``bits`` is valid."""
+        self.check_count("bits", 1, MAX_BITS)
 
     def _check_share(self) -> None:
         if self.share == 1:
@@ -104,23 +104,23 @@ class _Sketched(CodecPart):
             )
 
     def _known(self, groups: Any) -> tuple[tuple[str, int | str], ...]:
-        """Return the groups as pairs of text, which can be hashed and written anywhere."""
+        """Return the groups as pairs of text, which are hashable and printable."""
         try:
             listed = groups.items() if isinstance(groups, Mapping) else groups
-            pairs = [(pattern, value) for pattern, value in listed]
+            listed_pairs = [(pattern, value) for pattern, value in listed]
         except (TypeError, ValueError):
-            pairs = [(groups, None)]
-        return tuple((pattern, self._value(pattern, value)) for pattern, value in pairs)
+            listed_pairs = [(groups, None)]
+        return tuple((pattern, self._value(pattern, value)) for pattern, value in listed_pairs)
 
     def _value(self, pattern: Any, value: Any) -> int | str:
         where = f"{type(self).__name__}(groups=...): {pattern!r}: {value!r}"
-        text = spelled(value) if isinstance(value, Coded) else value
+        text = to_text(value) if isinstance(value, Coded) else value
         if isinstance(pattern, str) and pattern and isinstance(text, int | str):
             own = self._own(where, text)
-            inner = isinstance(own, _Sketched) and (own.groups or own.share != 1 or own.total)
+            inner = isinstance(own, _SketchOptions) and (own.groups or own.share != 1 or own.total)
             if own != DTYPES["bf16"] and not isinstance(own, TopK) and not inner:
                 # One spelling of each: equal groups are to be equal.
-                return spelled(own) if isinstance(own, Coded) and isinstance(text, str) else text
+                return to_text(own) if isinstance(own, Coded) and isinstance(text, str) else text
         raise UsageError(
             f"{where} is no group; allowed are patterns of parameter names with a number of bits, "
             '"fp32", "fp16", or a sketch or lowrank without groups and share of its own, such as '
@@ -129,14 +129,14 @@ class _Sketched(CodecPart):
 
     def _own(self, where: str, value: int | str) -> str | Coded:
         if isinstance(value, str):
-            return of(value)
-        if isinstance(value, bool) or not 1 <= value <= MOST_BITS:
-            raise UsageError(f"{where}: allowed are whole numbers of bits, 1 to {MOST_BITS}")
+            return parse(value)
+        if isinstance(value, bool) or not 1 <= value <= MAX_BITS:
+            raise UsageError(f"{where}: allowed are whole numbers of bits, 1 to {MAX_BITS}")
         return cast("Coded", replace(self, bits=value, groups=(), share=1.0, total=0))
 
     @property
     def keeps(self) -> bool:
-        """As ``feedback`` says, and groups that say otherwise."""
+        """As ``feedback``, and groups that differ."""
         return any(getattr(each, "feedback", False) for _, each in self.of_groups())
 
     @property
@@ -145,12 +145,12 @@ class _Sketched(CodecPart):
         return None if self.share == 1 else round(self.share * self.total)
 
     def of_groups(self) -> list[tuple[str, str | Coded]]:
-        """Return every pattern and what its group travels as; last ``*``, for all others."""
+        """Return every pattern and the compression of its group; last ``*``, for all others."""
         each = [(pattern, self._own("", value)) for pattern, value in self._listed]
         return [*each, ("*", self._of_others())]
 
     def _of_others(self) -> Coded:
-        """Return what those travel as that are in no group."""
+        """Return the compression of parameters in no group."""
         return cast("Coded", replace(self, groups=(), share=1.0, total=0))
 
     @property
@@ -159,23 +159,23 @@ class _Sketched(CodecPart):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Sketch(_Sketched):
-    """Each value travels as the number of the bucket of values that it is in (Canary, 4.3.1).
+class Sketch(_SketchOptions):
+    """Each value travels as the index of its bucket of values (Canary, section 4.3.1).
 
     Args:
-        bits: bits of that number, 1 to 8; the fewer, the fewer bytes.
+        bits: bits of the index, 1 to 8.
         split: how values are split into buckets: ``"error"`` makes the squared error small,
             ``"count"`` makes the buckets equally full, as the paper does.
-        level: what stands for the values of a bucket: the ``"mean"`` of its members, or the mean
-            of its two ``"ends"``, as in the paper.
-        feedback: keep what the rounding took away, and add it to the next iteration's gradients.
-        groups: what parameters travel as whose names match a pattern: a number of bits,
-            ``"fp32"``, or another wire, such as ``{"features.*": 4, "*.bias": "fp32"}``; the
-            first that matches counts, all others have the settings given here. ``"fp32"`` beside
-            others in a bucket is float32.
-        share: of all iterations, that with the codec: the first ``round(share * total)`` of them;
-            the others are dense (Canary, Fig. 22a). Below 1 only with ``auto_disable=False``.
-        total: how many iterations the whole training has; needed with a share.
+        level: the value of a bucket: the ``"mean"`` of its members, or the mean of its two
+            ``"ends"``, as in the paper.
+        feedback: keep the rounding error, and add it to the next iteration's gradients.
+        groups: compression of the parameters whose names match a pattern: a number of bits,
+            ``"fp32"``, or another compression, such as ``{"features.*": 4, "*.bias": "fp32"}``.
+            The first match counts; all other parameters use the options given here. ``"fp32"``
+            beside others in a bucket is float32.
+        share: share of all iterations with the codec: the first ``round(share * total)``; the
+            others are dense (Canary, Fig. 22a). Below 1 only with ``auto_disable=False``.
+        total: number of iterations of the whole training; needed with a share.
         auto_disable: measure in the first iterations whether this is faster than fp32, and use
             fp32 if it is not; False: use it in any case.
 
@@ -185,11 +185,11 @@ class Sketch(_Sketched):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class TopK(CodecPart):
-    """Only the largest gradients travel; the others wait until they have grown (OMGS-SGD, II-C).
+class TopK(CodecOptions):
+    """Only the largest gradients travel; the others accumulate (OMGS-SGD, section II-C).
 
-    The defaults are for a first try that learns: a gradient waits a hundred steps on average, and
-    none while the weights change fastest. OMGS-SGD has ``density=0.001, warmup=0``.
+    The defaults are for a first attempt that converges: a gradient waits a hundred steps on
+    average, and none while the weights change fastest. OMGS-SGD has ``density=0.001, warmup=0``.
 
     Args:
         density: share of the gradients that travel, above 0 up to 1.
@@ -198,10 +198,10 @@ class TopK(CodecPart):
             these steps, and so in a training that is no longer.
         momentum: correct for the momentum that waiting gradients would lose (the same paper,
             section 3.2); use it in place of the optimizer's own, which must be 0 then.
-        bits: of a value that travels: 32 as it is, 1 to 8 through a sketch of all that travel
-            (SparseLoCo, Sarfi et al., 2025, has 2); what that takes away waits too.
+        bits: of a value that travels: 32 as it is, 1 to 8 through a sketch of all sent values
+            (SparseLoCo, Sarfi et al., 2025, has 2); the sketch's error is kept too.
         groups: densities of the parameters whose names match a pattern, such as
-            ``{"embedding.*": 0.01}``; the first that matches counts, all others have ``density``.
+            ``{"embedding.*": 0.01}``; the first match counts, all others have ``density``.
         auto_disable: measure in the first iterations whether this is faster than fp32, and use
             fp32 if it is not; False: use it in any case.
 
@@ -220,17 +220,17 @@ class TopK(CodecPart):
 
     def __post_init__(self) -> None:
         self.check_number("density", "numbers above 0 up to 1", lambda v: 0 < v <= 1)
-        object.__setattr__(self, "groups", pairs(self.groups))
+        object.__setattr__(self, "groups", density_groups(self.groups))
         self.check_count("warmup", 0, 10_000_000)
         self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
-        widths = (*range(1, MOST_BITS + 1), WHOLE_BITS)
-        whole = f"whole numbers, 1 to {MOST_BITS}, or {WHOLE_BITS}"
+        widths = (*range(1, MAX_BITS + 1), WHOLE_BITS)
+        whole = f"whole numbers, 1 to {MAX_BITS}, or {WHOLE_BITS}"
         self.check_number("bits", whole, lambda v: isinstance(v, int) and v in widths)
         self.check_flag("auto_disable")
 
     @property
     def keeps(self) -> bool:
-        """Always: most gradients wait."""
+        """True: most gradients wait."""
         return True
 
     @property
@@ -244,32 +244,32 @@ class TopK(CodecPart):
         >>> TopK(density=0.01, groups={"embedding.*": 0.5}).density_of("embedding.weight")
         0.5
         """
-        for pattern, density in pairs(self.groups):
+        for pattern, density in density_groups(self.groups):
             if fnmatchcase(name, pattern):
                 return density
         return self.density
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LowRank(_Sketched):
+class LowRank(_SketchOptions):
     """Matrices travel as two thin factors, where these are smaller; the rest as it is.
 
-    Factors are summed as PowerSGD does it (Vogels et al., 2019), where all workers sum gradients
-    by all-reduces, and bytes do not grow with their number. Fully connected layers and
-    convolutions are matrices, as their first dimension has it.
+    Factors are summed as in PowerSGD (Vogels et al., 2019), where all workers sum gradients by
+    all-reduces, and the bytes do not grow with their number. Fully connected layers and
+    convolutions are matrices, with the first dimension as rows.
 
-    With ``bits`` factors are sketched, and so is the rest (Canary, 4.3.1); their owners decode and
-    add them. ``LowRank(bits=8, split="count", level="ends")`` is that paper's: large fully
-    connected layers have matrices (case 1), convolutions have none (case 2).
+    With ``bits`` factors are sketched, and so is the rest (Canary, section 4.3.1); their owners
+    decode and add them. ``LowRank(bits=8, split="count", level="ends")`` is that paper's: large
+    fully connected layers have matrices (case 1), convolutions have none (case 2).
 
     Args:
         rank: columns of the factors, 1 to 256.
         bits: of a value: 32 as it is, 1 to 8 through a sketch.
         split: of all sketches, as for `Sketch`.
         level: of all sketches, as for `Sketch`.
-        feedback: keep what was taken away, and add it to the next iteration's gradients.
-        groups: as for `Sketch`; a number of bits leaves the rank as it is. With anything but
-            ``"fp32"`` and low rank without bits in one, owners decode and add all factors.
+        feedback: keep the error, and add it to the next iteration's gradients.
+        groups: as for `Sketch`; a number of bits keeps the rank. With anything but ``"fp32"``
+            and low rank without bits in one, owners decode and add all factors.
         share: as for `Sketch`.
         total: as for `Sketch`.
         auto_disable: measure in the first iterations whether this is faster than fp32, and use
@@ -294,9 +294,9 @@ class LowRank(_Sketched):
                 )
 
     def check_bits(self) -> None:
-        """Raise a `UsageError` for bits that no value is written with."""
-        widths = (*range(1, MOST_BITS + 1), WHOLE_BITS)
-        whole = f"whole numbers, 1 to {MOST_BITS}, or {WHOLE_BITS}"
+        """Raise a `UsageError` unless ``bits`` is valid."""
+        widths = (*range(1, MAX_BITS + 1), WHOLE_BITS)
+        whole = f"whole numbers, 1 to {MAX_BITS}, or {WHOLE_BITS}"
         self.check_number("bits", whole, lambda v: isinstance(v, int) and v in widths)
 
     def _of_others(self) -> Coded:
@@ -306,7 +306,7 @@ class LowRank(_Sketched):
 
     @property
     def summed(self) -> bool:
-        """Where all are factors without bits, or exact."""
+        """True if all groups are factors without bits, or exact."""
         own = (found for _, found in self.of_groups())
         return all(
             not each or (isinstance(each, LowRank) and each.bits == WHOLE_BITS) for each in own
@@ -314,8 +314,8 @@ class LowRank(_Sketched):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Half(CodecPart):
-    """Half precision, each chunk scaled so that no value is too large or too small for it."""
+class Half(CodecOptions):
+    """Half precision, with a scale for each chunk so that no value overflows or underflows."""
 
     auto_disable: bool = False
 
@@ -326,7 +326,7 @@ class Half(CodecPart):
 Coded = Sketch | TopK | LowRank | Half
 """The settings of a codec."""
 
-Wire = str | Coded
+Compression = str | Coded
 """What a strategy's ``compression`` may be: the name of a dtype or a codec, or a codec's
 settings."""
 
@@ -341,7 +341,7 @@ BY_NAME: Mapping[str, Named[Coded]] = {
 }
 
 
-def of(wire: Wire) -> str | Coded:
+def parse(wire: Compression) -> str | Coded:
     """Return what ``wire`` stands for: a dtype's name, empty for the gradients' own, or a codec.
 
     Raises:
@@ -365,8 +365,8 @@ def of(wire: Wire) -> str | Coded:
     return replace(made, **given)
 
 
-def spelled(wire: Coded) -> str:
-    """Return the text of which `of` makes the codec.
+def to_text(wire: Coded) -> str:
+    """Return the text of which `parse` makes the codec.
 
     >>> spelled(LowRank(rank=2, split="count", groups={"a.*": 4}))
     'lowrank@2:split=count:groups=a.*@4'
@@ -437,7 +437,7 @@ def from_json(listed: Sequence[Any]) -> Coded:
     return made
 
 
-def pairs(groups: Any) -> tuple[tuple[str, float], ...]:
+def density_groups(groups: Any) -> tuple[tuple[str, float], ...]:
     """Return the densities of groups of parameters as pairs, which can be hashed.
 
     Raises:
@@ -465,7 +465,7 @@ INDEX_BYTES = 2
 
 
 @functools.lru_cache(maxsize=4096)
-def own(wire: str | Coded, name: str) -> str | Coded:
+def for_parameter(wire: str | Coded, name: str) -> str | Coded:
     """Return what the parameter ``name`` travels as, without groups; empty for its own dtype.
 
     >>> own(Sketch(groups={"features.*": "fp32"}), "features.0.weight")
@@ -493,7 +493,7 @@ def kinds(wire: Coded) -> tuple[str | Coded, ...]:
     return tuple(dict.fromkeys(["", *each]))
 
 
-def unmatched(wire: str | Coded, names: Iterable[str]) -> list[str]:
+def unmatched_patterns(wire: str | Coded, names: Iterable[str]) -> list[str]:
     """Return the patterns of groups that match none of the names, in their order."""
     if isinstance(wire, str | Half):
         return []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from wingbeat.compression import DTYPES, Coded, LowRank, TopK, least_bytes, own
+from wingbeat.compression import DTYPES, Coded, LowRank, TopK, for_parameter, least_bytes
 from wingbeat.costs import NOTHING, Costs, Workload
 from wingbeat.costs.fit import Fit, best_fit, fit_line
 from wingbeat.errors import UsageError
@@ -222,7 +222,7 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
     """
     each = []
     for spec in specs:
-        mine = own(wire, spec.name)
+        mine = for_parameter(wire, spec.name)
         flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
         if isinstance(mine, LowRank) and not mine.summed:  # some matrices are not worth factors
             each.append(payload_of(spec, mine) + flag)

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from wingbeat.compression import Coded, LowRank, kinds, spelled
+from wingbeat.compression import Coded, LowRank, kinds, to_text
 
 VERSION = 2
 
@@ -93,4 +93,4 @@ def nbytes(pieces: Sequence[Piece]) -> int:
 
 @functools.cache
 def _settings(wire: Coded) -> int:
-    return zlib.crc32(spelled(wire).encode())
+    return zlib.crc32(to_text(wire).encode())

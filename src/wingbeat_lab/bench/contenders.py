@@ -134,7 +134,9 @@ class Contender:
         if self.alone:
             return 0
         width = min(itemsize, _HALF_BYTES) if self.name in _HALVED else itemsize
-        own = [compression.own(self.wire, name) for name in names] or [self.wire] * len(shapes)
+        own = [compression.for_parameter(self.wire, name) for name in names] or [self.wire] * len(
+            shapes
+        )
         return sum(map(compression.least_bytes, own, shapes, [width] * len(shapes)))
 
     @property

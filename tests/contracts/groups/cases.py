@@ -89,7 +89,7 @@ def what_travels_narrow_or_encoded(world: World) -> None:
     ranks = (1, 2, 3)
     if world.rank not in ranks:
         return
-    settings = compression.of("fp16")
+    settings = compression.parse("fp16")
     assert not isinstance(settings, str)
     with world.open_group(Group(ranks)) as members:
         group = Collectives(members)

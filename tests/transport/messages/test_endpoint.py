@@ -124,7 +124,7 @@ def test_no_fault_means_no_repetition() -> None:
 def test_a_slow_connection_repeats_nothing_either(seed: int) -> None:
     """Messages both ways, each under way for longer than a sender waits before it asks."""
     play = Play(2, Faults(delay=5.0), seed, PATIENT)
-    while any(end.unmet for end in play.ends) or play.network.next_at() is not None:
+    while any(end.unheard for end in play.ends) or play.network.next_at() is not None:
         play.step()
     for number in range(200):
         play.step()
@@ -139,7 +139,7 @@ def test_a_slow_connection_repeats_nothing_either(seed: int) -> None:
 
 def test_a_hello_that_is_said_again_on_the_same_connection_repeats_nothing() -> None:
     play = Play(limits=PATIENT)
-    while any(end.unmet for end in play.ends) or play.network.next_at() is not None:
+    while any(end.unheard for end in play.ends) or play.network.next_at() is not None:
         play.step()
     play.post(1, 0, message(7))  # on its way when the other introduces itself once more
     play.ends[0]._introduce_self(Route(1, 0, 0), play.clock.now)
@@ -178,7 +178,7 @@ def test_a_silent_peer_is_lost_and_the_report_counts() -> None:
         pass
     assert 30.0 <= play.clock.now <= 33.0
     assert play.ends[0].lost == {
-        1: "gave no sign for 30 s; 1 messages to it (79 bytes) may not have arrived"
+        1: "has been silent for 30 s; 1 messages to it (79 bytes) may not have arrived"
     }
     assert [m.kind for m in play.take(2)] == [2], "the other peer goes on"
 
@@ -356,7 +356,7 @@ def test_a_hello_that_is_lost_is_said_again() -> None:
     for _ in range(5):
         play.step()
     play.network.join(0, 1)
-    while any(end.unmet for end in play.ends):
+    while any(end.unheard for end in play.ends):
         assert play.step()
 
 
@@ -383,14 +383,14 @@ def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
     while end.waiting != 2:
         assert play.step()
     end.left.add(1)
-    end.forget(1)
+    end.remove_peer(1)
     assert end.waiting == 1
     assert {route.peer for route in end.flows} == {2}
     assert not end.left
     assert [each.peer for each in play.take(0)] == [2]
-    end.know(1, 77)
+    end.add_peer(1, 77)
     end.add(Route(1, 0, 0), None, play.clock.now)
-    assert end.unmet == [Route(1, 0, 0)]
+    assert end.unheard == [Route(1, 0, 0)]
 
 
 def test_nothing_is_due_for_a_peer_that_has_left_and_is_not_there_to_be_told() -> None:

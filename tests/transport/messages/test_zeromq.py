@@ -174,7 +174,9 @@ def test_who_is_cut_off_for_good_is_named(closing: list[Mailbox]) -> None:
     for relay in store.relays:
         relay.close()
     sent = a.post(1, 1, b"lost")
-    with pytest.raises(PeerError, match=r"rank 0: rank 1 gave no sign for 0.5 s; 1 messages to it"):
+    with pytest.raises(
+        PeerError, match=r"rank 0: rank 1 has been silent for 0.5 s; 1 messages to it"
+    ):
         a.wait([sent], PATIENCE)
     with pytest.raises(PeerError, match="rank 1 gave no sign"):
         a.post(1, 2)
@@ -520,15 +522,15 @@ def test_routing_ids_of_connections_cannot_be_guessed(encrypted: bool) -> None:
         ]
         for end in ends:
             stack.callback(end.close)
-        ends[0].admit({1: ends[1].reach})
+        ends[0].allow({1: ends[1].address})
         names = set()
         for _ in range(3):
             for urgency in range(2):
                 place = ends[0].connect(1, 0, urgency, theirs=0)
                 assert place is not None
                 names.add(place.name)
-            ends[0].forget(1)
-            ends[0].know(1, ends[1].reach)
+            ends[0].disconnect(1)
+            ends[0].allow_peer(1, ends[1].address)
         assert len(names) == 6
         assert all(len(name) == 16 for name in names)
 
@@ -542,7 +544,7 @@ def test_peer_that_reads_nothing_has_a_bounded_queue() -> None:
         ]
         for end in ends:
             stack.callback(end.close)
-        ends[0].admit({1: ends[1].reach})
+        ends[0].allow({1: ends[1].address})
         place = ends[0].connect(1, 0, 0, theirs=0)
         assert place is not None
         deadline = time.monotonic() + PATIENCE

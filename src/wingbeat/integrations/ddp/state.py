@@ -17,7 +17,7 @@ from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.feedback import Part, Residuals
 from wingbeat.codecs.topk import TopKCodec, warmed_up
-from wingbeat.compression import Coded, LowRank, Sketch, Wire, of, unmatched
+from wingbeat.compression import Coded, Compression, LowRank, Sketch, parse, unmatched_patterns
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.exchange import HookBucket, HookExchange
 from wingbeat.integrations.ddp.executor import Executor, HookJob
@@ -239,7 +239,7 @@ class SketchState(CodedState):
         model: nn.Module,
         bits: int = 8,
         *,
-        wire: Wire | None = None,
+        wire: Compression | None = None,
         process_group: Any = None,
         timeout: float | None = None,
     ) -> None:
@@ -320,17 +320,17 @@ class TopKState(HookState):
 def _check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
     """Raise a `UsageError` if a group of the wire has no trained parameter of the model."""
     names = _trained(model, kind).values()
-    for pattern in unmatched(wire, names):
+    for pattern in unmatched_patterns(wire, names):
         raise UsageError(
             f"{kind}(wire=...): {pattern!r} matches no trained parameter; their names are "
             f"{', '.join(list(names)[:3])} ...: correct the pattern, or leave it out"
         )
 
 
-def _sketched(wire: Wire | None, bits: int) -> Sketch | LowRank:
+def _sketched(wire: Compression | None, bits: int) -> Sketch | LowRank:
     if wire is None:
         return Sketch(bits=bits)
-    found = of(wire)
+    found = parse(wire)
     if not isinstance(found, Sketch | LowRank) or bits != Sketch.bits:
         raise UsageError(
             f"SketchState(bits={bits!r}, wire={wire!r}): allowed are bits alone, or as wire a "
