@@ -119,4 +119,4 @@ def test_servers_that_were_started_are_killed_if_another_cannot_be(
     assert first.startswith(f"{why}; of 4 servers 2 are to run beside this worker")
     assert "cannot start server 2" in second
     assert {each._config.index for each in started} == {0, 1, 3}
-    assert all(each._leaving for each in started)
+    assert all(each._stopping for each in started)

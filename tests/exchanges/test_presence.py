@@ -22,7 +22,7 @@ from wingbeat.stale.view import View, whole
 from wingbeat.stale.worker import Worker
 from wingbeat.transport.failures import publish_failure
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.connect import PeerInfo
+from wingbeat.transport.messages.peers import PeerInfo
 
 
 class Store(Switchboard):

@@ -13,7 +13,7 @@ from wingbeat.errors import RendezvousError
 from wingbeat.groups.returns import Back, Returns, announce, life_of, say_over
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.connect import PeerInfo
+from wingbeat.transport.messages.peers import PeerInfo
 
 ROOM = "groups1"
 

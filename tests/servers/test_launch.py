@@ -62,7 +62,7 @@ def test_a_server_ends_when_all_workers_have_left(started: Callable[..., Process
         box.close()
     server.close(20.0)
     assert server.ended() == "server 0 (started by rank 1) has ended with exit status 0"
-    assert not server._helper.is_alive()
+    assert not server._store_thread.is_alive()
 
 
 def test_a_server_that_is_killed_is_said_to_be(started: Callable[..., ProcessService]) -> None:

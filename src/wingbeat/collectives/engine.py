@@ -12,10 +12,15 @@ import torch
 from wingbeat import topologies
 from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import nccl
-from wingbeat.collectives.encoded import FactoredSum, Gathered, GatheredSum
+from wingbeat.collectives.encoded import (
+    FactoredSum,
+    Gathered,
+    GatheredSum,
+    start_encoded,
+    start_factored,
+)
 from wingbeat.collectives.executor import decode_queue, executors_of, factor_threads
 from wingbeat.collectives.handle import Handle, Job, wait_for_all
-from wingbeat.collectives.nccl import start_encoded, start_factored
 from wingbeat.collectives.packing import (
     CastPacking,
     CodecPacking,

@@ -1,27 +1,19 @@
-"""Collectives that NCCL, or another process group, runs as a whole, behind the same handles.
-
-Encoded sums run codec kernels between exchanges of bytes. On a GPU everything is queued on a side
-stream, so neither the host nor backward waits.
-"""
+"""Collectives that NCCL, or another process group, runs as a whole, behind the same handles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.collectives.encoded import BlockSum, GroupRows
-from wingbeat.collectives.packing import CodecPacking
 from wingbeat.collectives.threads import run_callback
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
-from wingbeat.types import Span, blocks_of
+from wingbeat.types import Span
 
 if TYPE_CHECKING:
-    from wingbeat.codecs.lowrank import Factors
     from wingbeat.collectives.packing import CastPacking
 
 
@@ -148,83 +140,3 @@ def start(
     else:
         work = getattr(group, name)(carried)
     return NcclJob(work, name, world.rank, copy)
-
-
-class _EventWork:
-    """Replaces the library's handle: waiting orders the current stream after ``event``."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def is_completed(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.wait()
-
-
-def start_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> NcclJob:
-    """Start ``what`` on ``buffer``, whose length is a multiple of the world's size.
-
-    On a CPU, which has no streams, it is done when this returns.
-
-    Raises:
-        PeerError: the library reported a failure, or a peer sent a malformed payload.
-    """
-    return _start(world, what, buffer, lambda: _run_encoded(world, what, buffer, packing))
-
-
-def start_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> NcclJob:
-    """Start an all-reduce of ``buffer`` as factors; see `Collectives.all_reduce_factors`.
-
-    Raises:
-        PeerError: the library reported a failure.
-    """
-    return _start(world, "all_reduce", buffer, lambda: _run_factored(world, buffer, factors, where))
-
-
-def _start(world: World, what: str, buffer: torch.Tensor, run: Callable[[], None]) -> NcclJob:
-    """Call ``run``, on the world's side stream if ``buffer`` is on a GPU."""
-    if not buffer.is_cuda:
-        run()
-        return NcclJob(_EventWork(None), what, world.rank)
-    side = _side_stream(world, buffer.device)
-    side.wait_stream(torch.cuda.current_stream(buffer.device))
-    with torch.cuda.stream(side):
-        run()
-        done = side.record_event()
-    return NcclJob(_EventWork(done), what, world.rank)
-
-
-def _run_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> None:
-    rows = GroupRows(world.nccl, where)
-    made = factors.begin(buffer)
-    rows.all_reduce(made.first)
-    made.turn()
-    replace(rows, between=made.keep).all_reduce(made.second)
-    made.end()
-
-
-def _run_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> None:
-    where = what.replace("_", "-")
-    rows = GroupRows(world.nccl, where)
-    blocks = blocks_of(buffer.numel(), world.size)
-    encoded = BlockSum(buffer, packing, blocks, world.rank, where)
-    if what in ("reduce_scatter", "all_reduce"):
-        encoded.encode()
-        encoded.reduce(rows)
-    if what in ("all_gather", "all_reduce"):
-        encoded.spread(rows)
-
-
-_side_streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
-
-
-def _side_stream(world: World, device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all of a world's exchanges, which keeps the order of calls."""
-    key = (id(world), device)
-    if key not in _side_streams:
-        _side_streams[key] = torch.cuda.Stream(device)
-        world.on_close(lambda: _side_streams.__delitem__(key))
-    return _side_streams[key]

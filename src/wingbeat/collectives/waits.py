@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from wingbeat.transport.failures import (
     LOG_INTERVAL_S,
@@ -27,7 +27,6 @@ from wingbeat.transport.store import Store
 from wingbeat.transport.text import printable
 
 if TYPE_CHECKING:
-    from wingbeat.collectives.executor import Executor
     from wingbeat.transport.world import World
 
 _MAX_CALL_CHARS = 120
@@ -95,6 +94,14 @@ class CurrentWait(NamedTuple):
     end: int
 
 
+class HasWait(Protocol):
+    """Has a wait in progress, such as an executor."""
+
+    @property
+    def waiting(self) -> CurrentWait | None:
+        """The same object for as long as the wait lasts."""
+
+
 class WaitMonitor:
     """Monitors the waits of one thread.
 
@@ -108,7 +115,7 @@ class WaitMonitor:
         why: why the last wait was ended; empty if it was not.
     """
 
-    def __init__(self, store: Store, rank: int, timeout: float, of: Executor) -> None:
+    def __init__(self, store: Store, rank: int, timeout: float, of: HasWait) -> None:
         self._store, self._rank, self._timeout = store, rank, timeout
         self._of = weakref.ref(of)
         self._now: CurrentWait | None = None

@@ -368,7 +368,7 @@ def parse(wire: Compression) -> str | Coded:
 def to_text(wire: Coded) -> str:
     """Return the text of which `parse` makes the codec.
 
-    >>> spelled(LowRank(rank=2, split="count", groups={"a.*": 4}))
+    >>> to_text(LowRank(rank=2, split="count", groups={"a.*": 4}))
     'lowrank@2:split=count:groups=a.*@4'
     """
     name, main = next((n, e.option) for n, e in BY_NAME.items() if e.make is type(wire))
@@ -468,7 +468,7 @@ INDEX_BYTES = 2
 def for_parameter(wire: str | Coded, name: str) -> str | Coded:
     """Return what the parameter ``name`` travels as, without groups; empty for its own dtype.
 
-    >>> own(Sketch(groups={"features.*": "fp32"}), "features.0.weight")
+    >>> for_parameter(Sketch(groups={"features.*": "fp32"}), "features.0.weight")
     ''
     """
     if isinstance(wire, TopK):

@@ -14,7 +14,7 @@ from wingbeat.stale.letters import Malformed
 from wingbeat.stale.roll import Change, Entry, Roll
 from wingbeat.stale.view import View, members, merge, with_life
 from wingbeat.transport.background import BackgroundThread
-from wingbeat.transport.messages.connect import PeerInfo, read_peer_info
+from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.store import AtomicStore
 
 _log = logging.getLogger(__name__)

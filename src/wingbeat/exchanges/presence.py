@@ -12,9 +12,9 @@ from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.stale.view import View
 from wingbeat.stale.worker import Worker
-from wingbeat.transport.messages.connect import PeerInfo
 from wingbeat.transport.messages.frames import NEVER
 from wingbeat.transport.messages.mailbox import RECONNECT_S
+from wingbeat.transport.messages.peers import PeerInfo
 
 STORE_S = 10.0
 """Seconds that the store may take to say who is gone."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from wingbeat.errors import RendezvousError
 from wingbeat.transport.background import BackgroundThread
-from wingbeat.transport.messages.connect import PeerInfo, read_peer_info
+from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.store import AtomicStore, Store
 
 _log = logging.getLogger(__name__)

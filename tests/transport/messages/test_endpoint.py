@@ -142,7 +142,7 @@ def test_a_hello_that_is_said_again_on_the_same_connection_repeats_nothing() -> 
     while any(end.unheard for end in play.ends) or play.network.next_at() is not None:
         play.step()
     play.post(1, 0, message(7))  # on its way when the other introduces itself once more
-    play.ends[0]._introduce_self(Route(1, 0, 0), play.clock.now)
+    play.ends[0]._send_hello(Route(1, 0, 0), play.clock.now)
     play.ends[0].flush(play.carriers[0].send, play.clock.now)
     play._exchange(play.ends[1], play.carriers[1])
     for _ in range(6):
@@ -420,16 +420,16 @@ def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> No
     for route, place in places.items():
         end.add(route, place, 0.0)
     for now, place in enumerate(place for route, place in places.items() if route.peer == 1):
-        end.look(cut.__contains__, float(now))
+        end.check_connections(cut.__contains__, float(now))
         assert end.unconnected(9.0) == {}
         cut.add(place)
-    end.look(cut.__contains__, 4.0)
+    end.check_connections(cut.__contains__, 4.0)
     assert end.unconnected(4.0) == {1: 0.0}
     assert end.unconnected(9.0) == {1: 5.0}
     cut.discard(places[Route(1, 1, 0)])
-    end.look(cut.__contains__, 9.0)
+    end.check_connections(cut.__contains__, 9.0)
     assert end.unconnected(9.0) == {}, "it has made one of them anew"
-    end.look(set(places.values()).__contains__, 10.0)
+    end.check_connections(set(places.values()).__contains__, 10.0)
     end.left.add(2)
     assert end.unconnected(11.0) == {1: 1.0}
 

@@ -13,7 +13,7 @@ import pytest
 
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.connect import PeerInfo, read_peer_info
+from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 
 HOST = Host("a", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
 ENDS = (("tcp://10.0.0.1:5000", "tcp://10.0.0.1:5001"),)

@@ -22,8 +22,8 @@ from wingbeat.errors import PeerError, RendezvousError, UsageError, WingbeatErro
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox, zeromq
-from wingbeat.transport.messages.connect import PeerInfo
 from wingbeat.transport.messages.frames import Header, Type
+from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat.transport.messages.zeromq import Keys, ZeroMQCarrier
 
 

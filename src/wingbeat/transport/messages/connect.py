@@ -3,161 +3,38 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
-import json
-import re
 import secrets
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils import z85
 
 from wingbeat.errors import RendezvousError, UsageError, unknown
 from wingbeat.transport import descriptors
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.interfaces import (
-    Host,
-    Interface,
-    bracketed,
-    interface_pairs,
     listen_interfaces,
 )
 from wingbeat.transport.messages.carrier import MAX_CLASSES
-from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Route
+from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership
 from wingbeat.transport.messages.mailbox import Mailbox
+from wingbeat.transport.messages.peers import (
+    Connector,
+    PeerInfo,
+    address_of,
+    check_same_options,
+    store_key,
+)
 from wingbeat.transport.messages.zeromq import (
     HEARTBEAT_S,
     Keys,
-    PeerAddress,
     ZeroMQCarrier,
     descriptors_needed,
 )
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
-
-_T = TypeVar("_T")
-
-_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-"""A public key in Z85."""
-
-_ENDPOINT = re.compile(r"tcp://([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})")
-
-
-@dataclass(frozen=True, slots=True)
-class PeerInfo:
-    """What a process publishes in the store: where it listens, and with which options.
-
-    Attributes:
-        host: its host and that host's interfaces.
-        uses: addresses that it listens on, in the order of the interfaces' numbers.
-        session: the random number in each of its headers.
-        key: its public key in Z85; empty without encryption.
-        listens: TCP endpoints by interface and class.
-        message: limit of a payload, in bytes.
-        window: limit of a flow, in bytes.
-    """
-
-    host: Host
-    uses: tuple[str, ...]
-    session: int
-    key: str
-    listens: tuple[tuple[str, ...], ...]
-    message: int
-    window: int
-
-    @property
-    def interfaces(self) -> list[Interface]:
-        """The interfaces that it listens on."""
-        by_address = {i.address: i for i in self.host.interfaces}
-        return [by_address[address] for address in self.uses]
-
-    def to_json(self) -> str:
-        """Return it as text for the store."""
-        return json.dumps(
-            {
-                "host": self.host.to_json(),
-                "uses": self.uses,
-                "session": self.session,
-                "key": self.key,
-                "listens": self.listens,
-                "message": self.message,
-                "window": self.window,
-            }
-        )
-
-    @staticmethod
-    def from_json(text: str) -> PeerInfo:
-        """Check and rebuild what a peer published.
-
-        Raises:
-            ValueError: it is not the result of `to_json`.
-        """
-        try:
-            data = _typed(dict, json.loads(text))
-            uses = tuple(_typed(str, address) for address in _typed(list, data["uses"]))
-            listens = tuple(
-                tuple(_endpoint(each) for each in _typed(list, of))
-                for of in _typed(list, data["listens"])
-            )
-            info = PeerInfo(
-                Host.from_json(data["host"]),
-                uses,
-                _number(data["session"], 0, 2**64 - 1),
-                _key(data["key"]),
-                listens,
-                _number(data["message"], 1, 2**31 - 1),
-                _number(data["window"], 1, 2**63 - 1),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
-            raise ValueError(f"malformed peer info: {err!r:.80}") from None
-        addresses = {i.address for i in info.host.interfaces}
-        fits = (
-            addresses.issuperset(uses)
-            and len(set(uses)) == len(uses) == len(listens) > 0
-            and {len(of) for of in listens} <= {len(listens[0])}
-            and 1 <= len(listens[0]) <= MAX_CLASSES
-        )
-        if not fits:
-            raise ValueError(f"malformed peer info: {data!s:.80}")
-        return info
-
-
-def _typed(kind: type[_T], value: Any) -> _T:
-    """Return ``value`` if it has exactly this type: True is not a number."""
-    if type(value) is not kind:
-        raise ValueError(f"{value!r:.40} is no {kind.__name__}")
-    return value
-
-
-def _number(value: Any, least: int, most: int) -> int:
-    if not least <= _typed(int, value) <= most:
-        raise ValueError(f"{value!r:.40} is not from {least} to {most}")
-    return int(value)
-
-
-def _key(value: Any) -> str:
-    """Check a public key: ZeroMQ fails in the middle of connecting if it is invalid."""
-    if _typed(str, value):
-        if _KEY.fullmatch(value) is None:
-            raise ValueError(f"malformed key: {value!r:.60}")
-        try:
-            z85.decode(value.encode())
-        except struct.error:  # five characters encode more than 32 bits
-            raise ValueError(f"malformed key: {value!r:.60}") from None
-    return str(value)
-
-
-def _endpoint(value: Any) -> str:
-    match = _ENDPOINT.fullmatch(_typed(str, value))
-    if match is None or not 0 < int(match[2]) < 2**16:
-        raise ValueError(f"malformed endpoint: {value!r:.80}")
-    address = ipaddress.ip_address(match[1].strip("[]"))
-    return f"tcp://{bracketed(str(address))}:{int(match[2])}"
 
 
 def open_mailbox(
@@ -205,7 +82,7 @@ def open_mailbox(
     limits = limits or Limits()
     others = sorted(set(peers) - {number})
     _check_arguments(number, others, classes, seconds)
-    if store.has(_store_key(namespace, number, incarnation)):
+    if store.has(store_key(namespace, number, incarnation)):
         raise UsageError(
             f"{name(number)} has already opened a mailbox in namespace {namespace!r}: use a "
             "different namespace for each mailbox, the same on all processes"
@@ -241,16 +118,16 @@ def open_mailbox(
         info = PeerInfo(
             own, uses, session, key, carrier.address.endpoints, limits.message, limits.window
         )
-        store.set(_store_key(namespace, number, incarnation), info.to_json())
+        store.set(store_key(namespace, number, incarnation), info.to_json())
         incarnations: Mapping[int, int] = dict.fromkeys(others, 0)
         if announce is not None:
             incarnations = announce(max(0.0, deadline - time.monotonic()))
         infos = {}
         for peer, theirs in incarnations.items():
             left = max(0.0, deadline - time.monotonic())
-            where = _store_key(namespace, peer, theirs)
+            where = store_key(namespace, peer, theirs)
             infos[peer] = _read_peer(store, where, number, peer, left, name, seconds)
-            _check_same_options(name(number), info, name(peer), infos[peer])
+            check_same_options(name(number), info, name(peer), infos[peer])
         mailbox = _make_mailbox(
             number, info, infos, carrier, limits, name, tolerate_silence=tolerate_silence
         )
@@ -259,46 +136,6 @@ def open_mailbox(
         carrier.close()
         raise
     return mailbox
-
-
-class Connector:
-    """Makes and ends connections to peers while a mailbox is open.
-
-    Args:
-        number: number of this process.
-        own: what this process published.
-        carrier: carries frames.
-    """
-
-    def __init__(self, number: int, info: PeerInfo, carrier: ZeroMQCarrier) -> None:
-        self._number, self._info, self._carrier = number, info, carrier
-
-    def disconnect(self, endpoint: Endpoint, peer: int) -> None:
-        """End all connections to a peer."""
-        endpoint.remove_peer(peer)
-        self._carrier.disconnect(peer)
-
-    def connect(self, endpoint: Endpoint, peer: int, info: PeerInfo) -> None:
-        """Make the flows to a new process of a peer, over each interface pair and in each class."""
-        _check_same_options(f"process {self._number}", self._info, f"process {peer}", info)
-        self.disconnect(endpoint, peer)
-        self._carrier.allow_peer(peer, _address_of(info))
-        endpoint.add_peer(peer, info.session)
-        self.add_flows(endpoint, peer, info)
-
-    def add_flows(self, endpoint: Endpoint, peer: int, theirs: PeerInfo) -> None:
-        """Make the flows to a peer that carrier and endpoint know."""
-        own = self._info
-        for mine, other in interface_pairs(
-            own.host, own.interfaces, theirs.host, theirs.interfaces
-        ):
-            for urgency in range(len(theirs.listens[0])):
-                place = self._carrier.connect(peer, mine, urgency, theirs=other)
-                endpoint.add(Route(peer, mine, urgency), place, time.monotonic())
-
-
-def _address_of(info: PeerInfo) -> PeerAddress:
-    return PeerAddress(info.listens, info.key.encode() or None)
 
 
 def _make_mailbox(
@@ -312,7 +149,7 @@ def _make_mailbox(
     tolerate_silence: bool,
 ) -> Mailbox:
     """Make all flows: a connection for each interface pair and class."""
-    carrier.allow({n: _address_of(theirs) for n, theirs in infos.items()})
+    carrier.allow({n: address_of(theirs) for n, theirs in infos.items()})
     sessions = {peer: theirs.session for peer, theirs in infos.items()}
     membership, own = Membership(number, info.session, sessions), info.interfaces
 
@@ -341,28 +178,6 @@ def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Int
     return own, mine
 
 
-def _store_key(namespace: str, number: int, incarnation: int) -> str:
-    """Return the key of a process's `PeerInfo`."""
-    return f"messages/{namespace}/{number}" + (f".{incarnation}" if incarnation else "")
-
-
-def read_peer_info(
-    store: Store, namespace: str, number: int, incarnation: int, seconds: float
-) -> PeerInfo:
-    """Return what a restarted process published.
-
-    Raises:
-        TimeoutError: nothing was published within ``seconds``.
-        ValueError: it is malformed; names its key.
-    """
-    where = _store_key(namespace, number, incarnation)
-    text = store.get(where, seconds)
-    try:
-        return PeerInfo.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"the rendezvous store has under {where!r} a {error}") from None
-
-
 def _read_peer(
     store: Store,
     where: str,
@@ -381,21 +196,6 @@ def _read_peer(
         ) from None
     except ValueError as err:
         raise RendezvousError(f"{name(number)}: {name(peer)} sent a {err}") from None
-
-
-def _check_same_options(me: str, own: PeerInfo, them: str, theirs: PeerInfo) -> None:
-    """Refuse to connect processes that opened their mailboxes with different options."""
-    for what, a, b in (
-        ("classes", len(own.listens[0]), len(theirs.listens[0])),
-        ("encrypted", bool(own.key), bool(theirs.key)),
-        ("limits.message", own.message, theirs.message),
-        ("limits.window", own.window, theirs.window),
-    ):
-        if a != b:
-            raise UsageError(
-                f"{me} opened its mailbox with {what}={a}, {them} with {what}={b}: use the same "
-                "value on all processes"
-            )
 
 
 def _check_arguments(number: int, others: Sequence[int], classes: int, seconds: float) -> None:

@@ -16,7 +16,7 @@ from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
 from wingbeat.transport.messages.frames import NEVER, NO_IDS, Posted, compose, leave_frame
 
 if TYPE_CHECKING:
-    from wingbeat.transport.messages.connect import Connector, PeerInfo
+    from wingbeat.transport.messages.peers import Connector, PeerInfo
 
 
 class Routes:
