@@ -6,10 +6,10 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 
-from wingbeat import plans
 from wingbeat.errors import PeerError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.layers import convolutional, fully_connected
+from wingbeat.planning import plans
 from wingbeat.transport.world import World
 from wingbeat.types import Fusion, Plan, TensorSpec
 
@@ -167,7 +167,7 @@ class Bucketing:
 
     def build(self) -> None:
         """Make the buckets of the rule and the orders in force."""
-        plan = self._plan or plans.make(self.fusion, self.specs, self._ready_order)
+        plan = self._plan or plans.make_plan(self.fusion, self.specs, self._ready_order)
         self.buckets = [
             Bucket(i, [self.slots[t] for t in bucket.tensors], self._world.size, self.strided)
             for i, bucket in enumerate(plan.buckets)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.control.control import Control
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.bucketing import Bucketing, ignored, synchronised
@@ -26,6 +25,7 @@ from wingbeat.gradients.convert import (
 from wingbeat.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.gradients.steps import Steps
 from wingbeat.observe.meter import Meter
+from wingbeat.planning.control import Control
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,
@@ -183,7 +183,7 @@ class Engine(Entrance):
     def launch(self, bucket: Bucket) -> None:
         """Send a bucket, whose gradients are complete, on its way."""
         if self.bundling is not None:
-            self.bundling.look(bucket)
+            self.bundling.measure_widths(bucket)
         bucket.wire = self.compression.launching(bucket)
         if bucket.wire is not None and self.update.shards is not None:  # encoded once, not gathered
             self.compression.add_own_residual(bucket, self.runtime.exchange.owned(bucket))

@@ -10,13 +10,14 @@ from torch.nn.parameter import is_lazy
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import MismatchError, UsageError, WingbeatError
-from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.bucket import strides_of
 from wingbeat.gradients.bucketing import ignored, spec_of
 from wingbeat.gradients.complexes import check_complex
 from wingbeat.gradients.compression import check_momentum
 from wingbeat.gradients.sparse import check_sparse, sparse_parameters
-from wingbeat.sync import averaged, claims
+from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
+from wingbeat.methods.model_averaging.build import check_modules
+from wingbeat.sync import claims
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.deferring import DeferringOptimizer
 from wingbeat.sync.engine import Engine
@@ -83,7 +84,7 @@ def distribute(
     check_momentum(choices, optimizer)
     check_complex(model, choices, repr(strategy))
     check_sparse(model, choices, repr(strategy))
-    averaged.check(model, choices.averaging)
+    check_modules(model, choices.averaging)
     _check_returned(world, choices, strategy)
     if world.size > 1:
         if not world.returned:
@@ -169,11 +170,11 @@ def join(
     return joined(_engine_of(model, "join"), *options)
 
 
-def bounded_exchange(model: torch.nn.Module) -> StaleExchange | None:
+def bounded_exchange(model: torch.nn.Module) -> BoundedStalenessExchange | None:
     """Return how a model's gradients are exchanged under bounded staleness; None if not so."""
     engine = engine_of(model)
     exchange = None if engine is None else engine.runtime.exchange
-    return exchange if isinstance(exchange, StaleExchange) else None
+    return exchange if isinstance(exchange, BoundedStalenessExchange) else None
 
 
 def synchronize(model: torch.nn.Module) -> None:

@@ -20,17 +20,17 @@ from wingbeat.gradients.convert import check_kind
 from wingbeat.sync.attach import in_backward, on_backward_end
 
 if TYPE_CHECKING:
-    from wingbeat.control.control import Control
-    from wingbeat.control.merging import LayerMerging
-    from wingbeat.control.passes import Passes
     from wingbeat.gradients.bucketing import Bucketing
     from wingbeat.gradients.compression import Compression
     from wingbeat.gradients.sparse import SparseGradients
     from wingbeat.gradients.steps import Steps
     from wingbeat.gradients.views import Views
+    from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
     from wingbeat.observe.meter import Meter
+    from wingbeat.planning.backward import BackwardProfiler
+    from wingbeat.planning.control import Control
+    from wingbeat.planning.merging import LayerMerging
     from wingbeat.sync.buffers import BufferSync
-    from wingbeat.sync.bundling import Bundling
 
 
 class Intake:
@@ -44,7 +44,7 @@ class Intake:
     views: Views
     steps_made: Steps
     sparse: SparseGradients
-    bundling: Bundling | None
+    bundling: LayerProfiler | None
 
     def __init__(self, scale: float) -> None:
         self.sync = True
@@ -94,7 +94,7 @@ class Intake:
         return None if self.control is None else self.control.merging
 
     @property
-    def passes(self) -> Passes | None:
+    def passes(self) -> BackwardProfiler | None:
         """What times backward, to plan by it; None where nothing is planned."""
         by = self.merging or self.bundling
         return None if by is None else by.passes

@@ -15,11 +15,11 @@ import torch
 
 from wingbeat.codecs.feedback import check_tensors
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate
+from wingbeat.methods.model_averaging.outer import SHARED, START, VELOCITY, OuterUpdate
 from wingbeat.observe.log import log
 from wingbeat.sync.engine import Engine
-from wingbeat.updates.bounded import BoundedUpdate
 from wingbeat.updates.local import LocalUpdate
-from wingbeat.updates.outer import SHARED, START, VELOCITY, OuterUpdate
 
 PARTS = "parts"
 """Where a state that was put together of all workers' has each one's residuals."""

@@ -12,10 +12,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
-from wingbeat.exchanges.gpus import GpuServers
 from wingbeat.exchanges.partial import PartialExchange
-from wingbeat.exchanges.servers import FLOAT32, ServerExchange
-from wingbeat.exchanges.stale import StaleExchange
 from wingbeat.gradients.backlog import Backlog
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
@@ -27,20 +24,22 @@ from wingbeat.gradients.views import (
     ShownGradients,
     Views,
 )
+from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
+from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate, SynchronousUpdate
+from wingbeat.methods.model_averaging.build import build_runtime
+from wingbeat.methods.parameter_server.exchange import FLOAT32, ServerExchange
+from wingbeat.methods.parameter_server.gpu import GpuServerExchange
+from wingbeat.methods.parameter_server.server_update import OPTION, ServerUpdate, describe_optimizer
 from wingbeat.schedules.events import Operation, Schedule
-from wingbeat.sync import averaged
-from wingbeat.sync.bundling import Bundling
 from wingbeat.sync.hooks import WeakCall
 from wingbeat.sync.runtime import Runtime
 from wingbeat.types import Choices
 from wingbeat.updates.agreement import Agreement
 from wingbeat.updates.alone import AloneUpdate
-from wingbeat.updates.bounded import BoundedUpdate, MeetingUpdate
 from wingbeat.updates.deferred import DeferredUpdate
-from wingbeat.updates.described import OPTION, describe
 from wingbeat.updates.divided import check_divisible
 from wingbeat.updates.owned import OwnedTensors
-from wingbeat.updates.served import ServedUpdate
 from wingbeat.updates.sharded import ShardedUpdate
 from wingbeat.updates.update import Training, Update
 from wingbeat.updates.whole import WholeUpdate
@@ -85,7 +84,7 @@ def runtime_of(
     """
     averaging = choices.averaging
     if averaging is not None and training.collectives.world.size > 1:
-        return averaged.runtime_of(averaging, choices.wire, training, compression, buffers)
+        return build_runtime(averaging, choices.wire, training, compression, buffers)
     schedule = _schedule_of(choices, training.collectives.world.size)
     views = _views_of(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
@@ -105,14 +104,14 @@ def runtime_of(
         Agreement(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
-    if isinstance(exchange, StaleExchange) and isinstance(views, SentGradients):
+    if isinstance(exchange, BoundedStalenessExchange) and isinstance(views, SentGradients):
         exchange.waited = WeakCall(runtime.waited)
     return runtime
 
 
 def bundling_of(
     choices: Choices, runtime: Runtime, rebucket: Callable[[], object]
-) -> Bundling | None:
+) -> LayerProfiler | None:
     """Make what measures layers for colayers; None where these are not made anew.
 
     Args:
@@ -120,10 +119,10 @@ def bundling_of(
         runtime: its parts.
         rebucket: has the engine change to the next plan.
     """
-    if not choices.fusion.measured or not isinstance(runtime.exchange, StaleExchange):
+    if not choices.fusion.measured or not isinstance(runtime.exchange, BoundedStalenessExchange):
         return None
-    bundling = Bundling(runtime.bucketing, rebucket)
-    runtime.exchange.measures(bundling)
+    bundling = LayerProfiler(runtime.bucketing, rebucket)
+    runtime.exchange.set_profiler(bundling)
     return bundling
 
 
@@ -151,7 +150,7 @@ def _bounded(
     assert choices.staleness is not None, "a strategy's parts have been checked"
     if isinstance(views, SentGradients):
         _check_owned(training)
-    exchange = StaleExchange(
+    exchange = BoundedStalenessExchange(
         training.collectives.world,
         choices.staleness,
         compression,
@@ -162,7 +161,7 @@ def _bounded(
     )
     if isinstance(views, SentGradients):
         return exchange, BoundedUpdate(training, views, exchange)
-    return exchange, MeetingUpdate(training, exchange)
+    return exchange, SynchronousUpdate(training, exchange)
 
 
 def _check_owned(training: Training) -> None:
@@ -205,9 +204,9 @@ def _on_servers(
             f"{OPTION} with parameters on {device}: servers update on the CPU only; use "
             'update="worker", or keep the model on the CPU'
         )
-    described = describe(training.optimizer, training.stepper.snapshot())
+    description = describe_optimizer(training.optimizer, training.stepper.snapshot())
     specs = training.bucketing.specs
-    room = described.room(sum(s.numel for s in specs), sum(s.nbytes for s in specs))
+    numel, nbytes = sum(s.numel for s in specs), sum(s.nbytes for s in specs)
     check_divisible(training)
     exchange = ServerExchange(
         training.collectives.world,
@@ -215,10 +214,11 @@ def _on_servers(
         dataclasses.replace(choices.servers, dense=True),
         _bytes_of_gradients(choices, training),
         choices.wire,
-        optimizer=described.text,
-        memory=room,
+        optimizer=description.text,
+        max_update_bytes=description.max_nbytes(numel, nbytes),
     )
-    return exchange, ServedUpdate(training, schedule, views, exchange.remote, described.each)
+    remote = exchange.remote
+    return exchange, ServerUpdate(training, schedule, views, remote, description.elementwise)
 
 
 def _exchange_of(choices: Choices, training: Training, compression: Compression) -> Exchange:
@@ -234,7 +234,7 @@ def _exchange_of(choices: Choices, training: Training, compression: Compression)
     if choices.servers is None or collectives.world.size == 1:
         return CollectiveExchange(collectives, compression)
     if training.bucketing.device.type in collectives.world.nccl_devices:
-        return GpuServers(collectives.world, choices.servers, choices.wire)
+        return GpuServerExchange(collectives.world, choices.servers, choices.wire)
     nbytes = _bytes_of_gradients(choices, training)
     exchange = ServerExchange(collectives.world, choices.servers, nbytes, choices.wire)
     compression.collect = exchange.collect

@@ -35,10 +35,10 @@ class Averager(Protocol):
             PeerError: a worker was waited for in vain; names it.
         """
 
-    def taken(self) -> None:
+    def commit(self) -> None:
         """The average was taken over: what it lacks on account of a codec is sent the next time."""
 
-    def level(self, part: Span) -> None:
+    def synchronize(self, part: Span) -> None:
         """Make a part of the whole the mean over all workers, who all call this; same bits."""
 
     def sections(self) -> Sequence[Section]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from wingbeat.errors import UsageError
-from wingbeat.servers.values import encode
 from wingbeat.updates.chance import kept_random_state
+from wingbeat.updates.json_values import encode
 from wingbeat.updates.twin import (
     Unfit,
     bare_step,

@@ -250,7 +250,7 @@ class LocalUpdate(WholeUpdate):
         self._model.read()
         self._model.read_checksum()
         try:
-            self._wait(functools.partial(self._averager.level, self._model.shared))
+            self._wait(functools.partial(self._averager.synchronize, self._model.shared))
         except Exception:
             # Meanwhile others may have averaged with this worker, which they have taken over.
             with contextlib.suppress(PeerError):
@@ -263,7 +263,7 @@ class LocalUpdate(WholeUpdate):
         self._schedule.resume(round(float(self._model.number)))
         if self._model.frozen_differ:
             self._model.read_frozen()
-            self._wait(functools.partial(self._averager.level, self._model.frozen))
+            self._wait(functools.partial(self._averager.synchronize, self._model.frozen))
             self._model.write_frozen()
 
     def _begin(self, first: int, last: int) -> None:
@@ -289,7 +289,7 @@ class LocalUpdate(WholeUpdate):
         self._take(*under_way)
         members = self._averager.members
         stream.record("take_over", begin, time.monotonic_ns(), group=members)
-        self._averager.taken()
+        self._averager.commit()
         self.renew()
 
     def _wait_again(self) -> None:

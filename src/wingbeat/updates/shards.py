@@ -19,8 +19,8 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
-from wingbeat.servers.values import decode, dtype_of, encode
 from wingbeat.types import Span
+from wingbeat.updates.json_values import decode, dtype_of, encode
 from wingbeat.updates.stepper import State, Stepper
 
 Memory = dict[str, dict[str, Any]]

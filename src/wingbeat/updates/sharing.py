@@ -13,7 +13,7 @@ import torch
 
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.schedules.intents import Answer
-from wingbeat.servers.values import decode, encode
+from wingbeat.updates.json_values import decode, encode
 from wingbeat.updates.stepper import GroupSnapshot
 from wingbeat.updates.update import Training
 

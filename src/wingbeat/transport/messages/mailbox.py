@@ -315,7 +315,7 @@ class Mailbox:
 
     @property
     def refused(self) -> Counter[str]:
-        """Number of dropped frames, by reason; see docs/how-to/messages.md."""
+        """Number of dropped frames, by reason; see docs/developers/messages.md."""
         return self._endpoint.refused
 
     @property
