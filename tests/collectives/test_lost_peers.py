@@ -49,7 +49,7 @@ def test_who_kept_others_waiting_is_told_so() -> None:
     text = said(RuntimeError("closed"), blocked_member=2, by_2=f"5 {JOB}", by_7=f"2 {JOB}")
     assert text.startswith(
         "rank 5: rank 2 has aborted group (2, 5, 7) of epoch 3, as it waited for this rank in "
-        f"{JOB}: this group goes no further"
+        f"{JOB}: open a group of a later epoch"
     )
 
 

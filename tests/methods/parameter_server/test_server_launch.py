@@ -119,4 +119,4 @@ def test_failed_start_kills_started_servers(
     assert first.startswith(f"{why}; 2 of 4 servers run beside this worker")
     assert "cannot start server 2" in second
     assert {each._config.index for each in started} == {0, 1, 3}
-    assert all(each._leaving for each in started)
+    assert all(each._stopping for each in started)

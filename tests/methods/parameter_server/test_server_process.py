@@ -62,7 +62,7 @@ def test_server_exits_once_all_workers_leave(started: Callable[..., ProcessServi
         box.close()
     server.close(20.0)
     assert server.ended() == "server 0 (started by rank 1) has ended with exit status 0"
-    assert not server._helper.is_alive()
+    assert not server._store_thread.is_alive()
 
 
 def test_killed_server_is_reported(started: Callable[..., ProcessService]) -> None:
@@ -149,9 +149,9 @@ def test_server_without_store_exits(
 PARENT = """
 import sys, time
 from wingbeat.methods.parameter_server.server import ServerConfig
-from wingbeat.transport.services import InProcess
+from wingbeat.transport.services import ProcessService
 from wingbeat.transport.loopback import Switchboard
-server = InProcess(ServerConfig.from_json(sys.argv[1]), Switchboard())
+server = ProcessService(ServerConfig.from_json(sys.argv[1]), Switchboard())
 print(server._process.pid, flush=True)
 time.sleep(600)
 """
